@@ -1,0 +1,69 @@
+# Every target works in a fresh clone: it makes .venv if there is none, installs what it needs
+# through constraints.txt (again only when pyproject.toml or constraints.txt changed), and runs.
+#
+#   make test                      lint, types, tests, doctests, notebooks
+#   make train ARGS="--steps 50"   the demo job, in one process
+#   make lint | nightly | notebooks | bench
+#
+# PYTHON=python3.12 chooses the interpreter of a new .venv, PIP_ARGS goes to pip, ARGS to the
+# program that the target runs.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+
+# What each kind of target installs; see the stamp rule below.
+EXTRAS_train := plots
+EXTRAS_test := dev,notebook,plots
+EXTRAS_bench := bench,plots
+
+# One thread a process: the tests run several at once.
+ONE_THREAD := OMP_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
+
+.PHONY: test lint nightly notebooks train bench clean
+
+test: lint
+	$(PYTEST) -n 2 --dist loadgroup $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+nightly: lint
+	FZERO_HYPOTHESIS_PROFILE=nightly $(PYTEST) -n 2 --dist loadgroup \
+		-m "slow or not slow" --timeout 1200 $(ARGS)
+
+notebooks: $(VENV)/.installed-test
+	$(ONE_THREAD) $(BIN)/jupyter-execute $(if $(ARGS),$(ARGS),notebooks/*.ipynb)
+
+train: $(VENV)/.installed-train
+	$(BIN)/python -m fzero train $(ARGS)
+
+bench: $(VENV)/.installed-bench
+	DS_ACCELERATOR=cpu $(BIN)/python benchmarks/bench_step.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+# bin/pip is the last thing that `python -m venv` writes: where it is, the environment is whole.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "fzero needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)."; \
+		echo "Fix: name another interpreter, e.g. make $(MAKECMDGOALS) PYTHON=python3.12"; \
+		exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "'$(PYTHON) -m venv $(VENV)' failed."; \
+		echo "Usual cause: Debian and Ubuntu ship Python without venv."; \
+		echo "Fix: apt-get install python3-venv, then run make again."; \
+		exit 1; }
+
+# DS_BUILD_OPS=0: DeepSpeed's setup must not compile its CUDA operators (bench only).
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet \
+		$(PIP_ARGS) -c constraints.txt -e ".[$(EXTRAS_$*)]"
+	@touch $@

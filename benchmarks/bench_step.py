@@ -1,0 +1,108 @@
+"""Train one model with every contestant side by side and print what a step costs.
+
+    python benchmarks/bench_step.py --model mlp,gpt --world 1,2,4 --backwards 1,4
+
+For each model, world size W and number N of backward calls per optimizer step, W gloo processes
+are started, every contestant is built with the same weights, data and AdamW, and all are stepped
+in turn, so that a ratio inside one table compares like with like. The losses of the first steps
+must be those of one process that has all the data; if they are not, the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+from ranks import run_ranks
+from report import write_report
+from step.measure import CHECKED_STEPS, Plan, find_contestants, measure
+from step.models import make_task
+from step.table import LOSS_TOLERANCE, disagreements, markdown
+
+_LEGEND = f"""\
+Milliseconds are the median over rounds of the slowest rank; "min" is its best round. "Reduces"
+says whether gradients are reduced once per optimizer step or in each of the N backward calls.
+Stage "3" gathers parameters for forward and again for backward, "3 keep" once. The last ratio is
+to the fastest peer that agrees on both: of the medians, its name, and of the best rounds (which
+other work on the machine disturbs less). AR, AG, RS, A2A, BC: all-reduce, all-gather,
+reduce-scatter, all-to-all, broadcast, in one step of one rank, with the bytes of the full buffers;
+fzero on gloo gathers by W broadcasts and reduce-scatters by an all-to-all. "Ring" is what these
+must send at least (2P(W-1)/W for an all-reduce of P bytes, P(W-1)/W for the others), "loopback"
+what the machine sent, other programs included. Resident bytes are what model, gradients and
+optimizer hold after a step, peak bytes the most that was alive after any operation of a step, on
+the fullest rank; what a kernel or gloo allocates for itself is not seen. "Loss error" is the
+largest relative difference from one process that has all the data, over {CHECKED_STEPS} steps
+(allowed: {LOSS_TOLERANCE:.0e}). `plain` does not communicate: it shows what the arithmetic costs.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="mlp", help="mlp, gpt, or both: mlp,gpt")
+    parser.add_argument("--world", default="1,2,4", help="numbers of ranks")
+    parser.add_argument("--backwards", default="1,4", help="backward calls per optimizer step")
+    parser.add_argument("--contestants", default="", help="names; default: all")
+    parser.add_argument("--rounds", type=int, default=10, help="timed steps of each contestant")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before those")
+    parser.add_argument("--out", type=Path, default=None, help="folder for a Markdown file")
+    return parser
+
+
+def _plans(options: argparse.Namespace) -> list[Plan]:
+    names = tuple(name for name in options.contestants.split(",") if name)
+    worlds = [int(world) for world in options.world.split(",")]
+    backwards = [int(count) for count in options.backwards.split(",")]
+    if min(worlds) < 1:
+        raise ValueError(f"--world {options.world}: a world has 1 rank or more.")
+    if options.warmup + options.rounds < CHECKED_STEPS:
+        raise ValueError(
+            f"{options.warmup} + {options.rounds} steps are too few to check {CHECKED_STEPS} "
+            "losses.\nFix: raise --rounds or --warmup."
+        )
+    plans = [
+        Plan(
+            model=model,
+            world_size=world,
+            backwards=count,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            names=names,
+        )
+        for model, world, count in itertools.product(options.model.split(","), worlds, backwards)
+    ]
+    for plan in plans:  # a wrong name is found now, not in the middle of the last table
+        find_contestants(make_task(plan.model, backwards=plan.backwards), plan.names)
+    return plans
+
+
+def main() -> int:
+    """Measure every plan of the command line; 1 if any losses disagree."""
+    parser = _parser()
+    options = parser.parse_args()
+    try:
+        plans = _plans(options)
+    except ValueError as error:
+        parser.error(str(error))
+    tables: list[str] = []
+    wrong: list[str] = []
+    for plan in plans:
+        print(f"{plan.model}, W={plan.world_size}, N={plan.backwards} ...", flush=True)
+        rows, reference, skipped = run_ranks(measure, plan.world_size, plan)
+        tables.append(markdown(plan, rows, reference))
+        tables += [f"Skipped {reason}.\n" for reason in skipped]
+        found = disagreements(plan, rows, reference)
+        tables += [f"**LOSSES DISAGREE**: {line}.\n" for line in found]
+        wrong += found
+        print("\n".join(tables[-1 - len(skipped) - len(found) :]), flush=True)
+    if options.out is not None:
+        theme = "step-" + options.model.replace(",", "-")
+        print(f"wrote {write_report(options.out, theme, tables, intro=_LEGEND)}")
+    for line in wrong:
+        print(f"LOSSES DISAGREE: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

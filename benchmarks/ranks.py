@@ -1,0 +1,128 @@
+"""Start W processes on this machine and time candidates in turn, slowest rank first.
+
+Shared by `bench_step.py` and `collectives.py`. Everything is timed the same way: in each round
+every candidate runs once, in an order that rotates from round to round, after a barrier. One
+number per round and candidate is kept, that of the slowest rank, since that is the one a
+training job waits for. Candidates that are compared have therefore seen the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(minutes=5)
+
+
+def set_environment(world_size: int) -> None:
+    """Set what the child processes must find in their environment before torch is imported.
+
+    Args:
+        world_size: number of ranks that share this machine.
+
+    One thread per rank, or W ranks fight for the cores; loopback only, so that gloo does not
+    pick an address it cannot reach; LOCAL_SIZE is where DeepSpeed's CPU accelerator looks for
+    the number of its devices.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["LOCAL_SIZE"] = str(world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    os.environ["WORLD_SIZE"] = str(world_size)
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> Any:
+    """Run `fn(*args)` on `world_size` fresh processes that share a process group.
+
+    Args:
+        fn: a module-level function (it is pickled for the spawned processes).
+        world_size: number of processes.
+        *args: picklable arguments of `fn`, the same for all ranks.
+        backend: torch.distributed backend, gloo or nccl.
+
+    Returns:
+        What `fn` returned on rank 0.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: the first error of any rank.
+    """
+    set_environment(world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_entry, (world_size, backend, folder, fn, args), nprocs=world_size)
+        return pickle.loads((Path(folder) / "result").read_bytes())
+
+
+def _entry(
+    rank: int, world_size: int, backend: str, folder: str, fn: Callable[..., Any], args: Any
+) -> None:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+    )
+    result = fn(*args)
+    if rank == 0:
+        (Path(folder) / "result").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int,
+    device: torch.device | None = None,
+) -> dict[str, list[float]]:
+    """Time every candidate once per round, in rotating order.
+
+    Args:
+        candidates: name -> what to time; the same names in the same order on every rank.
+        rounds: timed rounds.
+        warmup: rounds before those, not kept.
+        device: where the work runs; a CUDA device is synchronized before the clock is read.
+
+    Returns:
+        name -> the slowest rank's time of each round, in milliseconds; equal on all ranks.
+    """
+    device = device or torch.device("cpu")
+    names = list(candidates)
+    times_ms = torch.zeros(len(names), rounds, dtype=torch.float64, device=device)
+    for step in range(warmup + rounds):
+        for i in range(len(names)):
+            at = (i + step) % len(names)
+            elapsed_ms = _time_once(candidates[names[at]], device)
+            if step >= warmup:
+                times_ms[at, step - warmup] = elapsed_ms
+    dist.all_reduce(times_ms, op=dist.ReduceOp.MAX)
+    return dict(zip(names, times_ms.tolist(), strict=True))
+
+
+def _time_once(fn: Callable[[], object], device: torch.device) -> float:
+    dist.barrier()
+    _wait_for(device)
+    start = time.perf_counter()
+    fn()
+    _wait_for(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""The one-step benchmark: models, contestants, counting, and the table."""

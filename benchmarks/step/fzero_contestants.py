@@ -1,0 +1,77 @@
+"""fzero's stages 0 to 3, through the public API alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import fzero
+from step.contestants import ADAMW, Contestant, Setup, Step
+from step.models import Batch, Task
+
+Keep = Literal["unit", "backward", "window"]
+
+
+def build(setup: Setup, *, stage: int, coalesce: bool = False, keep: Keep = "unit") -> Step:
+    """One donated, sharded step; `keep` says how long stage 3 keeps gathered parameters."""
+    apply, params = fzero.functionalize(setup.task.module())
+
+    def loss_fn(params: Any, batch: Batch) -> Tensor:
+        return apply(params, *batch) / setup.task.backwards
+
+    def step_fn(state: Any, batches: list[Batch]) -> tuple[Any, Tensor]:
+        losses = []
+        for batch in batches:
+            state, loss = fzero.grad_and_reduce(loss_fn, state)(batch)
+            losses.append(loss)
+        return fzero.apply_gradients(state), torch.stack(losses).sum()
+
+    inner = fzero.coalesce(step_fn) if coalesce else step_fn
+    train_step = fzero.shard(inner, stage=stage, donate=True, keep=keep)
+    options = {key: ADAMW[key] for key in ("betas", "eps", "weight_decay")}
+    held = [train_step.init(params, fzero.optim.adamw(ADAMW["lr"], **options))]
+
+    def step(batches: list[Batch]) -> Tensor:
+        held[0], loss = train_step(held[0], batches)
+        return loss
+
+    return step
+
+
+def fzero_contestants(task: Task) -> list[Contestant]:
+    """Every stage, kept or gathered again at stage 3; for N > 1 also coalesced."""
+    several = task.backwards > 1
+    found: list[Contestant] = []
+    for stage in range(4):
+        at = partial(build, stage=stage)
+        found.append(Contestant(name=f"fzero{stage}", stage=str(stage), once=not several, build=at))
+        if several:
+            found.append(
+                Contestant(
+                    name=f"fzero{stage}_coal",
+                    stage=str(stage),
+                    once=True,
+                    build=partial(at, coalesce=True),
+                )
+            )
+    found.append(
+        Contestant(
+            name="fzero3_keep",
+            stage="3 keep",
+            once=not several,
+            build=partial(build, stage=3, keep="backward"),
+        )
+    )
+    if several:
+        found.append(
+            Contestant(
+                name="fzero3_keep_coal",
+                stage="3 keep",
+                once=True,
+                build=partial(build, stage=3, coalesce=True, keep="window"),
+            )
+        )
+    return found

@@ -1,0 +1,58 @@
+"""`python -m fzero train | info`: the job, and a report of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from fzero.errors import FzeroError
+from fzero.job import info, settings
+from fzero.job.stop import exit_code
+from fzero.job.train import train
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code: 0, 2 for wrong input, 128 + signal when stopped."""
+    # No abbreviations anywhere: a mistyped option must not pass as the short form of another.
+    parser = argparse.ArgumentParser(
+        prog="python -m fzero", description=__doc__, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    about = commands.add_parser(
+        "info", help="report versions, backends, cores and GPUs", allow_abbrev=False
+    )
+    about.add_argument("--json", action="store_true", help="as JSON")
+    about.set_defaults(run=lambda given: info.show(as_json=given["json"]))
+    job = commands.add_parser(
+        "train",
+        help="train a byte-level GPT on the standard library; also under torchrun",
+        description="Train a byte-level GPT on the source of the Python standard library. "
+        "On several ranks: torchrun --nproc-per-node 2 -m fzero train ...",
+        epilog="Ctrl-C or SIGTERM ends the run after the step that runs, with a checkpoint; the "
+        "exit code is then 130 or 143, under torchrun 0. Wrong input: 2.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    settings.add_options(job)
+    job.set_defaults(run=train)
+    given = vars(parser.parse_args(argv))
+    if given.pop("command") is None:
+        parser.print_help()
+        return 0
+    launched = dist.is_available() and dist.is_torchelastic_launched()
+    try:
+        return exit_code(given.pop("run")(given) or 0, launched=launched)
+    except FzeroError as error:
+        print(f"fzero, rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # outside the loop, which keeps it for the next step boundary
+        return exit_code(signal.SIGINT, launched=launched)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The states that this process holds, one for each of its ranks, checked before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError, explain
+from fzero.mesh import Axis, Runtime
+from fzero.state import NAMESPACE, Phase, Placement, TrainState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A process has one rank's state; with virtual ranks, all of them (views of the stack)."""
+
+    axis: Axis  # the processes that save or load together
+    ranks: tuple[int, ...]
+    states: tuple[TrainState, ...]
+    is_stack: bool = False  # all ranks are here, as fzero.simulate returns them
+
+
+def held_states(name: str, state: Any) -> Held:
+    """Return what of `state` is in this process, or raise for a state that cannot be used.
+
+    Raises `LayoutError` for something that is no state, `DonatedError` for a used-up one,
+    `AxisError` inside `fzero.simulate` or without the state's process group.
+    """
+    if not isinstance(state, TrainState):
+        raise LayoutError(
+            explain(
+                f"{name}: expected a TrainState, got a {type(state).__name__}.",
+                cause="parameters, or a dict of several states, were passed.",
+                fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
+            )
+        )
+    axis = state.setup.axis
+    if tuple(state.step.shape) == (axis.size,):
+        held = _of_stack(state, axis.size)
+    elif axis.runtime is not Runtime.VIRTUAL:
+        held = Held(axis=axis, ranks=(axis.rank,), states=(state,))
+    else:
+        raise AxisError(
+            explain(
+                f"{name}: a state of one virtual rank.",
+                cause=f"checkpoint.{name} was called inside fzero.simulate.",
+                fix=f"call it outside, with the stacked state of all {axis.size} ranks that "
+                "simulate(...).init or the simulated step returns.",
+            )
+        )
+    for one in held.states:
+        _check_alive(name, one)
+    return held
+
+
+def require_idle(state: TrainState) -> None:
+    """Raise `PhaseError` for a state with gradients: a checkpoint stands between two updates."""
+    if state.phase is Phase.IDLE and not state.window.is_open and not state.progress.backwards:
+        return
+    window = "open" if state.window.is_open else "closed"
+    raise PhaseError(
+        explain(
+            f"save: the state is between gradient and update ({state.phase.value!r}, "
+            f"{state.progress.backwards} backwards, window {window}).",
+            cause="save was called inside a step, or before apply_gradients.",
+            fix="save the state that fzero.apply_gradients, or the whole step, returned.",
+        )
+    )
+
+
+def require_closed(state: TrainState) -> None:
+    """Raise `PhaseError` inside a coalescing window, which would lose its gradients."""
+    if state.window.is_open or state.window.pending.held:
+        raise PhaseError(
+            explain(
+                "load: the state has an open coalescing window.",
+                cause="load was called inside a coalesced step.",
+                fix="load outside the step, into a state from init.",
+            )
+        )
+
+
+def restack(held: Held, states: list[Any]) -> TrainState:
+    """Return this process's one state, or the stack of its virtual ranks' states."""
+    if not held.is_stack:
+        return states[0]
+    stack: Any = optree.tree_map(lambda *xs: torch.stack(xs), *states, namespace=NAMESPACE)
+    return stack
+
+
+def _of_stack(state: Any, size: int) -> Held:
+    def row(rank: int) -> Any:
+        return optree.tree_map(
+            lambda x: x[rank] if isinstance(x, Tensor) else x, state, namespace=NAMESPACE
+        )
+
+    ranks = tuple(range(size))
+    return Held(axis=Axis(size=1), ranks=ranks, states=tuple(map(row, ranks)), is_stack=True)
+
+
+def _check_alive(name: str, state: TrainState) -> None:
+    layout = state.setup.layout
+    sharded = state.setup.params is Placement.SHARDED
+    for index, flat in enumerate(state.params.flats):
+        group = layout.groups[index]
+        if flat.numel() != (group.shard_numel if sharded else layout.full_numel(index)):
+            raise DonatedError(
+                explain(
+                    f"{name}: this state was donated: the parameters of {group.name} belong to a "
+                    "newer state now.",
+                    cause="a state was used again after a step made with shard(..., donate=True).",
+                    fix="use the state that the step returned, or a new one from init.",
+                )
+            )

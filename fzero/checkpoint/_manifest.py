@@ -1,0 +1,183 @@
+"""What a checkpoint says about itself, as JSON; whether it fits a state. Pure but for one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+from fzero.checkpoint._everywhere import CheckpointError
+from fzero.checkpoint._pieces import leaf_names
+from fzero.checkpoint._slots import Role, counters_of
+from fzero.errors import LayoutError, explain
+from fzero.state import NAMESPACE, TrainState
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+_SHOWN = 8  # differences that an error lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Facts of a saved state, all of them JSON."""
+
+    origin: dict[str, Any]  # stage, ranks, torch: where it came from; only `optimizer` must fit
+    leaves: dict[str, str]  # parameter path: shape, dtype, trainable or frozen
+    slots: dict[str, dict[str, str]]  # optimizer slot: {parameter path: dtype}
+    counters: dict[str, Any]  # `step`, and the optimizer's
+    data: str = ""  # name of the folder with the tensors
+    files: dict[str, list[int]] = field(default_factory=dict)  # in it: [bytes, crc32]
+    extra: dict[str, Any] = field(default_factory=dict)  # the user's
+
+
+def describe(state: TrainState, roles: list[Role]) -> Manifest:
+    """Return the facts of a state, the same for every stage and number of ranks but `origin`."""
+    setup, layout = state.setup, state.setup.layout
+    names = leaf_names(layout)
+    values = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+    slots: dict[str, dict[str, str]] = {}
+    trainable = layout.trainable
+    for role, value in zip(roles, values, strict=True):
+        if role.position is not None and value.numel():
+            group = layout.groups[trainable[role.position]]
+            held = [names[i] for i in group.leaves if layout.leaves[i].numel]
+            slots.setdefault(role.name, {}).update(dict.fromkeys(held, str(value.dtype)))
+    return Manifest(
+        origin={
+            "stage": setup.stage,
+            "ranks": layout.ranks,
+            "torch": torch.__version__,
+            # The rule's name without its options: those may change from run to run.
+            "optimizer": repr(setup.optimizer).partition("(")[0],
+        },
+        leaves={
+            name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"
+            for name, leaf in zip(names, layout.leaves, strict=True)
+        },
+        slots=slots,
+        counters={
+            "step": int(state.step),
+            **{f"optimizer/{k}": v for k, v in counters_of(roles, values).items()},
+        },
+    )
+
+
+def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
+    """Raise `LayoutError`, naming every difference, if `saved` is not what `wanted` describes."""
+    different = list(_differences(saved.leaves, wanted.leaves))
+    if different:
+        raise LayoutError(
+            explain(
+                f"load: the parameters in {path} are not those of this state:{_listed(different)}",
+                cause="another model, dtype, or choice of what is trainable.",
+                fix="make the state from the model that was saved. Nothing was changed.",
+            )
+        )
+    theirs, ours = saved.origin["optimizer"], wanted.origin["optimizer"]
+    different = [] if theirs == ours else [f"the rule: {theirs} in the checkpoint, {ours} here"]
+    for slot in sorted({*saved.slots, *wanted.slots}):
+        inside = _differences(saved.slots.get(slot, {}), wanted.slots.get(slot, {}))
+        different += [f"slot {slot} of {line}" for line in inside]
+    counted = [dict.fromkeys(m.counters, "a number") for m in (saved, wanted)]
+    different += [f"counter {line}" for line in _differences(*counted)]
+    if different:
+        raise LayoutError(
+            explain(
+                f"load: the optimizer state in {path} is not that of this state's optimizer:"
+                f"{_listed(different)}",
+                cause="the state was made with another optimizer than the saved one.",
+                fix=f"make the state with the optimizer that was saved ({theirs}, with the same "
+                "momentum and master_weights). To go on with another one, load so, and then "
+                "fzero.init(fzero.full_params(loaded), other, stage=...). Nothing was changed.",
+            )
+        )
+
+
+def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `extra` as JSON gives it back. Raises `LayoutError` if JSON cannot hold it."""
+    try:
+        text = json.dumps(dict(extra or {}))
+    except (TypeError, ValueError) as error:
+        raise LayoutError(
+            explain(
+                f"save: extra={extra!r:.200} cannot be written as JSON: {error}.",
+                cause="a tensor, an array or another object in it.",
+                fix="give a dict of numbers, strings, lists and dicts; x.tolist() of a tensor.",
+            )
+        ) from error
+    return json.loads(text)
+
+
+def write_manifest(manifest: Manifest, path: Path) -> None:
+    """Put the manifest in place in one move: from then on the checkpoint is the new one."""
+    body = {"format": FORMAT, **asdict(manifest)}
+    text = json.dumps({"crc32": _crc32(body), "checkpoint": body}, indent=1)
+    partial = path / f"{MANIFEST}.partial"
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path / MANIFEST)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest at `path`. Raises `CheckpointError` if there is no good one."""
+    try:
+        outer = json.loads((path / MANIFEST).read_text())
+        body = outer["checkpoint"]
+        whole = _crc32(body) == outer["crc32"]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            explain(
+                f"there is no checkpoint at {path}: no {MANIFEST} in it.",
+                cause="a mistyped path, or a save that was cut off before it was complete.",
+                fix="pass the path that was given to fzero.checkpoint.save.",
+            )
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    if not whole:
+        raise _damaged(path, "its checksum is wrong")
+    if body.pop("format") != FORMAT:
+        raise CheckpointError(
+            explain(
+                f"the checkpoint at {path} has another format than {FORMAT}.",
+                cause="it was written by a newer version of fzero.",
+                fix="load it with the version that wrote it, or update fzero.",
+            )
+        )
+    return Manifest(**body)
+
+
+def _damaged(path: Path, seen: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            f"{path / MANIFEST} is damaged: {seen}.",
+            cause="the file was edited, or cut off by a copy or a full disk.",
+            fix="use another copy of the checkpoint, or an older one.",
+        )
+    )
+
+
+def _crc32(body: Any) -> int:
+    return zlib.crc32(json.dumps(body).encode())
+
+
+def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
+    for name in [*wanted, *(name for name in saved if name not in wanted)]:
+        if saved.get(name) != wanted.get(name):
+            here, there = wanted.get(name, "nothing"), saved.get(name, "nothing")
+            yield f"{name}: {there} in the checkpoint, {here} in the state"
+
+
+def _listed(lines: list[str]) -> str:
+    rest = len(lines) - _SHOWN
+    shown = [*lines[:_SHOWN], *([f"... and {rest} more"] if rest > 0 else [])]
+    return "".join(f"\n  {line}" for line in shown)

@@ -1,0 +1,123 @@
+"""Which elements of which logical tensor a rank holds: pure, and views only.
+
+A leaf of n elements is saved as a 1-D tensor of n elements, whatever its shape: a shard cuts
+leaves at any element, and in one dim every cut is a range. Every rank writes, and reads, only
+rows r of every group, also where it holds all rows: so the work is shared at every stage. Ranges
+are cut again at every multiple of BLOCK_NUMEL: DCP reads saved ranges whole, and so nobody holds
+more than that of a leaf that is not its own.
+
+    state --rows_of--> flat rows [l] of each group --pieces_of--> ranges of leaves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import optree
+from torch import Tensor
+
+from fzero.checkpoint._slots import Role, roles_of
+from fzero.partition import shard_rows
+from fzero.state import NAMESPACE, Layout, Placement, TrainState
+
+BLOCK_NUMEL = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements `start` to `start + len(values)` of the logical tensor `name`."""
+
+    name: str
+    start: int
+    numel: int  # of the logical tensor
+    values: Tensor  # a view of what the rank holds
+
+
+class Rows(NamedTuple):
+    """A rank's rows of one group of parameters, or of one optimizer slot of it."""
+
+    prefix: str  # params, or optimizer/<slot>
+    group: int
+    values: Tensor  # [l]
+    is_part: bool  # of a replicated buffer [W l], which is to be whole again on every rank
+
+
+def leaf_names(layout: Layout) -> list[str]:
+    """Return the path of every leaf; one that two leaves share is numbered from the second on.
+
+    Example:
+        >>> import torch
+        >>> from fzero.partition import plan_layout
+        >>> leaf_names(plan_layout({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ranks=1))
+        ['a.b', 'a.b#2']
+    """
+    names: dict[str, None] = {}
+    for leaf in layout.leaves:
+        name, number = leaf.path, 1
+        while name in names:
+            number += 1
+            name = f"{leaf.path}#{number}"
+        names[name] = None
+    return list(names)
+
+
+def optimizer_roles(state: TrainState) -> list[Role]:
+    """Return the role of every leaf of the state's optimizer state."""
+    layout = state.setup.layout
+    sharded = state.setup.optimizer_state is Placement.SHARDED
+    return roles_of(
+        state.optimizer,
+        [
+            layout.groups[i].shard_numel if sharded else layout.full_numel(i)
+            for i in layout.trainable
+        ],
+    )
+
+
+def rows_of(state: TrainState, roles: Sequence[Role], rank: int) -> list[Rows]:
+    """Return rank's rows of everything that has elements: parameters first, then slots."""
+    setup, layout = state.setup, state.setup.layout
+
+    def rows(prefix: str, group: int, flat: Tensor, placement: Placement) -> Rows:
+        whole = placement is not Placement.SHARDED
+        values = shard_rows(flat, layout.ranks, rank) if whole else flat
+        return Rows(prefix, group, values, whole)
+
+    found = [rows("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
+    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+    trainable = layout.trainable  # a property that looks at every group
+    for role, leaf in zip(roles, leaves, strict=True):
+        if role.position is not None and leaf.numel():
+            prefix, group = f"optimizer/{role.name}", trainable[role.position]
+            found.append(rows(prefix, group, leaf, setup.optimizer_state))
+    return found
+
+
+def pieces_of(
+    layout: Layout, rows: Sequence[Rows], rank: int, *, block_numel: int = BLOCK_NUMEL
+) -> Iterator[Piece]:
+    """Cut rank's rows at the borders of leaves and of blocks in them; padding is in no piece."""
+    names = leaf_names(layout)
+    for prefix, index, values, _ in rows:
+        group = layout.groups[index]
+        begin = rank * group.shard_numel
+        for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+            numel = layout.leaves[leaf].numel
+            low, high = max(begin - offset, 0), min(begin + group.shard_numel - offset, numel)
+            for start, stop in _blocks(low, high, block_numel):
+                yield Piece(
+                    name=f"{prefix}/{names[leaf]}",
+                    start=start,
+                    numel=numel,
+                    values=values[start + offset - begin : stop + offset - begin],
+                )
+
+
+def _blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut low..high at the multiples of `size`; nothing if it is empty."""
+    while low < high:
+        stop = min(high, (low // size + 1) * size)
+        yield low, stop
+        low = stop

@@ -1,0 +1,136 @@
+"""What the leaves of an optimizer state are: slots of the parameters, or counters. Pure.
+
+The state may be any pytree (fzero's own record, optax's or TorchOpt's named tuples); only its
+form says what its leaves are:
+
+    a list or tuple with one 1-D tensor    a slot: elements that belong to the elements of the
+    for each trainable group, each as      parameters, in the same order and with the same
+    long as the group here (or empty)      sharding; an empty tensor holds nothing
+    a list with one 0-d tensor for each    one counter that was kept once for each group; all
+    trainable group                        must agree
+    any other number or 1-element tensor   a counter of its own
+    anything else                          refused: it could not be resharded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fzero.errors import LayoutError, explain
+from fzero.state import NAMESPACE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What one leaf of an optimizer state is."""
+
+    name: str  # of the slot or the counter: the same in every layout
+    position: int | None = None  # of a slot: which trainable group; None: a counter
+
+
+def roles_of(optimizer: Any, numels: Sequence[int]) -> list[Role]:
+    """Return the role of every leaf of `optimizer`, in the order of its leaves.
+
+    numels: of the trainable groups' flat tensors, as the optimizer has them on this rank.
+
+    Raises `LayoutError`, naming the place, for a leaf that is neither a slot nor a counter.
+
+    Example:
+        >>> import torch
+        >>> state = {"mu": [torch.zeros(3), torch.zeros(5)], "count": torch.tensor(7)}
+        >>> [(role.name, role.position) for role in roles_of(state, [3, 5])]
+        [("['count']", None), ("['mu']", 0), ("['mu']", 1)]
+    """
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(optimizer, namespace=NAMESPACE)
+    found: list[Role] = []
+    pairs = zip(accessors, leaves, strict=True)
+    for parent, children in groupby(pairs, key=lambda pair: pair[0][:-1]):
+        found += _roles_in(parent(optimizer), _name(parent), list(children), numels)
+    return found
+
+
+def counters_of(roles: Sequence[Role], leaves: Sequence[Any]) -> dict[str, int | float | bool]:
+    """Return the value of every counter. Raises `LayoutError` if two of one name differ."""
+    found: dict[str, int | float | bool] = {}
+    for role, leaf in zip(roles, leaves, strict=True):
+        if role.position is not None:
+            continue
+        value = leaf.item() if isinstance(leaf, Tensor) else leaf
+        if found.setdefault(role.name, value) != value:
+            raise LayoutError(
+                explain(
+                    f"the optimizer's {role.name} is {found[role.name]} for one group of "
+                    f"parameters and {value} for another.",
+                    cause="an optimizer that counts for each tensor, and does not update all.",
+                    fix="keep one counter: how parameters are grouped depends on the ranks.",
+                )
+            )
+    return found
+
+
+def with_values(
+    roles: Sequence[Role],
+    leaves: Sequence[Any],
+    slots: Iterator[Tensor],
+    counters: dict[str, int | float | bool],
+) -> list[Any]:
+    """Return leaves like `leaves` that hold `counters` and the next of `slots` for each slot."""
+    made: list[Any] = []
+    for role, leaf in zip(roles, leaves, strict=True):
+        if role.position is not None:
+            made.append(next(slots) if leaf.numel() else leaf.clone())
+        elif isinstance(leaf, Tensor):
+            made.append(leaf.new_full(leaf.shape, counters[role.name]))
+        else:
+            made.append(type(leaf)(counters[role.name]))
+    return made
+
+
+def _roles_in(
+    node: Any, name: str, children: list[tuple[Any, Any]], numels: Sequence[int]
+) -> list[Role]:
+    """Return the roles of leaves that are children of one node."""
+    leaves = [leaf for _, leaf in children]
+    if type(node) in (list, tuple) and len(node) == len(leaves) == len(numels):
+        if all(_is_flat(leaf, n) for leaf, n in zip(leaves, numels, strict=True)):
+            return [Role(name=name, position=i) for i in range(len(leaves))]
+        if type(node) is list and all(isinstance(x, Tensor) and not x.ndim for x in leaves):
+            return [Role(name=name) for _ in leaves]
+    for accessor, leaf in children:
+        if not _is_number(leaf):
+            raise LayoutError(_unknown(_name(accessor), leaf, numels))
+    return [Role(name=_name(accessor)) for accessor, _ in children]
+
+
+def _is_flat(leaf: Any, numel: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim == 1 and leaf.numel() in (0, numel)
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.numel() == 1 and not leaf.is_complex()
+    return isinstance(leaf, int | float)
+
+
+def _name(accessor: Any) -> str:
+    """`.moments[0]` as `moments[0]`; the root as `.`."""
+    return accessor.codify("").removeprefix(".") or "."
+
+
+def _unknown(name: str, leaf: Any, numels: Sequence[int]) -> str:
+    is_tensor = isinstance(leaf, Tensor)
+    seen = f"a {leaf.dtype} of shape {tuple(leaf.shape)}" if is_tensor else f"{leaf!r}"
+    return explain(
+        f"the optimizer state has {seen} at {name}: neither a number nor in a list of one flat "
+        f"tensor for each of {len(numels)} groups (of {list(numels[:8])} elements here).",
+        cause="an optimizer with state that does not go with the elements of the parameters "
+        "(a matrix factor, a history, a random state).",
+        fix="keep such state outside the optimizer, e.g. in save(..., extra=...), or save "
+        "fzero.full_params(state) yourself.",
+    )

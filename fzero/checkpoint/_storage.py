@@ -1,0 +1,130 @@
+"""Pieces <-> a folder, by torch.distributed.checkpoint (DCP).
+
+DCP plans, writes, reads and reshards; two small planners tell it which ranges of which 1-D
+tensors this process has. So a rank reads only the saved chunks that its own ranges touch. The
+state dict that DCP wants stays empty: it has no form for ranges, and DCP logs each entry of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from fzero.checkpoint._everywhere import could_not, said_by
+from fzero.checkpoint._pieces import Piece
+from fzero.mesh import Axis, Runtime
+
+Named = dict[str, list[Piece]]
+
+
+def write(pieces: Sequence[Piece], folder: Path, axis: Axis) -> None:
+    """Write the pieces of all ranks into a new folder. A collective.
+
+    Raises `CheckpointError` on every rank, naming the rank that failed.
+    """
+
+    def run(named: Named, **where: Any) -> None:
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_Writing(named), **where)
+
+    _with_dcp(run, pieces, axis, doing=f"write {folder}")
+
+
+def read(pieces: Sequence[Piece], folder: Path, axis: Axis) -> None:
+    """Fill the values of this rank's pieces from a folder, whoever wrote it. A collective.
+
+    Raises `CheckpointError` on every rank, naming the rank that failed.
+    """
+
+    def run(named: Named, **where: Any) -> None:
+        dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_Reading(named), **where)
+
+    _with_dcp(run, pieces, axis, doing=f"read {folder}")
+
+
+class _Writing(dcp.DefaultSavePlanner):
+    """Writes pieces; the plan of all ranks together is checked by DCP: no overlap, no gap."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._named = named
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        items = [_write_item(piece) for pieces in self._named.values() for piece in pieces]
+        self.plan = dcp.SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return _values(self._named, index)
+
+
+class _Reading(dcp.DefaultLoadPlanner):
+    """Reads into the values of pieces."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._named = named
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, pieces in self._named.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, dcp.TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, [_chunk(p) for p in pieces])
+        return dcp.LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _values(self._named, index)
+
+
+def _write_item(piece: Piece) -> dcp.WriteItem:
+    chunk = _chunk(piece)
+    return dcp.WriteItem(
+        index=MetadataIndex(piece.name, chunk.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=chunk,
+            properties=TensorProperties(dtype=piece.values.dtype),
+            size=torch.Size([piece.numel]),
+        ),
+    )
+
+
+def _chunk(piece: Piece) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(
+        offsets=torch.Size([piece.start]), sizes=torch.Size([piece.values.numel()])
+    )
+
+
+def _values(named: Named, index: MetadataIndex) -> Tensor:
+    """Return the values that a plan's item means: a process has few pieces of one tensor."""
+    assert index.offset is not None
+    return next(p.values for p in named[index.fqn] if p.start == index.offset[0])
+
+
+def _with_dcp(run: Callable[..., None], pieces: Sequence[Piece], axis: Axis, *, doing: str) -> None:
+    named: Named = defaultdict(list)
+    for piece in pieces:
+        named[piece.name].append(piece)
+    alone = axis.runtime is not Runtime.PROCESSES
+    try:
+        with warnings.catch_warnings():
+            # DCP warns whenever it runs in one process, even if that was asked for by `no_dist`.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            run(dict(named), no_dist=alone, process_group=None if alone else axis.group())
+    except CheckpointException as failed:  # DCP raises it on all ranks; it is no Exception
+        rank, (error, _) = min(failed.failures.items())
+        if not isinstance(error, Exception):
+            raise error from None  # Ctrl-C and its like: DCP catches those, too
+        raise said_by(could_not(doing, error), rank, axis) from error

@@ -1,0 +1,48 @@
+"""What ranks must agree on before they start: the same layout, and the same first values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import _lowering as lowering
+from fzero.errors import AxisError, explain
+from fzero.mesh import Axis, Runtime
+
+
+def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> None:
+    """Raise `AxisError` on every rank, naming the first rank and line that differ.
+
+    One short exchange of digests; the lines themselves travel only when the digests differ.
+    """
+    if axis.runtime is Runtime.LOCAL:
+        return
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    if len(set(lowering.exchange_ids(number, axis))) == 1:
+        return
+    everyone = lowering.gather_objects(list(lines), axis)
+    mine = everyone[0]
+    rank, theirs = next((r, other) for r, other in enumerate(everyone) if other != mine)
+    at = next(i for i in range(max(len(mine), len(theirs))) if mine[i : i + 1] != theirs[i : i + 1])
+    zero, other = ((side[at] if at < len(side) else "nothing") for side in (mine, theirs))
+    raise AxisError(
+        explain(
+            f"the ranks disagree about {what}: rank 0 has {zero}, rank {rank} has {other}.",
+            cause="the model or an option was built from something that differs by rank.",
+            fix=f"build the same on every rank; compare ranks 0 and {rank} first.",
+        )
+    )
+
+
+def broadcast_from_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Each [*t] -> [*t]: rank 0's values on every rank, as DDP does when it is built."""
+    if axis.runtime is Runtime.LOCAL:
+        return list(values)
+    with torch.no_grad():
+        wanted = [value.detach() for value in values if value.numel()]
+        done = iter(lowering.broadcast_first(wanted, axis))
+        return [next(done) if value.numel() else value.detach().clone() for value in values]

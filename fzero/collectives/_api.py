@@ -1,0 +1,107 @@
+"""The collectives as users call them inside a step or a loss: any dim, any pytree-free tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fzero.collectives._functions import gather_many, reduce_many, scatter_many
+from fzero.errors import LayoutError, explain
+from fzero.mesh import Axis, ambient
+
+
+def all_gather(x: Tensor, axis: Axis | None = None, *, dim: int = 0) -> Tensor:
+    """y = concat_r(x_r): [.., l, ..] -> [.., W l, ..] along `dim`, in rank order.
+
+    transpose   dx = reduce_scatter(dy): the cotangents of all ranks are summed.
+    valid when  every rank calls it with the same shape. Differentiable in every mode of
+    torch.func, to any order; `torch.func.linearize` raises `AxisError`.
+
+    `axis` defaults to the axis of the step that runs now, or else the world.
+
+    Example:
+        >>> import torch, fzero
+        >>> fzero.simulate(fzero.all_gather, world_size=2)(torch.tensor([[1.0], [2.0]]))
+        tensor([[1., 2.],
+                [1., 2.]])
+    """
+    front = _at_least_1d("all_gather", x).movedim(dim, 0)
+    return gather_many([front], axis or ambient())[0].movedim(0, dim)
+
+
+def reduce_scatter(
+    x: Tensor, axis: Axis | None = None, *, dim: int = 0, ordered: bool = False
+) -> Tensor:
+    """y_r = rows r of sum_s(x_s): [.., W l, ..] -> [.., l, ..] along `dim`.
+
+    The first half of `all_reduce`. transpose: all_gather. Always a sum; divide visibly for a
+    mean. 16-bit floats are summed in fp32 where the backend's lowering allows it (gloo, virtual
+    ranks); `ordered=True` sums in rank order on every backend.
+
+    Raises `LayoutError` if the size of `dim` is not a multiple of the number of ranks.
+
+    Example:
+        >>> import torch, fzero
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> fzero.simulate(fzero.reduce_scatter, world_size=2)(x)
+        tensor([[4.],
+                [6.]])
+    """
+    axis = axis or ambient()
+    front = _at_least_1d("reduce_scatter", x).movedim(dim, 0)
+    if front.shape[0] % axis.size:
+        raise LayoutError(
+            explain(
+                f"reduce_scatter: dim {dim} of shape {tuple(x.shape)} does not divide by the "
+                f"{axis.size} ranks of the axis.",
+                cause="a tensor that was not padded to a multiple of the ranks.",
+                fix="pad the dim, or use all_reduce.",
+            )
+        )
+    return scatter_many([front], axis, ordered=ordered)[0].movedim(0, dim)
+
+
+def all_reduce(x: Tensor | float, axis: Axis | None = None, *, ordered: bool = False) -> Tensor:
+    """y = sum_r(x_r): the same shape, on every rank. transpose: all_reduce.
+
+    Always a sum; `pmean` is the visible division. See `reduce_scatter` for `ordered` and 16-bit
+    floats.
+
+    Example:
+        >>> import torch, fzero
+        >>> fzero.simulate(fzero.all_reduce, world_size=3)(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([6., 6., 6.])
+    """
+    return reduce_many([_as_tensor(x)], axis or ambient(), ordered=ordered)[0]
+
+
+def pmean(x: Tensor | float, axis: Axis | None = None) -> Tensor:
+    """y = sum_r(x_r) / W, for floating tensors; also for the loss that a step returns.
+
+    Example:
+        >>> import torch, fzero
+        >>> fzero.simulate(fzero.pmean, world_size=2)(torch.tensor([1.0, 2.0]))
+        tensor([1.5000, 1.5000])
+    """
+    axis = axis or ambient()
+    return all_reduce(x, axis) / axis.size
+
+
+psum = all_reduce
+psum_scatter = reduce_scatter
+
+
+def _as_tensor(x: Tensor | float) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=torch.get_default_dtype())
+
+
+def _at_least_1d(name: str, x: Tensor) -> Tensor:
+    if x.ndim:
+        return x
+    raise LayoutError(
+        explain(
+            f"{name} got a scalar tensor.",
+            cause="a loss or a counter was passed where a vector is expected.",
+            fix=f"use x.reshape(1) with {name}, or psum / pmean for a scalar.",
+        )
+    )

@@ -1,0 +1,139 @@
+"""The three linear maps over ranks as autograd Functions, closed under transposition.
+
+    gather    x_r [l]   -> y   [W l]   adjoint: scatter
+    scatter   x_r [W l] -> y_r [l]     adjoint: gather
+    reduce    x_r [n]   -> y   [n]     adjoint: reduce
+
+Each takes several buffers, so that one Function is one coalesced collective. They have a rule
+for every mode of torch.func: `backward` applies the partner (hence any order), `jvp` applies the
+map to the tangent (it is linear), `vmap` moves the batch dim behind the rank dim. The raw
+collective sits in a `torch.library` op when the call is traced, because make_fx cannot see
+through torch.distributed; otherwise it is called directly, so that counters see it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fzero.collectives import _lowering as lowering
+from fzero.collectives import _traced as traced
+from fzero.errors import AxisError, explain
+from fzero.mesh import Axis, Runtime
+
+Plan = tuple[str, Axis, bool]  # kind, axis, ordered: what a Function needs besides tensors
+_ADJOINT = {"gather": "scatter", "scatter": "gather", "reduce": "reduce"}
+
+
+class _Linear(torch.autograd.Function):
+    """y = A x for one of the three maps A; `plan` says which, over which axis."""
+
+    @staticmethod
+    def forward(plan: Plan, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_run(plan, xs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.plan = inputs[0]
+        ctx.set_materialize_grads(True)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        kind, axis, ordered = ctx.plan
+        return None, *_Linear.apply((_ADJOINT[kind], axis, ordered), *dys)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *dxs: Tensor) -> tuple[Tensor, ...]:
+        _refuse_linearize()
+        return tuple(_Linear.apply(ctx.plan, *dxs))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, plan: Plan, *xs: Tensor) -> tuple[Any, Any]:
+        # Behind the rank dim the batch is just one more trailing dim of the same collective.
+        at = 0 if plan[0] == "reduce" else 1
+        moved = [
+            x.unsqueeze(at).expand(*x.shape[:at], info.batch_size, *x.shape[at:])
+            if dim is None
+            else x.movedim(dim, at)
+            for x, dim in zip(xs, in_dims[1:], strict=True)
+        ]
+        ys = _Linear.apply(plan, *moved)
+        return ys, tuple(at for _ in ys)
+
+
+def gather_many(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Each [l] -> [W l], concatenated in rank order. Adjoint: `scatter_many`."""
+    return _apply(("gather", axis, False), shards)
+
+
+def scatter_many(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> list[Tensor]:
+    """Each [W l] -> [l]: this rank's rows of the sum over ranks. Adjoint: `gather_many`."""
+    return _apply(("scatter", axis, ordered), fulls)
+
+
+def reduce_many(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> list[Tensor]:
+    """Each [n] -> [n]: the sum over ranks. Adjoint: itself."""
+    return _apply(("reduce", axis, ordered), values)
+
+
+def reduce_owned(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> list[Tensor]:
+    """Like `reduce_many`, but may write into `values`: contiguous, nobody else's, no autograd."""
+    if axis.runtime is Runtime.LOCAL or traced.is_traced(values):
+        return reduce_many(values, axis, ordered=ordered)
+    wanted = [x for x in values if x.numel()]
+    done = iter(lowering.all_reduce(wanted, axis, ordered=ordered, owned=True) if wanted else ())
+    return [next(done) if x.numel() else x for x in values]
+
+
+def _apply(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
+    axis = plan[1]
+    if axis.runtime is Runtime.LOCAL:
+        return list(xs)  # over one rank all three maps are the identity
+    wanted = [x for x in xs if x.numel()]
+    done = iter(_Linear.apply(plan, *wanted) if wanted else ())
+    return [next(done) if x.numel() else _of_nothing(plan, x) for x in xs]
+
+
+def _of_nothing(plan: Plan, x: Tensor) -> Tensor:
+    """What the map makes of a tensor without elements: a shape, and nothing to send."""
+    kind, axis, _ = plan
+    if kind == "reduce":
+        return x.clone()
+    return torch.cat([x] * axis.size) if kind == "gather" else x[: x.shape[0] // axis.size]
+
+
+def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
+    kind, axis, ordered = plan
+    if axis.runtime is Runtime.PROCESSES and traced.is_traced(xs):
+        return traced.RUN[kind](list(xs), axis.name, axis.group_name, axis.size, ordered)
+    return _LOWER[kind](xs, axis, ordered)
+
+
+_LOWER: dict[str, Callable[[Sequence[Tensor], Axis, bool], list[Tensor]]] = {
+    "gather": lambda xs, axis, ordered: lowering.all_gather(xs, axis),
+    "scatter": lambda xs, axis, ordered: lowering.reduce_scatter(xs, axis, ordered=ordered),
+    "reduce": lambda xs, axis, ordered: lowering.all_reduce(xs, axis, ordered=ordered),
+}
+
+
+def _refuse_linearize() -> None:
+    """`torch.func.linearize` folds a traced collective's result as a constant: wrong numbers."""
+    if get_proxy_mode() is None:
+        return
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch.func.linearize.__code__:
+            raise AxisError(
+                explain(
+                    "torch.func.linearize over a collective.",
+                    cause="linearize folds what a collective returned as a constant, so its "
+                    "result would be wrong without an error.",
+                    fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
+                )
+            )
+        frame = frame.f_back

@@ -1,0 +1,84 @@
+"""Counting: which collectives ran, and how many bytes each rank sent for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+
+from fzero.mesh import Axis
+
+_LOGS: ContextVar[tuple[CollectiveLog, ...]] = ContextVar("fzero_collective_logs", default=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveEvent:
+    """One buffer that went through one collective, seen from one rank."""
+
+    op: str  # all_gather, reduce_scatter, all_reduce, broadcast, agree
+    rank: int
+    numel: int  # of the full buffer: the gathered result, or what was reduced
+    dtype: torch.dtype
+    wire_bytes: int  # that this rank sends, on the ring lower bound
+
+
+@dataclass(slots=True)
+class CollectiveLog:
+    """What `count_collectives` saw, in order, for every rank of this process.
+
+    `wire_bytes` follows the ring bound: a gather or scatter of P bytes over W ranks sends
+    P (W - 1) / W from each rank, an all-reduce twice that.
+    """
+
+    events: list[CollectiveEvent] = field(default_factory=list)
+
+    def counts(self, rank: int | None = None) -> dict[str, int]:
+        """Return {op: how many} for `rank` (default: the lowest rank seen)."""
+        return dict(Counter(event.op for event in self.of(rank)))
+
+    def wire_bytes(self, rank: int | None = None, *, ops: tuple[str, ...] = ()) -> int:
+        """Return the bytes that `rank` sent, over all ops or only `ops`."""
+        return sum(e.wire_bytes for e in self.of(rank) if not ops or e.op in ops)
+
+    def of(self, rank: int | None = None) -> list[CollectiveEvent]:
+        """Return the events of one rank (default: the lowest seen)."""
+        if rank is None:
+            rank = min((event.rank for event in self.events), default=0)
+        return [event for event in self.events if event.rank == rank]
+
+
+@contextmanager
+def count_collectives() -> Iterator[CollectiveLog]:
+    """Collect every fzero collective issued inside the `with` block.
+
+    Example:
+        >>> import torch, fzero
+        >>> def mean(x):
+        ...     return fzero.pmean(x)
+        >>> with count_collectives() as log:
+        ...     out = fzero.simulate(mean, world_size=2)(torch.tensor([1.0, 3.0]))
+        >>> out, log.counts()
+        (tensor([2., 2.]), {'all_reduce': 1})
+    """
+    log = CollectiveLog()
+    token = _LOGS.set((*_LOGS.get(), log))
+    try:
+        yield log
+    finally:
+        _LOGS.reset(token)
+
+
+def note(op: str, axis: Axis, numel: int, dtype: torch.dtype) -> None:
+    """Tell every open log about one buffer; `numel` is that of the full (not sharded) side."""
+    logs = _LOGS.get()
+    if not logs:
+        return
+    one_way = numel * dtype.itemsize * (axis.size - 1) // axis.size
+    wire_bytes = 2 * one_way if op == "all_reduce" else one_way
+    event = CollectiveEvent(op=op, rank=axis.rank, numel=numel, dtype=dtype, wire_bytes=wire_bytes)
+    for log in logs:
+        log.events.append(event)

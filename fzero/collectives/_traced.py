@@ -1,0 +1,60 @@
+"""The raw collectives as `torch.library` ops with shape rules, for make_fx and fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fzero.collectives import _lowering as lowering
+from fzero.mesh import Axis, Runtime
+
+
+def is_traced(xs: Sequence[Tensor]) -> bool:
+    """Whether these tensors are being recorded, or have no numbers at all."""
+    return get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in xs)
+
+
+@torch.library.custom_op("fzero::all_gather", mutates_args=())
+def all_gather(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    """Each [l] -> [size l]."""
+    return lowering.all_gather(xs, _axis(name, group, size))
+
+
+@torch.library.custom_op("fzero::reduce_scatter", mutates_args=())
+def reduce_scatter(
+    xs: list[Tensor], name: str, group: str, size: int, ordered: bool
+) -> list[Tensor]:
+    """Each [size l] -> [l]."""
+    return lowering.reduce_scatter(xs, _axis(name, group, size), ordered=ordered)
+
+
+@torch.library.custom_op("fzero::all_reduce", mutates_args=())
+def all_reduce(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    """Each [n] -> [n]."""
+    return lowering.all_reduce(xs, _axis(name, group, size), ordered=ordered)
+
+
+@all_gather.register_fake
+def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    return [x.new_empty(size * x.shape[0], *x.shape[1:]) for x in xs]
+
+
+@reduce_scatter.register_fake
+def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    return [x.new_empty(x.shape[0] // size, *x.shape[1:]) for x in xs]
+
+
+@all_reduce.register_fake
+def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
+
+
+RUN = {"gather": all_gather, "scatter": reduce_scatter, "reduce": all_reduce}
+
+
+def _axis(name: str, group: str, size: int) -> Axis:
+    return Axis(name=name, size=size, runtime=Runtime.PROCESSES, group_name=group)

@@ -1,0 +1,65 @@
+"""Checkpoints of the job: the train state, and what is needed to continue exactly.
+
+A run writes into its folder OUT:
+
+    step-000400/   a checkpoint of fzero.checkpoint, for any number of ranks and any stage; its
+                   `extra` holds the settings, the digest of the text and the losses so far
+    latest         the name of the newest of them
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fzero
+from fzero.checkpoint import read_extra, save
+from fzero.errors import LayoutError, explain
+
+LATEST = "latest"
+
+
+def save_run(out: Path, state: fzero.TrainState, facts: dict[str, Any]) -> Path:
+    """Write a checkpoint of `state` and `facts` under `out`. A collective: all ranks call it.
+
+    `latest` names it only when it is whole.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: the disk does not take it; older checkpoints are still good.
+    """
+    folder = out / f"step-{int(state.step):06d}"
+    save(folder, state, extra=facts)
+    if fzero.axis_index() == 0:
+        partial = out / f"{LATEST}.partial"
+        partial.write_text(folder.name)
+        os.replace(partial, out / LATEST)  # at once: a reader never sees half a name
+    return folder
+
+
+def find_checkpoint(resume: Path) -> Path:
+    """Return the checkpoint that `--resume DIR` means: the latest of a run, or DIR itself."""
+    latest = resume / LATEST
+    return resume / latest.read_text().strip() if latest.is_file() else resume
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return the facts that `save_run` was given.
+
+    Raises:
+        CheckpointError: there is no good checkpoint in `folder`.
+        LayoutError: it is not one of this job.
+    """
+    facts = read_extra(folder)
+    if not {"settings", "text_sha256", "losses"} <= set(facts):
+        raise LayoutError(
+            explain(
+                f"--resume: the checkpoint {folder} holds no run of this job: {sorted(facts)}.",
+                cause="it was saved by another program.",
+                fix="pass the --out of a `python -m fzero train`, or a step-... folder in it.",
+            )
+        )
+    return facts

@@ -1,0 +1,148 @@
+"""The main job: train a byte-level GPT on the Python standard library, on any number of ranks.
+
+The global batch is what an optimizer step averages over: ranks x micro-batches x accumulated
+parts x sequences in one backward pass. It is the option; the last factor is derived. So a run
+that is resumed on another number of ranks, or split in another way, sees the same samples at
+the same steps, and is the same run up to the rounding of sums in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.checkpoint import load
+from fzero.errors import FzeroError, explain
+from fzero.job.finish import finish
+from fzero.job.progress import make_progress
+from fzero.job.saving import find_checkpoint, read_facts, save_run
+from fzero.job.settings import changed_course, saved_form, settle
+from fzero.job.step import Job, make_batches, make_job, make_optimizer
+from fzero.job.stop import StopSignals
+
+
+class LossError(FzeroError, ArithmeticError):
+    """The loss is no finite number; what was saved before is still good."""
+
+
+def train(given: dict[str, Any]) -> int:
+    """Run the job with the options that were `given`; return the signal that ended it, or 0.
+
+    With `resume`, the parameters after the last step are those of a run that was never stopped:
+    bit for bit on as many ranks, within rounding on another number of them.
+
+    Raises:
+        LayoutError: options that do not fit together, to the text, or to the saved run.
+        CheckpointError: there is nothing to resume, or the disk does not take a checkpoint.
+        AxisError: the ranks were given different options or texts.
+        LossError: the loss is no finite number.
+    """
+    folder = find_checkpoint(given["resume"]) if "resume" in given else None
+    facts = read_facts(folder) if folder else {}
+    place = {"out": folder.parent} if folder else {}  # a resumed run goes on where it was
+    settings = settle({**place, **given}, facts.get("settings"))
+    job, params = make_job(settings)
+    state = job.step.init(params, make_optimizer(settings))
+    if folder:
+        state = load(folder, state)
+        _note(job, f"resumed {folder}", *_differences(job, facts))
+    losses = list(facts.get("losses", []))
+    _note(job, *_headline(job, state))
+    with StopSignals() as stop:  # a checkpoint that has begun is finished, too
+        state, stopped = _loop(job, state, losses, stop)
+        if len(losses) > len(facts.get("losses", [])):
+            _say(f"checkpoint: {_save(job, state, losses)}")
+    if stopped:
+        _say(f"stopped after step {len(losses)} of {settings.course.steps}; continue with --resume")
+        return stop.received
+    _say(*finish(job, state, losses))
+    return 0
+
+
+def _loop(
+    job: Job, state: fzero.TrainState, losses: list[float], stop: StopSignals
+) -> tuple[fzero.TrainState, bool]:
+    """Train to the last step, or to the first signal to any rank; append to `losses`."""
+    course, output = job.settings.course, job.settings.output
+    progress = make_progress(
+        start=len(losses),
+        total=course.steps,
+        tokens_per_step=course.global_batch * job.context,
+        silent=output.quiet or fzero.axis_index() != 0,
+    )
+    stopped = False
+    while len(losses) < course.steps and not stopped:
+        state, loss = job.step(state, make_batches(job, len(losses)))
+        mean, stopped = _agree(loss, stop)
+        losses.append(mean)
+        progress.step(mean, fzero.state_bytes(state)["total"])
+        due = output.save_every and len(losses) % output.save_every == 0
+        if due and len(losses) < course.steps and not stopped:  # the last one is `train`'s to save
+            _save(job, state, losses)
+    progress.close()
+    return state, stopped
+
+
+def _agree(loss: Tensor, stop: StopSignals) -> tuple[float, bool]:
+    """Return the mean loss, and whether any rank got a signal: one small collective.
+
+    Ranks that get a signal at different moments must not leave the loop at different steps.
+    """
+    flag = torch.tensor(float(stop.received > 0), device=loss.device)
+    mean, stopped = fzero.pmean(torch.stack((loss.float(), flag))).tolist()
+    if not math.isfinite(mean):
+        raise LossError(
+            explain(
+                f"the mean loss over ranks is {mean}.",
+                cause="a learning rate too high for this model, dtype or optimizer.",
+                fix="use a lower --lr or more --warmup, from the last checkpoint if there is one.",
+            )
+        )
+    return mean, stopped > 0
+
+
+def _save(job: Job, state: fzero.TrainState, losses: list[float]) -> str:
+    facts = {
+        "settings": saved_form(job.settings),
+        "text_sha256": job.corpus.sha256,
+        "losses": losses,
+    }
+    return str(save_run(job.settings.output.out, state, facts))
+
+
+def _differences(job: Job, facts: dict[str, Any]) -> list[str]:
+    """Say what makes the resumed run another one than the saved run would have been."""
+    changed = changed_course(job.settings, facts["settings"])
+    if facts["text_sha256"] != job.corpus.sha256:
+        changed.append("the text (another Python, --text or --text-mb)")
+    return [f"not an exact continuation, changed: {', '.join(changed)}"] if changed else []
+
+
+def _headline(job: Job, state: fzero.TrainState) -> list[str]:
+    settings, corpus, held = job.settings, job.corpus, fzero.state_bytes(state)
+    numel = sum(leaf.numel for leaf in state.setup.layout.leaves)
+    model = settings.kind.model
+    return [
+        f"GPT of {numel / 1e6:.2f} M parameters, {model.layers} layers x {model.width}, "
+        f"{settings.kind.dtype}, on {fzero.axis_size()} rank(s), {job.device.type}",
+        f"text: {corpus.train.numel() / 1e6:.2f} MB of {corpus.files} files, and "
+        f"{corpus.valid.numel() / 1e6:.2f} MB of other files held out",
+        f"step: {job.step}; {settings.course.global_batch} windows of {job.context} bytes",
+        f"bytes per rank: parameters {held['parameters']:,}, optimizer {held['optimizer']:,}",
+    ]
+
+
+def _note(job: Job, *lines: str) -> None:
+    """Tell the user something that --quiet leaves out."""
+    if not job.settings.output.quiet:
+        _say(*lines)
+
+
+def _say(*lines: str) -> None:
+    if fzero.axis_index() == 0:
+        for line in lines:
+            print(line, flush=True)

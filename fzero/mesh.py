@@ -1,0 +1,191 @@
+"""Axes of ranks: one process, the processes of a group, or virtual ranks in one process."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fzero.errors import AxisError, explain
+from fzero.virtual import current_ranks
+
+_AMBIENT: ContextVar[Axis | None] = ContextVar("fzero_axis", default=None)
+"""The axis of the step that runs now, so that `pmean(x)` in a loss needs no argument."""
+
+
+class Runtime(Enum):
+    """Where the ranks of an axis live."""
+
+    LOCAL = "local"  # one rank, no communication
+    PROCESSES = "processes"  # a torch.distributed process group
+    VIRTUAL = "virtual"  # threads of this process, under `fzero.simulate`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of `size` ranks. Holds no handle, so that it can live in a treespec.
+
+    `rank` is looked up when it is asked for: the same record is right on every rank.
+
+    Example:
+        >>> axis = Axis(size=1)
+        >>> axis.rank, axis.size
+        (0, 1)
+    """
+
+    name: str = "dp"
+    size: int
+    runtime: Runtime = Runtime.LOCAL
+    group_name: str = ""  # torch.distributed's name of the group, for PROCESSES
+
+    @property
+    def rank(self) -> int:
+        """This rank's index on the axis, in `range(size)`."""
+        if self.runtime is Runtime.LOCAL:
+            return 0
+        if self.runtime is Runtime.PROCESSES:
+            return dist.get_rank(self.group())
+        ranks = current_ranks()
+        if ranks is None or ranks.size != self.size:
+            raise AxisError(
+                explain(
+                    f"{self} has {self.size} virtual ranks, and "
+                    f"{'none run' if ranks is None else f'{ranks.size} run'} here.",
+                    cause="a state made by `fzero.simulate(...).init` was used outside it.",
+                    fix="call `fzero.simulate(step, world_size=...)` with it, or make a state "
+                    "with `step.init` for this world.",
+                )
+            )
+        return ranks.rank
+
+    def group(self) -> dist.ProcessGroup:
+        """Return the live process group, or raise `AxisError` when it is gone."""
+        try:
+            resolve: Any = dist.distributed_c10d._resolve_process_group
+            return resolve(self.group_name)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise AxisError(
+                explain(
+                    f"the process group {self.group_name!r} of {self} does not exist.",
+                    cause="torch.distributed was not started, or was shut down before this call.",
+                    fix="start it under torchrun (fzero then joins by itself) or with "
+                    "torch.distributed.init_process_group, and make the state after that.",
+                )
+            ) from error
+
+    def __str__(self) -> str:
+        return f"axis {self.name!r} ({self.runtime.value}, {self.size} ranks)"
+
+
+def world() -> Axis:
+    """Return the default axis: every rank that this program was started with.
+
+    Inside `fzero.simulate` these are the virtual ranks; with a process group, its ranks; under
+    torchrun without one, the group is started here (nccl with a GPU per rank, gloo without);
+    else one local rank.
+
+    Example:
+        >>> world().size
+        1
+    """
+    ranks = current_ranks()
+    if ranks is not None:
+        return Axis(size=ranks.size, runtime=Runtime.VIRTUAL if ranks.size > 1 else Runtime.LOCAL)
+    if not dist.is_available():
+        return Axis(size=1)
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            return Axis(size=1)
+        _start_group()
+    everyone: Any = dist.group.WORLD
+    return _axis_of_group(everyone)
+
+
+def axis_of(mesh: DeviceMesh | Axis | None) -> Axis:
+    """Return the axis that `mesh` means: None is the world, a DeviceMesh must have one dim."""
+    if mesh is None:
+        return world()
+    if isinstance(mesh, Axis):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise AxisError(
+            explain(
+                f"mesh is a {type(mesh).__name__}.",
+                cause="a process group or a list of ranks was passed.",
+                fix='pass a DeviceMesh: init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)).',
+            )
+        )
+    if mesh.ndim != 1:
+        raise AxisError(
+            explain(
+                f"mesh has {mesh.ndim} dims {mesh.mesh_dim_names}; one axis is supported.",
+                cause="hybrid sharding (replicate x shard) was asked for.",
+                fix='pass one dim of it, e.g. mesh["shard"].',
+            )
+        )
+    names = mesh.mesh_dim_names
+    return _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
+
+
+def ambient() -> Axis:
+    """Return the axis of the step that runs now, or else the world."""
+    return _AMBIENT.get() or world()
+
+
+def enter(axis: Axis | None) -> object:
+    """Make `axis` the ambient one; give the token that is returned to `leave`."""
+    return _AMBIENT.set(axis)
+
+
+def leave(token: object) -> None:
+    """Undo `enter`."""
+    _AMBIENT.reset(token)  # type: ignore[arg-type]
+
+
+def axis_index() -> int:
+    """Return this rank's index on the ambient axis.
+
+    Example:
+        >>> axis_index()
+        0
+    """
+    return ambient().rank
+
+
+def axis_size() -> int:
+    """Return the number of ranks on the ambient axis.
+
+    Example:
+        >>> axis_size()
+        1
+    """
+    return ambient().size
+
+
+def _axis_of_group(group: dist.ProcessGroup, name: str = "dp") -> Axis:
+    size = dist.get_world_size(group)
+    if size == 1:  # nothing to say to anybody: the local axis spends no collective
+        return Axis(name=name, size=1)
+    return Axis(name=name, size=size, runtime=Runtime.PROCESSES, group_name=group.group_name)
+
+
+def _start_group() -> None:
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    timeout = datetime.timedelta(seconds=float(os.environ.get("FZERO_TIMEOUT_S", "600")))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    atexit.register(_stop_group)
+
+
+def _stop_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,11 @@
+"""Optimizers on shards: pure (init, update) pairs over torch's own fused kernels."""
+
+from fzero.optim import schedules as schedules
+from fzero.optim._make import adam as adam
+from fzero.optim._make import adamw as adamw
+from fzero.optim._make import lion as lion
+from fzero.optim._make import sgd as sgd
+from fzero.optim._optimizer import Optimizer as Optimizer
+from fzero.optim._optimizer import OptimizerState as OptimizerState
+from fzero.optim._optimizer import Piece as Piece
+from fzero.optim._pair import as_optimizer as as_optimizer

@@ -1,0 +1,152 @@
+"""The optimizers by name. Same defaults and numbers as torch.optim's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fzero.optim._optimizer import LeafTest, Optimizer, Schedule
+from fzero.optim._options import bad_option, check_options
+from fzero.optim._rules import ADAM, LION, MOMENTUM, SGD, Rule
+
+Groups = Sequence[tuple[LeafTest, Mapping[str, Any]]]
+
+
+def sgd(
+    lr: float | Schedule,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decay_mask: LeafTest | None = None,
+    groups: Groups = (),
+    master_weights: bool = True,
+) -> Optimizer:
+    """p' = p - lr b,  b = momentum b + g + weight_decay p  (b = g without momentum).
+
+    See `adamw` for the keyword options that all optimizers share.
+
+    Example:
+        >>> import torch
+        >>> opt = sgd(0.5)
+        >>> p, g = [torch.tensor([1.0])], [torch.tensor([2.0])]
+        >>> opt.update(g, opt.init(p), p)[0]
+        [tensor([-1.])]
+    """
+    options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+    with_momentum = momentum or any(changes.get("momentum") for _, changes in groups)
+    rule = MOMENTUM if with_momentum else SGD
+    return _optimizer(rule, options, decay_mask, groups, master_weights)
+
+
+def adam(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay_mask: LeafTest | None = None,
+    groups: Groups = (),
+    master_weights: bool = True,
+) -> Optimizer:
+    """m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g^2,  p' = p - lr m^ / (sqrt(v^) + eps).
+
+    m^, v^ are m, v over 1 - b^t. `weight_decay` is added to the gradient (L2). Source: Kingma
+    and Ba, "Adam", arXiv 1412.6980, algorithm 1. See `adamw` for the shared options.
+    """
+    options = _adam_options(lr, betas, eps, weight_decay, decoupled=False)
+    return _optimizer(ADAM, options, decay_mask, groups, master_weights)
+
+
+def adamw(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    decay_mask: LeafTest | None = None,
+    groups: Groups = (),
+    master_weights: bool = True,
+) -> Optimizer:
+    """Adam with p <- (1 - lr weight_decay) p before the step. Same numbers as torch's AdamW.
+
+    Options that every optimizer here has:
+
+    lr: a number, or a schedule (updates made so far) -> number (see `fzero.optim.schedules`).
+    decay_mask: (leaf) -> whether weight decay applies to it; `leaf` has path, shape, dtype.
+    groups: ((leaf) -> bool, {option: value}) pairs; the first that matches sets those options.
+    master_weights: keep fp32 copies of 16-bit parameters and update those (4 bytes an element).
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
+
+    Example:
+        >>> adamw(3e-4, decay_mask=lambda leaf: len(leaf.shape) >= 2).rule.moments
+        ('exp_avg', 'exp_avg_sq')
+    """
+    options = _adam_options(lr, betas, eps, weight_decay, decoupled=True)
+    return _optimizer(ADAM, options, decay_mask, groups, master_weights)
+
+
+def lion(
+    lr: float | Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    decay_mask: LeafTest | None = None,
+    groups: Groups = (),
+    master_weights: bool = True,
+) -> Optimizer:
+    """p' = (1 - lr weight_decay) p - lr sign(b1 m + (1-b1) g),  m' = b2 m + (1-b2) g.
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675,
+    algorithm 2. See `adamw` for the shared options.
+    """
+    options = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
+    return _optimizer(LION, options, decay_mask, groups, master_weights)
+
+
+def _adam_options(
+    lr: float | Schedule,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    *,
+    decoupled: bool,
+) -> dict[str, Any]:
+    numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return {**numbers, "decoupled": decoupled}
+
+
+def _optimizer(
+    rule: Rule,
+    options: dict[str, Any],
+    decay_mask: LeafTest | None,
+    groups: Groups,
+    master_weights: bool,
+) -> Optimizer:
+    check_options(rule.name, options)
+    overrides = []
+    for test, changes in groups:
+        unknown = sorted(set(changes) - set(options))
+        if unknown:
+            raise bad_option(
+                rule.name, f"group option {unknown[0]!r}", f"use one of {sorted(options)}"
+            )
+        check_options(rule.name, {**options, **changes})
+        if decay_mask is not None:  # the group's options, then the mask on top of them
+            undecayed = tuple({**changes, "weight_decay": 0.0}.items())
+            overrides.append((_both(test, decay_mask), undecayed))
+        overrides.append((test, tuple(changes.items())))
+    if decay_mask is not None:
+        overrides.append((_both(None, decay_mask), (("weight_decay", 0.0),)))
+    return Optimizer(
+        rule=rule,
+        options=tuple(options.items()),
+        overrides=tuple(overrides),
+        master_weights=master_weights,
+    )
+
+
+def _both(test: LeafTest | None, decay_mask: LeafTest) -> LeafTest:
+    """Leaves that `test` takes (None: all) and that `decay_mask` keeps from decay."""
+    return lambda leaf: (test is None or test(leaf)) and not decay_mask(leaf)

@@ -1,0 +1,217 @@
+"""`Optimizer`: a rule with options by leaf, on any list of tensors that stands for shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.optim._rules import Rule, has_kernel
+from fzero.partition import named_leaves
+from fzero.state._record import NAMESPACE, record
+from fzero.state.layout import Leaf
+
+LeafTest = Callable[[Leaf], bool]
+Schedule = Callable[[int], float]
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@record
+class OptimizerState:
+    """What an optimizer carries: as this rank holds it, parallel to the list it was made for."""
+
+    count: Tensor  # [] int64 on the CPU: updates made; never reset
+    moments: tuple[tuple[Tensor, ...], ...]  # one tuple for each moment of the rule
+    masters: tuple[Tensor, ...]  # fp32 copies of 16-bit parameters; of others, empty
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of parameter `index`: a part with one set of options."""
+
+    index: int
+    leaf: Leaf
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """An elementwise update rule, its options, and the leaves that have other options.
+
+    `init(params)` and `update(grads, state, params)` are the pure pair that optax and TorchOpt
+    have, on any pytree; `advance` is what fzero calls on this rank's flat shards.
+    """
+
+    rule: Rule
+    options: tuple[tuple[str, Any], ...]
+    overrides: tuple[tuple[LeafTest, tuple[tuple[str, Any], ...]], ...] = ()
+    master_weights: bool = True
+
+    def init(self, params: Any) -> OptimizerState:
+        """Return the state for `params`: zero moments, fp32 masters of 16-bit leaves."""
+        flats = optree.tree_leaves(params, namespace=NAMESPACE)
+        masters = tuple(
+            p.detach().float() if self._has_master(p) else p.new_empty(0) for p in flats
+        )
+        moments = tuple(
+            tuple(
+                torch.zeros_like(m if m.numel() else p) for p, m in zip(flats, masters, strict=True)
+            )
+            for _ in self.rule.moments
+        )
+        return OptimizerState(
+            count=torch.zeros((), dtype=torch.int64), moments=moments, masters=masters
+        )
+
+    def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
+        """Return (updates, state'): params + updates are the new parameters. Pure."""
+        paths, flats, treespec = named_leaves(params)
+        gs = optree.tree_leaves(grads, namespace=NAMESPACE)
+        pieces = [_whole(i, path, p) for i, (path, p) in enumerate(zip(paths, flats, strict=True))]
+        new, state = self.advance(flats, gs, state, pieces, differentiable=True)
+        updates = [n - p for n, p in zip(new, flats, strict=True)]
+        return optree.tree_unflatten(treespec, updates), state
+
+    def advance(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: OptimizerState,
+        pieces: Sequence[Piece],
+        *,
+        differentiable: bool = False,
+        owned: bool = False,
+    ) -> tuple[list[Tensor], OptimizerState]:
+        """Return (params', state').
+
+        `pieces` says which elements belong to which leaf; it is needed only where options differ
+        by leaf. With `owned`, params and state are overwritten; else they stay as they are.
+        """
+        if differentiable or not has_kernel(params):
+            return self._by_formula(params, grads, state, pieces)
+        count = int(state.count) + 1
+        if not owned:
+            params = [p.clone() for p in params]
+            state = _copied(state)
+        has_master = [bool(m.numel()) for m in state.masters]
+        work = [
+            m if has else p for p, m, has in zip(params, state.masters, has_master, strict=True)
+        ]
+        gs = [g.to(w.dtype) for g, w in zip(grads, work, strict=True)]
+        for options, chosen in self._by_options(work, pieces, state.count):
+            slots = tuple([_cut(m, chosen) for m in state.moments])
+            self.rule.kernel(_cut(work, chosen), _cut(gs, chosen), slots, count, options)
+        for p, w, has in zip(params, work, has_master, strict=True):
+            if has:
+                p.copy_(w)
+        return list(params), OptimizerState(
+            count=state.count + 1, moments=state.moments, masters=state.masters
+        )
+
+    def _by_formula(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: OptimizerState,
+        pieces: Sequence[Piece],
+    ) -> tuple[list[Tensor], OptimizerState]:
+        # A tensor, so that a traced step does not freeze it; fp64, as Python's own numbers are.
+        count = (state.count + 1).double()
+        has_master = [bool(m.numel()) for m in state.masters]
+        work = [
+            m if has else p for p, m, has in zip(params, state.masters, has_master, strict=True)
+        ]
+        parts: list[list[tuple[int, Tensor, tuple[Tensor, ...]]]] = [[] for _ in work]
+        for options, chosen in self._by_options(work, pieces, state.count):
+            for span in chosen:
+                i = span[0]
+                p, g, *ms = _cut_all(span, work[i], grads[i].to(work[i].dtype), state.moments)
+                parts[i].append((span[1], *self.rule.formula(p, g, tuple(ms), count, options)))
+        joined = [
+            _join(part) if part else (w, tuple(m[i] for m in state.moments))
+            for i, (part, w) in enumerate(zip(parts, work, strict=True))
+        ]
+        new = [new.to(p.dtype) for p, (new, _) in zip(params, joined, strict=True)]
+        moments = tuple(
+            tuple(moved[k] for _, moved in joined) for k in range(len(self.rule.moments))
+        )
+        masters = tuple(
+            n if has else m
+            for (n, _), m, has in zip(joined, state.masters, has_master, strict=True)
+        )
+        return new, OptimizerState(count=state.count + 1, moments=moments, masters=masters)
+
+    def _by_options(
+        self, work: Sequence[Tensor], pieces: Sequence[Piece], count: Tensor
+    ) -> list[tuple[dict[str, Any], list[tuple[int, int, int]]]]:
+        """Group what is to be updated by its options: (options, [(index, start, stop)])."""
+        if not (self.overrides and pieces):
+            everything = [(i, 0, w.numel()) for i, w in enumerate(work)]
+            return [(_at(dict(self.options), count), everything)] if everything else []
+        chosen: dict[int, list[tuple[int, int, int]]] = {}
+        for piece in pieces:
+            which = next((k for k, (test, _) in enumerate(self.overrides) if test(piece.leaf)), -1)
+            chosen.setdefault(which, []).append((piece.index, piece.start, piece.stop))
+        found = []
+        for which, spans in chosen.items():
+            changes = self.overrides[which][1] if which >= 0 else ()
+            found.append((_at({**dict(self.options), **dict(changes)}, count), spans))
+        return found
+
+    def _has_master(self, p: Tensor) -> bool:
+        return self.master_weights and p.dtype in _LOW
+
+    def __repr__(self) -> str:
+        shown = [f"{key}={_shown(value)}" for key, value in self.options]
+        shown += [f"groups={len(self.overrides)}"] if self.overrides else []
+        return f"{self.rule.name}({', '.join(shown)})"
+
+
+def _at(options: dict[str, Any], count: Tensor) -> dict[str, Any]:
+    lr = options["lr"]
+    if not callable(lr):
+        return options
+    now: Any = lr(int(count))
+    return {**options, "lr": float(now)}
+
+
+def _shown(value: Any) -> str:
+    """Say what `value` is, alike on every rank: no address of a schedule."""
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+
+
+def _copied(state: Any) -> Any:
+    return optree.tree_map(torch.clone, state, namespace=NAMESPACE)
+
+
+def _cut(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    return [
+        tensors[i] if stop - start == tensors[i].numel() else tensors[i].view(-1)[start:stop]
+        for i, start, stop in spans
+    ]
+
+
+def _whole(i: int, path: str, p: Tensor) -> Piece:
+    leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
+    return Piece(i, leaf, 0, p.numel())
+
+
+def _cut_all(
+    span: tuple[int, int, int], p: Tensor, g: Tensor, moments: tuple[tuple[Tensor, ...], ...]
+) -> list[Tensor]:
+    i, start, stop = span
+    every = [p, g, *(m[i] for m in moments)]
+    return every if stop - start == p.numel() else [x[start:stop] for x in every]
+
+
+def _join(parts: list[tuple[int, Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Put the pieces of one tensor together again, in order."""
+    parts = sorted(parts, key=lambda part: part[0])
+    if len(parts) == 1:
+        return parts[0][1], parts[0][2]
+    moments = zip(*(part[2] for part in parts), strict=True)
+    return torch.cat([part[1] for part in parts]), tuple(torch.cat(list(m)) for m in moments)

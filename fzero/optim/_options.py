@@ -1,0 +1,48 @@
+"""Checks of the numbers that an optimizer is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fzero.errors import LayoutError, explain
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise `LayoutError` for the first option that is no number in its range."""
+    lr = options["lr"]
+    if not callable(lr) and not _at_least_zero(lr):
+        raise bad_option(name, f"lr={lr!r}", "use a number >= 0 or a schedule step -> number")
+    for key in ("weight_decay", "eps"):
+        if key in options and not _at_least_zero(options[key]):
+            raise bad_option(name, f"{key}={options[key]!r}", "use a number >= 0")
+    if "betas" in options:
+        betas = options["betas"]
+        if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_rate, betas))):
+            raise bad_option(name, f"betas={betas!r}", "use two numbers in [0, 1)")
+    if "momentum" in options:
+        momentum = options["momentum"]
+        if not _rate(momentum):
+            raise bad_option(name, f"momentum={momentum!r}", "use a number in [0, 1)")
+        if options["nesterov"] and not momentum:
+            raise bad_option(name, "nesterov=True with momentum=0", "set momentum, e.g. 0.9")
+
+
+def bad_option(name: str, seen: str, fix: str) -> LayoutError:
+    """Return the error for an option that cannot be."""
+    return LayoutError(
+        explain(f"optim.{name}: {seen} is not possible.", cause="a mistyped option.", fix=f"{fix}.")
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number; True and False are none here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _at_least_zero(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
+def _rate(value: Any) -> bool:
+    return is_number(value) and 0 <= value < 1

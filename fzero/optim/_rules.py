@@ -1,0 +1,139 @@
+"""Update rules: a formula that torch.func can differentiate, and a kernel that is fast.
+
+Both compute the same numbers up to rounding (a test holds them together). The kernel works in
+place on lists of flat tensors that the caller owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.sgd import sgd as torch_sgd
+
+Options = dict[str, Any]  # lr, weight_decay, betas, ... of one set of leaves
+Slots = tuple[list[Tensor], ...]  # the rule's moments, each a list parallel to the parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One update rule.
+
+    formula(p, g, moments, count, options) -> (p', moments'), elementwise and pure;
+    kernel(ps, gs, slots, count, options) does the same in place on lists.
+    `count` is the number of this update, from 1.
+    """
+
+    name: str
+    moments: tuple[str, ...]
+    formula: Callable[
+        [Tensor, Tensor, tuple[Tensor, ...], Any, Options], tuple[Tensor, tuple[Tensor, ...]]
+    ]
+    kernel: Callable[[list[Tensor], list[Tensor], Slots, float, Options], None]
+
+
+def _sgd_formula(
+    p: Tensor, g: Tensor, moments: tuple[Tensor, ...], count: Any, o: Options
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    g = g + o["weight_decay"] * p if o["weight_decay"] else g
+    if not o["momentum"]:
+        return p - o["lr"] * g, moments
+    buf = o["momentum"] * moments[0] + g
+    step = g + o["momentum"] * buf if o["nesterov"] else buf
+    return p - o["lr"] * step, (buf,)
+
+
+def _sgd_kernel(ps: list[Tensor], gs: list[Tensor], slots: Slots, count: float, o: Options) -> None:
+    torch_sgd(
+        ps,
+        gs,
+        list(slots[0]) if o["momentum"] else [None] * len(ps),
+        weight_decay=o["weight_decay"],
+        momentum=o["momentum"],
+        lr=o["lr"],
+        dampening=0.0,
+        nesterov=o["nesterov"],
+        maximize=False,
+        fused=True,
+    )
+
+
+def _adam_formula(
+    p: Tensor, g: Tensor, moments: tuple[Tensor, ...], count: Any, o: Options
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    b1, b2 = o["betas"]
+    if o["weight_decay"]:
+        if o["decoupled"]:
+            p = p * (1 - o["lr"] * o["weight_decay"])
+        else:
+            g = g + o["weight_decay"] * p
+    m = b1 * moments[0] + (1 - b1) * g
+    v = b2 * moments[1] + (1 - b2) * g * g
+    step = m / (1 - b1**count)
+    # sqrt has no derivative at 0; where v is 0 so is the step, and its derivative is 0 too.
+    safe = torch.where(v > 0, v, torch.ones_like(v))
+    root = torch.where(v > 0, (safe / (1 - b2**count)).sqrt(), torch.zeros_like(v))
+    return p - o["lr"] * step / (root + o["eps"]), (m, v)
+
+
+def _adam_kernel(
+    ps: list[Tensor], gs: list[Tensor], slots: Slots, count: float, o: Options
+) -> None:
+    run = torch_adamw if o["decoupled"] else torch_adam
+    run(
+        ps,
+        gs,
+        list(slots[0]),
+        list(slots[1]),
+        [],
+        [torch.tensor(count - 1.0, device=p.device) for p in ps],
+        amsgrad=False,
+        beta1=o["betas"][0],
+        beta2=o["betas"][1],
+        lr=o["lr"],
+        weight_decay=o["weight_decay"],
+        eps=o["eps"],
+        maximize=False,
+        fused=True,
+    )
+
+
+def _lion_formula(
+    p: Tensor, g: Tensor, moments: tuple[Tensor, ...], count: Any, o: Options
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    b1, b2 = o["betas"]
+    step = torch.sign(b1 * moments[0] + (1 - b1) * g)
+    p = p * (1 - o["lr"] * o["weight_decay"]) - o["lr"] * step
+    return p, (b2 * moments[0] + (1 - b2) * g,)
+
+
+def _lion_kernel(
+    ps: list[Tensor], gs: list[Tensor], slots: Slots, count: float, o: Options
+) -> None:
+    b1, b2 = o["betas"]
+    ms = list(slots[0])
+    steps = torch._foreach_mul(ms, b1)
+    torch._foreach_add_(steps, gs, alpha=1 - b1)
+    torch._foreach_sign_(steps)
+    torch._foreach_mul_(ps, 1 - o["lr"] * o["weight_decay"])
+    torch._foreach_add_(ps, steps, alpha=-o["lr"])
+    torch._foreach_mul_(ms, b2)
+    torch._foreach_add_(ms, gs, alpha=1 - b2)
+
+
+SGD = Rule(name="sgd", moments=(), formula=_sgd_formula, kernel=_sgd_kernel)
+MOMENTUM = Rule(name="sgd", moments=("momentum",), formula=_sgd_formula, kernel=_sgd_kernel)
+ADAM = Rule(
+    name="adam", moments=("exp_avg", "exp_avg_sq"), formula=_adam_formula, kernel=_adam_kernel
+)
+LION = Rule(name="lion", moments=("exp_avg",), formula=_lion_formula, kernel=_lion_kernel)
+
+
+def has_kernel(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch's fused kernels take these tensors."""
+    return all(t.device.type in ("cpu", "cuda") for t in tensors)

@@ -1,0 +1,263 @@
+"""Pytree of tensors <-> flat padded groups <-> shards. Pure functions and a recorded layout.
+
+params --plan_layout--> Layout
+params --flatten--> one flat [W l] for each group --shard_rows--> [l]
+flats --unflatten--> params
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import optree
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
+
+from fzero.errors import LayoutError, explain
+from fzero.packing import pack, unpack
+from fzero.state._record import NAMESPACE
+from fzero.state.layout import Group, Layout, Leaf
+
+Placing = Callable[[Sequence[int], int], tuple[tuple[int, ...], int]]
+"""(numels of a group's leaves, ranks) -> (offset of each, shard_numel).
+
+The seam for other partitioners: one that lets no leaf cross a shard border gives whole tensors
+to one rank, as matrix optimizers need.
+"""
+
+
+def contiguous(numels: Sequence[int], ranks: int) -> tuple[tuple[int, ...], int]:
+    """Place leaves one behind the other; pad only the end.
+
+    Example:
+        >>> contiguous([3, 4], 2)
+        ((0, 3), 4)
+    """
+    offsets, total = [], 0
+    for numel in numels:
+        offsets.append(total)
+        total += numel
+    return tuple(offsets), -(-total // ranks)
+
+
+def unit_of(path: str) -> str:
+    """Return the stage-3 unit of a parameter path: the parameters that are gathered together.
+
+    The prefix through the first integer (a child of a ModuleList, a Sequential or a list); else
+    the owner of the parameter; else the parameter itself.
+
+    Example:
+        >>> [unit_of(p) for p in ("h.0.attn.weight", "wte.weight", "bias")]
+        ['h.0', 'wte', 'bias']
+    """
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ".".join(parts[:-1]) or path
+
+
+def plan_layout(
+    params: Any,
+    *,
+    ranks: int,
+    bucket_bytes: int | None = None,
+    unit: Callable[[str], str] = unit_of,
+    trainable: Callable[[str], bool] | None = None,
+    placing: Placing = contiguous,
+) -> Layout:
+    """Decide how `params` is stored over `ranks` ranks.
+
+    Groups hold leaves of one dtype, all trainable or all frozen. With `bucket_bytes` (stages 0
+    to 2) consecutive leaves share a bucket up to that size; without it (stage 3) the leaves of
+    one `unit(path)` share a group. On one rank each leaf is a group of its own: there is no
+    collective to save, and so no copy to make.
+
+    A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
+    floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
+
+    Raises `LayoutError`, naming the path, for a leaf that is not a (dense, real) tensor.
+
+    Example:
+        >>> params = {"a": torch.ones(3), "b": torch.ones(2, 2)}
+        >>> layout = plan_layout(params, ranks=2, bucket_bytes=99)
+        >>> [(g.offsets, g.shard_numel) for g in layout.groups]
+        [((0, 3), 4)]
+    """
+    paths, tensors, treespec = named_leaves(params)
+    leaves, slots = _unique_leaves(paths, tensors, trainable)
+    if ranks == 1:
+        members = [[i] for i in range(len(leaves))]
+        names = [leaf.path for leaf in leaves]
+    elif bucket_bytes is None:
+        members, names = _by_unit(leaves, unit)
+    else:
+        members = list(_by_size(leaves, bucket_bytes))
+        names = [f"bucket {i}" for i in range(len(members))]
+    groups = tuple(
+        _group(name, [leaves[i] for i in ids], ids, ranks, placing)
+        for name, ids in zip(names, members, strict=True)
+    )
+    return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
+
+
+def flatten(layout: Layout, params: Any) -> list[Tensor]:
+    """Return one flat [W l] buffer for each group of `layout`, padding zero.
+
+    Raises `LayoutError` when `params` has another structure, shape or dtype than the layout.
+    """
+    paths, tensors, treespec = named_leaves(params)
+    if treespec != layout.treespec:
+        raise LayoutError(
+            explain(
+                f"the pytree has the structure {treespec}, the layout {layout.treespec}.",
+                cause="parameters of another model.",
+                fix="pass a pytree of the same structure as the one given to init.",
+            )
+        )
+    first = {leaf: position for position, leaf in reversed(list(enumerate(layout.slots)))}
+    by_leaf = []
+    for i, leaf in enumerate(layout.leaves):
+        tensor = tensors[first[i]]
+        if tuple(tensor.shape) != leaf.shape or tensor.dtype != leaf.dtype:
+            raise LayoutError(
+                explain(
+                    f"{paths[first[i]]} is {tuple(tensor.shape)} {tensor.dtype}, the layout "
+                    f"has {leaf.shape} {leaf.dtype}.",
+                    cause="parameters of another model or dtype.",
+                    fix="convert them first, or make a new state with init.",
+                )
+            )
+        by_leaf.append(tensor)
+    return [pack(layout, i, [by_leaf[j] for j in g.leaves]) for i, g in enumerate(layout.groups)]
+
+
+def unflatten(layout: Layout, flats: Sequence[Tensor]) -> Any:
+    """Return the pytree whose groups are `flats` (each [W l]); tied positions share a tensor."""
+    by_leaf: dict[int, Any] = {}
+    for index, (group, flat) in enumerate(zip(layout.groups, flats, strict=True)):
+        by_leaf.update(zip(group.leaves, unpack(layout, index, flat), strict=True))
+    return assemble(layout, by_leaf)
+
+
+def assemble(layout: Layout, by_leaf: dict[int, Any]) -> Any:
+    """Return the pytree with value `by_leaf[i]` wherever leaf i stands; None for absent ones."""
+    return optree.tree_unflatten(layout.treespec, [by_leaf.get(i) for i in layout.slots])
+
+
+def shard_rows(full: Tensor, ranks: int, rank: int) -> Tensor:
+    """Return rank's rows of a flat [W l] buffer: a view [l].
+
+    Example:
+        >>> shard_rows(torch.arange(6), 3, 1)
+        tensor([2, 3])
+    """
+    return rearrange(full, "(r l) -> r l", r=ranks)[rank]
+
+
+def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpec]:
+    """Return the path, the tensor of each leaf, and the structure; raise for other leaves."""
+    accessors, leaves, treespec = optree.tree_flatten_with_accessor(params, namespace=NAMESPACE)
+    paths = [".".join(map(_component, accessor)) or "." for accessor in accessors]
+    for path, leaf in zip(paths, leaves, strict=True):
+        problem = _problem_with(leaf)
+        if problem:
+            raise LayoutError(
+                explain(
+                    f"parameter {path} is {problem}.",
+                    cause="something that is not a dense real tensor is among the parameters.",
+                    fix="give it to the loss as an argument or a closure, or convert it "
+                    "(torch.as_tensor, view_as_real, to_dense).",
+                )
+            )
+    return paths, leaves, treespec
+
+
+def _component(entry: optree.PyTreeEntry) -> str:
+    if isinstance(entry, optree.NamedTupleEntry | optree.DataclassEntry):
+        return str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.name)
+    return str(entry.entry)
+
+
+def _problem_with(leaf: object) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}, not a tensor"
+    if leaf.layout is not torch.strided:
+        return f"a {leaf.layout} tensor"
+    return "a complex tensor" if leaf.is_complex() else ""
+
+
+def _unique_leaves(
+    paths: list[str], tensors: list[Tensor], trainable: Callable[[str], bool] | None
+) -> tuple[tuple[Leaf, ...], tuple[int, ...]]:
+    seen: dict[Any, int] = {}
+    leaves, slots = [], []
+    for path, tensor in zip(paths, tensors, strict=True):
+        index = seen.setdefault(_identity(tensor), len(leaves))
+        if index == len(leaves):
+            learns = tensor.is_floating_point() and not (
+                isinstance(tensor, Parameter) and not tensor.requires_grad
+            )
+            if trainable is not None:
+                learns = learns and bool(trainable(path))
+            leaves.append(
+                Leaf(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, trainable=learns)
+            )
+        slots.append(index)
+    return tuple(leaves), tuple(slots)
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for tensors that are one parameter: the same object, or the same memory."""
+    if type(tensor) not in (Tensor, Parameter) or not tensor.numel() or tensor.is_meta:
+        return id(tensor)
+    if is_functorch_wrapped_tensor(tensor):  # it has no memory of its own to compare
+        return id(tensor)
+    shape = (tuple(tensor.shape), tensor.stride())
+    return (tensor.data_ptr(), *shape, tensor.dtype, tensor.device)
+
+
+def _by_size(leaves: Sequence[Leaf], bucket_bytes: int) -> Iterator[list[int]]:
+    def kind(i: int) -> tuple[torch.dtype, bool]:
+        return leaves[i].dtype, leaves[i].trainable
+
+    order = sorted(range(len(leaves)), key=lambda i: (str(kind(i)), i))
+    for (dtype, _), ids in groupby(order, key=kind):
+        bucket: list[int] = []
+        held = 0
+        for i in ids:
+            size = leaves[i].numel * dtype.itemsize
+            if bucket and held + size > bucket_bytes:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(i)
+            held += size
+        yield bucket
+
+
+def _by_unit(
+    leaves: Sequence[Leaf], unit: Callable[[str], str]
+) -> tuple[list[list[int]], list[str]]:
+    found: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        found.setdefault((unit(leaf.path), leaf.dtype, leaf.trainable), []).append(i)
+    return list(found.values()), [key[0] for key in found]
+
+
+def _group(
+    name: str, leaves: Sequence[Leaf], ids: Sequence[int], ranks: int, placing: Placing
+) -> Group:
+    offsets, shard_numel = placing([leaf.numel for leaf in leaves], ranks)
+    return Group(
+        name=name,
+        dtype=leaves[0].dtype,
+        trainable=leaves[0].trainable,
+        leaves=tuple(ids),
+        offsets=offsets,
+        shard_numel=shard_numel,
+    )

@@ -1,0 +1,105 @@
+"""What a state holds, buffer by buffer: the one place that plots read states at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fzero.errors import DonatedError, LayoutError, explain
+from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """One kind of buffer. `flats[i]` belongs to group `groups[i]`; None: this kind is not held.
+
+    The optimizer's own record has no flats here: only where its tensors live is known.
+    """
+
+    kind: str  # parameters, gathered, window, gradients or optimizer
+    placement: Placement | None
+    groups: tuple[int, ...]
+    flats: tuple[Tensor, ...] = ()
+
+
+def held_by(state: Any) -> list[Held]:
+    """Return what `state` holds: parameters, gradients and optimizer always, the rest if held.
+
+    Raises `LayoutError` for anything but one `TrainState`, `DonatedError` for a used-up one.
+    """
+    if not isinstance(state, TrainState):
+        raise LayoutError(
+            explain(
+                f"a plot of a state was given a {type(state).__name__}.",
+                cause="a pytree of states, parameters, or (state, loss) was passed.",
+                fix="pass one TrainState, e.g. fzero.plot.partition_map(state).",
+            )
+        )
+    layout = state.setup.layout
+    every = tuple(range(len(layout.groups)))
+    gathered = Buffers(flats=state.window.gathered, placement=Placement.REPLICATED)
+    found = [_buffers("parameters", state.params, every)]
+    if gathered.held:
+        found.append(_buffers("gathered", gathered, every))
+    if state.window.pending.held:
+        found.append(_buffers("window", state.window.pending, layout.trainable))
+    found.append(_buffers("gradients", state.gradients, layout.trainable))
+    place = state.setup.optimizer_state if optimizer_tensors(state) else None
+    found.append(Held(kind="optimizer", placement=place, groups=layout.trainable))
+    for held in found:
+        _check_alive(layout, held)
+    return found
+
+
+def ranks_of(state: TrainState) -> tuple[int, ...]:
+    """Return the ranks that `state` shows: all of a stacked one (`fzero.simulate`), else its own.
+
+    Raises `AxisError` for one virtual rank's state outside of `fzero.simulate`.
+    """
+    if is_stacked(state):
+        return tuple(range(state.setup.layout.ranks))
+    return (state.setup.axis.rank,)
+
+
+def is_stacked(state: TrainState) -> bool:
+    """Whether every tensor of `state` has a leading dim, the ranks."""
+    return state.step.ndim == 1
+
+
+def rank_view(state: TrainState, tensor: Tensor, rank: int) -> Tensor:
+    """Return what `rank` holds of a tensor of the state."""
+    return tensor[rank] if is_stacked(state) else tensor
+
+
+def optimizer_tensors(state: TrainState) -> list[tuple[str, Tensor]]:
+    """Return (path, tensor) for what the optimizer keeps by element: no counters, nothing empty."""
+    tree: Any = state.optimizer
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
+    scalar = 1 if is_stacked(state) else 0
+    return [
+        (accessor.codify("").lstrip("."), leaf)
+        for accessor, leaf in zip(accessors, leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.ndim > scalar and leaf.numel()
+    ]
+
+
+def _buffers(kind: str, buffers: Buffers, groups: Sequence[int]) -> Held:
+    placement = buffers.placement if buffers.held else None
+    return Held(kind=kind, placement=placement, groups=tuple(groups), flats=buffers.flats)
+
+
+def _check_alive(layout: Layout, held: Held) -> None:
+    for flat, index in zip(held.flats, held.groups if held.flats else (), strict=True):
+        if layout.full_numel(index) and not flat.numel():
+            raise DonatedError(
+                explain(
+                    f"this state was donated: the {held.kind} of {layout.groups[index].name} "
+                    "belong to a newer state now.",
+                    cause="a state was plotted after a step with shard(..., donate=True) took it.",
+                    fix="plot it before that step, or plot the state that the step returned.",
+                )
+            )

@@ -1,0 +1,18 @@
+"""Frozen records and their pure transitions, one concept a file."""
+
+from fzero.state._record import NAMESPACE as NAMESPACE
+from fzero.state._record import record as record
+from fzero.state._record import static as static
+from fzero.state.buffers import Buffers as Buffers
+from fzero.state.buffers import Placement as Placement
+from fzero.state.layout import Group as Group
+from fzero.state.layout import Layout as Layout
+from fzero.state.layout import Leaf as Leaf
+from fzero.state.progress import Phase as Phase
+from fzero.state.progress import Progress as Progress
+from fzero.state.setup import Keep as Keep
+from fzero.state.setup import Policy as Policy
+from fzero.state.setup import Setup as Setup
+from fzero.state.train import TrainState as TrainState
+from fzero.state.view import state_bytes as state_bytes
+from fzero.state.window import Window as Window

@@ -1,0 +1,56 @@
+"""`record`: the one decorator for state that carries tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar, dataclass_transform
+
+import optree.dataclasses
+import torch.utils._pytree as torch_pytree
+
+NAMESPACE = "fzero"
+
+
+def static(**options: Any) -> Any:
+    """Return a field that lives in the treespec: compared and hashed, never mapped over."""
+    return optree.dataclasses.field(pytree_node=False, **options)
+
+
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
+def record(cls: type[_T]) -> type[_T]:
+    """Make `cls` a frozen, slotted, keyword-only dataclass that both pytree libraries know.
+
+    optree (namespace "fzero") is what fzero itself maps with. torch's own registry is needed as
+    well because `torch.func` sees no other: without it a record inside `torch.func.grad` fails.
+    Fields made with `static()` go into the treespec; every other field is a child.
+
+    Example:
+        >>> import torch, optree
+        >>> @record
+        ... class Pair:
+        ...     a: torch.Tensor
+        ...     name: str = static()
+        >>> p = Pair(a=torch.ones(2), name="x")
+        >>> optree.tree_map(lambda t: t + 1, p, namespace="fzero").a
+        tensor([2., 2.])
+    """
+    made: Any = optree.dataclasses.dataclass(
+        cls, namespace=NAMESPACE, frozen=True, slots=True, kw_only=True, eq=False
+    )
+    fields = dataclasses.fields(made)
+    children = tuple(f.name for f in fields if f.metadata.get("pytree_node", True))
+    statics = tuple(f.name for f in fields if f.name not in children)
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(value, n) for n in children], tuple(getattr(value, n) for n in statics)
+
+    def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
+        return made(
+            **dict(zip(children, leaves, strict=True)), **dict(zip(statics, context, strict=True))
+        )
+
+    torch_pytree.register_pytree_node(made, flatten, unflatten)
+    return made

@@ -1,0 +1,74 @@
+"""Flat buffers and the tag that says what a rank's copy of them means."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch import Tensor
+
+from fzero.errors import PhaseError, explain
+from fzero.state._record import record, static
+
+
+class Placement(Enum):
+    """What the ranks' copies of a buffer are to each other."""
+
+    REPLICATED = "replicated"  # [W l]: every rank has the same full values
+    SHARDED = "sharded"  # [l]: rank r has rows r of the full values
+    PARTIAL = "partial"  # [W l]: the full value is the sum of all ranks' copies
+
+
+@record
+class Buffers:
+    """One flat tensor for each group, all with one placement. Empty: nothing is held.
+
+    Example:
+        >>> import torch
+        >>> Buffers(flats=(torch.zeros(4),), placement=Placement.PARTIAL).held
+        True
+    """
+
+    flats: tuple[Tensor, ...] = ()
+    placement: Placement = static(default=Placement.REPLICATED)
+
+    @property
+    def held(self) -> bool:
+        """Whether there are any values here."""
+        return bool(self.flats)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+
+
+def add(old: Buffers, new: Buffers) -> Buffers:
+    """Return old + new, elementwise; both must mean the same.
+
+    Raises `PhaseError` for buffers of different placements: the sum would mean nothing.
+    """
+    if not old.held:
+        return new
+    if old.placement is not new.placement:
+        raise PhaseError(
+            explain(
+                f"a {new.placement.value} gradient met a {old.placement.value} one.",
+                cause="records were combined by hand.",
+                fix="reduce first: fzero.gradients(state) and fzero.apply_gradients do.",
+            )
+        )
+    flats = tuple(a + b for a, b in zip(old.flats, new.flats, strict=True))
+    return Buffers(flats=flats, placement=old.placement)
+
+
+def require_reduced(gradients: Buffers) -> Buffers:
+    """Return `gradients`, unless they are PARTIAL: an update from those would be wrong."""
+    if gradients.placement is Placement.PARTIAL:
+        raise PhaseError(
+            explain(
+                "the gradients are partial: each rank holds only what it computed itself.",
+                cause="an update was made from a coalescing window's local sum.",
+                fix="let fzero.apply_gradients(state) close the window; it reduces first.",
+            )
+        )
+    return gradients

@@ -1,0 +1,41 @@
+"""What a transition asks of the adapter: a closed set of records, data and nothing else.
+
+An adapter matches on the type and runs what is asked; a test compares with `==`. Nothing here
+holds a tensor, a stream or a callable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RunEpilogue:
+    """Finish this backward: flush the last bucket, wait for reductions, keep this rank's part."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCallback:
+    """Have the autograd engine call `graph_completed` when graph task `graph_task_id` ends.
+
+    `torch.autograd.Variable._execution_engine.queue_callback` does that for the graph task that
+    is running in the calling thread, which is the one named here.
+
+    Example:
+        >>> QueueCallback(7).graph_task_id
+        7
+    """
+
+    graph_task_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropBackward:
+    """Forget what an unfinished backward left in the buckets: it raised, and gets no epilogue.
+
+    Only this rank may have raised, so running it must not start a collective.
+    """
+
+
+HookEffect = RunEpilogue | QueueCallback | DropBackward
+HookEffects = tuple[HookEffect, ...]

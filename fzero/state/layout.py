@@ -1,0 +1,76 @@
+"""Static records of a partition: which leaf lies where in which group. Data, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from optree import PyTreeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One stored tensor of the parameter pytree (tied leaves are one `Leaf`)."""
+
+    path: str  # the first path it was seen at, dict keys joined by "."
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Leaves that travel together in one flat buffer [ranks * shard_numel].
+
+    `offsets[i]` is where leaf `leaves[i]` starts; what no leaf covers is padding, always zero.
+    """
+
+    name: str  # the unit (stage 3) or bucket it came from
+    dtype: torch.dtype
+    trainable: bool
+    leaves: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a pytree of parameters is stored as groups over `ranks` ranks.
+
+    `slots[i]` is the leaf that the i-th leaf position of the pytree holds: tied positions name
+    one leaf twice. Equal on every rank; it rides in the treespec of a state.
+    """
+
+    treespec: PyTreeSpec
+    slots: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
+    groups: tuple[Group, ...]
+    ranks: int
+
+    @property
+    def trainable(self) -> tuple[int, ...]:
+        """Indices of the groups that have gradients and optimizer state."""
+        return tuple(i for i, group in enumerate(self.groups) if group.trainable)
+
+    def full_numel(self, index: int) -> int:
+        """Elements of group `index` with its padding."""
+        return self.groups[index].shard_numel * self.ranks
+
+    def describe(self) -> list[str]:
+        """One line for each leaf and group: what ranks compare before they start."""
+        leaves = [
+            f"{leaf.path} {leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"
+            for leaf in self.leaves
+        ]
+        groups = [
+            f"group {group.name} of {[self.leaves[i].path for i in group.leaves]} "
+            f"at {group.offsets}, {group.shard_numel} elements a rank"
+            for group in self.groups
+        ]
+        return [*leaves, f"tied positions {self.slots}", *groups, f"{self.ranks} ranks"]

@@ -1,0 +1,95 @@
+"""What has happened since the last update: host integers, exact under `==`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from fzero.errors import PhaseError, explain
+
+
+class Phase(Enum):
+    """Where a state stands between two updates."""
+
+    IDLE = "idle"  # no gradient since the last update
+    LOCAL = "local gradients"  # gradients wait, unreduced, in an open window
+    READY = "gradients ready"  # reduced gradients are held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Counters of one step; all reset to 0 by an update, by nothing else."""
+
+    backwards: int = 0  # grad_and_reduce calls
+    reductions: int = 0  # times that gradients crossed ranks
+    deferred: bool = False  # an update waits for the last micro-batch; reset by the next part
+
+
+def saw_backward(progress: Progress, *, reduced: bool) -> Progress:
+    """Count one gradient, and its reduction unless it was left local.
+
+    Raises `PhaseError` after a deferred update: the gradient would be mixed into that update.
+    """
+    _require_not_deferred(progress, "grad_and_reduce")
+    return replace(
+        progress,
+        backwards=progress.backwards + 1,
+        reductions=progress.reductions + int(reduced),
+    )
+
+
+def saw_reduction(progress: Progress) -> Progress:
+    """Count the one reduction of a window."""
+    return replace(progress, reductions=progress.reductions + 1)
+
+
+def defer_update(progress: Progress) -> Progress:
+    """Let an update wait for the last micro-batch. Raises `PhaseError` for a second one."""
+    _require_not_deferred(progress, "apply_gradients")
+    return replace(progress, deferred=True)
+
+
+def next_part(progress: Progress) -> Progress:
+    """Go on with the next micro-batch."""
+    return replace(progress, deferred=False)
+
+
+def saw_update(progress: Progress) -> Progress:
+    """Start again. Raises `PhaseError` when there was no gradient to update from."""
+    if not progress.backwards:
+        raise PhaseError(
+            explain(
+                "apply_gradients: the state holds no gradients.",
+                cause="apply_gradients was called twice, or with a state from before "
+                "grad_and_reduce (which returns a new state).",
+                fix="write `state, loss = fzero.grad_and_reduce(fn, state)(batch)` and pass on "
+                "the state it returned.",
+            )
+        )
+    return Progress()
+
+
+def require_gradients(progress: Progress, name: str) -> None:
+    """Raise `PhaseError` when there is no gradient to look at."""
+    if not progress.backwards:
+        raise PhaseError(
+            explain(
+                f"{name}: the state holds no gradients.",
+                cause="it was asked before grad_and_reduce, or after apply_gradients (which "
+                "clears them).",
+                fix="ask the state that grad_and_reduce returned.",
+            )
+        )
+
+
+def _require_not_deferred(progress: Progress, name: str) -> None:
+    if progress.deferred:
+        raise PhaseError(
+            explain(
+                f"{name} after apply_gradients, inside fzero.accumulate.",
+                cause="a step with several updates (or a gradient after its update) was wrapped "
+                "whole; the update waits for the last micro-batch, so gradients of two updates "
+                "would be lost in one sum.",
+                fix="put fzero.accumulate around each part of the step that ends with its update.",
+            )
+        )

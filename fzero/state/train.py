@@ -1,0 +1,55 @@
+"""The train state: one record of small records."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from fzero.state import view
+from fzero.state._record import record, static
+from fzero.state.buffers import Buffers
+from fzero.state.progress import Phase, Progress
+from fzero.state.setup import Setup
+from fzero.state.window import Window
+
+
+@record
+class TrainState:
+    """Everything that training carries from step to step, as this rank holds it.
+
+    Immutable: every function of fzero returns a new state. A pytree, for optree (namespace
+    "fzero") and for torch.func; `setup` and `progress` are static.
+    """
+
+    params: Buffers
+    gradients: Buffers
+    optimizer: Any  # the optimizer's own record
+    window: Window
+    step: Tensor  # [] int64 on the CPU: updates made
+    progress: Progress = static()
+    setup: Setup = static()
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return self.setup.stage
+
+    @property
+    def phase(self) -> Phase:
+        """Where the state stands between two updates."""
+        if self.window.pending.held:
+            return Phase.LOCAL
+        return Phase.READY if self.gradients.held else Phase.IDLE
+
+    def replace(self, **changes: Any) -> TrainState:
+        """Return a state with some fields changed; this one stays as it is."""
+        return dataclasses.replace(self, **changes)
+
+    def __repr__(self) -> str:
+        """A few lines: stage, phase, groups, bytes by kind. No numbers of tensors."""
+        return view.as_text(self)
+
+    def _repr_html_(self) -> str:
+        return view.as_html(self)

@@ -1,0 +1,91 @@
+"""How a train state shows itself: as text, as HTML, and as bytes by kind."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import optree
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from fzero.state._record import NAMESPACE
+
+
+def state_bytes(state: Any) -> dict[str, int]:
+    """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.zeros(3, 4)}, fzero.optim.adam(1e-3), stage=0)
+        >>> state_bytes(state)["parameters"], state_bytes(state)["optimizer"]
+        (48, 104)
+    """
+    kinds = {
+        "parameters": state.params,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "window": state.window,
+    }
+    found = {kind: _tree_bytes(tree) for kind, tree in kinds.items()}
+    return {**found, "total": sum(found.values())}
+
+
+def as_text(state: Any) -> str:
+    """The lines of `repr(state)`."""
+    setup, layout = state.setup, state.setup.layout
+    frozen = sum(not leaf.trainable for leaf in layout.leaves)
+    numel = sum(leaf.numel for leaf in layout.leaves)
+    head = (
+        f"TrainState(stage={setup.stage}, {setup.axis}, step={_step(state)}, "
+        f"phase={state.phase.value!r})"
+    )
+    leaves = f"  {len(layout.leaves)} leaves ({frozen} frozen), {numel:,} elements"
+    rows = [f"  {kind:<11}{text}" for kind, text in _rows(state)]
+    return "\n".join([head, f"{leaves} in {len(layout.groups)} groups", *rows])
+
+
+def as_html(state: Any) -> str:
+    """A table of the same facts, and one row for each group."""
+    lines = as_text(state).splitlines()
+    kinds = "".join(
+        f"<tr><td>{html.escape(kind)}</td><td>{html.escape(text)}</td></tr>"
+        for kind, text in _rows(state)
+    )
+    layout = state.setup.layout
+    groups = "".join(
+        f"<tr><td>{html.escape(group.name)}</td><td>{len(group.leaves)}</td>"
+        f"<td>{group.shard_numel:,} x {layout.ranks}</td>"
+        f"<td>{html.escape(str(group.dtype).removeprefix('torch.'))}</td>"
+        f"<td>{'' if group.trainable else 'frozen'}</td></tr>"
+        for group in layout.groups
+    )
+    header = "<tr><th>group</th><th>leaves</th><th>shard x ranks</th><th>dtype</th><th></th></tr>"
+    return (
+        f"<b>{html.escape(lines[0])}</b><br>{html.escape(lines[1])}"
+        f"<table>{kinds}</table><table>{header}{groups}</table>"
+    )
+
+
+def _rows(state: Any) -> list[tuple[str, str]]:
+    setup, found = state.setup, state_bytes(state)
+    places = {
+        "parameters": setup.params.value,
+        "gradients": state.gradients.placement.value if state.gradients.held else "none",
+        "optimizer": setup.optimizer_state.value,
+        "window": f"open, {state.progress.backwards} backwards"
+        if state.window.is_open
+        else "closed",
+    }
+    return [(kind, f"{place}, {found[kind]:,} bytes") for kind, place in places.items()]
+
+
+def _tree_bytes(tree: Any) -> int:
+    leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
+    return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+
+
+def _step(state: Any) -> str:
+    # Under a torch.func transform, or with a leading rank dim, it is not one number.
+    plain = type(state.step) is Tensor and not is_functorch_wrapped_tensor(state.step)
+    return str(state.step.tolist()) if plain else "?"

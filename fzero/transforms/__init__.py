@@ -1,0 +1,15 @@
+"""Function transforms over train states, one a file."""
+
+from fzero.transforms.access import full_gradients as full_gradients
+from fzero.transforms.access import full_params as full_params
+from fzero.transforms.access import gradients as gradients
+from fzero.transforms.accumulate import accumulate as accumulate
+from fzero.transforms.clip import clip as clip
+from fzero.transforms.coalesce import coalesce as coalesce
+from fzero.transforms.grad import grad_and_reduce as grad_and_reduce
+from fzero.transforms.init import init as init
+from fzero.transforms.remat import remat as remat
+from fzero.transforms.shard import shard as shard
+from fzero.transforms.simulate import simulate as simulate
+from fzero.transforms.update import apply_gradients as apply_gradients
+from fzero.transforms.update import global_norm as global_norm

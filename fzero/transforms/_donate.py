@@ -1,0 +1,101 @@
+"""Donation: buffers of a used-up state are overwritten, and its own handles on them emptied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.errors import DonatedError, explain
+from fzero.state import NAMESPACE, Buffers, Placement, TrainState
+from fzero.transforms._modes import in_transform
+
+
+def donates(state: TrainState) -> bool:
+    """Whether this state's buffers may be overwritten here."""
+    return state.setup.policy.donate and not in_transform()
+
+
+def without_donation(state: TrainState) -> TrainState:
+    """Return the same state to read from: reading must not use it up."""
+    policy = dataclasses.replace(state.setup.policy, donate=False)
+    return state.replace(setup=dataclasses.replace(state.setup, policy=policy))
+
+
+def take_over(tree: Any) -> Any:
+    """Return the same memory behind new tensors, and empty the old ones.
+
+    Every state that shares the old tensor objects is used up by this: `check_alive` raises for
+    it, and no read of it can see memory that changes under it. Copies (`torch.clone`) live on.
+    """
+    empties: dict[Any, Tensor] = {}
+    with torch.no_grad():
+        return optree.tree_map(lambda leaf: _take(leaf, empties), tree, namespace=NAMESPACE)
+
+
+def add_donated(old: Buffers, new: Buffers) -> Buffers:
+    """old + new in the memory of `old`, which is used up."""
+    kept: Buffers = take_over(old)
+    torch._foreach_add_(list(kept.flats), list(new.flats))
+    return kept
+
+
+def check_alive(state: TrainState) -> None:
+    """Raise `DonatedError` if `state`, or its gradients, was used up by a donating step.
+
+    And `AxisError` if its ranks are not here: a stacked state outside of `simulate`, say.
+    """
+    state.setup.axis.rank  # noqa: B018 - raises
+    layout = state.setup.layout
+    every = tuple(range(len(layout.groups)))
+    held = (
+        ("parameters", state.params, every),
+        ("gradients", state.gradients, layout.trainable),
+        ("gradients", state.window.pending, layout.trainable),
+    )
+    for what, buffers, groups in held:
+        for flat, index in zip(buffers.flats, groups if buffers.flats else (), strict=True):
+            full = layout.full_numel(index)
+            want = full if buffers.placement is not Placement.SHARDED else full // layout.ranks
+            if want and not flat.numel():
+                raise DonatedError(_message(what, layout.groups[index].name))
+
+
+def own_gradients(state: TrainState) -> TrainState:
+    """Copy the gradients that a state brings into a donating step.
+
+    Inside, gradients add up in place; the caller's must survive a step that raises.
+    """
+    held: Any = (state.gradients, state.window.pending)
+    gradients, pending = optree.tree_map(torch.clone, held, namespace=NAMESPACE)
+    kept = dataclasses.replace(state.window, pending=pending)
+    return state.replace(gradients=gradients, window=kept)
+
+
+def empty(tensor: Tensor, nothing: Any) -> None:
+    """Let go of what `tensor` holds: it is as empty as `nothing` from now on."""
+    with torch.no_grad():
+        tensor.set_(nothing)
+
+
+def _take(tensor: Any, empties: dict[Any, Tensor]) -> Any:
+    if not isinstance(tensor, Tensor) or not tensor.numel():
+        return tensor
+    kind = (tensor.dtype, tensor.device)
+    if kind not in empties:
+        empties[kind] = tensor.new_empty(0)
+    alias = tensor.detach()
+    empty(tensor, empties[kind])
+    return alias
+
+
+def _message(what: str, group: str) -> str:
+    return explain(
+        f"this state was donated: the {what} of {group} belong to a newer state now.",
+        cause="a state was used again after a step made with shard(..., donate=True) took it.",
+        fix="go on with the state that the step returned, or keep a copy before it: "
+        'optree.tree_map(torch.clone, state, namespace="fzero").',
+    )

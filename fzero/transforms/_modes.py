@@ -1,0 +1,31 @@
+"""Which of torch's modes is active: they decide between the fast path and the general one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fzero.virtual import in_forward_mode
+
+
+def in_transform() -> bool:
+    """Whether a torch.func transform (or forward-mode AD) surrounds this call."""
+    return maybe_current_level() is not None or in_forward_mode()
+
+
+def is_recorded(tensors: Iterable[Any]) -> bool:
+    """Whether this call is being traced (make_fx, fake tensors)."""
+    return get_proxy_mode() is not None or any(isinstance(t, FakeTensor) for t in tensors)
+
+
+def wants_graph(tensors: Iterable[Any]) -> bool:
+    """Whether the caller differentiates by one of these with ordinary autograd."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in tensors
+    )

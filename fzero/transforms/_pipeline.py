@@ -1,0 +1,112 @@
+"""`Step`: a function that transforms have been put around, printable and in checked order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from fzero.errors import LayoutError, PhaseError, explain
+
+Around = Callable[..., Any]  # (inner, state, *args, **kwargs) -> what inner returns
+
+
+class Step:
+    """`around(fn)`: calls like `fn`, prints as `name(options) . fn`, gives `init` if it shards.
+
+    Immutable; `inner` is what it was put around, `__wrapped__` too.
+    """
+
+    __slots__ = ("__dict__", "_around", "_init", "inner", "name", "options")
+
+    def __init__(
+        self,
+        name: str,
+        inner: Callable[..., Any],
+        around: Around,
+        *,
+        options: dict[str, Any],
+        init: Callable[..., Any] | None = None,
+    ) -> None:
+        if not callable(inner):
+            raise LayoutError(
+                explain(
+                    f"fzero.{name} got a {type(inner).__name__}, not a function.",
+                    cause="options were passed by position, or a state in place of the step.",
+                    fix=f"write fzero.{name}(step_fn, ...) or @fzero.{name}(...).",
+                )
+            )
+        self.name, self.inner, self.options = name, inner, options
+        self._around, self._init = around, init
+        functools.update_wrapper(self, inner, updated=())
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the transformed function, with its own calling convention."""
+        return self._around(self.inner, *args, **kwargs)
+
+    def init(self, params: Any, optimizer: Any, **options: Any) -> Any:
+        """Return a new state for this step: see `fzero.init`, which also takes `options`."""
+        init = self.find_init()
+        if init is None:
+            raise PhaseError(
+                explain(
+                    f"{self!r} has no init: nothing in it says how to shard.",
+                    cause="`fzero.shard` is missing.",
+                    fix="wrap it: fzero.shard(step, stage=...), or call fzero.init(...).",
+                )
+            )
+        return init(params, optimizer, **options)
+
+    def find_init(self) -> Callable[..., Any] | None:
+        """Return the init of the outermost transform that has one."""
+        if self._init is not None:
+            return self._init
+        return self.inner.find_init() if isinstance(self.inner, Step) else None
+
+    def names(self) -> list[str]:
+        """Return the transforms from the outside in."""
+        inner = self.inner.names() if isinstance(self.inner, Step) else []
+        return [self.name, *inner]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        head = f"{self.name}({shown})" if shown else self.name
+        return f"{head} . {describe(self.inner)}"
+
+
+def describe(fn: Any) -> str:
+    """Return how a function shows in a pipeline."""
+    if isinstance(fn, Step):
+        return repr(fn)
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def names_inside(fn: Any) -> list[str]:
+    """Return the names of the transforms that `fn` already has, from the outside in."""
+    return fn.names() if isinstance(fn, Step) else []
+
+
+def require_order(name: str, fn: Any, *, never_around: tuple[str, ...], right: str) -> None:
+    """Raise `LayoutError` if `fn` has a transform that `name` cannot be put around."""
+    for inside in names_inside(fn):
+        if inside in never_around:
+            raise LayoutError(
+                explain(
+                    f"fzero.{name} around {describe(fn)}.",
+                    cause=f"{name} was put around {inside}, where it cannot be right.",
+                    fix=f"write {right}.",
+                )
+            )
+
+
+def returned_pair(name: str, fn: Any, returned: Any) -> tuple[Any, Any]:
+    """Return (state, aux), or raise `LayoutError` if a step did not return such a pair."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned
+    raise LayoutError(
+        explain(
+            f"{name}: {describe(fn)} returned a {type(returned).__name__}, not (state, aux).",
+            cause="the step returned only the state, or only the loss.",
+            fix="end it with `return state, loss` (or `return state, None`).",
+        )
+    )

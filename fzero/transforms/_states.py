@@ -1,0 +1,45 @@
+"""Pytrees of train states: one state, or several models under one loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+
+from fzero.errors import LayoutError, explain
+from fzero.state import NAMESPACE, TrainState
+
+
+def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTreeSpec]:
+    """Return the states in `tree` and its structure; raise `LayoutError` for other leaves."""
+    leaves, treespec = optree.tree_flatten(tree, is_leaf=_is_state, namespace=NAMESPACE)
+    for leaf in leaves:
+        if not _is_state(leaf):
+            raise LayoutError(
+                explain(
+                    f"{name}: expected a TrainState or a pytree of them, got a "
+                    f"{type(leaf).__name__}.",
+                    cause="parameters were passed in the place of a state.",
+                    fix="make one with train_step.init(params, optimizer) or fzero.init(...).",
+                )
+            )
+    if not leaves:
+        raise LayoutError(
+            explain(
+                f"{name}: there is no TrainState in {type(tree).__name__}.",
+                cause="an empty container or None was passed as the state.",
+                fix="pass the state that init or the last step returned.",
+            )
+        )
+    return leaves, treespec
+
+
+def map_states(name: str, fn: Callable[[TrainState], TrainState], tree: Any) -> Any:
+    """Apply `fn` to every state in `tree`."""
+    states, treespec = flatten_states(name, tree)
+    return optree.tree_unflatten(treespec, [fn(state) for state in states])
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, TrainState)

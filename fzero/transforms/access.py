@@ -1,0 +1,95 @@
+"""Reading a state: full parameters and full gradients as pytrees, gathered from all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+from torch.nn import Parameter
+
+from fzero.collectives import gather_many
+from fzero.packing import unpack
+from fzero.partition import assemble
+from fzero.state import Group, Placement, TrainState, progress
+from fzero.transforms._donate import check_alive, without_donation
+from fzero.transforms._modes import in_transform
+from fzero.transforms._reduce import settle
+from fzero.transforms._states import flatten_states
+
+
+def full_params(state: Any) -> Any:
+    """Return the parameters as the pytree given to `init`, whole, on every rank.
+
+    A collective at stage 3: every rank must call it. The tensors are copies: they stay as they
+    are when the state goes on; frozen floating leaves are parameters that require no grad, so
+    that another `init` sees them as frozen too. `state` may be a pytree of states.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init([torch.ones(2)], fzero.optim.sgd(0.1), stage=3)
+        >>> full_params(state)
+        [tensor([1., 1.])]
+    """
+    states, treespec = flatten_states("full_params", state)
+    return optree.tree_unflatten(treespec, [_full_params(one) for one in states])
+
+
+def gradients(state: Any) -> Any:
+    """Return the mean gradients, whole, on every rank, in the structure of the parameters.
+
+    What is pending in an open window is reduced for the answer (the state itself keeps it
+    pending). Unused leaves are zero, frozen ones None. Not clipped. A collective: every rank
+    must call it. `state` may be a pytree of states.
+
+    Raises `PhaseError` if the state holds no gradients.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.tensor([3.0])}, fzero.optim.sgd(0.1), stage=2)
+        >>> state, _ = fzero.grad_and_reduce(lambda p: (p["w"] ** 2).sum(), state)()
+        >>> gradients(state)
+        {'w': tensor([6.])}
+    """
+    states, treespec = flatten_states("gradients", state)
+    return optree.tree_unflatten(treespec, [_gradients(one) for one in states])
+
+
+full_gradients = gradients
+
+
+def _full_params(state: TrainState) -> Any:
+    check_alive(state)
+    flats = list(state.window.gathered or state.params.flats)
+    if state.window.gathered:  # kept for the length of a window
+        flats = [flat.clone() for flat in flats]
+    elif state.params.placement is Placement.SHARDED and state.setup.axis.size > 1:
+        flats = gather_many(flats, state.setup.axis)
+    elif not in_transform():
+        flats = [flat.clone() for flat in flats]
+    layout = state.setup.layout
+    found: dict[int, Any] = {}
+    for index, (group, flat) in enumerate(zip(layout.groups, flats, strict=True)):
+        leaves = unpack(layout, index, flat)
+        found.update(zip(group.leaves, map(_marked(group), leaves), strict=True))
+    return assemble(layout, found)
+
+
+def _marked(group: Group) -> Callable[[Tensor], Tensor]:
+    """Frozen leaves come back as they came: as parameters that require no grad."""
+    if group.trainable or not group.dtype.is_floating_point or in_transform():
+        return lambda leaf: leaf
+    return lambda leaf: Parameter(leaf, requires_grad=False)
+
+
+def _gradients(state: TrainState) -> Any:
+    check_alive(state)
+    layout = state.setup.layout
+    progress.require_gradients(state.progress, "gradients")
+    settled = settle(without_donation(state), to=Placement.REPLICATED).gradients
+    found: dict[int, Any] = {}
+    for index, flat in zip(layout.trainable, settled.flats, strict=True):
+        flat = flat if in_transform() else flat.clone()
+        found.update(zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True))
+    return assemble(layout, found)

@@ -1,0 +1,155 @@
+"""`accumulate`: one large batch as several micro-batches and one update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError, explain
+from fzero.state import NAMESPACE, Policy, TrainState, progress
+from fzero.transforms._pipeline import Step, require_order, returned_pair
+from fzero.transforms._states import flatten_states, map_states
+
+
+def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
+    """Run `fn(state, *batch) -> (state, aux)` on each of `steps` equal parts of the batch.
+
+    g = (1/k) sum_i g(part_i): for a loss that is a mean over examples, the gradient of the whole
+    batch. An `apply_gradients` inside `fn` waits for the last part, so the result is that of one
+    call with the whole batch; activations are those of one part. `steps=1` is the identity.
+
+    Tensors in the arguments are split along dim 0 (scalars and everything else go to each part).
+    In aux, floating scalars are averaged, other scalars summed, tensors concatenated along dim 0;
+    what is neither must be the same for every part.
+
+    Without `coalesce` each part is reduced as it comes; `coalesce(accumulate(fn))` reduces once.
+
+    Raises `LayoutError`, naming the argument, when a batch does not divide by `steps`;
+    `PhaseError` when `fn` updates twice, or goes on to another gradient after its update: those
+    would be lost in one sum.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p * x).mean(), state)(x)
+        ...     return fzero.apply_gradients(state), loss
+        >>> state = fzero.init(torch.ones(()), fzero.optim.sgd(1.0), stage=0)
+        >>> xs = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> state, loss = fzero.accumulate(step_fn, steps=2)(state, xs)
+        >>> loss, fzero.full_params(state)
+        (tensor(2.5000), tensor(-1.5000))
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise LayoutError(
+            explain(
+                f"accumulate: steps={steps!r}.",
+                cause="a count of micro-batches that is no positive integer.",
+                fix="give at least 1.",
+            )
+        )
+
+    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        parts = _split((args, kwargs), steps)
+        before = [one.setup.policy for one in flatten_states("accumulate", state)[0]]
+        auxes = []
+        for i, (part_args, part_kwargs) in enumerate(parts):
+            state = _with_policies(state, [_part(p, steps, i == steps - 1) for p in before])
+            returned = inner(state, *part_args, **part_kwargs)
+            state, aux = returned_pair("accumulate", inner, returned)
+            auxes.append(aux)
+        return _with_policies(state, before), _join(auxes)
+
+    def wrap(inner: Callable[..., Any]) -> Step:
+        require_order(
+            "accumulate",
+            inner,
+            never_around=("simulate",),
+            right="fzero.simulate(fzero.accumulate(step, steps=...), world_size=...)",
+        )
+        return Step("accumulate", inner, around, options={"steps": steps})
+
+    return wrap if fn is None else wrap(fn)
+
+
+def _part(policy: Policy, steps: int, last: bool) -> Policy:
+    return replace(
+        policy,
+        grad_scale=policy.grad_scale / steps,
+        defer_update=policy.defer_update or not last,
+    )
+
+
+def _with_policies(state: Any, policies: list[Policy]) -> Any:
+    rest = iter(policies)
+
+    def put(one: TrainState) -> TrainState:
+        setup = replace(one.setup, policy=next(rest))
+        return one.replace(setup=setup, progress=progress.next_part(one.progress))
+
+    return map_states("accumulate", put, state)
+
+
+def _split(arguments: Any, steps: int) -> list[Any]:
+    accessors, leaves, treespec = optree.tree_flatten_with_accessor(arguments, namespace=NAMESPACE)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % steps:
+            raise LayoutError(
+                explain(
+                    f"accumulate: argument {accessor.codify('arguments')} of shape "
+                    f"{tuple(leaf.shape)} does not divide into {steps} parts along dim 0.",
+                    cause="a last, shorter batch, or a tensor that is no batch.",
+                    fix=f"use batches of a multiple of {steps}, or close over the tensor.",
+                )
+            )
+    columns = [
+        leaf.chunk(steps)
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf)
+        else [leaf] * steps
+        for leaf in leaves
+    ]
+    return [
+        optree.tree_unflatten(treespec, [column[i] for column in columns]) for i in range(steps)
+    ]
+
+
+def _join(auxes: list[Any]) -> Any:
+    if len(auxes) == 1:
+        return auxes[0]
+    first = optree.tree_structure(auxes[0], namespace=NAMESPACE)
+    for aux in auxes[1:]:
+        if optree.tree_structure(aux, namespace=NAMESPACE) != first:
+            raise LayoutError(
+                explain(
+                    "accumulate: the step returned aux of another structure for another part.",
+                    cause="aux that depends on the data.",
+                    fix="return the same structure each time.",
+                )
+            )
+    return optree.tree_map(_join_leaves, *auxes, namespace=NAMESPACE)
+
+
+def _join_leaves(*leaves: Any) -> Any:
+    head = leaves[0]
+    if isinstance(head, Tensor):
+        if head.ndim:
+            return torch.cat(leaves)
+        total = torch.stack(leaves).sum()
+        return total / len(leaves) if head.is_floating_point() else total
+    if isinstance(head, float):
+        return sum(leaves) / len(leaves)
+    if isinstance(head, int) and not isinstance(head, bool):
+        return sum(leaves)
+    if all(leaf == head for leaf in leaves):
+        return head
+    raise LayoutError(
+        explain(
+            f"accumulate: aux differs between parts: {head!r} and others.",
+            cause="aux that can be neither averaged nor concatenated.",
+            fix="return tensors or numbers.",
+        )
+    )

@@ -1,0 +1,75 @@
+"""`clip`: bound the global norm of the gradients that a step updates from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fzero.errors import LayoutError, explain
+from fzero.state import TrainState
+from fzero.transforms._pipeline import Step, require_order, returned_pair
+from fzero.transforms._states import flatten_states, map_states
+
+
+def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> Any:
+    """Let every `apply_gradients` in `fn(state, *args)` use g min(1, max_norm / (|g| + 1e-6)).
+
+    |g| is the true norm (`fzero.global_norm`): over all shards, each element once. The factor is
+    torch.nn.utils.clip_grad_norm_'s. `max_norm=None` or infinity is the identity. Of two clips
+    the smaller bound holds, in either order.
+
+    Raises `LayoutError` for a bound that is not a positive number.
+
+    Source: Pascanu et al., "On the difficulty of training recurrent neural networks",
+    arXiv 1211.5063, algorithm 1.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state):
+        ...     state, loss = fzero.grad_and_reduce(lambda p: 10 * p.sum(), state)()
+        ...     return fzero.apply_gradients(state), loss
+        >>> state = fzero.init(torch.zeros(1), fzero.optim.sgd(1.0), stage=0)
+        >>> fzero.full_params(fzero.clip(step_fn, max_norm=1.0)(state)[0])
+        tensor([-1.0000])
+    """
+    if max_norm is not None and not _is_bound(max_norm):
+        raise LayoutError(
+            explain(
+                f"clip: max_norm={max_norm!r}.",
+                cause="zero or a negative number was meant to switch clipping off.",
+                fix="pass None to switch it off, else a positive bound.",
+            )
+        )
+    bound = None if max_norm == float("inf") else max_norm
+
+    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        before = flatten_states("clip", state)[0][0].setup.policy.max_norm
+        state = map_states("clip", lambda one: _bounded(one, _smaller(before, bound)), state)
+        state, aux = returned_pair("clip", inner, inner(state, *args, **kwargs))
+        return map_states("clip", lambda one: _bounded(one, before), state), aux
+
+    def wrap(inner: Callable[..., Any]) -> Step:
+        require_order(
+            "clip",
+            inner,
+            never_around=("simulate",),
+            right="fzero.simulate(fzero.clip(step, max_norm=...), world_size=...)",
+        )
+        return Step("clip", inner, around, options={"max_norm": max_norm})
+
+    return wrap if fn is None else wrap(fn)
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _smaller(a: float | None, b: float | None) -> float | None:
+    bounds = [bound for bound in (a, b) if bound is not None]
+    return min(bounds) if bounds else None
+
+
+def _bounded(state: TrainState, max_norm: float | None) -> TrainState:
+    policy = replace(state.setup.policy, max_norm=max_norm)
+    return state.replace(setup=replace(state.setup, policy=policy))

@@ -1,0 +1,65 @@
+"""`coalesce`: however many backward passes a step makes, its gradients cross the ranks once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fzero.state import TrainState, window
+from fzero.transforms._donate import check_alive
+from fzero.transforms._pipeline import Step, require_order, returned_pair
+from fzero.transforms._reduce import settle
+from fzero.transforms._states import map_states
+
+
+def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
+    """Run `fn(state, *args) -> (state, aux)` in a window: N gradients, one reduction.
+
+    sum_i reduce(g_i) = reduce(sum_i g_i): the values are the same up to the rounding of one
+    re-ordered sum. Inside, `grad_and_reduce` adds to this rank's own full-sized sum (P elements
+    at every stage, the price of it); `apply_gradients`, or else the end of `fn`, reduces it.
+
+    If `fn` raises, nothing is reduced and the caller's state is as it was. Several windows
+    before one update add up; a window without gradients is the identity.
+
+    Raises `LayoutError` for coalesce around coalesce, `PhaseError` for a state whose window is
+    open already (one coalesced step called inside another).
+
+    Example:
+        >>> import torch, fzero
+        >>> @fzero.coalesce
+        ... def step_fn(state, xs):
+        ...     for x in xs:
+        ...         state, _ = fzero.grad_and_reduce(lambda p, x: (p * x).sum(), state)(x)
+        ...     return state, None
+        >>> state = fzero.init(torch.ones(2), fzero.optim.sgd(1.0), stage=2)
+        >>> state, _ = step_fn(state, [1.0, 2.0])
+        >>> fzero.gradients(state), state.progress.reductions
+        (tensor([3., 3.]), 1)
+    """
+
+    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        state = map_states("coalesce", _open, state)
+        state, aux = returned_pair("coalesce", inner, inner(state, *args, **kwargs))
+        return map_states("coalesce", _close, state), aux
+
+    def wrap(inner: Callable[..., Any]) -> Step:
+        require_order(
+            "coalesce",
+            inner,
+            never_around=("coalesce", "simulate"),
+            right="fzero.simulate(fzero.shard(fzero.coalesce(step), stage=...)), with one coalesce",
+        )
+        return Step("coalesce", inner, around, options={})
+
+    return wrap if fn is None else wrap(fn)
+
+
+def _open(state: TrainState) -> TrainState:
+    check_alive(state)
+    return state.replace(window=window.open_window(state.window))
+
+
+def _close(state: TrainState) -> TrainState:
+    state = settle(state)
+    return state.replace(window=window.close(state.window))

@@ -1,0 +1,189 @@
+"""`remat`: keep only the inputs of a function, and compute it again in backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.state import NAMESPACE
+from fzero.transforms._capture import Captured, Watch, captured
+from fzero.transforms._pipeline import Step, describe, require_order
+
+_STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
+
+
+def remat(fn: Callable[..., Any] | None = None, /) -> Any:
+    """Return `fn` with its activations recomputed in backward: y = fn(x), saving x only.
+
+    For a part of a loss (a layer, a block), not for a step. Any pytree in and out; tensors that
+    `fn` closes over count as inputs (in cells, defaults, partials and modules); one reached in
+    another way is refused: pass it as an argument. Random numbers are drawn again as they were.
+    First and higher order, reverse and forward mode, under every torch.func transform, where
+    torch.utils.checkpoint fails.
+
+    At stage 3 the parameters that `fn` uses are gathered in forward, let go, and gathered again
+    in backward with or without `remat`; with it the activations are not kept either.
+
+    Raises `LayoutError` when it is put around a train step, when `fn` reads a tensor that requires
+    grad and cannot be found, and for a module that updates its buffers.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+
+    Example:
+        >>> import torch, fzero
+        >>> layer = fzero.remat(lambda p, x: torch.tanh(x @ p["w"]))
+        >>> w = {"w": torch.eye(2)}
+        >>> torch.func.grad(lambda p: layer(p, torch.zeros(1, 2)).sum())(w)["w"].shape
+        torch.Size([2, 2])
+    """
+
+    def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
+        require_order(
+            "remat", inner, never_around=_STEPS, right="remat around a layer inside the loss"
+        )
+        if not callable(inner):
+            return Step("remat", inner, inner, options={})  # raises, and says what to write
+
+        @functools.wraps(inner, updated=())
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            call = _Call(captured(inner), (args, kwargs))
+            outputs = _Remat.apply(call, *call.held, *call.tensors)
+            return call.unflatten(outputs)
+
+        recomputed.__name__ = f"remat . {describe(inner)}"
+        return recomputed
+
+    return wrap if fn is None else wrap(fn)
+
+
+class _Call:
+    """One call of a function as a map from tensors to tensors, with its random state."""
+
+    def __init__(self, holds: Captured, args: Any) -> None:
+        leaves, self._treespec = optree.tree_flatten(args, namespace=NAMESPACE)
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        self._others = [
+            None if is_t else x for x, is_t in zip(leaves, self._is_tensor, strict=True)
+        ]
+        self.tensors = [x for x in leaves if isinstance(x, Tensor)]
+        self._holds, self.held = holds, holds.inputs()
+        self._rng = torch.get_rng_state()
+        self._cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._out: tuple[Any, list[Any]] | None = None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the function on other tensors in the same places."""
+        held = tensors[: len(self.held)]
+        rest = iter(tensors[len(self.held) :])
+        pairs = zip(self._is_tensor, self._others, strict=True)
+        leaves = [next(rest) if is_tensor else other for is_tensor, other in pairs]
+        arguments: Any = optree.tree_unflatten(self._treespec, leaves)
+        args, kwargs = arguments
+        returned = self._holds.call(held, args, kwargs)
+        out, treespec = optree.tree_flatten(returned, namespace=NAMESPACE)
+        self._out = treespec, [None if isinstance(x, Tensor) else x for x in out]
+        # An output that is an input must be a tensor of its own for autograd.
+        own = [
+            x.view_as(x) if any(x is t for t in tensors) else x
+            for x in out
+            if isinstance(x, Tensor)
+        ]
+        return tuple(own)
+
+    def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run it once more with the random numbers of the first time."""
+        devices = list(range(len(self._cuda_rng)))
+        with torch.random.fork_rng(devices=devices):
+            torch.set_rng_state(self._rng)
+            if devices:
+                torch.cuda.set_rng_state_all(self._cuda_rng)
+            return self(*tensors)
+
+    def unflatten(self, outputs: Sequence[Tensor]) -> Any:
+        """Put the output tensors back into the structure that the function returned."""
+        assert self._out is not None
+        treespec, others = self._out
+        rest = iter(outputs)
+        leaves = [next(rest) if other is None else other for other in others]
+        return optree.tree_unflatten(treespec, leaves)
+
+
+class _Mapped:
+    """A call under vmap: the same tensors in and out, with a batch dim in front."""
+
+    def __init__(self, call: Any, in_dims: tuple[Any, ...], randomness: str) -> None:
+        self.call, self.in_dims, self.randomness = call, in_dims, randomness
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vmap(self.call, self.in_dims, randomness=self.randomness)(*tensors)
+
+    def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vmap(self.call.again, self.in_dims, randomness=self.randomness)(*tensors)
+
+
+class _Remat(torch.autograd.Function):
+    """outputs = call(*tensors), recomputed by each rule from the saved inputs."""
+
+    @staticmethod
+    def forward(call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with Watch(tensors):
+            return call(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+        ctx.mark_non_differentiable(*[y for y in output if not y.is_floating_point()])
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        smooth = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+
+        # <y, dy>, and not torch.func.vjp: that runs backward after its level is gone, where the
+        # tensors that a remat inside has saved can no longer be used.
+        def product(*xs: Tensor) -> Any:
+            ys = ctx.call.again(*_replaced(tensors, smooth, xs))
+            return sum((y * dy).sum() for y, dy in zip(ys, dys, strict=True) if _smooth(y))
+
+        by = tuple(range(len(smooth)))
+        found: Any = torch.func.grad(product, by)(*(tensors[i] for i in smooth)) if by else ()
+        grads = dict(zip(smooth, found, strict=True))
+        return None, *(grads.get(i) for i in range(len(tensors)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        moved = [i for i, t in enumerate(tangents) if t is not None]
+        primals = tuple(tensors[i] for i in moved)
+
+        def outputs(*xs: Tensor) -> tuple[Tensor, ...]:
+            return ctx.call.again(*_replaced(tensors, moved, xs))
+
+        pushed: Any = torch.func.jvp(outputs, primals, tuple(tangents[i] for i in moved))
+        return tuple(dy if _smooth(y) else None for y, dy in zip(*pushed, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Any, *tensors: Tensor) -> tuple[Any, Any]:
+        mapped = _Mapped(call, tuple(in_dims[1:]), info.randomness)
+        outputs = _Remat.apply(mapped, *tensors)
+        return outputs, tuple(0 for _ in outputs)
+
+
+def _smooth(y: Tensor) -> bool:
+    return y.is_floating_point()
+
+
+def _replaced(
+    tensors: Sequence[Tensor], where: Sequence[int], by: Sequence[Tensor]
+) -> list[Tensor]:
+    new = list(tensors)
+    for i, x in zip(where, by, strict=True):
+        new[i] = x
+    return new

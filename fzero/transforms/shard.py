@@ -1,0 +1,134 @@
+"""`shard`: give a step its stage, its ranks and its `init`; donate the state's buffers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fzero.errors import AxisError, LayoutError, explain
+from fzero.mesh import Axis, Runtime, axis_of
+from fzero.partition import unit_of
+from fzero.state import Keep, TrainState
+from fzero.transforms._donate import check_alive, own_gradients
+from fzero.transforms._pipeline import Step, require_order, returned_pair
+from fzero.transforms._states import flatten_states, map_states
+from fzero.transforms.init import BUCKET_BYTES, as_keep, check_stage, init
+
+
+def shard(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    stage: int,
+    mesh: DeviceMesh | Axis | None = None,
+    keep: str | Keep = Keep.UNIT,
+    lockstep: bool = False,
+    units: Callable[[str], str] = unit_of,
+    trainable: Callable[[str], bool] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    ordered: bool = False,
+    donate: bool = False,
+) -> Any:
+    """Run `fn(state, *args) -> (state, aux)` on states partitioned as ZeRO `stage` says.
+
+    `step.init(params, optimizer)` makes such a state; every other option is that of
+    `fzero.init`. The arguments stay each rank's own. With stage 0 on one rank it is the
+    identity. Use it outermost (only `simulate` goes around it); usable as `@fzero.shard(stage=2)`.
+
+    donate: `apply_gradients` then writes into the buffers of the state it is given, at fused
+        speed and without a second copy. That state, and every state that shares its buffers, is
+        used up: using it again raises `DonatedError`. If the step raises before the update, the
+        state is still good.
+
+    Raises `LayoutError` for a state of another stage, `AxisError` for one of another axis,
+    before anything runs.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
+        ...     return fzero.apply_gradients(state), loss
+        >>> step = fzero.shard(fzero.coalesce(step_fn), stage=2)
+        >>> step
+        shard(stage=2) . coalesce . step_fn
+        >>> state, loss = step(step.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0)), 0.5)
+        >>> fzero.full_params(state)
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    stage, keep = check_stage(stage), as_keep(keep)
+    init_state = functools.partial(
+        init,
+        stage=stage,
+        mesh=mesh,
+        keep=keep,
+        lockstep=lockstep,
+        units=units,
+        trainable=trainable,
+        bucket_bytes=bucket_bytes,
+        ordered=ordered,
+    )
+
+    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        axis = axis_of(mesh)
+        states, _ = flatten_states("shard", state)
+        for one in states:
+            _check_state(one, stage, axis)
+        state = map_states("shard", lambda one: _donating(one, donate), state)
+        state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
+        return map_states("shard", lambda one: _donating(one, False), state), aux
+
+    def wrap(inner: Callable[..., Any]) -> Step:
+        require_order(
+            "shard",
+            inner,
+            never_around=("shard", "simulate"),
+            right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
+        )
+        shown = _shown(stage, keep, lockstep=lockstep, donate=donate)
+        return Step("shard", inner, around, options=shown, init=init_state)
+
+    return wrap if fn is None else wrap(fn)
+
+
+def _shown(stage: int, keep: Keep, *, lockstep: bool, donate: bool) -> dict[str, Any]:
+    """The options that a pipeline shows: the stage, and what is not the default."""
+    shown: dict[str, Any] = {"stage": stage}
+    shown |= {"keep": keep.value} if keep is not Keep.UNIT else {}
+    shown |= {"lockstep": True} if lockstep else {}
+    return shown | ({"donate": True} if donate else {})
+
+
+def _donating(state: TrainState, donate: bool) -> TrainState:
+    if state.setup.policy.donate == donate:
+        return state
+    policy = replace(state.setup.policy, donate=donate)
+    if donate:
+        state = own_gradients(state)
+    return state.replace(setup=replace(state.setup, policy=policy))
+
+
+def _check_state(state: TrainState, stage: int, axis: Axis) -> None:
+    check_alive(state)
+    if state.setup.stage != stage:
+        raise LayoutError(
+            explain(
+                f"a state of stage {state.setup.stage} was given to a step of stage {stage}.",
+                cause="the state came from another step's init.",
+                fix=f"use this step's init, or fzero.shard(step, stage={state.setup.stage}).",
+            )
+        )
+    if state.setup.axis != axis:
+        raise AxisError(
+            explain(
+                f"a state of {state.setup.axis} was given to a step on {axis}.",
+                cause="the state was made in another world, or inside fzero.simulate."
+                if Runtime.VIRTUAL in (axis.runtime, state.setup.axis.runtime)
+                else "the state was made for another number of ranks.",
+                fix="make it with step.init in this world; fzero.checkpoint moves a state "
+                "from one number of ranks to another.",
+            )
+        )

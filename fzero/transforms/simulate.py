@@ -1,0 +1,169 @@
+"""`simulate`: W virtual ranks in this process, the same numbers as W real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.state import NAMESPACE
+from fzero.transforms._donate import empty
+from fzero.transforms._modes import in_transform, is_recorded
+from fzero.transforms._pipeline import Step, require_order
+from fzero.virtual import current_ranks, run_ranks
+
+
+def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any:
+    """Run `fn` on `world_size` virtual ranks: y[r] = fn(x[r]) with collectives between the r.
+
+    Every tensor leaf of each argument and of the result has a leading dim of length W, the rank,
+    as with jax.pmap; numbers in the result become such tensors; other leaves go to every rank,
+    and must come back the same from all. `simulate(step, world_size=W).init(params, optimizer)`
+    takes plain, full parameters and gives the stacked state, where every rank's shard is visible.
+
+    The ranks are threads that take turns (see `fzero.virtual`): exact, deterministic, any Python.
+    Each starts from the caller's random state, as processes with one seed do. Without
+    collectives and with W = 1 it is the identity up to the leading dim.
+
+    Differentiate inside `fn`; a torch.func transform around `simulate` raises `PhaseError`.
+    Raises `LayoutError` for a tensor argument without the leading dim.
+
+    Example:
+        >>> import torch, fzero
+        >>> centered = fzero.simulate(lambda x: x - fzero.pmean(x), world_size=3)
+        >>> centered(torch.tensor([1.0, 2.0, 6.0]))
+        tensor([-2., -1.,  3.])
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise LayoutError(
+            explain(
+                f"simulate: world_size={world_size!r}.",
+                cause="a number of ranks that is no positive integer.",
+                fix="give at least 1.",
+            )
+        )
+
+    def around(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        arguments: Any = (args, kwargs)
+        leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
+        _check(leaves, arguments, world_size)
+        per_rank = [
+            [_of_rank(leaf, rank) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            for rank in range(world_size)
+        ]
+
+        def body(rank: int) -> Any:
+            mine: Any = optree.tree_unflatten(treespec, per_rank[rank])
+            here, keywords = mine
+            return inner(*here, **keywords)
+
+        try:
+            return _stack(run_ranks(body, world_size))
+        finally:  # also when a rank raised after its update
+            _use_up(leaves, per_rank)
+
+    def wrap(inner: Callable[..., Any]) -> Step:
+        require_order(
+            "simulate", inner, never_around=("simulate",), right="one fzero.simulate, outermost"
+        )
+
+        def init(params: Any, optimizer: Any, **options: Any) -> Any:
+            if not isinstance(inner, Step):
+                raise LayoutError(
+                    explain(
+                        "simulate(...).init: the function inside has no init.",
+                        cause="`fzero.shard` is missing.",
+                        fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...).",
+                    )
+                )
+            _check([], (), world_size)
+            return _stack(run_ranks(lambda _: inner.init(params, optimizer, **options), world_size))
+
+        return Step("simulate", inner, around, options={"world_size": world_size}, init=init)
+
+    return wrap if fn is None else wrap(fn)
+
+
+def _of_rank(leaf: Tensor, rank: int) -> Tensor:
+    """Give the rank its own tensor, with a count of writes that other ranks do not raise."""
+    return leaf[rank] if leaf.requires_grad else leaf[rank].data
+
+
+def _check(leaves: list[Any], arguments: Any, world_size: int) -> None:
+    if current_ranks() is not None or in_transform() or is_recorded(leaves):
+        raise PhaseError(
+            explain(
+                "simulate: called inside another simulate, a torch.func transform or a trace.",
+                cause="the transform was put around simulate; virtual ranks are threads, which "
+                "no transform reaches.",
+                fix="put it inside: fzero.simulate(torch.func.grad(fn), world_size=...).",
+            )
+        )
+    accessors = optree.tree_accessors(arguments, namespace=NAMESPACE)
+    for accessor, leaf in zip(accessors, leaves, strict=False):
+        if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != world_size):
+            raise LayoutError(
+                explain(
+                    f"simulate: {accessor.codify('arguments')} has shape {tuple(leaf.shape)}; "
+                    f"dim 0 must be the {world_size} ranks.",
+                    cause="one batch was passed in place of one for each rank.",
+                    fix=f"stack one for each rank, or tensor.expand({world_size}, ...) to give "
+                    "all the same; make states with simulate(...).init.",
+                )
+            )
+
+
+def _use_up(leaves: list[Any], per_rank: list[list[Any]]) -> None:
+    """Use up a stacked buffer that a rank has donated: that rank wrote into it."""
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.numel():
+            continue
+        if any(not views[i].numel() for views in per_rank):
+            empty(leaf, leaf.new_empty(len(leaf), 0))
+
+
+def _stack(results: list[Any]) -> Any:
+    flat = [optree.tree_flatten(result, namespace=NAMESPACE) for result in results]
+    treespec = flat[0][1]
+    for rank, (_, other) in enumerate(flat):
+        if other != treespec:
+            raise LayoutError(
+                explain(
+                    f"simulate: rank {rank} returned {other}, rank 0 {treespec}.",
+                    cause="the structure, or a static fact of a state, differs by rank.",
+                    fix="return the same structure on every rank.",
+                )
+            )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return optree.tree_unflatten(treespec, [_stack_leaf(list(column)) for column in columns])
+
+
+def _stack_leaf(column: list[Any]) -> Any:
+    head, size = column[0], len(column)
+    if any(isinstance(x, Tensor) for x in column):
+        column = [torch.as_tensor(x) for x in column if isinstance(x, Tensor | int | float)]
+        shapes = {tuple(x.shape) for x in column}
+        if len(shapes) > 1 or len(column) < size:
+            raise LayoutError(
+                explain(
+                    f"simulate: the ranks returned tensors {sorted(shapes)}, or no tensor.",
+                    cause="a result whose size depends on the rank.",
+                    fix="pad it to one shape, or reduce it first.",
+                )
+            )
+        return torch.stack(column)
+    if isinstance(head, int | float):
+        return torch.tensor(column)
+    if all(x is head or x == head for x in column):
+        return head
+    raise LayoutError(
+        explain(
+            f"simulate: the ranks returned different values: {column!r}.",
+            cause="a result that is no tensor and no number, and differs by rank.",
+            fix="return tensors or numbers.",
+        )
+    )

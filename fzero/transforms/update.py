@@ -1,0 +1,152 @@
+"""`apply_gradients`: reduced gradients -> the optimizer -> new parameters, placed as before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import gather_in_place, gather_many, reduce_many
+from fzero.optim import Piece
+from fzero.partition import shard_rows
+from fzero.state import Buffers, Layout, Placement, Setup, TrainState, buffers, progress
+from fzero.transforms._donate import check_alive, donates, take_over, without_donation
+from fzero.transforms._modes import in_transform, is_recorded, wants_graph
+from fzero.transforms._reduce import place, settle
+from fzero.transforms._states import map_states
+
+
+def apply_gradients(state: Any) -> Any:
+    """Return the state after one update: p' = p + update(mean gradient), step' = step + 1.
+
+    A pending window is reduced first (once) and stays open if it was; gradients are clipped as
+    an enclosing `fzero.clip` asks; then they are cleared. Inside `fzero.accumulate` the update
+    waits for the last micro-batch. `state` may be a pytree of states.
+
+    Raises `PhaseError` if the state holds no gradients (also on a second call), `DonatedError`
+    if it was used up. With donation the update is made in the state's own buffers, which uses
+    the state up; before that moment an error leaves it whole.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.tensor([3.0])}, fzero.optim.sgd(0.5), stage=0)
+        >>> state, _ = fzero.grad_and_reduce(lambda p: (p["w"] ** 2).sum(), state)()
+        >>> fzero.full_params(fzero.apply_gradients(state))
+        {'w': tensor([0.])}
+    """
+    return map_states("apply_gradients", _apply, state)
+
+
+def global_norm(state: TrainState) -> Tensor:
+    """sqrt(sum of g^2) over the mean gradients of every trainable element, on all ranks alike.
+
+    Shards are summed over ranks, replicas counted once, padding is zero; tied leaves are one
+    leaf, frozen ones have no gradient. A scalar, fp32 or wider. A collective.
+
+    Raises `PhaseError` if the state holds no gradients.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.tensor([3.0, 4.0])}, fzero.optim.sgd(0.5), stage=0)
+        >>> state, _ = fzero.grad_and_reduce(lambda p: (p["w"] ** 2).sum() / 2, state)()
+        >>> fzero.global_norm(state)
+        tensor(5.)
+    """
+    check_alive(state)
+    progress.require_gradients(state.progress, "global_norm")
+    return _norm(state.setup, settle(without_donation(state)).gradients)
+
+
+def _apply(state: TrainState) -> TrainState:
+    check_alive(state)
+    if state.setup.policy.defer_update:
+        return state.replace(progress=progress.defer_update(state.progress))
+    after = progress.saw_update(state.progress)
+    setup = state.setup
+    state = settle(state, to=setup.optimizer_state)
+    gradients = _clipped(setup, buffers.require_reduced(state.gradients))
+    params, optimizer = _advance(state, gradients.flats)
+    return state.replace(
+        params=params,
+        optimizer=optimizer,
+        gradients=Buffers(),
+        step=state.step + 1,
+        progress=after,
+    )
+
+
+def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, Any]:
+    """Run the optimizer on this rank's rows, and make the parameters whole again."""
+    setup, layout = state.setup, state.setup.layout
+    owned = donates(state)
+    held, optimizer = state.params, state.optimizer
+    if owned:  # from here on the old state is used up
+        held, optimizer = take_over(held), take_over(optimizer)
+    fulls = [held.flats[i] for i in layout.trainable]
+    splits = setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED
+    rows = [shard_rows(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
+    general = in_transform() or is_recorded(rows) or wants_graph([*rows, *gradients])
+    new, optimizer = setup.optimizer.advance(
+        rows, gradients, optimizer, _pieces(setup), differentiable=general, owned=owned
+    )
+    if splits and setup.axis.size > 1:
+        if owned:  # the rows were written where they stand
+            wanted = [full for full in fulls if full.numel()]
+            gather_in_place(wanted, setup.axis)
+            new = fulls
+        else:
+            new = gather_many(new, setup.axis)
+    flats = list(held.flats)
+    for i, flat in zip(layout.trainable, new, strict=True):
+        flats[i] = flat
+    return Buffers(flats=tuple(flats), placement=held.placement), optimizer
+
+
+def _clipped(setup: Setup, gradients: Buffers) -> Buffers:
+    """g min(1, max_norm / |g|): the factor that torch.nn.utils.clip_grad_norm_ uses."""
+    max_norm = setup.policy.max_norm
+    if max_norm is None:
+        return gradients
+    factor = (max_norm / (_norm(setup, gradients) + 1e-6)).clamp(max=1.0)
+    flats = tuple(flat * factor.to(flat.dtype) for flat in gradients.flats)
+    return Buffers(flats=flats, placement=gradients.placement)
+
+
+def _norm(setup: Setup, gradients: Buffers) -> Tensor:
+    gradients = place(setup, gradients, gradients.placement)
+    squares = [_square_sum(flat) for flat in gradients.flats if flat.numel()]
+    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    if gradients.placement is Placement.SHARDED:
+        total = reduce_many([total], setup.axis, ordered=setup.ordered)[0]
+    return total.sqrt()
+
+
+def _square_sum(flat: Tensor) -> Tensor:
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    return torch.linalg.vector_norm(flat, dtype=wide).square()
+
+
+def _pieces(setup: Setup) -> list[Piece]:
+    """Which elements of this rank's rows belong to which leaf; padding goes with its neighbour."""
+    layout = setup.layout
+    sharded = setup.optimizer_state is Placement.SHARDED
+    found = []
+    for number, index in enumerate(layout.trainable):
+        numel = layout.groups[index].shard_numel if sharded else layout.full_numel(index)
+        start = setup.axis.rank * numel if sharded else 0
+        found.extend(_pieces_of(layout, index, number, start, numel))
+    return found
+
+
+def _pieces_of(layout: Layout, index: int, number: int, start: int, numel: int) -> list[Piece]:
+    group = layout.groups[index]
+    bounds = [*group.offsets[1:], layout.full_numel(index)]
+    begins = [0, *group.offsets[1:]]
+    pieces = []
+    for leaf, begin, end in zip(group.leaves, begins, bounds, strict=True):
+        low, high = max(begin - start, 0), min(end - start, numel)
+        if low < high:
+            pieces.append(Piece(number, layout.leaves[leaf], low, high))
+    return pieces

@@ -1,0 +1,199 @@
+"""Virtual ranks: W threads of this process that run one at a time and meet at collectives.
+
+A rank runs alone until it reaches a collective; then the baton goes to the next rank. So a run
+is deterministic, every rank executes the very kernels that a real process would, any Python is
+allowed (also code that differs by rank), and each rank has a random stream of its own. The
+threads exist only inside `run_ranks`; nothing outlives the call.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+
+from fzero.errors import AxisError, explain
+
+_LOCAL = threading.local()
+_BASE_NESTING = 1
+"""torch.func.jvp counts its nesting, and opens the one dual level there is, for the whole
+process. Ranks that take turns inside jvp would close it for each other; so it is held open
+around all ranks, and the count is kept for each rank, starting here."""
+
+
+class _Aborted(BaseException):
+    """Unwinds a rank whose peer has failed; never leaves this file."""
+
+
+class Here(NamedTuple):
+    """The virtual rank that the calling thread is."""
+
+    rank: int
+    size: int
+    exchange: Callable[[str, Any], list[Any]]
+
+
+def current_ranks() -> Here | None:
+    """Return the calling thread's virtual rank, or None in an ordinary thread."""
+    return getattr(_LOCAL, "here", None)
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way on this rank."""
+    if current_ranks() is None:
+        return forward_ad._current_level >= 0
+    return eager_transforms.JVP_NESTING > _BASE_NESTING
+
+
+def run_ranks(body: Callable[[int], Any], size: int) -> list[Any]:
+    """Run `body(rank)` on `size` virtual ranks; return the results in rank order.
+
+    Every rank starts from the caller's random state (as processes with one seed do); afterwards
+    the caller's state is the one that rank 0 reached. The first exception of any rank is raised
+    here, with the rank in its notes.
+    """
+    return _Baton(body, size).run()
+
+
+class _TorchGlobals(NamedTuple):
+    """What torch keeps for the process and a rank must have for itself."""
+
+    rng: torch.Tensor
+    jvp_nesting: int
+
+    @staticmethod
+    def take() -> _TorchGlobals:
+        return _TorchGlobals(torch.get_rng_state(), eager_transforms.JVP_NESTING)
+
+    def put(self) -> None:
+        torch.set_rng_state(self.rng)
+        eager_transforms.JVP_NESTING = self.jvp_nesting
+
+
+class _Baton:
+    """Who may run, what was handed in at the current meeting, and how each rank ended."""
+
+    def __init__(self, body: Callable[[int], Any], size: int) -> None:
+        self.body, self.size = body, size
+        self.turn = [threading.Semaphore(0) for _ in range(size)]
+        self.globals = [_TorchGlobals(torch.get_rng_state(), _BASE_NESTING)] * size
+        self.waiting: dict[int, tuple[str, Any]] = {}
+        self.met: list[Any] = []
+        self.results: dict[int, Any] = {}
+        self.error: BaseException | None = None
+
+    def run(self) -> list[Any]:
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._thread, rank, torch.is_grad_enabled()),
+                name=f"fzero-rank{rank}",
+                daemon=True,
+            )
+            for rank in range(self.size)
+        ]
+        with forward_ad.dual_level():
+            for thread in threads:
+                thread.start()
+            self.turn[0].release()
+            for thread in threads:
+                thread.join()
+        _TorchGlobals(self.globals[0].rng, 0).put()
+        if self.error is not None:
+            raise self.error
+        return [self.results[rank] for rank in range(self.size)]
+
+    def _thread(self, rank: int, grad_enabled: bool) -> None:
+        def exchange(op: str, value: Any) -> list[Any]:
+            return self._exchange(rank, op, value)
+
+        self.turn[rank].acquire()
+        _LOCAL.here = Here(rank, self.size, exchange)
+        # On CUDA all backward passes share one device thread unless told otherwise; a rank that
+        # waits there in a collective would stop every other rank.
+        with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
+            try:
+                if self.error is None:
+                    self.globals[rank].put()
+                    self.results[rank] = self.body(rank)
+            except _Aborted:
+                pass  # the rank that failed has already left its error
+            except BaseException as raised:
+                error = _clearer(raised)
+                error.add_note(f"(raised on virtual rank {rank} of {self.size})")
+                self.error = error
+        self.globals[rank] = _TorchGlobals.take()
+        self.results.setdefault(rank, None)
+        self._pass_on(rank)
+
+    def _exchange(self, rank: int, op: str, value: Any) -> list[Any]:
+        self.waiting[rank] = (op, value)
+        self.globals[rank] = _TorchGlobals.take()
+        self._pass_on(rank)
+        self.turn[rank].acquire()
+        self.globals[rank].put()
+        if self.error is not None:
+            raise _Aborted
+        return self.met
+
+    def _pass_on(self, rank: int) -> None:
+        """Give the baton to a rank that can still run; complete the meeting if all are in it."""
+        if len(self.waiting) == self.size and self.error is None:
+            self._meet()
+        elif self.waiting and len(self.waiting) + len(self.results) == self.size:
+            self._fail_unmatched()
+        order = [(rank + step) % self.size for step in range(1, self.size + 1)]
+        for peer in order:
+            if peer not in self.results and (peer not in self.waiting or self.error is not None):
+                self.waiting.pop(peer, None)
+                self.turn[peer].release()
+                return
+
+    def _meet(self) -> None:
+        ops = {rank: op for rank, (op, _) in self.waiting.items()}
+        if len(set(ops.values())) > 1:
+            seen = "; ".join(f"rank {rank}: {ops[rank]}" for rank in range(self.size))
+            self.error = AxisError(
+                explain(
+                    f"the ranks called different collectives: {seen}.",
+                    cause="a branch that depends on the rank, or on its data, has a collective.",
+                    fix="call the same collectives in the same order on every rank.",
+                )
+            )
+            return
+        self.met = [self.waiting[rank][1] for rank in range(self.size)]
+        self.waiting = {}
+
+    def _fail_unmatched(self) -> None:
+        if self.error is None:
+            stuck = "; ".join(
+                f"rank {rank} waits in {op}" for rank, (op, _) in self.waiting.items()
+            )
+            done = sorted(self.results)
+            self.error = AxisError(
+                explain(
+                    f"{stuck}, but rank{'s' * (len(done) > 1)} {done} finished without it.",
+                    cause="a branch that depends on the rank, or on its data, has a collective.",
+                    fix="call the same collectives in the same order on every rank.",
+                )
+            )
+
+
+def _clearer(error: BaseException) -> BaseException:
+    """The dual level is held open here, so torch.func.linearize and bare dual_level() fail."""
+    if not isinstance(error, RuntimeError) or "Nested forward mode AD" not in str(error):
+        return error
+    clear = AxisError(
+        explain(
+            "torch.func.linearize, or forward_ad.dual_level, on a virtual rank.",
+            cause="linearize folds collectives as constants: its result would be wrong.",
+            fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
+        )
+    )
+    clear.__cause__ = error
+    return clear

@@ -1,0 +1,1 @@
+"""What a sharded training step must do, one file for a few related behaviours."""

@@ -1,0 +1,315 @@
+"""Programs: random interleavings of what a training loop can do, run by fzero and by the model.
+
+A program is data, a list of steps; a step is a list of ops that runs inside one `fzero.shard`:
+
+    ("grad", loss)          one gradient, added to the others
+    ("update",)             apply_gradients; refused if there is no gradient
+    ("read",)               what fzero.gradients says now
+    ("params",)             what fzero.full_params says now
+    ("window", ops)         the ops under fzero.coalesce; refused inside a window
+    ("accumulate", k, ops)  the ops on k parts of the batch, updates wait for the last
+    ("clip", ops)           the ops under a bound that does not bind
+    ("raise",)              an error in the step
+    ("raise in loss", loss) an error in the loss, after it used its parameters
+
+A step that raises leaves the state as it was; a refusal (PhaseError) is caught in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.lazy import PeerFailedError
+from tests.behaviours.models import (
+    Naive,
+    Refused,
+    Tree,
+    Uses,
+    as_params,
+    as_values,
+    batches_for,
+    loss_of,
+    optimizer,
+    tensors_of,
+)
+
+Op = tuple[Any, ...]
+Program = tuple[tuple[Op, ...], ...]
+Seen = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The world that a program runs in; no choice here may change a number."""
+
+    ranks: int
+    stage: int
+    keep: str = "unit"
+    bucket_bytes: int = 2**20
+    donate: bool = False
+    ordered: bool = False
+
+    def __str__(self) -> str:
+        kept = f" keep={self.keep}" if self.stage == 3 else ""
+        return f"{self.ranks} ranks stage {self.stage}{kept}{' donating' if self.donate else ''}"
+
+    def shard(self, fn: Callable[..., Any]) -> Any:
+        """`fzero.shard` with these options."""
+        return fzero.shard(
+            fn,
+            stage=self.stage,
+            keep=self.keep,
+            bucket_bytes=self.bucket_bytes,
+            donate=self.donate,
+            ordered=self.ordered,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program with the parameters and losses that it is about."""
+
+    tree: Tree
+    uses: Uses
+    program: Program
+
+
+class Boom(Exception):
+    """The error that a program raises."""
+
+
+def play(setting: Setting, case: Case, *, rank: int | None = None) -> list[list[Seen]]:
+    """Run the program; return, after each step, what each rank sees.
+
+    rank: this process's one; None for virtual ranks, then the outer step is under `simulate`.
+    """
+
+    def over(fn: Callable[..., Any]) -> Any:
+        return fzero.simulate(fn, world_size=setting.ranks) if rank is None else fn
+
+    params = as_params(case.tree, tensors_of(case.tree))
+    state = over(setting.shard(_unused_step)).init(params, optimizer())
+    found = []
+    for number, ops in enumerate(case.program):
+        batches = batches_for(case.tree, number)[: setting.ranks]
+        inside: dict[int, list[Any]] = {r: [] for r in range(setting.ranks)}
+        step = over(setting.shard(_step_of(case, ops, inside)))
+        before, raised = state, False
+        try:
+            state, _ = step(state, batches if rank is None else batches[rank])
+        except (Boom, PeerFailedError):  # where ranks gather by themselves, one ends the others
+            raised = True
+        now = _observe_if_alive(over, case.tree, state)
+        if now == "used up":  # by the step that raised; `check` decides whether it may have been
+            found.append([])
+            break
+        earlier = None if state is before else _observe_if_alive(over, case.tree, before)
+        rows = [now] if rank is not None else [_row(now, r) for r in range(setting.ranks)]
+        for r, row in enumerate(rows):
+            row |= {"raised": raised, "inside": inside[r if rank is None else rank]}
+            row |= _facts(state)
+            if earlier is not None:
+                row["earlier"] = earlier if rank is not None else _row(earlier, r)
+        found.append(rows)
+    return found
+
+
+def expected(setting: Setting, case: Case) -> list[Seen]:
+    """What every rank must see after each step, by the model."""
+    naive, found = Naive(case.tree, case.uses, setting.ranks), []
+    counts = {"backwards": 0, "reductions": 0, "pending": False}
+    for number, ops in enumerate(case.program):
+        batches = batches_for(case.tree, number)[: setting.ranks]
+        new, inside, raised, before = naive.copy(), [], False, naive.step
+        model = _Model(new, dict(counts), inside)
+        try:
+            model.run(ops, batches, depth=0, scale=1.0, last=True)
+            naive, counts = new, model.counts
+        except Boom:
+            raised = True
+        updated = new.step > before
+        found.append(_naive_view(naive) | {"inside": inside, "raised": raised, "updated": updated})
+        found[-1] |= {k: counts[k] for k in ("backwards", "reductions")}
+    return found
+
+
+def check(got: list[list[Seen]], want: list[Seen]) -> None:
+    """Compare bit for bit; a state from before must be as it was, or refuse to be read."""
+    previous: Seen | None = None
+    for number, (rows, right) in enumerate(zip(got, want, strict=False)):
+        assert rows or (right["raised"] and right["updated"]), f"step {number} used the state up"
+        for r, row in enumerate(rows):
+            where = f"step {number}, row {r}"
+            for key in ("raised", "backwards", "reductions", "step"):
+                assert row[key] == right[key], f"{where}: {key} {row[key]}, want {right[key]}"
+            for key in ("params", "gradients"):
+                _assert_same(row[key], right[key], f"{where}: {key}")
+            if not right["raised"]:  # else some ranks were stopped before their own error
+                assert len(row["inside"]) == len(right["inside"]), where
+                for a, b in zip(row["inside"], right["inside"], strict=True):
+                    _assert_same(a, b, f"{where}: read inside")
+            if previous is not None and row.get("earlier") not in (None, "used up"):
+                for key in ("params", "gradients"):
+                    _assert_same(row["earlier"][key], previous[key], f"{where}: earlier {key}")
+        previous = right
+
+
+def _step_of(case: Case, ops: tuple[Op, ...], inside: dict[int, list[Any]]) -> Callable[..., Any]:
+    def step(state: Any, batch: Tensor) -> tuple[Any, None]:
+        seen = inside[fzero.axis_index()]
+        for op in ops:
+            state = _run_op(case, op, state, batch, seen)
+        return state, None
+
+    return step
+
+
+def _run_op(case: Case, op: Op, state: Any, batch: Tensor, seen: list[Any]) -> Any:
+    def nested(ops: tuple[Op, ...]) -> Callable[..., Any]:
+        return _step_of(case, ops, {fzero.axis_index(): seen})
+
+    kind, rest = op[0], op[1:]
+    if kind == "raise":
+        raise Boom
+    if kind == "params":
+        seen.append(as_values(case.tree, fzero.full_params(state)))
+        return state
+    if kind == "grad":
+        return fzero.grad_and_reduce(loss_of(case.tree, case.uses, rest[0]), state)(batch)[0]
+    if kind == "raise in loss":
+        return fzero.grad_and_reduce(_failing(case, rest[0]), state)(batch)[0]
+    if kind == "accumulate":
+        return fzero.accumulate(nested(rest[1]), steps=rest[0])(state, batch)[0]
+    if kind == "clip":
+        return fzero.clip(nested(rest[0]), max_norm=1e30)(state, batch)[0]
+    try:
+        if kind == "window":
+            if state.window.is_open:
+                return fzero.coalesce(nested(()))(state, batch)[0]
+            return fzero.coalesce(nested(rest[0]))(state, batch)[0]
+        if kind == "read":
+            seen.append(as_values(case.tree, fzero.gradients(state)))
+            return state
+        assert kind == "update", op
+        return fzero.apply_gradients(state)
+    except fzero.PhaseError as refusal:
+        assert not isinstance(refusal, fzero.DonatedError), refusal
+        seen.append("refused")
+        return state
+
+
+def _failing(case: Case, number: int) -> Callable[..., Any]:
+    loss = loss_of(case.tree, case.uses, number)
+
+    def fails(params: Any, batch: Tensor) -> Tensor:
+        loss(params, batch)
+        raise Boom
+
+    return fails
+
+
+class _Model:
+    """The same ops on the naive model, with the counters that a state shows."""
+
+    def __init__(self, naive: Naive, counts: dict[str, Any], inside: list[Any]) -> None:
+        self.naive, self.counts, self.inside = naive, counts, inside
+
+    def run(
+        self, ops: tuple[Op, ...], batch: Tensor, *, depth: int, scale: float, last: bool
+    ) -> None:
+        for op in ops:
+            kind, rest = op[0], op[1:]
+            if kind in ("raise", "raise in loss"):
+                raise Boom
+            if kind == "params":
+                self.inside.append(self.naive.params_by_position())
+            elif kind == "clip":
+                self.run(rest[0], batch, depth=depth, scale=scale, last=last)
+            elif kind == "accumulate":
+                for i, part in enumerate(batch.chunk(rest[0], dim=1)):
+                    final = last and i == rest[0] - 1
+                    self.run(rest[1], part, depth=depth, scale=scale / rest[0], last=final)
+            elif kind == "grad":
+                self.naive.grad(rest[0], batch, scale)
+                self.counts["backwards"] += 1
+                self.counts["pending"] |= depth > 0 and bool(self.naive.stored())
+                self.counts["reductions"] += depth == 0
+            elif kind == "window" and depth == 0:
+                self.run(rest[0], batch, depth=1, scale=scale, last=last)
+                self.counts["reductions"] += self.counts["pending"]
+                self.counts["pending"] = False
+            else:
+                self._maybe_refused(kind, last=last)
+
+    def _maybe_refused(self, kind: str, *, last: bool) -> None:
+        try:
+            if kind == "window":
+                raise Refused
+            if kind == "read":
+                self.naive.summed()
+                self.inside.append(self.naive.gradients_by_position())
+            elif last:
+                self.naive.update()
+                self.counts.update(backwards=0, reductions=0, pending=False)
+        except Refused:
+            self.inside.append("refused")
+
+
+def _unused_step(state: Any, batch: Any) -> tuple[Any, None]:
+    return state, None
+
+
+def _observe(over: Callable[..., Any], tree: Tree, state: Any) -> Seen:
+    def look(state: Any) -> Seen:
+        has = state.progress.backwards > 0
+        return {
+            "params": as_values(tree, fzero.full_params(state)),
+            "gradients": as_values(tree, fzero.gradients(state)) if has else None,
+            "step": state.step,
+        }
+
+    return over(look)(state)
+
+
+def _observe_if_alive(over: Callable[..., Any], tree: Tree, state: Any) -> Any:
+    try:
+        return _observe(over, tree, state)
+    except fzero.DonatedError:
+        return "used up"
+
+
+def _facts(state: Any) -> Seen:
+    progress = state.progress
+    return {"backwards": progress.backwards, "reductions": progress.reductions}
+
+
+def _row(stacked: Any, rank: int) -> Any:
+    return optree.tree_map(lambda x: x[rank] if isinstance(x, Tensor) else x, stacked)
+
+
+def _naive_view(naive: Naive) -> Seen:
+    return {
+        "params": naive.params_by_position(),
+        "gradients": naive.gradients_by_position(),
+        "step": naive.step,
+    }
+
+
+def _assert_same(got: Any, want: Any, where: str) -> None:
+    if not isinstance(want, list):
+        assert got == want, f"{where}: {got}, want {want}"
+        return
+    assert len(got) == len(want), where
+    for j, (a, b) in enumerate(zip(got, want, strict=True)):
+        if b is None:
+            assert a is None, f"{where} of position {j}"
+            continue
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{where} of position {j}"
+        assert torch.equal(a, b), f"{where} of position {j}: {a}, want {b}"

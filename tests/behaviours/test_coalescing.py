@@ -1,0 +1,159 @@
+"""Behaviours 3 and 35: a window of N backward passes costs the collectives of one.
+
+The bytes are those of theory: P parameter bytes over W ranks cost 2 P (W - 1) / W a step at
+stages 0 to 2 whatever N, (2 N + 1) P (W - 1) / W at stage 3, and 2 P (W - 1) / W there if
+parameters are kept over the window.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from tests.behaviours.costs import (
+    LAYERS,
+    NUMEL,
+    P_BYTES,
+    STAGE_2_COUNTS,
+    chain_loss,
+    chain_params,
+    cost_of,
+    counts,
+    payload_bytes,
+    steps_of,
+)
+from tests.behaviours.models import RANKS
+from tests.behaviours.networks import KEEPS, PLACES, STAGES
+
+MOST = [ranks for ranks in RANKS if ranks > 1]
+
+
+@pytest.mark.parametrize("ranks", MOST)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_3_a_window_moves_2p_bytes_whatever_n(ranks: int, stage: int) -> None:
+    for n in (1, 2, 5):
+        log = cost_of(steps_of(n), stage=stage, ranks=ranks)
+        assert payload_bytes(log) == 2 * P_BYTES * (ranks - 1) // ranks, n
+        assert counts(log) == ({"all_reduce": 1} if stage == 0 else STAGE_2_COUNTS), n
+
+
+@pytest.mark.parametrize("ranks", MOST)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_3_a_window_at_stage_3_moves_what_keep_says(ranks: int, keep: str) -> None:
+    for n in (1, 2, 5):
+        log = cost_of(steps_of(n), stage=3, ranks=ranks, keep=keep)
+        gathers = {"unit": 2 * n, "backward": n, "window": 1}[keep]
+        assert payload_bytes(log) == (gathers + 1) * P_BYTES * (ranks - 1) // ranks, n
+        assert counts(log) == {"all_gather": gathers * LAYERS, "reduce_scatter": LAYERS}, n
+
+
+@pytest.mark.parametrize("bucket_numel", [1, NUMEL, 2 * NUMEL, LAYERS * NUMEL])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_3_there_is_one_reduction_for_each_bucket(stage: int, bucket_numel: int) -> None:
+    log = cost_of(steps_of(3), stage=stage, ranks=2, bucket_bytes=8 * bucket_numel)
+    buckets = LAYERS // max(1, bucket_numel // NUMEL)
+    assert set(counts(log).values()) == {buckets}
+    assert payload_bytes(log) == P_BYTES
+
+
+@pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 1), (3, 3)])
+def test_3_without_a_window_each_pass_pays(stage: int, factor: int) -> None:
+    for n in (1, 3):
+        log = cost_of(steps_of(n, coalesced=False), stage=stage, ranks=2)
+        update = 1 if stage in (1, 2) else 0
+        assert payload_bytes(log) == (n * factor + update) * P_BYTES // 2
+
+
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+def test_3_clipping_costs_one_number_and_no_second_reduction(stage: int, keep: str) -> None:
+    plain = cost_of(steps_of(2), stage=stage, ranks=2, keep=keep)
+    clipped = cost_of(fzero.clip(steps_of(2), max_norm=1.0), stage=stage, ranks=2, keep=keep)
+    norm_bytes = 8 if stage > 0 else 0  # of one fp64 scalar; replicas need not ask each other
+    assert payload_bytes(clipped) - payload_bytes(plain) == norm_bytes
+
+
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+def test_4_an_empty_window_or_one_that_raises_reduces_nothing(stage: int, keep: str) -> None:
+    def raises(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(chain_loss, state)(x)
+        raise ArithmeticError
+
+    log = cost_of(fzero.coalesce(lambda state, x: (state, None)), stage=stage, ranks=2, keep=keep)
+    assert not counts(log)
+    log = cost_of(fzero.coalesce(raises), stage=stage, ranks=2, keep=keep, error=ArithmeticError)
+    assert {"reduce_scatter", "all_reduce"}.isdisjoint(counts(log))
+
+
+@given(n=st.integers(1, 4), accumulated=st.sampled_from([1, 2]), stage=st.sampled_from(STAGES))
+def test_3_the_count_does_not_depend_on_where_the_passes_come_from(
+    n: int, accumulated: int, stage: int
+) -> None:
+    """Frozen and unused leaves, accumulate inside the window, several updates after it."""
+
+    def part(state: Any, x: Tensor) -> tuple[Any, None]:
+        for _ in range(n):
+            state, _ = fzero.grad_and_reduce(lambda p, x: (p["used"] * x.sum()).sum(), state)(x)
+        return state, None
+
+    def step(state: Any, x: Tensor) -> tuple[Any, None]:
+        state, _ = fzero.accumulate(part, steps=accumulated)(state, x)
+        return fzero.apply_gradients(state), None
+
+    params = {"used": torch.ones(6), "unused": torch.ones(4), "frozen": torch.ones(2)}
+    log = cost_of(
+        fzero.coalesce(step),
+        stage=stage,
+        ranks=2,
+        params=params,
+        trainable=lambda path: path != "frozen",
+        x=torch.ones(2, 2),
+    )
+    reductions = counts(log).get("reduce_scatter", 0) + counts(log).get("all_reduce", 0)
+    assert reductions == (2 if stage == 3 else 1)  # stage 3 has a unit for each leaf here
+
+
+def test_35_a_window_is_refused_with_its_reason() -> None:
+    inner = fzero.coalesce(lambda state: (state, None))
+    state = fzero.init(chain_params(), fzero.optim.sgd(1.0), stage=2)
+    with pytest.raises(fzero.PhaseError, match=r"already open[\s\S]*Fix: keep only the outer"):
+        fzero.coalesce(lambda state: inner(state))(state)
+    with pytest.raises(fzero.LayoutError, match="with one coalesce"):
+        fzero.coalesce(inner)
+    for wrong in (fzero.shard(inner, stage=1), fzero.simulate(inner, world_size=2)):
+        around = fzero.shard if "shard" in repr(wrong) else fzero.simulate
+        options: dict[str, Any] = {"stage": 1} if around is fzero.shard else {"world_size": 2}
+        with pytest.raises(fzero.LayoutError, match="Fix: write"):
+            around(wrong, **options)
+    with pytest.raises(fzero.LayoutError, match=r"not \(state, aux\)"):
+        fzero.coalesce(lambda state: state)(state)
+
+
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+def test_35_an_update_from_an_open_window_reduces_it_first(stage: int, keep: str) -> None:
+    """Nothing can apply local gradients: apply_gradients settles; by hand it is refused."""
+
+    def step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        state, _ = fzero.grad_and_reduce(chain_loss, state)(x)
+        assert state.phase is fzero.state.Phase.LOCAL
+        assert state.window.pending.placement is fzero.state.Placement.PARTIAL
+        with pytest.raises(fzero.PhaseError, match="partial"):
+            fzero.apply_gradients(state.replace(gradients=state.window.pending))
+        state = fzero.apply_gradients(state)
+        assert state.phase is fzero.state.Phase.IDLE
+        assert state.window.is_open
+        return state, fzero.full_params(state)["layers"][0]["w"]
+
+    sharded = fzero.simulate(
+        fzero.shard(fzero.coalesce(step), stage=stage, keep=keep), world_size=2
+    )
+    state = sharded.init(chain_params(), fzero.optim.sgd(2.0**-8))
+    _, after = sharded(state, torch.tensor([1.0, 3.0], dtype=torch.float64))
+    want = torch.full((NUMEL,), 1 - 2.0**-8 * 4.0, dtype=torch.float64)  # dL/dw = 2 x w, mean x = 2
+    assert torch.equal(after[0], want)
+    assert torch.equal(after[1], want)

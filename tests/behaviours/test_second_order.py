@@ -1,0 +1,315 @@
+"""Behaviour 38: a loss may differentiate, and be differentiated, again; through every stage.
+
+Inside the loss parameters are ordinary values, so all of torch.func and torch.autograd.grad must
+give what it gives on whole parameters. Around `grad_and_reduce` a transform differentiates the
+sum over ranks of what each rank returns; parameters that every rank holds whole (stages 0 to 2)
+are then W inputs, and the derivative by the one that they stand for is the sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.state import Buffers, TrainState
+from tests.behaviours.networks import (
+    PLACES,
+    STAGES,
+    Tensors,
+    assert_every_rank,
+    gradient_on,
+    hvp,
+    mean_gradient,
+    mlp,
+    per_rank,
+    regression,
+    squared_loss,
+    total,
+    virtual,
+)
+
+# torch itself uses torch.jit.script when forward mode is first used in a process.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
+APPLY, PARAMS = fzero.functionalize(mlp(3, 5, 5, 2))
+PARAMS = {name: p.clone() for name, p in PARAMS.items()}
+LOSS = squared_loss(APPLY)
+RANKS = 2
+X, Y = regression(RANKS, 4, 3, 2)
+V = {k: torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape) for k, p in PARAMS.items()}
+
+
+def dot(a: Any, b: Any) -> Tensor:
+    return total((x * y).sum() for x, y in zip(a.values(), b.values(), strict=True))
+
+
+def forward_over_reverse(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """|H v|^2 by jvp of grad."""
+    gradient = torch.func.grad(LOSS)
+    out: Any = torch.func.jvp(lambda p: gradient(p, x, y), (params,), (V,))
+    product = out[1]
+    return dot(product, product)
+
+
+def reverse_over_reverse(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """|H v|^2 by grad of grad."""
+    product = torch.func.grad(lambda p: dot(torch.func.grad(LOSS)(p, x, y), V))(params)
+    return dot(product, product)
+
+
+def per_sample_norms(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The sum of the norms of the gradients of each sample."""
+    each = torch.func.vmap(torch.func.grad(LOSS), in_dims=(None, 0, 0))(params, x, y)
+    return sum(g.flatten(1).square().sum(1) for g in each.values()).sqrt().sum()
+
+
+def penalty_by_func(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The loss plus (|dL/dx| - 1)^2, the derivative by torch.func."""
+    slope = torch.func.grad(LOSS, argnums=1)(params, x, y)
+    return LOSS(params, x, y) + (slope.norm(dim=-1) - 1).square().mean()
+
+
+def penalty_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The same by torch.autograd.grad."""
+    x = x.detach().requires_grad_()
+    value = LOSS(params, x, y)
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return value + (slope.norm(dim=-1) - 1).square().mean()
+
+
+def parameter_penalty_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """|dL/dp|^2, the derivative by the parameters themselves."""
+    slopes = torch.autograd.grad(LOSS(params, x, y), [*params.values()], create_graph=True)
+    return total(s.square().sum() for s in slopes)
+
+
+def maml_by_func(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Two inner steps on half of the batch, the outer loss on the other half."""
+    for _ in range(2):
+        g = torch.func.grad(LOSS)(params, x[:2], y[:2])
+        params = {k: p - 0.1 * g[k] for k, p in params.items()}
+    return LOSS(params, x[2:], y[2:])
+
+
+def maml_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The same by torch.autograd.grad."""
+    for _ in range(2):
+        value = LOSS(params, x[:2], y[:2])
+        g = torch.autograd.grad(value, [*params.values()], create_graph=True)
+        params = {k: p - 0.1 * d for (k, p), d in zip(params.items(), g, strict=True)}
+    return LOSS(params, x[2:], y[2:])
+
+
+def two_backwards(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """One graph used for two first derivatives, then for the loss."""
+    value = LOSS(params, x, y)
+    weights = [params["0.weight"], params["4.weight"]]
+    first = torch.autograd.grad(value, weights, retain_graph=True)
+    second = torch.autograd.grad(2 * value, weights, retain_graph=True)
+    agree = all(torch.equal(2 * a, b) for a, b in zip(first, second, strict=True))
+    return value * agree
+
+
+def hessian_trace(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The trace of the Hessian by one layer's bias, and a Jacobian on top of it."""
+    bias = params["2.bias"]
+
+    def of_bias(b: Tensor) -> Tensor:
+        return LOSS({**params, "2.bias": b}, x, y)
+
+    jacobian = torch.func.jacrev(lambda b: APPLY({**params, "2.bias": b}, x))(bias)
+    return torch.func.hessian(of_bias)(bias).trace() + jacobian.square().sum()
+
+
+INSIDE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "hvp, forward over reverse": (forward_over_reverse, forward_over_reverse),
+    "hvp, reverse over reverse": (reverse_over_reverse, forward_over_reverse),
+    "per-sample gradients": (per_sample_norms, per_sample_norms),
+    "gradient penalty by torch.func": (penalty_by_func, penalty_by_func),
+    "gradient penalty by torch.autograd": (penalty_by_autograd, penalty_by_func),
+    "parameter penalty by torch.autograd": (
+        parameter_penalty_by_autograd,
+        lambda p, x, y: dot(torch.func.grad(LOSS)(p, x, y), torch.func.grad(LOSS)(p, x, y)),
+    ),
+    "MAML by torch.func": (maml_by_func, maml_by_func),
+    "MAML by torch.autograd": (maml_by_autograd, maml_by_func),
+    "one graph used three times": (two_backwards, LOSS),
+    "hessian and jacrev": (hessian_trace, hessian_trace),
+}
+"""name -> (the loss that fzero is given, one that is known to be the same on whole parameters)."""
+
+
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize("name", INSIDE)
+def test_38_second_order_inside_the_loss(name: str, stage: int, keep: str) -> None:
+    loss, known = INSIDE[name]
+    want = mean_gradient(known, PARAMS, per_rank(X, Y))
+    assert_every_rank(gradient_on(loss, PARAMS, X, Y, stage=stage, keep=keep), want)
+
+
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+def test_38_per_sample_gradients_come_out_as_aux(stage: int, keep: str) -> None:
+    def loss(params: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
+        each = torch.func.vmap(torch.func.grad(LOSS), in_dims=(None, 0, 0))(params, x, y)
+        return LOSS(params, x, y), each
+
+    def run(x: Tensor, y: Tensor) -> Any:
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, keep=keep)
+        state, (_, each) = fzero.grad_and_reduce(loss, state, has_aux=True)(x, y)
+        return fzero.gradients(state), each
+
+    mean, each = virtual(run, RANKS, X, Y)
+    assert_every_rank(mean, mean_gradient(LOSS, PARAMS, per_rank(X, Y)))
+    for rank in range(RANKS):
+        for i in range(X.shape[1]):
+            want = torch.func.grad(LOSS)(PARAMS, X[rank, i], Y[rank, i])
+            for name, g in want.items():
+                torch.testing.assert_close(each[name][rank, i], g)
+
+
+def mean_loss(params: Any) -> Tensor:
+    """The objective: the mean over ranks, on whole parameters."""
+    return total(LOSS(params, *batch) for batch in per_rank(X, Y)) / RANKS
+
+
+def whole(state: TrainState, buffers: Buffers) -> Any:
+    """What `buffers`, placed as the parameters are, hold as a pytree: summed over replicas."""
+    if state.stage < 3:
+        flats = tuple(fzero.psum(flat) for flat in buffers.flats)
+        buffers = Buffers(flats=flats, placement=buffers.placement)
+    return fzero.full_params(state.replace(params=buffers))
+
+
+def _with(state: TrainState, flats: Any) -> TrainState:
+    return state.replace(params=Buffers(flats=tuple(flats), placement=state.params.placement))
+
+
+def around(what: Callable[[TrainState, Any, Tensor, Tensor], Any], stage: int, keep: str) -> Any:
+    """`what(state, tangents, x, y)` on virtual ranks: the result of each."""
+
+    def run(x: Tensor, y: Tensor) -> Any:
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, keep=keep)
+        moved = fzero.init(V, fzero.optim.sgd(0.1), stage=stage, keep=keep)
+        return what(state, moved.params.flats, x, y)
+
+    return virtual(run, RANKS, X, Y)
+
+
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+def test_38_hvp_around_grad_and_reduce_forward_over_reverse(stage: int, keep: str) -> None:
+    def product(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+        def gradient(flats: Any) -> Any:
+            new, _ = fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)
+            return fzero.gradients(new)
+
+        return torch.func.jvp(gradient, (state.params.flats,), (v,))[1]
+
+    want = hvp(mean_loss, PARAMS, V)
+    assert_every_rank(around(product, stage, keep), want)
+
+
+@pytest.mark.parametrize("api", ["torch.func", "torch.autograd"])
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+def test_38_hvp_around_grad_and_reduce_reverse_over_reverse(
+    stage: int, keep: str, api: str
+) -> None:
+    def product(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+        def dotted(flats: Any) -> Tensor:
+            new, _ = fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)
+            return dot(fzero.gradients(new), V) / RANKS  # each rank returns it: their mean
+
+        if api == "torch.func":
+            found = torch.func.grad(dotted)(state.params.flats)
+        else:
+            leaves = tuple(flat.clone().requires_grad_() for flat in state.params.flats)
+            found = torch.autograd.grad(dotted(leaves), leaves)
+        return whole(state, Buffers(flats=tuple(found), placement=state.params.placement))
+
+    want = hvp(mean_loss, PARAMS, V)
+    assert_every_rank(around(product, stage, keep), want)
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+def test_38_maml_around_a_whole_step(stage: int, keep: str, window: bool) -> None:
+    """The inner step is a sharded update, over all ranks' support sets."""
+
+    def inner(state: Any, x: Tensor, y: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(LOSS, state)(x, y)
+        return fzero.apply_gradients(state), None
+
+    def maml(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+        def outer(flats: Any) -> Tensor:
+            step = fzero.coalesce(inner) if window else inner
+            new, _ = step(_with(state, flats), x[:2], y[:2])
+            return LOSS(fzero.full_params(new), x[2:], y[2:]) / RANKS
+
+        found = torch.func.grad(outer)(state.params.flats)
+        return whole(state, Buffers(flats=found, placement=state.params.placement))
+
+    def unsharded(params: Any) -> Tensor:
+        def support(p: Any) -> Tensor:
+            return total(LOSS(p, x[:2], y[:2]) for x, y in per_rank(X, Y)) / RANKS
+
+        g = torch.func.grad(support)(params)
+        params = {k: p - 0.1 * g[k] for k, p in params.items()}
+        return total(LOSS(params, x[2:], y[2:]) for x, y in per_rank(X, Y)) / RANKS
+
+    assert_every_rank(around(maml, stage, keep), torch.func.grad(unsharded)(PARAMS))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_38_vmap_around_grad_and_reduce(stage: int) -> None:
+    """The mean over ranks of the gradient of each sample."""
+
+    def mapped(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+        def one(x: Tensor, y: Tensor) -> Any:
+            return fzero.gradients(fzero.grad_and_reduce(LOSS, state)(x, y)[0])
+
+        return torch.func.vmap(one)(x, y)
+
+    got = around(mapped, stage, "unit")
+    for i in range(X.shape[1]):
+        want = mean_gradient(LOSS, PARAMS, per_rank(X[:, i], Y[:, i]))
+        assert_every_rank({k: g[:, i] for k, g in got.items()}, want)
+
+
+@pytest.mark.parametrize(("stage", "keep"), PLACES)
+def test_38_an_argument_that_requires_grad_is_differentiated_through(stage: int, keep: str) -> None:
+    """Data learned by gradient matching: d(g . v)/dx, with ordinary autograd around."""
+
+    def by_data(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        new, _ = fzero.grad_and_reduce(LOSS, state)(x, y)
+        return torch.autograd.grad(dot(fzero.gradients(new), V) / RANKS, x)[0]
+
+    got = around(by_data, stage, keep)
+    for rank, (x, y) in enumerate(per_rank(X, Y)):
+        want = torch.func.grad(lambda x, y=y: dot(torch.func.grad(LOSS)(PARAMS, x, y), V))(x)
+        torch.testing.assert_close(got[rank], want / RANKS)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_38_linearize_is_refused(stage: int) -> None:
+    """It would fold what a collective returned as a constant."""
+
+    def linear(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+        def gradient(flats: Any) -> Any:
+            return fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)[0].gradients.flats
+
+        return torch.func.linearize(gradient, state.params.flats)[0]
+
+    with pytest.raises(fzero.AxisError, match=r"linearize[\s\S]*Fix: use torch.func.jvp"):
+        around(linear, stage, "unit")
+
+
+def test_the_tangents_are_not_trivial() -> None:
+    """Guards the tests above: every leaf has a Hessian row that is not zero."""
+    product = hvp(mean_loss, PARAMS, V)
+    assert optree.tree_all(optree.tree_map(lambda h: bool(h.abs().max() > 1e-3), product))

@@ -1,0 +1,131 @@
+"""States to save, and all that a state holds as full tensors, read without fzero.checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import fzero
+from fzero.collectives import gather_many
+from fzero.partition import unpack
+from fzero.state import NAMESPACE, Placement, TrainState
+from tests.oracle import parts
+from tests.strategies import learns, tensors
+
+ADAM = fzero.optim.adam(2.0**-4)
+
+
+def mixed(seed: int = 0) -> dict[str, Any]:
+    """Every kind of leaf: uneven, tied, frozen, int, bool, empty, scalar, 16-bit with masters."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=g).to(dtype)
+
+    shared = draw(7, 3)
+    return {
+        "embed": shared,
+        "layers": [{"w": draw(5, 3), "b": draw(5)}, {"w": draw(3, 5), "b": draw(3)}],
+        "half": draw(11, dtype=torch.bfloat16),
+        "double": draw(2, 2, dtype=torch.float64),
+        "frozen": Parameter(draw(4), requires_grad=False),
+        "steps": torch.randint(0, 99, (3,), generator=g),
+        "mask": torch.rand(5, generator=g) > 0.5,
+        "empty": draw(0, 3),
+        "scale": draw(),
+        "head": shared,
+    }
+
+
+def blank(params: Any) -> Any:
+    """Zeros in the structure of `params`: tied and frozen as they are there."""
+    values, build = parts(params)
+    return build([_blank(value) for value in values])
+
+
+def train(state: Any, steps: int) -> Any:
+    """Return the state after `steps` updates; every rank has other data, every leaf moves."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        learned = [p.double() for p in tensors(params) if p.is_floating_point()]
+        return sum(((p * x).sin().sum() for p in learned), torch.zeros((), dtype=torch.float64))
+
+    for _ in range(steps):
+        x = torch.tensor(1.0 + fzero.axis_index(), dtype=torch.float64)
+        state, _ = fzero.grad_and_reduce(loss, state)(x)
+        state = fzero.apply_gradients(state)
+    return state
+
+
+def contents(state: TrainState) -> dict[str, Tensor]:
+    """Everything that training depends on, whole, by name: parameters, slots, counters. Collective.
+
+    Only for fzero's own optimizers, whose record it knows.
+    """
+    found = {f"p{i}": p for i, p in enumerate(tensors(fzero.full_params(state)))}
+    setup, layout = state.setup, state.setup.layout
+    slots = [*state.optimizer.moments, state.optimizer.masters]
+    for number, slot in enumerate(slots):
+        for index, flat in zip(layout.trainable, slot, strict=True):
+            if not flat.numel():
+                continue
+            sharded = setup.optimizer_state is Placement.SHARDED
+            full = gather_many([flat], setup.axis)[0] if sharded else flat
+            leaves = zip(layout.groups[index].leaves, unpack(layout, index, full), strict=True)
+            found |= {
+                f"{number} {layout.leaves[i].path} {i}": leaf.clone()
+                for i, leaf in leaves
+                if leaf.numel()
+            }
+    return {**found, "count": state.optimizer.count, "step": state.step}
+
+
+def make(params: Any, *, stage: int, ranks: int, optimizer: Any = ADAM) -> Any:
+    """A new state: of this process if `ranks` is 0, else the stack of that many virtual ranks."""
+    if not ranks:
+        return fzero.init(params, optimizer, stage=stage, bucket_bytes=64)
+    step = fzero.shard(lambda state: (state, None), stage=stage, bucket_bytes=64)
+    return fzero.simulate(step, world_size=ranks).init(params, optimizer)
+
+
+def on_ranks(fn: Any, state: TrainState, *args: Any) -> Any:
+    """Call `fn(state, *args)` on the ranks of `state`."""
+    if state.step.ndim:  # a stack of virtual ranks
+        return fzero.simulate(lambda s: fn(s, *args), world_size=len(state.step))(state)
+    return fn(state, *args)
+
+
+def first_rank(state: TrainState) -> dict[str, Tensor]:
+    """`contents` on rank 0, after a check that the other virtual ranks have the same."""
+    found = on_ranks(contents, state)
+    if not state.step.ndim:
+        return found
+    for rank in range(len(state.step)):
+        equal({k: v[rank] for k, v in found.items()}, {k: v[0] for k, v in found.items()})
+    return {k: v[0] for k, v in found.items()}
+
+
+def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert the same names, shapes, dtypes and bits."""
+    assert sorted(actual) == sorted(expected)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def snapshot(state: Any) -> Any:
+    """A copy of every tensor, to show later that the state was left alone."""
+    return optree.tree_map(torch.clone, state, namespace=NAMESPACE)
+
+
+def unchanged(state: Any, before: Any) -> None:
+    """Assert that no tensor of `state` has changed since `snapshot`."""
+    for now, then in zip(tensors(state), tensors(before), strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+
+
+def _blank(value: Tensor) -> Tensor:
+    zero = torch.zeros_like(value).detach()
+    return Parameter(zero, learns(value)) if isinstance(value, Parameter) else zero

@@ -1,0 +1,164 @@
+"""Law 2, derivatives of functions of the maps: every mode of torch.func, to third order.
+
+Rank r has a loss of its own, L_r = sum w_r A(x)_r^3. What rank r gets by differentiating it by
+its own x is what the unsharded sum over all ranks gives: d(sum_s L_s)/dx_r. The same holds of
+every derivative of a derivative, with the same direction on every rank. Integers, so exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.errors import AxisError
+from tests.collectives.maps import MAPS, simulated
+from tests.strategies import integers, same, seeds, worlds
+
+names = st.sampled_from(sorted(MAPS))
+Loss = Callable[[Tensor, Tensor], Tensor]  # (x, w) -> scalar
+
+
+def on_rank(name: str) -> Loss:
+    """L_r of one rank."""
+    return lambda x, w: (w * MAPS[name].run(x) ** 3).sum()
+
+
+def unsharded(name: str, ws: Tensor) -> Callable[[Tensor], Tensor]:
+    """sum_r L_r of all ranks' x stacked."""
+    return lambda xs: (ws * MAPS[name].formula(xs) ** 3).sum()
+
+
+def inputs(name: str, ranks: int, seed: int, count: int = 1) -> tuple[Tensor, ...]:
+    """xs, directions vs.., weights ws: different on each rank."""
+    xs = [integers((ranks, 2 * ranks), seed + i, bound=2) for i in range(count)]
+    return *xs, integers(MAPS[name].formula(xs[0]).shape, seed + 9, bound=2)
+
+
+def hvp_unsharded(name: str, xs: Tensor, vs: Tensor, ws: Tensor) -> Tensor:
+    total = unsharded(name, ws)
+    return torch.func.jvp(torch.func.grad(total), (xs,), (vs,))[1]
+
+
+@given(name=names, ranks=worlds, seed=seeds)
+def test_grad_and_vjp(name: str, ranks: int, seed: int) -> None:
+    xs, ws = inputs(name, ranks, seed)
+    loss = on_rank(name)
+    want = torch.func.grad(unsharded(name, ws))(xs)
+    same(simulated(torch.func.grad(loss), xs, ws), want)
+
+    def by_autograd(x: Tensor, w: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(loss(x, w), x)[0]
+
+    same(simulated(by_autograd, xs, ws), want)
+
+
+@given(name=names, ranks=worlds, seed=seeds)
+def test_jvp(name: str, ranks: int, seed: int) -> None:
+    xs, vs, ws = inputs(name, ranks, seed, 2)
+
+    def push(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: on_rank(name)(x, w), (x,), (v,))[1]
+
+    def each(xs: Tensor) -> Tensor:
+        return (ws * MAPS[name].formula(xs) ** 3).flatten(1).sum(1)
+
+    same(simulated(push, xs, vs, ws), torch.func.jvp(each, (xs,), (vs,))[1])
+
+
+@given(name=names, ranks=worlds, seed=seeds)
+def test_hessian_vector_products_of_all_three_kinds(name: str, ranks: int, seed: int) -> None:
+    xs, vs, ws = inputs(name, ranks, seed, 2)
+    loss = on_rank(name)
+
+    def forward_over_reverse(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: torch.func.grad(loss)(x, w), (x,), (v,))[1]
+
+    def reverse_over_reverse(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (torch.func.grad(loss)(x, w) * v).sum())(x)
+
+    def by_autograd(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(loss(x, w), x, create_graph=True)
+        return torch.autograd.grad((g * v).sum(), x)[0]
+
+    want = hvp_unsharded(name, xs, vs, ws)
+    for hvp in (forward_over_reverse, reverse_over_reverse, by_autograd):
+        same(simulated(hvp, xs, vs, ws), want)
+
+
+@given(name=names, ranks=worlds, seed=seeds)
+def test_hessian(name: str, ranks: int, seed: int) -> None:
+    xs, ws = inputs(name, ranks, seed)
+    basis = torch.eye(xs.shape[1], dtype=xs.dtype)
+    columns = [hvp_unsharded(name, xs, e.expand(ranks, -1), ws) for e in basis]
+    hessian = torch.func.hessian(on_rank(name))
+    same(simulated(hessian, xs, ws), torch.stack(columns, dim=-1))
+
+
+@given(name=names, ranks=worlds, seed=seeds)
+def test_third_order(name: str, ranks: int, seed: int) -> None:
+    xs, vs, us, ws = inputs(name, ranks, seed, 3)
+
+    def third(x: Tensor, v: Tensor, u: Tensor, w: Tensor) -> Tensor:
+        def curvature(x: Tensor) -> Tensor:
+            g = torch.func.grad(on_rank(name))
+            return (torch.func.grad(lambda x: (g(x, w) * v).sum())(x) * u).sum()
+
+        return torch.func.grad(curvature)(x)
+
+    def want(xs: Tensor) -> Tensor:
+        return (hvp_unsharded(name, xs, vs, ws) * us).sum()
+
+    same(simulated(third, xs, vs, us, ws), torch.func.grad(want)(xs))
+
+
+@given(name=names, ranks=worlds, batch=st.integers(1, 3), seed=seeds)
+def test_per_sample_gradients(name: str, ranks: int, batch: int, seed: int) -> None:
+    xs, ws = inputs(name, ranks, seed)
+    zs = integers((ranks, batch), seed + 1)
+
+    def of_sample(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+        return on_rank(name)(z * x, w)
+
+    mapped = torch.func.vmap(torch.func.grad(of_sample), in_dims=(None, 0, None))
+    want = [
+        torch.func.grad(lambda xs, z=z: unsharded(name, ws)(z[:, None] * xs))(xs)
+        for z in zs.unbind(1)
+    ]
+    same(simulated(mapped, xs, zs, ws), torch.stack(want, dim=1))
+
+
+@given(name=names, ranks=worlds, seed=seeds)
+def test_the_gradient_of_a_mapped_gradient(name: str, ranks: int, seed: int) -> None:
+    """A gradient penalty for each sample: grad of vmap of grad."""
+    xs, ws = inputs(name, ranks, seed)
+    zs = integers((ranks, 2), seed + 1, bound=1)
+
+    def penalty(x: Tensor, zs: Tensor, w: Tensor) -> Tensor:
+        grads = torch.func.vmap(lambda z: torch.func.grad(on_rank(name))(z * x, w))(zs)
+        return (grads * w.sum()).sum()
+
+    def total(xs: Tensor) -> Tensor:
+        grads = [torch.func.grad(unsharded(name, ws))(z[:, None] * xs) for z in zs.unbind(1)]
+        return (sum(grads, torch.zeros(())) * ws.flatten(1).sum(1)[:, None]).sum()
+
+    same(simulated(torch.func.grad(penalty), xs, zs, ws), torch.func.grad(total)(xs))
+
+
+@pytest.mark.parametrize("name", sorted(MAPS))
+def test_linearize_is_refused_and_the_ranks_go_on(name: str) -> None:
+    def linearized(x: Tensor) -> Tensor:
+        _, push = torch.func.linearize(lambda x: MAPS[name].run(x) ** 2, x)
+        return push(x)
+
+    xs = torch.ones(2, 2)
+    with pytest.raises(AxisError, match=r"linearize[\s\S]*Fix: use torch.func.jvp"):
+        simulated(linearized, xs)
+    same(simulated(fzero.psum, xs), torch.full((2, 2), 2.0))

@@ -1,0 +1,64 @@
+"""What `count_collectives` reports: kinds, elements, and bytes by the ring bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from tests.collectives.maps import MAPS, simulated
+from tests.strategies import integers, many, seeds
+
+WAYS = {"gather": 1, "scatter": 1, "reduce": 2}
+
+
+@given(
+    name=st.sampled_from(sorted(MAPS)),
+    ranks=many,
+    rows=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    seed=seeds,
+)
+def test_one_collective_is_one_event_on_each_rank(
+    name: str, ranks: int, rows: int, dtype: torch.dtype, seed: int
+) -> None:
+    run = MAPS[name].run
+    full = rows * ranks
+    xs = integers((ranks, rows if name == "gather" else full), seed, dtype)
+    with fzero.count_collectives() as log:
+        simulated(run, xs)
+    one_way = full * dtype.itemsize * (ranks - 1) // ranks
+    assert sorted(event.rank for event in log.events) == list(range(ranks))
+    for event in log.events:
+        assert (event.op, event.numel, event.dtype) == (run.__name__, full, dtype)
+        assert event.wire_bytes == WAYS[name] * one_way
+    for rank in range(ranks):
+        assert log.counts(rank) == {run.__name__: 1}
+        assert log.wire_bytes(rank) == WAYS[name] * one_way
+        assert log.wire_bytes(rank, ops=("broadcast",)) == 0
+
+
+def test_backward_is_counted_and_so_is_nothing_outside_the_block() -> None:
+    xs = torch.ones(2, 3)
+    with fzero.count_collectives() as outer:
+        simulated(fzero.psum, xs)
+        with fzero.count_collectives() as inner:
+            simulated(torch.func.grad(lambda x: fzero.all_gather(x).sum()), xs)
+    simulated(fzero.psum, xs)
+    assert inner.counts() == {"all_gather": 1, "reduce_scatter": 1}
+    assert outer.counts() == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+
+
+def test_the_log_closes_when_the_block_raises() -> None:
+    with pytest.raises(KeyError), fzero.count_collectives() as log:
+        raise KeyError
+    simulated(fzero.psum, torch.ones(2, 3))
+    assert log.events == []
+
+
+def test_empty_buffers_cost_nothing() -> None:
+    with fzero.count_collectives() as log:
+        simulated(fzero.psum, torch.ones(2, 0))
+    assert log.counts() == {}

@@ -1,0 +1,1 @@
+"""The same on real ranks: processes that talk over gloo."""

@@ -1,0 +1,138 @@
+"""`python -m fzero`, as a user starts it: alone, under torchrun, stopped, misused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fzero.__main__ import main
+from fzero.job.info import environment
+from tests.job.runs import saved_losses
+from tests.ranks import spawn_script
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = shlex.split("--layers 1 --width 32 --heads 2 --context 32 --text-mb 0.1 --sample-bytes 20")
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "fzero", *args]
+
+
+def environ() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(tmp_path: Path) -> None:
+    args = command("train", "--steps", "3", *SMALL)
+    done = subprocess.run(
+        args, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    assert "shard(stage=2, donate=True) . coalesce . clip(max_norm=1.0)" in done.stdout
+    assert "checkpoint: runs/gpt/step-000003" in done.stdout
+    assert "nats/byte (byte bigram: " in done.stdout
+    assert "sample:\ndef " in done.stdout
+    assert "step 3/3: loss " in done.stderr
+    assert (tmp_path / "runs/gpt/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(saved_losses(tmp_path / "runs/gpt")) == 3
+
+
+def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path), "--no-plot"]
+    with subprocess.Popen(
+        command("train", "--steps", "100000", *SMALL, *out),
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert any(line.startswith("step 1/100000") for line in process.stderr)  # the loop runs
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # an impatient second one changes nothing
+        told, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "continue with --resume" in told and "Traceback" not in errors
+    steps = len(saved_losses(tmp_path))
+    assert main(["train", "--resume", str(tmp_path), "--steps", str(steps + 1), *out]) == 0
+    assert len(saved_losses(tmp_path)) == steps + 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchrun_trains_on_two_ranks(tmp_path: Path, stage: int) -> None:
+    args = ["fzero", "train", "--steps", "3", "--stage", str(stage), "--out", str(tmp_path), *SMALL]
+    done = spawn_script("-m", 2, args)
+    assert done.returncode == 0, done.stdout
+    assert "2 rank(s)" in done.stdout
+    assert done.stdout.count("validation loss") == 1  # rank 0 alone speaks
+    assert len(saved_losses(tmp_path)) == 3
+
+
+def test_options_that_do_not_fit_end_with_2_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--micro-batches", "3", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("fzero, rank 0: --global-batch 8 cannot be split evenly")
+    assert "Fix: --global-batch 6 or 9" in told
+
+
+@pytest.mark.parametrize("argv", [["train", "--unknown"], ["info", "--unknown"], ["unknown"]])
+def test_what_is_unknown_is_an_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert "unknown" in capsys.readouterr().err
+
+
+def test_an_option_cannot_be_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--layer", "2"])
+    assert "unrecognized arguments: --layer" in capsys.readouterr().err
+
+
+def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    assert "usage: python -m fzero" in told and "train" in told and "info" in told
+
+
+def test_every_option_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    for option in ("stage", "no-coalesce", "accumulate", "micro-batches", "resume", "global-batch"):
+        assert f"--{option}" in told
+
+
+def test_info_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == environment()
+    assert report["torch"]["version"] == torch.__version__
+    assert report["cpu"]["cores"] == os.cpu_count()
+    assert len(report["gpus"]) == torch.cuda.device_count()
+    assert report["packages"]["optree"]
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch      version {torch.__version__}" in text
+    assert f"cores {os.cpu_count()}" in text
+
+
+def test_info_says_when_a_launcher_started_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["torchrun"]["RANK"] == "1"

@@ -1,0 +1,112 @@
+"""What is told after the last step: validation, curve, sample; and while it runs: progress."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fzero.job.curve import plot_losses
+from fzero.job.finish import finish, validate
+from fzero.job.gpt import GPT
+from fzero.job.progress import Bar, Lines, Silent, make_progress
+from fzero.job.settings import settle
+from fzero.job.step import make_job, make_optimizer
+from fzero.job.stream import even_windows
+from tests.job.runs import small
+from tests.ranks import run_ranks
+
+
+def validate_rank(rank: int, world_size: int, out: Path, count: int) -> float:
+    job, params = make_job(settle(small(out, global_batch=24)))
+    return validate(job, params, even_windows(job.corpus.valid, context=16, count=count))
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize(("world_size", "count"), [(1, 80), (2, 81), (3, 2)])
+def test_validation_is_the_mean_over_all_windows_once(
+    tmp_path: Path, world_size: int, count: int
+) -> None:
+    settings = settle(small(tmp_path))
+    job, _ = make_job(settings)
+    torch.manual_seed(settings.course.seed)
+    held = even_windows(job.corpus.valid, context=16, count=count).long()
+    logits = GPT(settings.kind.model)(held[:, :-1])
+    want = F.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten()).item()
+    for got in run_ranks(validate_rank, world_size, tmp_path, count):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_the_lines_say_validation_bigram_curve_and_sample(tmp_path: Path) -> None:
+    settings = settle(small(tmp_path, plot=True, sample_bytes=30))
+    job, params = make_job(settings)
+    lines = finish(job, job.step.init(params, make_optimizer(settings)), [5.0, 4.0])
+    assert len(lines) == 3
+    words = lines[0].split()
+    assert words[:2] == ["validation", "loss"] and 5 < float(words[2]) < 6
+    assert words[3:6] == ["nats/byte", "(byte", "bigram:"] and 2 < float(words[6].strip(")")) < 4
+    assert lines[1] == f"loss curve: {tmp_path / 'loss.png'}"
+    assert lines[2].startswith("sample:\ndef ") and lines[2].isascii()
+    assert all(c.isprintable() or c in "\n\t" for c in lines[2])
+
+
+def test_the_curve_is_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "loss.png"
+    assert plot_losses([3.0, 2.0], path, bigram=2.4, validation=2.1) == str(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_curve_is_skipped_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = plot_losses([3.0], tmp_path / "loss.png", bigram=2.4, validation=2.1)
+    assert "skipped, matplotlib is not installed" in done
+    assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_progress_is_a_bar_only_on_a_terminal_with_tqdm(
+    is_terminal: bool, has_tqdm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    if not has_tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    progress = make_progress(start=0, total=2, tokens_per_step=8, silent=False)
+    progress.close()
+    assert type(progress) is (Bar if is_terminal and has_tqdm else Lines)
+
+
+def test_lines_show_the_first_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Lines(start=3, total=6, tokens_per_step=1000)
+    for loss in (2.0, 1.5, 1.25):
+        progress.step(loss, 57_000_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "step 4/6: loss 2.000",
+        "step 6/6: loss 1.250",
+    ]
+    assert all("tokens/s, 57.0 MB/rank" in line for line in lines)
+
+
+def test_the_bar_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    from tqdm import tqdm
+
+    progress = Bar(tqdm, start=0, total=2, tokens_per_step=1000)
+    progress.step(2.0, 57_000_000)
+    progress.step(1.5, 57_000_000)
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "2/2" in shown and "loss 1.500" in shown and "57.0 MB/rank" in shown
+
+
+def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = make_progress(start=0, total=2, tokens_per_step=8, silent=True)
+    progress.step(1.0, 1)
+    progress.close()
+    assert type(progress) is Silent
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,93 @@
+"""The GPT: shapes, causality, tied weights, generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.errors import LayoutError
+from fzero.job.gpt import GPT, GPTConfig, generate
+
+SMALL = GPTConfig(layers=2, width=24, heads=3, context=16)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 40])
+def test_logits_are_one_distribution_a_byte(length: int) -> None:
+    logits = GPT(SMALL)(tokens(2, length))
+    assert logits.shape == (2, length, 256)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("at", [1, 7, 15])
+def test_future_bytes_do_not_change_earlier_logits(at: int) -> None:
+    model = GPT(SMALL).double()
+    one = tokens(1, 16)
+    two = one.clone()
+    two[:, at:] = 255 - two[:, at:]
+    a, b = model(one), model(two)
+    torch.testing.assert_close(a[:, :at], b[:, :at], rtol=0, atol=1e-12)
+    assert (a[:, at:] != b[:, at:]).any(-1).all()  # and every later byte sees the change
+
+
+def test_position_counts() -> None:
+    model = GPT(SMALL).double()
+    same = torch.tensor([[1, 2, 2], [2, 1, 2]], dtype=torch.uint8)
+    one, two = model(same)[:, -1]
+    assert not torch.allclose(one, two)
+
+
+def test_a_new_model_predicts_about_evenly() -> None:
+    model, batch = GPT(GPTConfig()), tokens(4, 65)
+    logits = model(batch[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.mT, batch[:, 1:].long())
+    assert abs(loss.item() - 5.545) < 0.5  # log 256
+
+
+def test_the_default_has_a_few_million_parameters_and_one_tied_table() -> None:
+    apply, params = fzero.functionalize(GPT(GPTConfig()))
+    assert 4e6 < sum(p.numel() for p in params.values()) < 6e6
+    outside = [name for name in params if not name.startswith("blocks.")]
+    assert outside == ["embedding.weight", "norm.weight", "norm.bias"]  # no head of its own
+    assert {apply.units(name) for name in params} == {
+        "embedding",
+        "norm",
+        *(f"blocks.{i}" for i in range(6)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fix"),
+    [
+        ({"width": 20, "heads": 3}, r"multiple of 2 x heads = 6"),
+        ({"width": 15, "heads": 3}, r"multiple of 2 x heads = 6"),
+        ({"layers": 0}, "--layers at least 1"),
+        ({"context": -1}, "--context at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: dict[str, int], fix: str) -> None:
+    with pytest.raises(LayoutError, match=rf"(?s)Usual cause: .*Fix: .*{fix}"):
+        GPTConfig(**sizes)
+
+
+def test_generation_follows_the_logits_and_the_seed() -> None:
+    def next_is_plus_one(seen: Tensor) -> Tensor:
+        assert seen.shape[1] <= 4  # never more than the context
+        return 1e4 * torch.nn.functional.one_hot((seen.long() + 1) % 256, 256).float()
+
+    prompt = torch.tensor([253], dtype=torch.uint8)
+    drawn = generate(next_is_plus_one, prompt, count=5, context=4)
+    assert drawn.tolist() == [254, 255, 0, 1, 2]
+    assert drawn.dtype == torch.uint8
+
+    def even(seen: Tensor) -> Tensor:
+        return torch.zeros(*seen.shape, 256)
+
+    first, again = (generate(even, prompt, count=20, context=4, seed=5) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, generate(even, prompt, count=20, context=4, seed=6))

@@ -1,0 +1,117 @@
+"""Settings: defaults, options, and what a resumed run keeps, may change, and may not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fzero.errors import LayoutError
+from fzero.job.settings import (
+    DEFAULT_LR,
+    Settings,
+    add_options,
+    changed_course,
+    saved_form,
+    settle,
+)
+
+
+def parse(*argv: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+    add_options(parser)
+    return vars(parser.parse_args(argv))
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert parse() == {}
+    assert settle({}) == Settings()
+
+
+EVERYTHING = shlex.split(
+    """
+    --layers 2 --width 32 --heads 2 --context 16 --dtype bfloat16 --optimizer lion
+    --seed 3 --steps 7 --global-batch 24 --lr 0.5 --warmup 0 --clip 0 --text src --text-mb 0.5
+    --stage 3 --no-coalesce --micro-batches 2 --accumulate 3
+    --out o --resume r --save-every 5 --sample-bytes 0 --no-plot --quiet
+    """
+)
+
+
+def test_every_option_arrives() -> None:
+    given = parse(*EVERYTHING)
+    settings, default = settle(given), Settings()
+    flat, flat_default = [
+        {**saved["kind"], **saved["course"], **saved["split"]}
+        for saved in (saved_form(settings), saved_form(default))
+    ]
+    assert {name for name in flat if flat[name] == flat_default[name]} == set()
+    assert set(given) == set(flat) | set(settings.output.__dataclass_fields__)
+    assert settings.output.out == Path("o")
+    assert (settings.course.clip, settings.split.passes) == (0.0, 6)
+    assert settings.course.text == str(Path("src").resolve())
+
+
+@pytest.mark.parametrize("optimizer", list(DEFAULT_LR))
+def test_the_learning_rate_follows_the_optimizer_unless_given(optimizer: str) -> None:
+    assert settle({"optimizer": optimizer}).course.lr == DEFAULT_LR[optimizer]
+    assert settle({"optimizer": optimizer, "lr": 0.125}).course.lr == 0.125
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--steps", "0"],
+        ["--steps", "1.5"],
+        ["--global-batch", "-8"],
+        ["--lr", "0"],
+        ["--lr", "nan"],
+        ["--clip", "-1"],
+        ["--stage", "4"],
+        ["--dtype", "float8"],
+        ["--optimizer", "muon"],
+        ["--seed", "-1"],
+        ["--micro-batches", "0"],
+        ["--batch-size", "4"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_ends_with_its_name(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv)
+    assert ended.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def saved(**given: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(saved_form(settle(given))))  # as it comes from the file
+
+
+def test_a_resumed_run_keeps_what_was_saved() -> None:
+    before = {"width": 64, "steps": 9, "seed": 4, "stage": 3, "optimizer": "sgd", "coalesce": False}
+    assert saved_form(settle({}, saved(**before))) == saved(**before)
+
+
+def test_a_resumed_run_may_split_the_work_in_another_way() -> None:
+    settings = settle({"stage": 0, "micro_batches": 4}, saved(stage=3))
+    assert (settings.split.stage, settings.split.micro_batches) == (0, 4)
+    assert changed_course(settings, saved(stage=3)) == []
+
+
+def test_a_resumed_run_says_what_it_changes_of_the_course() -> None:
+    settings = settle({"global_batch": 16, "lr": 1e-4}, saved())
+    assert changed_course(settings, saved()) == ["--global-batch 8 -> 16", "--lr 0.002 -> 0.0001"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("width", 512), ("optimizer", "sgd"), ("dtype", "bfloat16")]
+)
+def test_a_resumed_run_cannot_become_another_model(name: str, value: Any) -> None:
+    with pytest.raises(LayoutError, match=rf"(?s)--{name} {value}: .*Fix: leave --{name} out"):
+        settle({name: value}, saved())

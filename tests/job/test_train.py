@@ -1,0 +1,207 @@
+"""The job in this process and on gloo ranks: it learns, resumes exactly, stops on every rank."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fzero
+from fzero.checkpoint import CheckpointError, save
+from fzero.errors import LayoutError
+from fzero.job import train as module
+from fzero.job.saving import find_checkpoint
+from fzero.job.step import Job, make_batches
+from fzero.job.train import LossError, train
+from tests.job.runs import saved_losses, saved_tensors, small
+from tests.ranks import run_ranks
+
+
+def train_rank(rank: int, world_size: int, given: dict[str, Any]) -> int:
+    return train(given)
+
+
+def stop_one_rank(rank: int, world_size: int, given: dict[str, Any]) -> int:
+    with interrupted(at=2 if rank == 1 else 10**9):
+        return train(given)
+
+
+def differ_by_rank(rank: int, world_size: int, given: dict[str, Any]) -> int:
+    return train({**given, "lr": 0.1 + rank})
+
+
+def interrupted(*, at: int) -> Any:
+    """Get SIGTERM while step `at` is prepared."""
+
+    def batches(job: Job, step: int) -> Any:
+        if step == at:
+            signal.raise_signal(signal.SIGTERM)
+        return make_batches(job, step)
+
+    return mock.patch.object(module, "make_batches", batches)
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    """Bit for bit."""
+    assert saved_losses(one) == saved_losses(two)
+    pairs = list(zip(saved_tensors(one), saved_tensors(two), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert len(pairs) > 10
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    given = small(tmp_path, steps=150, warmup=10, width=32, lr=1e-2, layers=1)
+    assert train(given) == 0
+    losses = saved_losses(tmp_path)
+    assert len(losses) == 150
+    assert sum(losses[-10:]) / 10 < losses[0] - 1.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw", "stage": 2},
+        {"optimizer": "lion", "stage": 3, "dtype": "bfloat16"},
+        {"optimizer": "sgd", "stage": 0, "micro_batches": 2, "accumulate": 2, "coalesce": False},
+    ],
+    ids=lambda options: options["optimizer"],
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    train(small(tmp_path / "whole", save_every=3, **options))
+    train(
+        {
+            "resume": tmp_path / "whole" / "step-000003",
+            "out": tmp_path / "rest",
+            "plot": False,
+            "sample_bytes": 0,
+        }
+    )
+    assert_same_run(tmp_path / "whole", tmp_path / "rest")
+
+
+def test_a_signal_ends_the_run_after_the_step_and_it_continues(tmp_path: Path) -> None:
+    train(small(tmp_path / "whole"))
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupted(at=2):
+        assert train(small(tmp_path / "cut")) == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert find_checkpoint(tmp_path / "cut").name == "step-000003"
+    assert train(small(tmp_path / "cut", resume=tmp_path / "cut")) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_finished_run_is_only_judged_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(small(tmp_path))
+    first = capsys.readouterr().out
+    train(small(tmp_path, resume=tmp_path))
+    again = capsys.readouterr().out
+    assert "checkpoint:" in first and "checkpoint:" not in again
+    assert first.splitlines()[-1] == again.splitlines()[-1]
+    assert again.startswith("validation loss ")
+
+
+def test_a_resumed_run_goes_on_in_its_folder_unless_told_otherwise(tmp_path: Path) -> None:
+    train(small(tmp_path / "a", steps=2))
+    common = {"plot": True, "sample_bytes": 0, "quiet": True}
+    train({**common, "resume": tmp_path / "a" / "step-000002", "steps": 3})
+    assert find_checkpoint(tmp_path / "a").name == "step-000003"
+    train({**common, "resume": tmp_path / "a", "out": tmp_path / "b"})  # nothing left to train
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["loss.png"]
+
+
+def test_a_change_of_course_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(small(tmp_path, steps=2))
+    train(small(tmp_path, resume=tmp_path, steps=3, text_mb=0.2, quiet=False))
+    told = "not an exact continuation, changed: --steps 2 -> 3, --text-mb 0.1 -> 0.2, the text"
+    assert told in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    given = small(tmp_path, optimizer="sgd", lr=1e30, clip=0.0, save_every=1)
+    with pytest.raises(LossError, match=r"(?s)loss over ranks is (nan|inf).*Fix: use a lower --lr"):
+        train(given)
+    assert len(saved_losses(tmp_path)) >= 1  # what was saved before is still there
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"(?s){tmp_path}.*Fix: "):
+        train({"resume": tmp_path})
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(0.1), stage=0)
+    save(tmp_path, state, extra={"epoch": 3})
+    with pytest.raises(
+        LayoutError, match=r"(?s)no run of this job: \['epoch'\].*Fix: pass the --out"
+    ):
+        train({"resume": tmp_path})
+
+
+def test_a_failed_write_says_so_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    train(small(tmp_path, steps=2))
+    (tmp_path / "step-000004").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"(?s)step-000004.*Fix: "):
+        train(small(tmp_path, resume=tmp_path, steps=4))
+    assert len(saved_losses(tmp_path)) == 2
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0},
+        {"stage": 1, "micro_batches": 2},
+        {"stage": 2, "accumulate": 2, "coalesce": False},
+        {"stage": 3, "micro_batches": 2, "accumulate": 2},
+    ],
+    ids=lambda options: f"stage {options['stage']}",
+)
+def test_two_ranks_train_as_one_does(tmp_path: Path, options: dict[str, Any]) -> None:
+    train(small(tmp_path / "one"))
+    run_ranks(train_rank, 2, small(tmp_path / "two", **options))
+    one, two = saved_losses(tmp_path / "one"), saved_losses(tmp_path / "two")
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_continues_on_another_number_of_ranks(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    train(small(tmp_path / "whole"))
+    given = small(tmp_path / "cut", save_every=3, stage=2)
+    run_ranks(train_rank, before, given)
+    resumed = small(tmp_path / "rest", resume=tmp_path / "cut" / "step-000003", stage=3)
+    run_ranks(train_rank, after, resumed)
+    whole, rest = saved_losses(tmp_path / "whole"), saved_losses(tmp_path / "rest")
+    assert rest == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_signal_to_one_rank_ends_all_of_them_at_one_step(tmp_path: Path) -> None:
+    got = run_ranks(stop_one_rank, 2, small(tmp_path, stage=3))
+    assert got == [0, signal.SIGTERM]
+    assert find_checkpoint(tmp_path).name == "step-000003"
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path: Path) -> None:
+    for kind, message in run_ranks(train_rank, 3, small(tmp_path), raises=True):
+        assert kind.endswith("LayoutError")
+        assert "--global-batch 8 cannot be split evenly: 3 rank(s)" in message
+
+
+@pytest.mark.xdist_group("gloo")
+def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
+    for kind, message in run_ranks(differ_by_rank, 2, small(tmp_path), raises=True):
+        assert kind.endswith("AxisError")
+        assert "disagree about the options and the text" in message
+        assert "'lr': 0.1" in message and "'lr': 1.1" in message

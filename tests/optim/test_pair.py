@@ -1,0 +1,128 @@
+"""Optimizers from elsewhere: anything with the (init, update) of optax or TorchOpt."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.errors import LayoutError
+from tests.oracle import square_loss, train
+from tests.strategies import everywhere, integers, seeds, stages, worlds
+
+LR, MOMENTUM = 2.0**-8, 0.5
+PARAMS = {"w": integers((3, 5), 1), "b": integers((), 2), "none": torch.zeros(0).double()}
+
+
+class Trace(NamedTuple):
+    """A foreign state: a NamedTuple that nobody registered, with a None in it."""
+
+    trace: list[Tensor]
+    count: Tensor
+    extra: None = None
+
+
+def init(params: Any) -> Trace:
+    return Trace([torch.zeros_like(p) for p in params], torch.zeros((), dtype=torch.int64))
+
+
+def moved(grads: list[Tensor], state: Trace) -> tuple[list[Tensor], Trace]:
+    trace = [MOMENTUM * m + g for m, g in zip(state.trace, grads, strict=True)]
+    return [-LR * m for m in trace], Trace(trace, state.count + 1)
+
+
+class Optax(NamedTuple):
+    """optax's GradientTransformation: update(updates, state, params=None)."""
+
+    init: Any
+    update: Any
+
+
+def optax_update(updates: Any, state: Trace, params: Any = None) -> Any:
+    assert len(params) == len(updates)
+    return moved(updates, state)
+
+
+class TorchOpt:
+    """TorchOpt's: `params` by keyword only, and in place unless told otherwise."""
+
+    init = staticmethod(init)
+
+    @staticmethod
+    def update(updates: Any, state: Trace, *, params: Any = None, inplace: bool = True) -> Any:
+        assert len(params) == len(updates)
+        if inplace:
+            raise AssertionError("the gradients would be overwritten")
+        return moved(updates, state)
+
+
+PAIRS = [Optax(init, optax_update), TorchOpt(), (init, optax_update), TorchOpt]
+
+
+def step_fn(state: Any, x: Tensor) -> Any:
+    state, loss = fzero.grad_and_reduce(square_loss, state)(x)
+    return fzero.apply_gradients(state), loss
+
+
+@given(pair=st.sampled_from(PAIRS), ranks=worlds, stage=stages, donate=st.booleans(), seed=seeds)
+def test_a_foreign_pair_trains(pair: Any, ranks: int, stage: int, donate: bool, seed: int) -> None:
+    xs = integers((3, ranks), seed, bound=1)
+    run = fzero.simulate(fzero.shard(step_fn, stage=stage, donate=donate), world_size=ranks)
+    state = run.init(PARAMS, pair)
+    for x in xs:
+        state, _ = run(state, x)
+    got = fzero.simulate(fzero.full_params, world_size=ranks)(state)
+    steps = [list(x) for x in xs]
+    want = train(square_loss, PARAMS, steps, lambda ps: torch.optim.SGD(ps, LR, momentum=MOMENTUM))
+    everywhere(got, want, ranks)
+    assert isinstance(state.optimizer, Trace)
+    assert state.optimizer.count.tolist() == [3] * ranks
+
+
+def test_an_update_by_a_foreign_pair_can_be_differentiated() -> None:
+    start = fzero.init(torch.tensor([1.0, 2.0]).double(), Optax(init, optax_update), stage=1)
+
+    def trained(c: Tensor) -> Tensor:
+        state, _ = fzero.grad_and_reduce(lambda p, c: (c * p**2).sum(), start)(c)
+        return fzero.full_params(fzero.apply_gradients(state))
+
+    c = torch.tensor([3.0, 4.0]).double()
+    want = torch.diag(-LR * 2 * torch.tensor([1.0, 2.0]).double())
+    torch.testing.assert_close(torch.func.jacrev(trained)(c), want)
+
+
+def test_fzeros_own_are_pairs_as_well() -> None:
+    """So a loop written for optax takes them."""
+    optimizer = fzero.optim.adam(0.1)
+    params = {"w": torch.ones(2)}
+    state = optimizer.init(params)
+    updates, state = optimizer.update({"w": torch.ones(2)}, state, params)
+    torch.testing.assert_close(updates["w"], torch.full((2,), -0.1))
+    again = fzero.init(params, (optimizer.init, optimizer.update), stage=0)
+    again, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), again)()
+    torch.testing.assert_close(
+        fzero.full_params(fzero.apply_gradients(again))["w"], params["w"] + updates["w"]
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1),
+        "adamw",
+        0.1,
+        None,
+        (init,),
+        (init, 3),
+        fzero.optim.adam,
+    ],
+)
+def test_what_is_no_pair_is_refused(optimizer: Any) -> None:
+    with pytest.raises(LayoutError, match=r"the optimizer is a[\s\S]*Fix: use fzero.optim.adamw"):
+        fzero.init(PARAMS, optimizer, stage=0)

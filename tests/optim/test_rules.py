@@ -1,0 +1,195 @@
+"""Five steps of every optimizer against torch.optim (Lion: its formula), on shards and alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.state import NAMESPACE
+from tests.optim.cases import CASES
+from tests.oracle import linear_loss, square_loss, train
+from tests.strategies import (
+    LEARNING,
+    integers,
+    on_rank,
+    same,
+    seeds,
+    stages,
+    tensors,
+    trees,
+    worlds,
+)
+
+names = st.sampled_from(sorted(CASES))
+STEPS = 5
+
+
+def step_fn(state: Any, x: Tensor) -> Any:
+    state, loss = fzero.grad_and_reduce(loss_of(state), state)(x)
+    return fzero.apply_gradients(state), loss
+
+
+def loss_of(state: Any) -> Any:
+    """Gradients that depend on the parameters, where the dtypes are wide enough for that."""
+    dtypes = {leaf.dtype for leaf in state.setup.layout.leaves}
+    return linear_loss if torch.bfloat16 in dtypes else square_loss
+
+
+def close_updates(actual: Any, expected: Any, start: Any) -> None:
+    """Compare what was added to `start`: a parameter can hide its update."""
+    for got, want, before in zip(tensors(actual), tensors(expected), tensors(start), strict=True):
+        assert got.dtype == want.dtype == before.dtype
+        scale = max([1.0, *(x.abs().max().item() for x in (want, before) if x.numel())])
+        moved, wanted = got.double() - before.double(), want.double() - before.double()
+        torch.testing.assert_close(moved, wanted, rtol=0, atol=scale * rounding(got.dtype))
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What five steps may differ by, at 1: a few roundings; of 16-bit parameters only one."""
+    if not dtype.is_floating_point:
+        return 0.0
+    return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8)
+
+
+@given(name=names, tree=trees(LEARNING, max_leaves=4), ranks=worlds, stage=stages, seed=seeds)
+def test_training_is_torchs(name: str, tree: Any, ranks: int, stage: int, seed: int) -> None:
+    xs = integers((STEPS, ranks), seed, bound=1)
+    ours, theirs = CASES[name]
+    run = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=ranks)
+    state = run.init(tree, ours())
+    if not state.setup.layout.trainable:
+        return
+    loss = loss_of(state)
+    for x in xs:
+        state, _ = run(state, x)
+    got = fzero.simulate(fzero.full_params, world_size=ranks)(state)
+    want = train(loss, tree, [list(x) for x in xs], theirs)
+    for rank in range(ranks):
+        close_updates(on_rank(got, rank), want, tree)
+    assert on_rank(state.step, 0) == STEPS
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_pure_pair_is_torchs_too(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    ours, theirs = CASES[name]
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    params: Any = {"w": torch.randn(3, 5).to(dtype), "b": [torch.randn(2).to(dtype)]}
+    reference = [p.to(wide, copy=True) for p in tensors(params)]
+    optimizer, torchs = ours(), theirs(reference)
+    state, start = optimizer.init(params), params
+    for _ in range(STEPS):
+        grads: Any = optree.tree_map(torch.randn_like, params, namespace=NAMESPACE)
+        kept = [x.clone() for x in tensors((grads, params, state))]
+        updates, new = optimizer.update(grads, state, params)
+        same(tensors((grads, params, state)), kept)
+        for p, g in zip(reference, tensors(grads), strict=True):
+            p.grad = g.to(wide)
+        torchs.step()
+        params = optree.tree_map(torch.add, params, updates, namespace=NAMESPACE)
+        state = new
+    close_updates(tensors(params), [p.to(dtype) for p in reference], tensors(start))
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("master_weights", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_formula_and_kernel_agree(name: str, master_weights: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    optimizer = CASES[name].ours(master_weights=master_weights)
+    start = [torch.randn(7).to(dtype), torch.randn(0).to(dtype), torch.randn(1).to(dtype)]
+    ends = []
+    for differentiable in (True, False):
+        params, state = start, optimizer.init(start)
+        for _ in range(STEPS):
+            grads = [(p * p).cos() for p in start]
+            params, state = optimizer.advance(
+                params, grads, state, (), differentiable=differentiable
+            )
+        assert int(state.count) == STEPS
+        ends.append((params, state.moments, state.masters))
+    formula, kernel = (tensors(end) for end in ends)
+    low = dtype is torch.bfloat16 and not master_weights
+    for a, b in zip(formula, kernel, strict=True):
+        assert a.dtype == b.dtype
+        # Without masters the formula rounds after each operation, the fused kernel once.
+        bound = 0.02 if low else rounding(a.dtype)
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+
+
+def test_bf16_parameters_do_not_lose_small_updates() -> None:
+    def run(master_weights: bool) -> Tensor:
+        optimizer = fzero.optim.sgd(2.0**-10, master_weights=master_weights)
+        state = fzero.init({"w": torch.ones(3, dtype=torch.bfloat16)}, optimizer, stage=0)
+        for _ in range(16):
+            state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+            state = fzero.apply_gradients(state)
+        return fzero.full_params(state)["w"]
+
+    assert run(True).tolist() == [1 - 2.0**-6] * 3
+    assert run(False).tolist() == [1.0] * 3
+
+
+def test_only_owned_buffers_are_overwritten() -> None:
+    optimizer = fzero.optim.adam(0.1)
+    params, grads = [torch.ones(3)], [torch.ones(3)]
+    state = optimizer.init(params)
+    new, after = optimizer.advance(params, grads, state, ())
+    assert params[0].tolist() == [1.0] * 3
+    assert state.moments[0][0].tolist() == [0.0] * 3
+    owned, _ = optimizer.advance(params, grads, state, (), owned=True)
+    assert owned[0] is params[0]
+    same(owned, new)
+    same(state.moments, after.moments)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_padding_stays_zero(name: str) -> None:
+    run = fzero.simulate(fzero.shard(step_fn, stage=2), world_size=4)
+    state = run.init({"w": integers((5,), 1, bound=9)}, CASES[name].ours())
+    for seed in range(3):
+        state, _ = run(state, integers((4,), seed))
+    assert state.params.flats[0].shape == (4, 8)
+    assert not state.params.flats[0][:, 5:].any()
+    assert state.params.flats[0][:, :5].all()
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"lion", "lion decayed"}))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_update_can_be_differentiated(name: str, stage: int) -> None:
+    """d p'/dc and its derivative, against finite differences; Lion is a step function of c."""
+    start = fzero.init(torch.tensor([1.0, -2.0, 0.5]).double(), CASES[name].ours(), stage=stage)
+
+    def trained(c: Tensor) -> Tensor:
+        state = start
+        for _ in range(2):
+            state, _ = fzero.grad_and_reduce(lambda p, c: (p**2 * c).sum(), state)(c)
+            state = fzero.apply_gradients(state)
+        return fzero.full_params(state)
+
+    c = torch.tensor([1.0, 2.0, 3.0]).double().requires_grad_()
+    assert torch.autograd.gradcheck(trained, c)
+    assert torch.autograd.gradgradcheck(trained, c)
+    by_func = torch.func.jacrev(trained)(c.detach())
+    torch.testing.assert_close(by_func, torch.autograd.functional.jacobian(trained, c))
+
+
+def test_where_adam_never_saw_a_gradient_its_derivative_is_zero_not_nan() -> None:
+    start = fzero.init(torch.ones(2), fzero.optim.adam(0.1), stage=0)
+    mask = torch.tensor([1.0, 0.0])
+
+    def trained(c: Tensor) -> Tensor:
+        state, _ = fzero.grad_and_reduce(lambda p, c: (p * c * mask).sum(), start)(c)
+        return fzero.full_params(fzero.apply_gradients(state)).sum()
+
+    grad = torch.func.grad(trained)(torch.ones(2))
+    assert grad.isfinite().all()
+    assert grad[1] == 0

@@ -1,0 +1,197 @@
+"""Figure, HTML and text of a map, and the table of shards: what they draw is what the data says."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from hypothesis import given
+
+import fzero
+from fzero.plot import MissingExtraError, partition_map, shard_table, side_by_side
+from fzero.plot._palette import ABSENT, BASE, colour, ink
+from fzero.state import TrainState
+from tests.plot.states import Case, cases, stacked_states
+
+CASE = Case({"a<b>": torch.arange(3.0), "c": torch.arange(3.0, 5.0)}, 3, 2, 4096)
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed and was not open; counts the ones it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.open.append(tag)
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(text)
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+@given(case=cases())
+def test_html_is_whole_and_has_a_bar_for_each_row(case: Case) -> None:
+    for state in stacked_states(case):
+        found = partition_map(state)
+        page = parsed(found._repr_html_())
+        rows = len(found.ranks) * len(found.kinds)
+        assert page.seen.count("tr") == rows + 1
+        shown = found._repr_html_().count("title='") - found._repr_html_().count("'not held'")
+        assert shown == len(found.segments)
+
+
+def test_html_escapes_names() -> None:
+    first = stacked_states(CASE)[0]
+    for text in (partition_map(first)._repr_html_(), shard_table(first)._repr_html_()):
+        assert "a&lt;b&gt;" in text and "<b>[" not in text and ">a<b>" not in text
+        parsed(text)
+
+
+def test_widths_of_a_bar_add_up_to_the_whole() -> None:
+    text = partition_map(stacked_states(CASE)[0])._repr_html_()
+    for bar in text.split("display:flex")[1:]:
+        widths = [float(w) for w in re.findall(r"width:([0-9.]+)%", bar)]
+        assert sum(widths) == pytest.approx(100, abs=0.01)
+
+
+def test_the_text_table_names_rank_placement_and_segments() -> None:
+    lines = partition_map(stacked_states(CASE)[2]).table().splitlines()
+    assert lines[0].split() == ["rank", "buffer", "placement", "elements", "segments"]
+    assert lines[1].split() == ["0", "parameters", "sharded", "3", "a<b>[0:2]", "c[0:1]"]
+    assert lines[5].split() == [
+        "1",
+        "gradients",
+        "sharded",
+        "3",
+        "a<b>[2:3]",
+        "padding[1]",
+        "c[1:2]",
+    ]
+
+
+def test_a_figure_has_a_bar_for_each_segment_and_each_group() -> None:
+    found = partition_map(stacked_states(CASE)[2])
+    axes = found.draw()
+    background = len(found.groups) * len(found.ranks) * len(found.kinds)
+    assert len(axes.patches) == background + len(found.segments)
+    hatched = [p for p in axes.patches if p.get_hatch()]
+    assert len(hatched) == sum(s.leaf is None for s in found.segments) > 0
+    widths = sorted(p.get_width() for p in axes.patches[-len(found.segments) :])
+    assert axes.get_xlim() == (0, found.total) and axes.get_title(loc="left") == "stage 3"
+    assert len(axes.get_yticks()) == len(found.ranks) * len(found.kinds)
+    assert widths[-1] <= found.total
+    names = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert names == ["a<b>", "c", "padding", "not held"]
+
+
+def test_it_draws_on_given_axes_with_and_without_a_legend() -> None:
+    from matplotlib.figure import Figure
+
+    found = partition_map(stacked_states(CASE)[0])
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    assert found.draw(left) is left and left.get_legend() is not None
+    assert found.draw(right, legend=False).get_legend() is None
+    assert not found.draw(legend=False).figure.legends
+
+
+@pytest.mark.parametrize("fields", [["a", "b"], [f"layer.{i}.weight" for i in range(40)]])
+def test_figures_of_small_and_large_models_are_saved(fields: list[str]) -> None:
+    params = {path: torch.ones(i + 1) for i, path in enumerate(fields)}
+    maps = [partition_map(stacked_states(Case(params, s, 2, 64))[1]) for s in (0, 3)]
+    figure = side_by_side(maps)
+    assert len(figure.axes) == 2
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[0] == fields[0] and "paler: not reduced yet" in names
+    assert ("and 30 more" in names) == (len(fields) == 40)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_names_are_not_read_as_matplotlibs_own_marks() -> None:
+    params = {"_orig.w": torch.ones(8), "$x_{$": torch.ones(8)}
+    figure = side_by_side([partition_map(stacked_states(Case(params, 3, 2, 64))[0])])
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[:2] == [r"\$x_{\$", " _orig.w"]
+    figure.savefig(io.BytesIO(), format="png")  # mathematics that does not close would raise
+
+
+def test_maps_of_different_models_do_not_share_a_legend() -> None:
+    one = partition_map(stacked_states(CASE)[0])
+    other = partition_map(fzero.init([torch.ones(2)], fzero.optim.sgd(0.1), stage=0))
+    with pytest.raises(fzero.LayoutError, match="Fix: give maps of one model"):
+        side_by_side([one, other])
+    with pytest.raises(fzero.LayoutError, match="0 maps"):
+        side_by_side([])
+
+
+def test_without_matplotlib_only_figures_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = partition_map(stacked_states(CASE)[0])
+    assert found.table() and found._repr_html_()
+    with pytest.raises(MissingExtraError, match=r"pip install 'fzero\[plots\]'") as raised:
+        found.draw()
+    assert isinstance(raised.value, ImportError)
+
+
+def test_the_palette_tells_leaves_apart() -> None:
+    colours = [colour(i) for i in range(3 * len(BASE))]
+    assert len(set(colours)) == len(colours) and ABSENT not in colours
+    assert all(re.fullmatch("#[0-9A-F]{6}", c) for c in colours)
+    assert {ink(c) for c in colours} == {"#000000", "#FFFFFF"}
+
+
+def test_the_shard_table_shows_every_ranks_values_and_counters() -> None:
+    first, inside, reduced = stacked_states(CASE)
+    values = {(r.rank, r.buffer, r.group): r.values for r in shard_table(reduced).rows}
+    assert values[0, "parameters", "a<b>"] == "0 1"
+    assert values[1, "parameters", "a<b>"] == "2 _"  # 3 elements on 2 ranks: one of padding
+    assert values[1, "gradients", "c"] == "4"
+    assert values[1, "optimizer", "moments[0][1]"] == "0"
+    assert values[1, "counters", ""] == "step 0, 1 backwards, 1 reductions, window closed"
+    partial = {(r.rank, r.buffer, r.group): r for r in shard_table(inside).rows}
+    assert partial[1, "window", "a<b>"].values == "0 1 2 _"
+    assert partial[1, "window", "a<b>"].placement == "partial"
+    assert "1 backwards, 0 reductions, window open" in partial[0, "counters", ""].values
+    assert not [row for row in shard_table(first).rows if row.buffer == "gradients"]
+    assert shard_table(reduced).title == "stage 3, phase: gradients ready"
+
+
+def test_the_shard_table_is_cut_to_what_is_asked_for() -> None:
+    state = stacked_states(CASE)[1]
+    table = shard_table(state, show=2).only(1)
+    assert {row.rank for row in table.rows} == {1}
+    window = next(row for row in table.rows if row.buffer == "window")
+    assert (window.values, window.numel) == ("0 1 ...", 4)
+    assert repr(table).splitlines()[0] == "stage 3, phase: local gradients"
+    assert parsed(table._repr_html_()).seen.count("tr") == len(table.rows) + 1
+
+
+def test_a_step_shows_in_the_counters() -> None:
+    def step_fn(state: TrainState) -> tuple[TrainState, None]:
+        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+        return fzero.apply_gradients(state), None
+
+    step = fzero.shard(step_fn, stage=1)
+    state, _ = step(step.init({"w": torch.ones(2)}, fzero.optim.adam(0.1)))
+    rows = shard_table(state).rows
+    assert rows[0].values == "step 1, 0 backwards, 0 reductions, window closed"
+    assert [r.values for r in rows if r.buffer == "optimizer"] == ["0.1 0.1", "0.001 0.001"]

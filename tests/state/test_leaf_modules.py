@@ -1,0 +1,191 @@
+"""Which modules are gathered as one: by class, name, suffix, granularity; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fzero.errors import LayoutError
+from fzero.state.leaf_modules import (
+    LeafModules,
+    LeafSpec,
+    ModuleInfo,
+    class_name,
+    find_leaf_modules,
+)
+
+
+class Expert(nn.Linear):
+    """An expert: found as itself, and as a Linear."""
+
+
+class Moe(nn.Module):
+    """Two experts in a list, and a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2, bias=False)
+        self.experts = nn.ModuleList([Expert(4, 4, bias=False) for _ in range(2)])
+
+
+class SharedMoe(Moe):
+    """A subclass."""
+
+
+def described(model: nn.Module) -> list[ModuleInfo]:
+    """The tree of a model, as the adapter describes it."""
+    return [
+        ModuleInfo(
+            name=name,
+            classes=tuple(class_name(cls) for cls in type(module).__mro__),
+            numel=sum(p.numel() for p in module.parameters()),
+            descendants=sum(1 for _ in module.modules()) - 1,
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def model() -> nn.Module:
+    """Embedding of 40; h.0.moe and h.1.moe of 8 + 2 * 16 each, a norm of 8; a head of 800."""
+    block: Any = nn.Module
+    root, first, second = block(), block(), block()
+    first.moe, second.moe, second.norm = Moe(), SharedMoe(), nn.LayerNorm(4)
+    root.embed = nn.Embedding(10, 4)
+    root.h = nn.ModuleList([first, second])
+    root.head = nn.Linear(4, 200, bias=False)
+    return root
+
+
+TREE = described(model())
+BOTH = ("h.0.moe", "h.1.moe")
+LINEAR = (  # experts are Linear as well
+    "h.0.moe.router",
+    "h.0.moe.experts.0",
+    "h.0.moe.experts.1",
+    "h.1.moe.router",
+    "h.1.moe.experts.0",
+    "h.1.moe.experts.1",
+    "head",
+)
+EXPERTS = ("h.0.moe.experts.0", "h.0.moe.experts.1", "h.1.moe.experts.0", "h.1.moe.experts.1")
+
+
+@pytest.mark.parametrize(
+    ("spec", "leaves"),
+    [
+        (LeafSpec(), ()),
+        (LeafSpec(classes="Moe"), BOTH),
+        (LeafSpec(classes=["SharedMoe"]), BOTH[1:]),
+        (LeafSpec(classes=[Moe]), BOTH),
+        (LeafSpec(classes=Moe), BOTH),
+        (LeafSpec(classes=(f"{__name__}.Moe",)), BOTH),
+        (LeafSpec(classes=["Moe", Moe, "Moe"]), BOTH),
+        (LeafSpec(classes=[nn.Embedding, "LayerNorm"]), ("embed", "h.1.norm")),
+        (LeafSpec(classes="torch.nn.modules.linear.Linear"), LINEAR),
+        (LeafSpec(names="h.0.moe"), BOTH[:1]),
+        (LeafSpec(names=["h.1", "h.0.moe"]), ("h.0.moe", "h.1")),
+        (LeafSpec(names=["h.1", "h.1.moe"]), ("h.1",)),  # the outer one is the leaf
+        (LeafSpec(names=""), ("",)),
+        (LeafSpec(name_suffixes="moe"), BOTH),
+        (LeafSpec(name_suffixes=["1.moe", ".norm"]), ("h.1.moe", "h.1.norm")),
+        (LeafSpec(classes=Expert), EXPERTS),
+        (LeafSpec(classes=Expert, name_suffixes="0.moe"), ("h.0.moe", *EXPERTS[2:])),
+    ],
+)
+def test_leaves_are_found(spec: LeafSpec, leaves: tuple[str, ...]) -> None:
+    found = find_leaf_modules(TREE, spec)
+    assert (found.leaves, found.warnings) == (leaves, ())
+
+
+@pytest.mark.parametrize(
+    ("threshold", "leaves"),
+    [
+        (0, ()),
+        (6, ()),
+        (7, ("h.0", "h.1")),  # 40 elements in 1 + 5 modules, and 48 in 1 + 6
+        (54, ("h.0", "h.1")),
+        (55, ("",)),  # all 928 elements in 1 + 16
+    ],
+)
+def test_fine_grained_modules_become_leaves_the_outermost_first(
+    threshold: int, leaves: tuple[str, ...]
+) -> None:
+    found = find_leaf_modules(TREE, LeafSpec(granularity_threshold_numel=threshold))
+    assert found.leaves == leaves
+
+
+def test_a_threshold_below_every_module_is_a_warning() -> None:
+    found = find_leaf_modules(TREE, LeafSpec(granularity_threshold_numel=3))
+    (warning,) = found.warnings
+    assert "makes no module a leaf: the least is 7, of 'h.0'" in warning
+    assert "Fix: " in warning
+    (warning,) = find_leaf_modules(TREE[1:2], LeafSpec(granularity_threshold_numel=3)).warnings
+    assert "no module has parts" in warning
+
+
+def test_fine_grained_is_below_the_threshold_not_at_it() -> None:
+    (info,) = [info for info in TREE if info.name == "h.0.moe"]
+    assert info.granularity_numel == 40 / 5
+    assert find_leaf_modules([info], LeafSpec(granularity_threshold_numel=8)).leaves == ()
+    assert find_leaf_modules([info], LeafSpec(granularity_threshold_numel=9)).leaves == ("h.0.moe",)
+
+
+def test_containers_and_large_modules_are_not_fine_grained() -> None:
+    def info(name: str, cls: str, numel: int) -> ModuleInfo:
+        return ModuleInfo(name=name, classes=(cls,), numel=numel, descendants=99)
+
+    tree = [
+        info("list", "torch.nn.modules.container.ModuleList", 100),
+        info("chain", "torch.nn.modules.container.Sequential", 100),
+        info("own", "mine.Sequential", 100),
+        info("large", "mine.Net", 1_000_000_001),
+        info("most", "mine.Net", 1_000_000_000),
+        info("empty", "mine.Net", 0),
+    ]
+    found = find_leaf_modules(tree, LeafSpec(granularity_threshold_numel=1_000_000_000))
+    assert found.leaves == ("own", "most")
+
+
+def test_a_list_is_gathered_by_the_module_that_calls_its_parts() -> None:
+    found = find_leaf_modules(TREE, LeafSpec(name_suffixes="experts"))
+    assert found.leaves == ("h.0.moe.experts", "h.1.moe.experts")
+    assert found.fetchers == BOTH
+    names = ["h.0.moe.experts.1", "h.0.moe.experts", "h.0.moe.router", "h.1", ""]
+    assert list(found.fetchers_of(names).values()) == ["h.0.moe", "h.0.moe", *names[2:]]
+    assert found.fetchers_of(["h.0.moe.expertsx"]) == {"h.0.moe.expertsx": "h.0.moe.expertsx"}
+
+
+def test_a_leaf_that_is_the_root_gathers_all() -> None:
+    found = LeafModules(leaves=("",), fetchers=("",))
+    assert set(found.fetchers_of(info.name for info in TREE).values()) == {""}
+
+
+def test_a_model_that_is_a_list_cannot_be_a_leaf() -> None:
+    tree = described(nn.ModuleList([nn.Linear(1, 1)]))
+    with pytest.raises(LayoutError, match=r"leaf module '\(root\)' is a container that nothing"):
+        find_leaf_modules(tree, LeafSpec(names=""))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (LeafSpec(classes="Moee"), r"no class 'Moee' \(near: Moe, Module\)"),
+        (LeafSpec(classes="other.Moe"), r"no class 'other.Moe'"),
+        (LeafSpec(classes=nn.Conv2d), r"no class 'torch.nn.modules.conv.Conv2d'"),
+        (LeafSpec(names=["h.0.mo", "h.0.moe"]), r"no name 'h.0.mo' \(near: h.0.moe"),
+        (LeafSpec(names="q"), r"no name 'q' \(near: nothing\)"),
+        (LeafSpec(names=["q", "q"]), r"no name 'q' \(near: nothing\)\.$"),  # named once
+        (LeafSpec(name_suffixes="expertz"), r"no suffix 'expertz' \(near: experts\)"),
+        (LeafSpec(name_suffixes=""), r"no suffix ''"),
+        (LeafSpec(classes="A", names="b", name_suffixes="c"), "class 'A'.*; no name 'b'.*; no suf"),
+        (LeafSpec(granularity_threshold_numel=-1), "granularity_threshold_numel=-1 is less than 0"),
+    ],
+)
+def test_what_is_nowhere_in_the_model_is_refused_with_what_comes_near(
+    spec: LeafSpec, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=f"(?m){message}") as caught:
+        find_leaf_modules(TREE, spec)
+    assert "Fix: " in str(caught.value)

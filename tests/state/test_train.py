@@ -1,0 +1,187 @@
+"""A train state: what init makes of parameters, what can be read, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.errors import LayoutError, PhaseError
+from fzero.state import Keep, Phase
+from tests.oracle import linear_loss, mean_gradient
+from tests.strategies import (
+    LEARNING,
+    everywhere,
+    integers,
+    keeps,
+    many,
+    same,
+    seeds,
+    stages,
+    trees,
+    worlds,
+)
+
+OPT = fzero.optim.sgd(0.5)
+
+
+@given(tree=trees(), ranks=worlds, stage=stages, keep=keeps, bucket_bytes=st.integers(1, 200))
+def test_full_params_of_init_are_the_parameters(
+    tree: Any, ranks: int, stage: int, keep: str, bucket_bytes: int
+) -> None:
+    def body() -> Any:
+        state = fzero.init(tree, OPT, stage=stage, keep=keep, bucket_bytes=bucket_bytes)
+        assert state.stage == stage
+        assert state.phase is Phase.IDLE
+        return fzero.full_params(state)
+
+    everywhere(fzero.simulate(body, world_size=ranks)(), tree, ranks)
+
+
+@given(tree=trees(LEARNING), ranks=worlds, stage=stages, keep=keeps, seed=seeds)
+def test_gradients_are_the_mean_over_ranks(
+    tree: Any, ranks: int, stage: int, keep: str, seed: int
+) -> None:
+    xs = integers((ranks,), seed, bound=1)
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, loss = fzero.grad_and_reduce(linear_loss, state)(x)
+        assert state.phase is (Phase.READY if state.setup.layout.trainable else Phase.IDLE)
+        return state, (loss, fzero.gradients(state))
+
+    run = fzero.simulate(fzero.shard(step_fn, stage=stage, keep=keep), world_size=ranks)
+    _, (losses, grads) = run(run.init(tree, OPT), xs)
+    everywhere(grads, mean_gradient(linear_loss, tree, list(xs)), ranks)
+    same(losses, torch.stack([linear_loss(tree, x).detach() for x in xs]))
+
+
+@given(tree=trees(LEARNING), ranks=many, seed=seeds)
+def test_at_stage_3_keeping_the_lockstep_changes_no_number(
+    tree: Any, ranks: int, seed: int
+) -> None:
+    xs = integers((ranks,), seed, bound=1)
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(linear_loss, state)(x)
+        return state, fzero.gradients(state)
+
+    run = fzero.simulate(fzero.shard(step_fn, stage=3, lockstep=True), world_size=ranks)
+    with fzero.count_collectives() as log:
+        state = run.init(tree, OPT)
+        agreed = log.counts().get("agree", 0)
+        _, grads = run(state, xs)
+    everywhere(grads, mean_gradient(linear_loss, tree, list(xs)), ranks)
+    assert log.counts().get("agree", 0) == agreed
+
+
+@given(stage=stages, ranks=worlds, seed=seeds)
+def test_reading_a_state_changes_nothing(stage: int, ranks: int, seed: int) -> None:
+    params = {"w": integers((5,), seed), "b": integers((), seed + 1)}
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(linear_loss, state)(x)
+        first = fzero.gradients(state), fzero.full_params(state), fzero.global_norm(state)
+        for part in first[:2]:
+            part["w"].fill_(99.0)  # they are copies
+        again = fzero.gradients(state), fzero.full_params(state), fzero.global_norm(state)
+        return state, again
+
+    xs = integers((ranks,), seed)
+    run = fzero.simulate(fzero.shard(fzero.coalesce(step_fn), stage=stage), world_size=ranks)
+    _, (grads, held, norm) = run(run.init(params, OPT), xs)
+    want = mean_gradient(linear_loss, params, list(xs))
+    everywhere(grads, want, ranks)
+    everywhere(held, params, ranks)
+    root = torch.cat([g.reshape(-1) for g in want.values()]).norm()
+    torch.testing.assert_close(norm, root.expand(ranks))
+
+
+def test_a_state_without_gradients_has_none_to_show_or_to_apply() -> None:
+    state = fzero.init({"w": torch.ones(2)}, OPT, stage=0)
+    with pytest.raises(PhaseError, match=r"holds no gradients[\s\S]*Fix: ask the state that"):
+        fzero.gradients(state)
+    with pytest.raises(PhaseError, match=r"holds no gradients[\s\S]*Fix: write `state, loss"):
+        fzero.apply_gradients(state)
+    new, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+    done = fzero.apply_gradients(new)
+    with pytest.raises(PhaseError, match="holds no gradients"):
+        fzero.apply_gradients(done)
+    assert fzero.full_params(done)["w"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("stage", [-1, 4, True, 1.0, "2", None])
+def test_a_stage_that_does_not_exist_is_refused(stage: Any) -> None:
+    with pytest.raises(LayoutError, match=r"stage=.*\n.*\nFix: use 0 \(replicas\)"):
+        fzero.init({"w": torch.ones(2)}, OPT, stage=stage)
+    with pytest.raises(LayoutError, match="Fix: use 0"):
+        fzero.shard(lambda s: s, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"keep": "forever"}, r"use one of \['unit', 'backward', 'window'\]"),
+        ({"bucket_bytes": 0}, "give bytes"),
+        ({"bucket_bytes": 1.5}, "give bytes"),
+        ({"bucket_bytes": True}, "give bytes"),
+        ({"mesh": [0, 1]}, "pass a DeviceMesh"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], fix: str) -> None:
+    with pytest.raises((LayoutError, fzero.AxisError), match=f"Fix: {fix}"):
+        fzero.init({"w": torch.ones(2)}, OPT, stage=2, **options)
+
+
+def test_keep_is_a_word_or_the_enum() -> None:
+    for keep in ("window", Keep.WINDOW):
+        assert fzero.init([torch.ones(2)], OPT, stage=3, keep=keep).setup.keep is Keep.WINDOW
+
+
+BAD_LOSSES = [
+    (lambda p: p["w"], r"shape \(2,\)[\s\S]*Fix: return loss.mean\(\)"),
+    (lambda p: p["w"].sum().item(), r"is a float[\s\S]*Fix: return a scalar tensor"),
+    (lambda p: p["w"].sum().long(), r"dtype torch.int64[\s\S]*Fix: return a floating"),
+    (lambda p: (p["w"].sum(), 1), r"a tuple of 2[\s\S]*Fix: pass has_aux=True"),
+]
+
+
+@pytest.mark.parametrize(("loss", "message"), BAD_LOSSES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loss_that_is_not_one_number_is_refused(loss: Any, message: str, inside: bool) -> None:
+    state = fzero.init({"w": torch.ones(2)}, OPT, stage=0)
+
+    def run(_: Tensor) -> Tensor:
+        new, _ = fzero.grad_and_reduce(loss, state)()
+        return fzero.gradients(new)["w"].sum()
+
+    with pytest.raises(LayoutError, match=message):
+        torch.func.grad(run)(torch.ones(())) if inside else run(torch.ones(()))
+    assert state.phase is Phase.IDLE
+
+
+def test_has_aux_wants_a_pair() -> None:
+    state = fzero.init({"w": torch.ones(2)}, OPT, stage=0)
+    with pytest.raises(LayoutError, match=r"has_aux=True[\s\S]*Fix: return \(loss, aux\)"):
+        fzero.grad_and_reduce(lambda p: p["w"].sum(), state, has_aux=True)()
+
+
+@pytest.mark.parametrize("given_", [None, {}, {"w": torch.ones(2)}, torch.ones(2)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        fzero.full_params,
+        fzero.gradients,
+        fzero.apply_gradients,
+        lambda s: fzero.grad_and_reduce(linear_loss, s),
+        lambda s: fzero.shard(lambda s: (s, None), stage=0)(s),
+        lambda s: fzero.coalesce(lambda s: (s, None))(s),
+    ],
+)
+def test_what_is_no_state_is_refused(call: Any, given_: Any) -> None:
+    with pytest.raises(LayoutError, match=r"TrainState[\s\S]*Fix: "):
+        call(given_)

@@ -1,0 +1,143 @@
+"""What a state says of itself: stage, phase, shapes and bytes; never its numbers."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+import fzero
+from fzero.state import NAMESPACE, Phase
+from tests.strategies import integers, learns, stages, trees, unique, worlds
+
+PARAMS = {
+    "w": torch.full((3, 5), 0.125),
+    "b<>": torch.full((4,), 0.125, dtype=torch.bfloat16),
+    "ids": torch.full((2,), 77),
+}
+
+
+def total(p: Any) -> Tensor:
+    return sum((x.double().sum() for x in p.values()), torch.zeros(()))
+
+
+def test_repr_shows_stage_phase_shapes_and_bytes() -> None:
+    state = fzero.init(PARAMS, fzero.optim.adam(0.1), stage=2)
+    text = repr(state)
+    assert text.splitlines() == [
+        "TrainState(stage=2, axis 'dp' (local, 1 ranks), step=0, phase='idle')",
+        "  3 leaves (1 frozen), 21 elements in 3 groups",
+        "  parameters replicated, 84 bytes",
+        "  gradients  none, 0 bytes",
+        "  optimizer  sharded, 176 bytes",
+        "  window     closed, 0 bytes",
+    ]
+    state, _ = fzero.grad_and_reduce(total, state)()
+    assert "phase='gradients ready'" in repr(state)
+    assert "  gradients  sharded, 68 bytes" in repr(state)
+    state = fzero.apply_gradients(state)
+    assert "step=1, phase='idle'" in repr(state)
+
+
+def test_repr_shows_an_open_window() -> None:
+    seen = []
+
+    @fzero.coalesce
+    def step_fn(state: Any) -> Any:
+        for _ in range(2):
+            state, _ = fzero.grad_and_reduce(total, state)()
+        seen.append((repr(state), state.phase))
+        return state, None
+
+    step_fn(fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=0))
+    assert seen[0][1] is Phase.LOCAL
+    assert "phase='local gradients'" in seen[0][0]
+    assert "  window     open, 2 backwards, 68 bytes" in seen[0][0]
+
+
+@given(tree=trees(), stage=stages, ranks=worlds)
+def test_a_view_holds_no_number_of_a_tensor_and_all_of_the_shape(
+    tree: Any, stage: int, ranks: int
+) -> None:
+    def body() -> list[str]:
+        state = fzero.init(tree, fzero.optim.adam(0.1), stage=stage)
+        return [repr(state), state._repr_html_()]
+
+    # Strings must be the same from every rank: a view does not depend on the rank.
+    for text in fzero.simulate(body, world_size=ranks)():
+        assert "tensor(" not in text
+        assert f"stage={stage}" in text
+        assert f"{ranks} ranks" in text
+        numel = sum(x.numel() for x in unique(tree))
+        frozen = sum(not learns(x) for x in unique(tree))
+        assert f"{len(unique(tree))} leaves ({frozen} frozen), {numel:,} elements" in text
+
+
+def test_html_has_a_row_for_each_group_and_escapes_names() -> None:
+    state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=0)
+    page = state._repr_html_()
+    for group in state.setup.layout.groups:
+        name, dtype = html.escape(group.name), str(group.dtype).removeprefix("torch.")
+        assert re.search(rf"<td>{re.escape(name)}</td>.*<td>{dtype}</td>", page)
+    assert "<td>b&lt;&gt;</td><td>1</td><td>4 x 1</td><td>bfloat16</td><td></td>" in page
+    assert "<td>ids</td><td>1</td><td>2 x 1</td><td>int64</td><td>frozen</td>" in page
+    assert "<td>parameters</td><td>replicated, 84 bytes</td>" in page
+    for tag in ("table", "tr", "td", "th", "b"):
+        assert page.count(f"<{tag}>") == page.count(f"</{tag}>")
+
+
+@given(tree=trees(), stage=stages, ranks=worlds)
+def test_state_bytes_are_the_bytes_of_the_tensors(tree: Any, stage: int, ranks: int) -> None:
+    def body() -> tuple[dict[str, int], int]:
+        state: Any = fzero.init(tree, fzero.optim.adam(0.1), stage=stage)
+        leaves = optree.tree_leaves(state, namespace=NAMESPACE)
+        return fzero.state_bytes(state), sum(x.nbytes for x in leaves) - state.step.nbytes
+
+    found, held = fzero.simulate(body, world_size=ranks)()
+    assert found["total"].tolist() == held.tolist()
+    parts = [found[k] for k in ("parameters", "gradients", "optimizer", "window")]
+    assert torch.stack(parts).sum(0).tolist() == held.tolist()
+
+
+def test_a_state_shows_itself_inside_a_transform_too() -> None:
+    state: Any = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(0.1), stage=0)
+    seen = []
+
+    def inside(step: Tensor) -> Tensor:
+        seen.append(repr(state.replace(step=step)))
+        return step * 2.0
+
+    torch.func.vmap(inside)(torch.tensor([1.0, 2.0]))
+    stacked = fzero.simulate(fzero.shard(lambda s: (s, None), stage=1), world_size=3).init(
+        {"w": integers((4,), 1)}, fzero.optim.sgd(0.1)
+    )
+    assert "step=?" in seen[0]
+    assert "step=[0, 0, 0]" in repr(stacked)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_per_rank_are_those_of_the_stage(stage: int) -> None:
+    """P = 24 elements over 4 ranks, adam: K = 2 slots; no padding, no rounding."""
+    full, shard = 24 * 8, 6 * 8
+    params = {"w": integers((4, 6), 1)}
+
+    def step_fn(state: Any) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+        return state, fzero.state_bytes(state)
+
+    run = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=4)
+    _, found = run(run.init(params, fzero.optim.adam(0.1)))
+    count = 8  # the optimizer's own counter
+    want = {
+        "parameters": shard if stage == 3 else full,
+        "gradients": shard if stage >= 2 else full,
+        "optimizer": 2 * (shard if stage >= 1 else full) + count,
+        "window": 0,
+    }
+    assert {key: found[key].unique().tolist() for key in want} == {k: [v] for k, v in want.items()}

@@ -1,0 +1,41 @@
+"""Every notebook runs from top to bottom, is valid, and is stored without outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def test_there_is_a_notebook() -> None:
+    assert "01_one_step.ipynb" in {path.name for path in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_it_is_valid_and_stored_without_outputs(path: Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert code and all(not cell.outputs and cell.execution_count is None for cell in code)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_it_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = read(path)
+    client = NotebookClient(notebook, timeout=60, kernel_name="python3")
+    client.resources = {"metadata": {"path": str(FOLDER)}}
+    client.execute()  # raises the error of the first cell that fails, with its source
+    shown = [set(out.get("data", {})) for cell in notebook.cells for out in cell.get("outputs", [])]
+    assert sum("image/png" in kinds for kinds in shown) >= 2  # the figures are really drawn
+    assert sum("text/html" in kinds for kinds in shown) >= 3  # and so are the tables

@@ -1,0 +1,237 @@
+"""Law 1: a pytree -> flat padded groups -> shards -> the same pytree, whatever the pytree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+from fzero.errors import LayoutError
+from fzero.packing import cut, pack, pack_copied, seat_shape, unpack
+from fzero.partition import flatten, plan_layout, shard_rows, unflatten, unit_of
+from fzero.state import Layout
+from tests.strategies import (
+    LEARNING,
+    Block,
+    Pair,
+    integers,
+    learns,
+    many,
+    same,
+    tensors,
+    trees,
+    unique,
+    worlds,
+)
+
+buckets = st.none() | st.integers(1, 300)
+
+
+def ties(tree: Any) -> list[int]:
+    """For each leaf, the first position that holds the same tensor."""
+    seen = [id(leaf) for leaf in tensors(tree)]
+    return [seen.index(key) for key in seen]
+
+
+@given(tree=trees(), ranks=worlds, bucket_bytes=buckets)
+def test_unshard_after_shard_is_the_identity(
+    tree: Any, ranks: int, bucket_bytes: int | None
+) -> None:
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
+    flats = flatten(layout, tree)
+    shards = [[shard_rows(flat, ranks, rank).clone() for flat in flats] for rank in range(ranks)]
+    back = unflatten(layout, [torch.cat(rows) for rows in zip(*shards, strict=True)])
+    same(back, tree)
+    assert ties(back) == ties(tree)
+
+
+@given(tree=trees(), ranks=worlds, bucket_bytes=buckets)
+def test_every_tensor_is_stored_once_in_a_group_of_its_kind(
+    tree: Any, ranks: int, bucket_bytes: int | None
+) -> None:
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
+    assert [leaf.shape for leaf in layout.leaves] == [tuple(x.shape) for x in unique(tree)]
+    assert [leaf.trainable for leaf in layout.leaves] == [learns(x) for x in unique(tree)]
+    stored = [leaf for group in layout.groups for leaf in group.leaves]
+    assert sorted(stored) == list(range(len(layout.leaves)))
+    for group in layout.groups:
+        for leaf in (layout.leaves[i] for i in group.leaves):
+            assert (leaf.dtype, leaf.trainable) == (group.dtype, group.trainable)
+
+
+@given(tree=trees(), ranks=worlds, bucket_bytes=buckets)
+def test_padding_is_zero_at_the_end_and_less_than_the_ranks(
+    tree: Any, ranks: int, bucket_bytes: int | None
+) -> None:
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
+    for index, (group, flat) in enumerate(zip(layout.groups, flatten(layout, tree), strict=True)):
+        numels = [layout.leaves[i].numel for i in group.leaves]
+        assert group.offsets == tuple(sum(numels[:i]) for i in range(len(numels)))
+        assert flat.shape == (layout.full_numel(index),) == (ranks * group.shard_numel,)
+        assert 0 <= flat.numel() - sum(numels) < ranks
+        assert not flat[sum(numels) :].any()
+
+
+@given(tree=trees(), ranks=many, bucket_bytes=st.integers(1, 300))
+def test_buckets_are_full_but_not_too_full(tree: Any, ranks: int, bucket_bytes: int) -> None:
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
+
+    def size(members: Sequence[int]) -> int:
+        return sum(layout.leaves[i].numel * layout.leaves[i].dtype.itemsize for i in members)
+
+    for group in layout.groups:
+        assert size(group.leaves) <= bucket_bytes or size(group.leaves[:-1]) == 0
+    for a, b in pairwise(layout.groups):
+        if (a.dtype, a.trainable) == (b.dtype, b.trainable):
+            assert size(a.leaves) + size(b.leaves[:1]) > bucket_bytes
+
+
+@given(tree=trees(), ranks=many)
+def test_at_stage_3_a_unit_is_a_group_and_on_one_rank_a_leaf_is(tree: Any, ranks: int) -> None:
+    by_unit = plan_layout(tree, ranks=ranks)
+    keys = [(unit_of(leaf.path), leaf.dtype, leaf.trainable) for leaf in by_unit.leaves]
+    assert len(by_unit.groups) == len(set(keys))
+    for group in by_unit.groups:
+        assert {keys[i][0] for i in group.leaves} == {group.name}
+    assert [g.leaves for g in plan_layout(tree, ranks=1).groups] == [
+        (i,) for i in range(len(by_unit.leaves))
+    ]
+
+
+def test_units_can_be_chosen_by_the_path() -> None:
+    params = {"enc": [torch.ones(2), torch.ones(3)], "dec": torch.ones(1)}
+    layout = plan_layout(params, ranks=2, unit=lambda path: path.split(".")[0])
+    assert [(group.name, group.leaves) for group in layout.groups] == [
+        ("dec", (0,)),
+        ("enc", (1, 2)),
+    ]
+
+
+def test_paths_name_dict_keys_indices_and_fields() -> None:
+    params = {"a": [Pair(torch.ones(1), None), Block(weight=torch.ones(2), bias=torch.ones(3))]}
+    layout = plan_layout(params, ranks=2)
+    assert [leaf.path for leaf in layout.leaves] == ["a.0.first", "a.1.weight", "a.1.bias"]
+    assert [leaf.path for leaf in plan_layout(torch.ones(2), ranks=2).leaves] == ["."]
+
+
+def test_tied_means_the_same_tensor_or_the_same_memory() -> None:
+    w = torch.ones(2, 3)
+    params = {
+        "a": w,
+        "b": w.detach(),
+        "c": Parameter(w),
+        "other_shape": w.view(3, 2),
+        "transposed": w.t(),
+        "copy": w.clone(),
+        "none": torch.empty(0),
+        "also_none": torch.empty(0),
+    }
+    slots = dict(zip(sorted(params), plan_layout(params, ranks=2).slots, strict=True))
+    assert slots["a"] == slots["b"] == slots["c"]
+    assert len(set(slots.values())) == len(params) - 2
+
+
+def test_what_learns_is_floating_requires_grad_and_passes_the_predicate() -> None:
+    params = {
+        "frozen": Parameter(torch.ones(1), requires_grad=False),
+        "ids": torch.ones(1, dtype=torch.int64),
+        "plain": torch.ones(1),
+        "head": Parameter(torch.ones(1)),
+    }
+    layout = plan_layout(params, ranks=2)
+    assert {x.path for x in layout.leaves if x.trainable} == {"plain", "head"}
+    layout = plan_layout(params, ranks=2, trainable=lambda path: path != "plain")
+    assert {x.path for x in layout.leaves if x.trainable} == {"head"}
+
+
+def owners(numels: Sequence[int], ranks: int) -> tuple[tuple[int, ...], int]:
+    """Another placing: leaf i whole on rank i."""
+    shard_numel = max(numels)
+    return tuple(rank * shard_numel for rank in range(len(numels))), shard_numel
+
+
+def test_another_placing_can_give_whole_tensors_to_one_rank() -> None:
+    params = [integers((3,), 1), integers((2, 2), 2), integers((), 3)]
+    layout = plan_layout(params, ranks=3, bucket_bytes=10**6, placing=owners)
+    (flat,) = flatten(layout, params)
+    same(unflatten(layout, [flat]), params)
+    for rank, leaf in enumerate(params):
+        rows = shard_rows(flat, 3, rank)
+        same(rows[: leaf.numel()], leaf.reshape(-1))
+        assert not rows[leaf.numel() :].any()
+
+
+@given(tree=trees(LEARNING, frozen=False), ranks=worlds, bucket_bytes=buckets)
+def test_unflatten_and_flatten_are_adjoint_and_the_fast_ways_agree(
+    tree: Any, ranks: int, bucket_bytes: int | None
+) -> None:
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
+    for index, flat in enumerate(flatten(layout, tree)):
+        apart = unpack(layout, index, flat.detach())
+        same(pack(layout, index, apart), flat)
+        same(pack_copied(layout, index, apart), flat)
+        dys = [integers(x.shape, i, x.dtype) for i, x in enumerate(apart)]
+        want = pack(layout, index, dys)
+        for take_apart in (unpack, cut):
+            seat = flat.detach().clone().view(seat_shape(layout, index)).requires_grad_()
+            got = torch.autograd.grad(take_apart(layout, index, seat), seat, dys)[0]
+            same(got.reshape(-1), want)
+
+
+@given(tree=trees(LEARNING, frozen=False), ranks=many, unused=st.integers(0, 6))
+def test_a_leaf_without_gradient_is_packed_as_zeros(tree: Any, ranks: int, unused: int) -> None:
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=10**6)
+    for index, flat in enumerate(flatten(layout, tree)):
+        if len(layout.groups[index].leaves) < 2:
+            continue
+        apart: list[Any] = unpack(layout, index, flat.detach())
+        hole = unused % len(apart)
+        zeros = [torch.zeros_like(x) if i == hole else x for i, x in enumerate(apart)]
+        apart[hole] = None
+        same(pack_copied(layout, index, apart), pack(layout, index, zeros))
+
+
+@given(tree=trees(), ranks=many)
+def test_a_layout_is_equal_on_every_rank_and_hashable(tree: Any, ranks: int) -> None:
+    one, other = plan_layout(tree, ranks=ranks), plan_layout(tree, ranks=ranks)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.describe() == other.describe()
+    assert one != plan_layout(tree, ranks=ranks + 1)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "seen"),
+    [
+        (3.0, "is a float, not a tensor"),
+        ("text", "is a str, not a tensor"),
+        (torch.ones(2, dtype=torch.complex64), "is a complex tensor"),
+        (torch.eye(2).to_sparse(), "is a torch.sparse_coo tensor"),
+    ],
+)
+def test_a_leaf_that_is_no_dense_real_tensor_is_named(leaf: Any, seen: str) -> None:
+    with pytest.raises(LayoutError, match=rf"layers\.1 {seen}[\s\S]*Fix: give it to the loss"):
+        plan_layout({"layers": [torch.ones(1), leaf]}, ranks=2)
+
+
+def layout_of(params: Any) -> Layout:
+    return plan_layout(params, ranks=2, bucket_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"v": torch.ones(2)}, r"has the structure[\s\S]*Fix: pass a pytree of the same structure"),
+        ({"w": torch.ones(3)}, r"w is \(3,\) torch.float32, the layout has \(2,\)[\s\S]*Fix: "),
+        ({"w": torch.ones(2).double()}, r"w is \(2,\) torch.float64[\s\S]*Fix: convert them"),
+    ],
+)
+def test_params_of_another_model_are_refused(other: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        flatten(layout_of({"w": torch.ones(2)}), other)

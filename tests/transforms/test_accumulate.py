@@ -1,0 +1,190 @@
+"""`accumulate(steps=k)` is one call with the whole batch, aux and all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.errors import LayoutError, PhaseError
+from tests.oracle import train
+from tests.strategies import Pair, everywhere, integers, same, seeds, stages, trees, worlds
+from tests.transforms.steps import mean_loss, one_backward, run, sgd, torch_sgd
+
+WIDE = (torch.float64,)
+
+
+@given(
+    tree=trees(WIDE),
+    ranks=worlds,
+    stage=stages,
+    k=st.sampled_from([1, 2, 4]),
+    order=st.sampled_from(["accumulate", "outside coalesce", "inside coalesce"]),
+    seed=seeds,
+)
+def test_k_parts_are_one_batch(
+    tree: Any, ranks: int, stage: int, k: int, order: str, seed: int
+) -> None:
+    xs = integers((2, ranks, 4), seed, bound=1)  # 4 examples: means of 1, 2 or 4 are exact
+
+    def wrap(fn: Any) -> Any:
+        if order == "inside coalesce":
+            return fzero.coalesce(fzero.accumulate(fn, steps=k))
+        return fzero.accumulate(fzero.coalesce(fn) if order[0] == "o" else fn, steps=k)
+
+    got, state, losses = run(wrap, one_backward, tree, xs, ranks, stage=stage)
+    everywhere(got, train(mean_loss, tree, [list(x) for x in xs], torch_sgd), ranks)
+    assert state.step.tolist() == [2] * ranks
+    _, _, want = run(lambda fn: fn, one_backward, tree, xs, ranks, stage=stage)
+    same(losses, want)
+    assert state.setup.policy == fzero.init(tree, sgd(), stage=stage).setup.policy
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_under_coalesce_the_parts_are_reduced_once(stage: int) -> None:
+    params, xs = {"w": integers((5,), 1)}, integers((2, 4), 2)
+    count = {}
+    for name, wrap in {
+        "each": fzero.accumulate(one_backward, steps=4),
+        "once": fzero.coalesce(fzero.accumulate(one_backward, steps=4)),
+    }.items():
+        step = fzero.simulate(fzero.shard(wrap, stage=stage), world_size=2)
+        state = step.init(params, sgd())
+        with fzero.count_collectives() as log:
+            step(state, xs)
+        counts = log.counts()
+        count[name] = counts.get("all_reduce", 0) + counts.get("reduce_scatter", 0)
+    assert count == {"each": 4, "once": 1}
+
+
+def echo(state: Any, x: Tensor, pair: Pair, flag: str, *, scale: Tensor, none: None = None) -> Any:
+    """Aux of every kind, from arguments of every kind."""
+    aux = {
+        "mean": x.mean(),
+        "count": torch.tensor(len(x)),
+        "outputs": 2 * x,
+        "pair": Pair(pair.first.sum() / len(x), pair.second),
+        "scale": scale,
+        "float": x.mean().item(),
+        "int": len(x),
+        "word": flag,
+        "none": none,
+        "true": True,
+    }
+    return state, aux
+
+
+@given(k=st.sampled_from([1, 2, 3, 6]), seed=seeds)
+def test_arguments_are_split_and_aux_is_joined(k: int, seed: int) -> None:
+    state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
+    x = 60 * integers((6, 2), seed)
+    pair = Pair(x + 60, "left alone")
+    arguments: Any = (x, pair, "word")
+    _, want = echo(state, *arguments, scale=torch.tensor(2.0))
+    _, got = fzero.accumulate(echo, steps=k)(state, *arguments, scale=torch.tensor(2.0))
+    same(got, want)
+
+
+def test_steps_1_is_the_identity_whatever_the_batch() -> None:
+    state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
+    odd = object()
+    new, aux = fzero.accumulate(lambda s, x, o: (s, (x, o)), steps=1)(state, torch.ones(3, 2), odd)
+    same(aux[0], torch.ones(3, 2))
+    assert aux[1] is odd
+    same(new, state)
+
+
+@given(ranks=worlds, stage=stages, seed=seeds)
+def test_nested_accumulate_multiplies(ranks: int, stage: int, seed: int) -> None:
+    xs = integers((2, ranks, 4), seed)
+    params = {"w": integers((5,), 1), "b": integers((), 2)}
+    inner = lambda fn: fzero.accumulate(fzero.accumulate(fn, steps=2), steps=2)  # noqa: E731
+    got, _, _ = run(inner, one_backward, params, xs, ranks, stage=stage)
+    everywhere(got, train(mean_loss, params, [list(x) for x in xs], torch_sgd), ranks)
+
+
+def test_several_states_are_accumulated_together() -> None:
+    states = {
+        name: fzero.init(torch.full((2,), value), fzero.optim.sgd(1.0), stage=2)
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+
+    def step_fn(states: Any, x: Tensor) -> Any:
+        states, loss = fzero.grad_and_reduce(
+            lambda p, x: (p["a"] * p["b"] * x).mean(0).sum(), states
+        )(x)
+        return fzero.apply_gradients(states), loss
+
+    x = integers((4, 2), 3, torch.float32)
+    got, _ = fzero.accumulate(step_fn, steps=2)(states, x)
+    want, _ = step_fn(states, x)
+    same(fzero.full_params(got), fzero.full_params(want))
+
+
+def two_updates(state: Any, xs: Tensor) -> Any:
+    state, _ = one_backward(state, xs)
+    return one_backward(state, xs)
+
+
+def gradient_after_the_update(state: Any, xs: Tensor) -> Any:
+    state, _ = one_backward(state, xs)
+    return fzero.grad_and_reduce(mean_loss, state)(xs)
+
+
+@pytest.mark.parametrize("fn", [two_updates, gradient_after_the_update])
+def test_a_step_that_goes_on_after_its_update_is_refused(fn: Any) -> None:
+    state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
+    with pytest.raises(PhaseError, match=r"inside fzero.accumulate[\s\S]*Fix: put fzero.accumul"):
+        fzero.accumulate(fn, steps=2)(state, torch.ones(4))
+    fzero.accumulate(fn, steps=1)(state, torch.ones(4))  # one part: nothing is deferred
+
+
+def test_an_error_leaves_the_state_and_its_policy() -> None:
+    def broken(state: Any, xs: Tensor) -> Any:
+        fzero.grad_and_reduce(mean_loss, state)(xs)
+        raise KeyError("mine")
+
+    params = {"w": torch.ones(2).double()}
+    state, xs = fzero.init(params, sgd(), stage=0), integers((4,), 1)
+    with pytest.raises(KeyError):
+        fzero.accumulate(broken, steps=2)(state, xs)
+    got = fzero.full_params(one_backward(state, xs)[0])
+    same(got, train(mean_loss, params, [[xs]], torch_sgd))
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
+def test_steps_that_are_no_count_are_refused(steps: Any) -> None:
+    with pytest.raises(LayoutError, match=r"accumulate: steps=[\s\S]*Fix: give at least 1"):
+        fzero.accumulate(one_backward, steps=steps)
+
+
+def test_a_batch_that_does_not_divide_is_named() -> None:
+    state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
+    step = fzero.accumulate(lambda state, a, *, b: (state, None), steps=2)
+    message = r"b.* of shape \(3, 2\) does not divide into 2 parts[\s\S]*Fix: use batches of a mult"
+    with pytest.raises(LayoutError, match=message):
+        step(state, torch.ones(4), b={"deep": torch.ones(3, 2)})
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        (lambda i: [torch.ones(1)] * i, "another structure[\\s\\S]*Fix: return the same structure"),
+        (lambda i: f"part {i}", "aux differs between parts: 'part 1'[\\s\\S]*Fix: return tensors"),
+    ],
+)
+def test_aux_that_cannot_be_joined_is_refused(aux: Any, message: str) -> None:
+    calls = []
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        calls.append(x)
+        return state, aux(len(calls))
+
+    state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
+    with pytest.raises(LayoutError, match=message):
+        fzero.accumulate(step_fn, steps=2)(state, torch.ones(4))

@@ -1,0 +1,155 @@
+"""Law 10: a donated state cannot be used again, and donation changes no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.errors import DonatedError
+from fzero.state import NAMESPACE
+from tests.oracle import square_loss
+from tests.strategies import integers, keeps, same, seeds, stages, tensors, trees, worlds
+from tests.transforms.steps import many_backwards, sgd
+
+WIDE = (torch.float64,)
+PARAMS = {"w": integers((3, 5), 1), "b": [integers((), 2), integers((0,), 3)]}
+MESSAGE = r"this state was donated[\s\S]*Fix: go on with the state that the step returned"
+
+
+def gradient_only(state: Any, xs: Tensor) -> Any:
+    return fzero.grad_and_reduce(square_loss, state)(xs[0])
+
+
+USES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "full_params": lambda s, xs: fzero.full_params(s),
+    "gradients": lambda s, xs: fzero.gradients(s),
+    "apply_gradients": lambda s, xs: fzero.apply_gradients(s),
+    "grad_and_reduce": gradient_only,
+    "step": lambda s, xs: fzero.coalesce(many_backwards)(s, xs),
+    "global_norm": lambda s, xs: fzero.global_norm(s),
+}
+
+
+@given(
+    tree=trees(WIDE),
+    ranks=worlds,
+    stage=stages,
+    keep=keeps,
+    coalesced=st.booleans(),
+    seed=seeds,
+)
+def test_donation_changes_no_number(
+    tree: Any, ranks: int, stage: int, keep: str, coalesced: bool, seed: int
+) -> None:
+    xs = integers((3, ranks, 2), seed, bound=1)
+    fn = fzero.coalesce(many_backwards) if coalesced else many_backwards
+    ends = []
+    for donate in (True, False):
+        run = fzero.simulate(
+            fzero.shard(fn, stage=stage, keep=keep, donate=donate), world_size=ranks
+        )
+        state = run.init(tree, sgd())
+        losses = []
+        for x in xs:
+            state, loss = run(state, x)
+            losses.append(loss)
+        ends.append((tensors(state), losses))
+    same(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("use", list(USES))
+def test_a_donated_state_cannot_be_used(stage: int, ranks: int, use: str) -> None:
+    xs = integers((ranks, 2), 4)
+    run = fzero.simulate(fzero.shard(many_backwards, stage=stage, donate=True), world_size=ranks)
+    state = run.init(PARAMS, sgd())
+    new, _ = run(state, xs)
+    again = fzero.simulate(USES[use], world_size=ranks)
+    with pytest.raises(DonatedError, match=MESSAGE):
+        again(state, xs)
+    with pytest.raises(DonatedError, match=MESSAGE):
+        run(state, xs)
+    run(new, xs)  # and the new one is good
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_clones_survive_and_views_of_the_old_state_do_not(stage: int) -> None:
+    step = fzero.shard(many_backwards, stage=stage, donate=True)
+    xs = integers((2,), 4)
+    state: Any = step.init(PARAMS, sgd())
+    copy: Any = optree.tree_map(torch.clone, state, namespace=NAMESPACE)
+    alias = state.replace(step=state.step + 7)
+    before = fzero.full_params(state)
+    new, _ = step(state, xs)
+    same(before, PARAMS)
+    same(fzero.full_params(copy), PARAMS)
+    for used in (state, alias):
+        with pytest.raises(DonatedError, match=MESSAGE):
+            fzero.full_params(used)
+    same(tensors(step(copy, xs)[0]), tensors(new))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_an_error_before_the_update_leaves_the_state_good(
+    stage: int, ranks: int, coalesced: bool
+) -> None:
+    fail = [True]
+
+    def step_fn(state: Any, xs: Tensor) -> Any:
+        for x in xs.unbind():
+            state, _ = fzero.grad_and_reduce(square_loss, state)(x)
+        if fail[0]:
+            raise KeyError("mine")
+        return fzero.apply_gradients(state), None
+
+    fn = fzero.coalesce(step_fn) if coalesced else step_fn
+    run = fzero.simulate(fzero.shard(fn, stage=stage, donate=True), world_size=ranks)
+    state, xs = run.init(PARAMS, sgd()), integers((ranks, 2), 4)
+    with pytest.raises(KeyError, match="mine"):
+        run(state, xs)
+    fail[0] = False
+    other = fzero.simulate(fzero.shard(fn, stage=stage), world_size=ranks)
+    want, _ = other(other.init(PARAMS, sgd()), xs)
+    same(tensors(run(state, xs)[0]), tensors(want))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_after_the_update_has_used_the_state_up(ranks: int) -> None:
+    def step_fn(state: Any, xs: Tensor) -> Any:
+        many_backwards(state, xs)
+        raise KeyError("mine")
+
+    run = fzero.simulate(fzero.shard(step_fn, stage=2, donate=True), world_size=ranks)
+    state, xs = run.init(PARAMS, sgd()), integers((ranks, 2), 4)
+    with pytest.raises(KeyError, match="mine"):
+        run(state, xs)
+    with pytest.raises(DonatedError, match=MESSAGE):
+        run(state, xs)
+
+
+def test_without_donation_a_state_can_be_used_any_number_of_times() -> None:
+    step, xs = fzero.shard(many_backwards, stage=1), integers((2,), 4)
+    state = step.init(PARAMS, sgd())
+    first, second = step(state, xs)[0], step(state, xs)[0]
+    same(tensors(first), tensors(second))
+    same(fzero.full_params(state), PARAMS)
+
+
+def test_the_buffers_of_the_old_state_are_the_new_ones() -> None:
+    """The point of it: no second copy of parameters or moments."""
+    step = fzero.shard(many_backwards, stage=0, donate=True)
+    state = step.init({"w": torch.ones(64)}, fzero.optim.adam(0.1))
+    held = [x.data_ptr() for x in (*state.params.flats, *state.optimizer.moments[0])]
+    new, _ = step(state, torch.ones(1))
+    assert [x.data_ptr() for x in (*new.params.flats, *new.optimizer.moments[0])] == held

@@ -1,0 +1,173 @@
+"""Law 5: neutral settings, orders, forms, and how a pipeline prints."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero
+from fzero.errors import LayoutError, PhaseError
+from tests.strategies import integers, same, seeds, stages, worlds
+from tests.transforms.steps import many_backwards, one_backward, sgd
+
+PARAMS = {"w": integers((5,), 1), "b": integers((), 2)}
+NEUTRAL: dict[str, Any] = {
+    "coalesce": fzero.coalesce,
+    "accumulate": lambda fn: fzero.accumulate(fn, steps=1),
+    "clip": lambda fn: fzero.clip(fn, max_norm=None),
+    "shard": lambda fn: fzero.shard(fn, stage=0),
+}
+FREE: dict[str, Any] = {  # in any order
+    "coalesce": fzero.coalesce,
+    "accumulate": lambda fn: fzero.accumulate(fn, steps=2),
+    "clip": lambda fn: fzero.clip(fn, max_norm=3.0),
+}
+
+
+@pytest.mark.parametrize("name", list(NEUTRAL))
+@given(calls=st.integers(1, 3), seed=seeds)
+def test_a_neutral_transform_is_the_identity(name: str, calls: int, seed: int) -> None:
+    state, xs = fzero.init(PARAMS, sgd(), stage=0), integers((calls,), seed)
+    got, want = NEUTRAL[name](many_backwards)(state, xs), many_backwards(state, xs)
+    same(fzero.full_params(got[0]), fzero.full_params(want[0]))
+    same(got, want)
+
+
+def test_simulate_of_one_rank_adds_a_leading_dim_and_nothing_else() -> None:
+    xs = integers((3,), 1)
+    run = fzero.simulate(fzero.shard(many_backwards, stage=0), world_size=1)
+    state, loss = run(run.init(PARAMS, sgd()), xs[None])
+    want, want_loss = many_backwards(fzero.init(PARAMS, sgd(), stage=0), xs)
+    same(loss, want_loss[None])
+    same(state.params.flats, tuple(flat[None] for flat in want.params.flats))
+
+
+@given(order=st.permutations(list(FREE)), ranks=worlds, stage=stages, seed=seeds)
+def test_orders_that_do_not_matter_agree(
+    order: list[str], ranks: int, stage: int, seed: int
+) -> None:
+    xs = integers((ranks, 4), seed, bound=1)
+
+    def trained(names: list[str]) -> Any:
+        fn: Any = one_backward
+        for name in reversed(names):
+            fn = FREE[name](fn)
+        run = fzero.simulate(fzero.shard(fn, stage=stage), world_size=ranks)
+        state, loss = run(run.init(PARAMS, sgd()), xs)
+        return fzero.simulate(fzero.full_params, world_size=ranks)(state), loss
+
+    got, want = trained(order), trained(list(FREE))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+SIMULATED = fzero.simulate(one_backward, world_size=2)
+WRONG = [
+    (lambda: fzero.shard(fzero.shard(one_backward, stage=1), stage=1), "with one shard"),
+    (lambda: fzero.coalesce(fzero.coalesce(one_backward)), "with one coalesce"),
+    (lambda: fzero.simulate(SIMULATED, world_size=2), "one fzero.simulate, outermost"),
+    (lambda: fzero.shard(SIMULATED, stage=1), r"fzero.simulate\(fzero.shard\("),
+    (lambda: fzero.coalesce(SIMULATED), r"fzero.simulate\(fzero.shard\(fzero.coalesce\("),
+    (lambda: fzero.accumulate(SIMULATED, steps=2), r"fzero.simulate\(fzero.accumulate\("),
+    (lambda: fzero.clip(SIMULATED, max_norm=1.0), r"fzero.simulate\(fzero.clip\("),
+    (lambda: fzero.remat(SIMULATED), "remat around a layer inside the loss"),
+]
+
+
+@pytest.mark.parametrize(("make", "right"), WRONG)
+def test_an_order_that_cannot_be_right_is_refused_with_the_right_one(make: Any, right: str) -> None:
+    with pytest.raises(LayoutError, match=rf"around [\s\S]*Fix: write .*{right}"):
+        make()
+
+
+def test_a_pipeline_prints_as_it_is_written() -> None:
+    def step_fn(state: Any) -> Any:
+        return state, None
+
+    pipeline = fzero.shard(fzero.coalesce(step_fn), stage=3)
+    assert repr(pipeline) == "shard(stage=3) . coalesce . step_fn"
+    assert repr(fzero.simulate(pipeline, world_size=4)) == (
+        "simulate(world_size=4) . shard(stage=3) . coalesce . step_fn"
+    )
+    clipped = fzero.clip(fzero.accumulate(step_fn, steps=2), max_norm=1.0)
+    assert repr(clipped) == "clip(max_norm=1.0) . accumulate(steps=2) . step_fn"
+    kept = fzero.shard(step_fn, stage=3, keep="window", donate=True)
+    assert repr(kept) == "shard(stage=3, keep='window', donate=True) . step_fn"
+
+
+def test_the_decorator_form_is_the_call_form() -> None:
+    def plain(state: Any, x: Any, *, flag: bool = False) -> Any:
+        """What it does."""
+        return state, (x, flag)
+
+    decorators = [
+        (fzero.shard(stage=1), fzero.shard(plain, stage=1)),
+        (fzero.coalesce, fzero.coalesce(plain)),
+        (fzero.coalesce(), fzero.coalesce(plain)),
+        (fzero.accumulate(steps=1), fzero.accumulate(plain, steps=1)),
+        (fzero.clip(max_norm=1.0), fzero.clip(plain, max_norm=1.0)),
+    ]
+    for decorator, called in decorators:
+        made = decorator(plain)
+        assert repr(made) == repr(called)
+        assert made.__name__ == "plain"
+        assert made.__doc__ == "What it does."
+        assert inspect.unwrap(made) is plain
+        state = fzero.init(PARAMS, sgd(), stage=1)
+        _, aux = made(state, 3, flag=True)
+        assert aux == (3, True)
+    one = fzero.simulate(world_size=2)(lambda: fzero.axis_index())
+    assert one().tolist() == [0, 1]
+
+
+DECORATORS: list[Any] = [
+    fzero.shard(stage=1),
+    fzero.coalesce(),
+    fzero.accumulate(steps=2),
+    fzero.clip(max_norm=1.0),
+    fzero.simulate(world_size=4),
+    fzero.remat(),
+]
+
+
+@pytest.mark.parametrize("decorate", DECORATORS)
+@pytest.mark.parametrize("given_", [2, "fn", {"w": 1}])
+def test_what_is_no_function_is_refused(decorate: Any, given_: Any) -> None:
+    with pytest.raises(LayoutError, match=r"not a function[\s\S]*Fix: write fzero\."):
+        decorate(given_)
+
+
+@pytest.mark.parametrize("wrap", [fzero.coalesce, NEUTRAL["accumulate"], NEUTRAL["shard"]])
+@pytest.mark.parametrize("returned", [lambda s: s, lambda s: (s, 1, 2), lambda s: [s, 1]])
+def test_a_step_must_return_state_and_aux(wrap: Any, returned: Any) -> None:
+    state = fzero.init(PARAMS, sgd(), stage=0)
+    with pytest.raises(LayoutError, match=r"not \(state, aux\)[\s\S]*Fix: end it with `return"):
+        wrap(returned)(state)
+
+
+def test_init_without_shard_is_refused() -> None:
+    with pytest.raises(PhaseError, match=r"has no init[\s\S]*Fix: wrap it: fzero.shard"):
+        fzero.coalesce(one_backward).init(PARAMS, sgd())
+    with pytest.raises(LayoutError, match=r"Fix: fzero.simulate\(fzero.shard"):
+        fzero.simulate(one_backward, world_size=2).init(PARAMS, sgd())
+
+
+def test_init_is_found_through_the_transforms_around_shard() -> None:
+    step = fzero.clip(fzero.shard(one_backward, stage=3), max_norm=1.0)
+    assert step.init(PARAMS, sgd()).stage == 3
+
+
+def test_a_state_of_another_stage_or_world_is_refused() -> None:
+    state = fzero.init(PARAMS, sgd(), stage=1)
+    with pytest.raises(LayoutError, match=r"stage 1 was given to a step of stage 2[\s\S]*Fix: use"):
+        fzero.shard(one_backward, stage=2)(state, torch.ones(1))
+    two = fzero.simulate(fzero.shard(one_backward, stage=1), world_size=2).init(PARAMS, sgd())
+    with pytest.raises(fzero.AxisError, match=r"2 virtual ranks[\s\S]*Fix: call `fzero.simulate"):
+        fzero.shard(one_backward, stage=1)(two, torch.ones(1))
+    three = fzero.simulate(fzero.shard(one_backward, stage=1), world_size=3)
+    with pytest.raises(LayoutError, match="dim 0 must be the 3 ranks"):
+        three(two, torch.ones(3, 1))

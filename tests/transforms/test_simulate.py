@@ -1,0 +1,184 @@
+"""`simulate`: stacked in, stacked out; any Python; errors and random numbers of each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.errors import AxisError, LayoutError, PhaseError
+from tests.strategies import Block, Pair, everywhere, integers, on_rank, same, seeds, trees, worlds
+
+
+@given(tree=trees(max_leaves=4), ranks=worlds)
+def test_every_tensor_has_a_leading_rank_dim_in_and_out(tree: Any, ranks: int) -> None:
+    stacked = fzero.simulate(lambda: tree, world_size=ranks)()
+    everywhere(stacked, tree, ranks)
+    back = fzero.simulate(lambda t, *, kw: Pair(t, kw), world_size=ranks)(stacked, kw=stacked)
+    same(back, Pair(stacked, stacked))
+
+
+@given(ranks=worlds, seed=seeds)
+def test_each_rank_gets_its_own_row(ranks: int, seed: int) -> None:
+    xs = integers((ranks, 3), seed)
+    rows = fzero.simulate(lambda x: x * (fzero.axis_index() + 1), world_size=ranks)(xs)
+    same(rows, xs * torch.arange(1.0, ranks + 1).double()[:, None])
+
+
+def test_numbers_become_tensors_and_other_leaves_come_back_as_they_are() -> None:
+    def body(word: str) -> Any:
+        rank, size = fzero.axis_index(), fzero.axis_size()
+        block = Block(weight=torch.tensor(rank), bias=None, name=word)
+        return {"int": rank, "float": rank / size, "bool": rank > 0, "word": word, "block": block}
+
+    got = fzero.simulate(body, world_size=2)("w")
+    assert got["int"].tolist() == [0, 1]
+    assert got["float"].tolist() == [0.0, 0.5]
+    assert got["bool"].tolist() == [False, True]
+    assert got["word"] == "w"
+    assert (got["block"].name, got["block"].weight.tolist()) == ("w", [0, 1])
+
+
+@given(ranks=worlds, draws=st.integers(0, 3), seed=seeds)
+def test_every_rank_draws_what_a_process_with_this_seed_draws(
+    ranks: int, draws: int, seed: int
+) -> None:
+    def body() -> Tensor:
+        rows = []
+        for _ in range(draws):
+            rows.append(torch.rand(2))
+            fzero.psum(torch.ones(1))  # the baton goes round between the draws
+        return torch.stack([*rows, torch.rand(2)])
+
+    torch.manual_seed(seed)
+    got = fzero.simulate(body, world_size=ranks)()
+    after = torch.rand(2)
+    torch.manual_seed(seed)
+    want = torch.stack([torch.rand(2) for _ in range(draws + 1)])
+    everywhere(got, want, ranks)
+    same(after, torch.rand(2))
+
+
+def test_ranks_can_have_random_numbers_of_their_own() -> None:
+    def body() -> Tensor:
+        torch.manual_seed(fzero.axis_index())
+        fzero.psum(torch.ones(1))
+        return torch.rand(2)
+
+    got = fzero.simulate(body, world_size=3)()
+    for rank in range(3):
+        torch.manual_seed(rank)
+        same(on_rank(got, rank), torch.rand(2))
+
+
+@given(ranks=worlds, odd=st.integers(0, 3), before=st.integers(0, 2))
+def test_an_error_on_one_rank_is_raised_with_its_rank(ranks: int, odd: int, before: int) -> None:
+    odd = odd % ranks
+
+    def body() -> Tensor:
+        for _ in range(before):
+            fzero.psum(torch.ones(1))
+        if fzero.axis_index() == odd:
+            raise KeyError("mine")
+        return fzero.psum(torch.ones(1))
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        fzero.simulate(body, world_size=ranks)()
+    assert f"(raised on virtual rank {odd} of {ranks})" in caught.value.__notes__
+    after = fzero.simulate(lambda: fzero.psum(1.0), world_size=ranks)()
+    same(after, torch.full((ranks,), float(ranks)))
+
+
+def test_a_rank_that_needs_no_collective_may_finish_first() -> None:
+    done = []
+
+    def body() -> float:
+        if fzero.axis_index() == 0:
+            done.append("rank 0")
+            return 0.0
+        done.append("another")
+        return 1.0
+
+    assert fzero.simulate(body, world_size=3)().tolist() == [0.0, 1.0, 1.0]
+    assert sorted(done) == ["another", "another", "rank 0"]
+
+
+def test_no_virtual_rank_outlives_the_call() -> None:
+    import threading
+
+    before = threading.active_count()
+    fzero.simulate(lambda: fzero.psum(torch.ones(1)), world_size=4)()
+    assert threading.active_count() == before
+    assert fzero.axis_size() == 1
+
+
+def test_grad_mode_is_the_callers() -> None:
+    body = fzero.simulate(torch.is_grad_enabled, world_size=2)
+    assert body().tolist() == [True, True]
+    with torch.no_grad():
+        assert body().tolist() == [False, False]
+
+
+def test_ranks_may_take_different_ways_between_collectives() -> None:
+    def body() -> Tensor:
+        x = torch.tensor(2.0)
+        for _ in range(fzero.axis_index()):
+            x = torch.func.grad(lambda x: x**3)(x)
+        return fzero.psum(x)
+
+    assert fzero.simulate(body, world_size=2)().tolist() == [14.0, 14.0]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_inside_another_simulate_or_a_transform_it_is_refused(transform: Any) -> None:
+    run = fzero.simulate(lambda x: x, world_size=2)
+    message = r"inside another simulate, a torch.func transform[\s\S]*Fix: put it inside"
+    with pytest.raises(PhaseError, match=message):
+        transform(lambda x: run(x).sum())(torch.ones(2, 2))
+    with pytest.raises(PhaseError, match=message):
+        fzero.simulate(lambda x: run(x), world_size=2)(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("x", [torch.ones(3), torch.ones(3, 2), torch.tensor(1.0)])
+def test_a_tensor_without_the_rank_dim_is_named(x: Tensor) -> None:
+    message = r"\['x'\].* has shape .*; dim 0 must be the 2 ranks[\s\S]*Fix: stack one for each"
+    with pytest.raises(LayoutError, match=message):
+        fzero.simulate(lambda d: d, world_size=2)({"x": x})
+
+
+def of_rank(values: list[Any]) -> Any:
+    return values[fzero.axis_index()]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([torch.ones(1), torch.ones(2)], r"tensors .*\(1,\), \(2,\)[\s\S]*Fix: pad it"),
+        ([torch.ones(1), "text"], r"or no tensor[\s\S]*Fix: "),
+        (["a", "b"], r"different values: \['a', 'b'\][\s\S]*Fix: return tensors"),
+        ([{"a": 1}, {"b": 1}], r"rank 1 returned .*rank 0[\s\S]*Fix: return the same structure"),
+    ],
+)
+def test_results_that_cannot_be_stacked_are_refused(values: list[Any], message: str) -> None:
+    def body() -> Any:
+        return of_rank(values)
+
+    with pytest.raises(LayoutError, match=message):
+        fzero.simulate(body, world_size=2)()
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, True, "2"])
+def test_a_world_that_cannot_be_is_refused(world_size: Any) -> None:
+    with pytest.raises(LayoutError, match=r"world_size=[\s\S]*Fix: give at least 1"):
+        fzero.simulate(lambda: 1, world_size=world_size)
+
+
+def test_a_virtual_axis_outside_is_refused() -> None:
+    axis = fzero.simulate(lambda: fzero.world(), world_size=2)()
+    with pytest.raises(AxisError, match=r"none run here[\s\S]*Fix: call `fzero.simulate"):
+        fzero.psum(torch.ones(1), axis)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import importlib
 import os
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -178,6 +179,10 @@ def _axis_of_group(group: dist.ProcessGroup, name: str = "dp") -> Axis:
 
 
 def _start_group() -> None:
+    # Its functions take the world as default argument when it is imported, as checkpoints do: if
+    # that is after the start, the group outlives destroy_process_group, and a gloo thread that
+    # then frees a tensor while the interpreter ends aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

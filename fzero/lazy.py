@@ -12,20 +12,18 @@ the unit runs in forward, and again in backward, without recomputing activations
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from fzero.collectives import exchange_ids, gather_many, scatter_many
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, Runtime
 from fzero.packing import pack, pack_copied, unpack
-from fzero.state.layout import Layout
-from fzero.virtual import in_forward_mode
+from fzero.placeholder import LazyParam, Unit
 
 CAPACITY = 2  # units held at once: the one that runs, and the one that it takes over from
 
@@ -37,15 +35,6 @@ class _Ask(IntEnum):
     REDUCE = 1  # the gradient of a group, in the one final backward
     INNER_REDUCE = 2  # a gradient taken inside the loss (a gradient penalty)
     INNER_GATHER = 3  # the cotangent of one of those
-
-
-class Unit(NamedTuple):
-    """One group of one state: what is gathered, and reduced, together."""
-
-    layout: Layout
-    index: int
-    shard: Tensor
-    ordered: bool
 
 
 class Gatherer:
@@ -63,20 +52,35 @@ class Gatherer:
     """
 
     def __init__(self, units: Sequence[Unit], axis: Axis, *, lockstep: bool) -> None:
-        self.units, self.axis, self.lockstep = units, axis, lockstep
-        self._held: OrderedDict[int, Tensor] = OrderedDict()
+        self.units = units
+        self.axis, self.lockstep = axis, lockstep
+        self._held: OrderedDict[int, list[Tensor]] = OrderedDict()
         self._served: dict[int, Tensor] = {}
         self._final = False
 
-    def full(self, unit: int) -> Tensor:
-        """Return the full flat [W l] of `unit`, gathering it unless it is still held."""
+    def leaf(self, unit: int, position: int) -> Tensor:
+        """Return a full leaf of `unit`, gathering the unit unless it is still held."""
         if unit in self._held:
             self._held.move_to_end(unit)
-            return self._held[unit]
+            return self._held[unit][position]
         while len(self._held) >= CAPACITY:  # make room first: never three units at once
             self._held.popitem(last=False)
-        self._held[unit] = self.collective(_Ask.GATHER, unit, None)
-        return self._held[unit]
+        layout, index = self.units[unit].layout, self.units[unit].index
+        self._held[unit] = unpack(layout, index, self.collective(_Ask.GATHER, unit, None))
+        return self._held[unit][position]
+
+    def begin_write(self, placeholder: LazyParam, func: Any) -> None:
+        """Refuse: a write would reach the gathered copy only, and be forgotten."""
+        raise LayoutError(
+            explain(
+                f"the loss writes to {placeholder!r} in place ({func}).",
+                cause="an in-place method (add_, copy_, ...) on a parameter.",
+                fix="clone it first, or use the out-of-place form; losses are pure.",
+            )
+        )
+
+    def end_write(self, placeholder: LazyParam) -> None:
+        """Not reached: `begin_write` raises."""
 
     def begin_backward(self) -> None:
         """Let go of what forward gathered: it is not kept for backward."""
@@ -148,103 +152,6 @@ class Gatherer:
 
 class PeerFailedError(AxisError):
     """Another rank raised; nobody needs to be told so again."""
-
-
-class LazyParam(torch.Tensor):
-    """A parameter of the full shape without storage: a leaf of a unit, then some views.
-
-    Any kernel that is given one gets the gathered values; views of it stay lazy.
-    """
-
-    gatherer: Gatherer
-    where: tuple[int, int]  # unit, position of the leaf in it
-    meta: Tensor
-    views: tuple[Callable[[Tensor], Tensor], ...]
-
-    @staticmethod
-    def __new__(
-        cls,
-        gatherer: Gatherer,
-        where: tuple[int, int],
-        meta: Tensor,
-        views: tuple[Callable[[Tensor], Tensor], ...] = (),
-    ) -> LazyParam:
-        """Make the placeholder; `meta` has its shape and strides."""
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=gatherer.units[where[0]].shard.device,
-        )
-        made.gatherer, made.where, made.meta, made.views = gatherer, where, meta, views
-        return made
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    def full(self) -> Tensor:
-        """Return the values, gathered."""
-        number, position = self.where
-        unit = self.gatherer.units[number]
-        x = unpack(unit.layout, unit.index, self.gatherer.full(number))[position]
-        for view in self.views:
-            x = view(x)
-        return x
-
-    def __repr__(self) -> str:
-        number, position = self.where
-        unit = self.gatherer.units[number]
-        leaf = unit.layout.leaves[unit.layout.groups[unit.index].leaves[position]]
-        return f"LazyParam({leaf.path}, shape={tuple(self.shape)})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Keep views lazy; gather for everything else."""
-        kwargs = kwargs or {}
-        _refuse_writes(func, args, kwargs)
-        # Forward mode insists that a view and its base share storage, so there it must gather.
-        if _is_view(func) and isinstance(args[0], cls) and not in_forward_mode():
-            first, rest = args[0], args[1:]
-            meta = func(first.meta, *rest, **kwargs)
-            if isinstance(meta, Tensor):
-                view = _Replay(func, rest, kwargs)
-                return cls(first.gatherer, first.where, meta, (*first.views, view))
-        args, kwargs = tree_map_only(cls, cls.full, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-class _Replay:
-    """A view op with its arguments, to be applied to the gathered values."""
-
-    __slots__ = ("args", "func", "kwargs")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.func(x, *self.args, **self.kwargs)
-
-
-def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """A write would reach the gathered copy only, and be forgotten at the next gather."""
-    if not func._schema.is_mutable:
-        return
-    for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(value, LazyParam):
-            raise LayoutError(
-                explain(
-                    f"the loss writes to {value!r} in place ({func}).",
-                    cause="an in-place method (add_, copy_, ...) on a parameter.",
-                    fix="clone it first, or use the out-of-place form; losses are pure.",
-                )
-            )
-
-
-def _is_view(func: Any) -> bool:
-    return func.is_view or func is torch.ops.aten.detach.default
 
 
 class _Defer(torch.autograd.Function):

@@ -90,8 +90,8 @@ def world() -> Axis:
     """Return the default axis: every rank that this program was started with.
 
     Inside `fzero.simulate` these are the virtual ranks; with a process group, its ranks; under
-    torchrun without one, the group is started here (nccl with a GPU per rank, gloo without);
-    else one local rank.
+    torchrun without one, the group is started here (gloo for CPU tensors, and with GPUs nccl for
+    CUDA tensors); else one local rank.
 
     Example:
         >>> world().size
@@ -187,8 +187,15 @@ def _start_group() -> None:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     timeout = datetime.timedelta(seconds=float(os.environ.get("FZERO_TIMEOUT_S", "600")))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    dist.init_process_group(_backends(on_gpu), timeout=timeout)
     atexit.register(_stop_group)
+
+
+def _backends(on_gpu: bool) -> str:
+    """With GPUs both: what ranks agree on in passing goes over gloo, and syncs no device."""
+    if not on_gpu:
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if dist.is_gloo_available() else "nccl"
 
 
 def _stop_group() -> None:

@@ -7,7 +7,7 @@ flats --unflatten--> params
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -69,14 +69,15 @@ def plan_layout(
     bucket_bytes: int | None = None,
     unit: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
+    kind: Callable[[str], Hashable] | None = None,
     placing: Placing = contiguous,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks.
 
-    Groups hold leaves of one dtype, all trainable or all frozen. With `bucket_bytes` (stages 0
-    to 2) consecutive leaves share a bucket up to that size; without it (stage 3) the leaves of
-    one `unit(path)` share a group. On one rank each leaf is a group of its own: there is no
-    collective to save, and so no copy to make.
+    Groups hold leaves of one dtype and one `kind(path)`, all trainable or all frozen. With
+    `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
+    (stage 3) the leaves of one `unit(path)` share a group. On one rank each leaf is a group of
+    its own: there is no collective to save, and so no copy to make.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -95,9 +96,9 @@ def plan_layout(
         members = [[i] for i in range(len(leaves))]
         names = [leaf.path for leaf in leaves]
     elif bucket_bytes is None:
-        members, names = _by_unit(leaves, unit)
+        members, names = _by_unit(leaves, unit, kind or _any_kind)
     else:
-        members = list(_by_size(leaves, bucket_bytes))
+        members = list(_by_size(leaves, bucket_bytes, kind or _any_kind))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
         _group(name, [leaves[i] for i in ids], ids, ranks, placing)
@@ -222,12 +223,18 @@ def _identity(tensor: Tensor) -> Any:
     return (tensor.data_ptr(), *shape, tensor.dtype, tensor.device)
 
 
-def _by_size(leaves: Sequence[Leaf], bucket_bytes: int) -> Iterator[list[int]]:
-    def kind(i: int) -> tuple[torch.dtype, bool]:
-        return leaves[i].dtype, leaves[i].trainable
+def _any_kind(path: str) -> Hashable:
+    return None
 
-    order = sorted(range(len(leaves)), key=lambda i: (str(kind(i)), i))
-    for (dtype, _), ids in groupby(order, key=kind):
+
+def _by_size(
+    leaves: Sequence[Leaf], bucket_bytes: int, kind: Callable[[str], Hashable]
+) -> Iterator[list[int]]:
+    def shared(i: int) -> tuple[torch.dtype, bool, Hashable]:
+        return leaves[i].dtype, leaves[i].trainable, kind(leaves[i].path)
+
+    order = sorted(range(len(leaves)), key=lambda i: (str(shared(i)), i))
+    for (dtype, *_), ids in groupby(order, key=shared):
         bucket: list[int] = []
         held = 0
         for i in ids:
@@ -241,11 +248,12 @@ def _by_size(leaves: Sequence[Leaf], bucket_bytes: int) -> Iterator[list[int]]:
 
 
 def _by_unit(
-    leaves: Sequence[Leaf], unit: Callable[[str], str]
+    leaves: Sequence[Leaf], unit: Callable[[str], str], kind: Callable[[str], Hashable]
 ) -> tuple[list[list[int]], list[str]]:
     found: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        found.setdefault((unit(leaf.path), leaf.dtype, leaf.trainable), []).append(i)
+        key = (unit(leaf.path), leaf.dtype, leaf.trainable, kind(leaf.path))
+        found.setdefault(key, []).append(i)
     return list(found.values()), [key[0] for key in found]
 
 

@@ -21,7 +21,7 @@ LEVELS = (
     ("_skeleton", "virtual"),
     ("mesh",),
     ("state",),
-    ("packing",),
+    ("packing", "placeholder"),
     ("collectives", "partition"),
     ("functional", "lazy", "optim"),
     ("transforms",),

@@ -1,45 +1,86 @@
 """How a collective runs: on virtual ranks, on gloo, on nccl. The only calls of torch.distributed.
 
 Every function takes a list of buffers and starts all of them before it waits for the first, for
-a collective costs its latency whatever its size. None of them knows about autograd.
+a collective costs its latency whatever its size. `begin_*` stops there and returns what is
+`Started`; the function without that word waits for it. None of them knows about autograd.
 
 The choices for gloo are measured (`benchmarks/collectives.py`): its reduce_scatter moves the
 bytes of an all_reduce, so an all_to_all with a local sum in rank order is used (which is
 deterministic, and can add 16-bit floats in fp32); its all_gather is slower than one broadcast
-from each rank.
+from each rank. A group may have a backend for each kind of device; the tensors decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fzero.collectives._log import note
+from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
 from fzero.virtual import current_ranks
 
 _LOW = (torch.float16, torch.bfloat16)
 
 
+class Started(NamedTuple):
+    """A collective under way: its works, and what is left to do on this rank once they are over."""
+
+    op: str
+    axis: Axis
+    works: Sequence[Any]
+    finish: Callable[[], list[Tensor]]
+    held: Sequence[Tensor] = ()  # what the works read, which must live as long as they do
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the works, then finish; once only, for finishing may communicate again."""
+        _wait(self.works, self.op, self.axis)
+        return self.finish()
+
+
 def all_gather(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Each [l, *t] -> [r l, *t], the ranks' shards in rank order."""
-    shards = [shard.contiguous() for shard in shards]
-    if axis.runtime is Runtime.VIRTUAL:
-        outs = [torch.cat(per_rank) for per_rank in _swap("all_gather", shards, axis)]
-    else:
-        outs = [shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
-        _gather_into(outs, shards, axis)
-    for out in outs:
-        note("all_gather", axis, out.numel(), out.dtype)
-    return outs
+    return begin_all_gather(shards, axis).wait()
 
 
 def reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) -> list[Tensor]:
     """Each [r l, *t] -> [l, *t]: this rank's rows of the sum over ranks."""
+    return begin_reduce_scatter(fulls, axis, ordered=ordered).wait()
+
+
+def all_reduce(
+    values: Sequence[Tensor], axis: Axis, *, ordered: bool, owned: bool = False
+) -> list[Tensor]:
+    """Each [*t] -> [*t]: the sum over ranks, on every rank; in place if they are `owned`."""
+    return begin_all_reduce(values, axis, ordered=ordered, owned=owned).wait()
+
+
+def gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> None:
+    """Each [r l]: rows of rank r are right on rank r only; make them right on every rank."""
+    begin_gather_in_place(fulls, axis).wait()
+
+
+def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
+    """Start `all_gather`."""
+    shards = [shard.contiguous() for shard in shards]
+    if axis.runtime is Runtime.VIRTUAL:
+        outs = [torch.cat(per_rank) for per_rank in _swap("all_gather", shards, axis)]
+        started = given(outs, axis)
+    else:
+        outs = [shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
+        started = _begin_gather_into(outs, shards, axis)
+    for out in outs:
+        note("all_gather", axis, out.numel(), out.dtype)
+    return started
+
+
+def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) -> Started:
+    """Start `reduce_scatter`."""
     fulls = [full.contiguous() for full in fulls]
     for full in fulls:
         note("reduce_scatter", axis, full.numel(), full.dtype)
@@ -51,37 +92,51 @@ def reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) -> lis
             )
             for f in fulls
         ]
-        return [
+        sums = [
             _sum_in_order([x[row] for x in xs]) for xs, row in zip(per_buffer, rows, strict=True)
         ]
+        return given(sums, axis)
     group = axis.group()
-    if _is_gloo(group) or ordered:
-        return _scatter_by_exchange(fulls, axis, group)
+    if ordered or any(_is_gloo(group, full.device) for full in fulls):
+        return _begin_scatter_by_exchange(fulls, axis, "reduce_scatter")
     outs = [full.new_empty(full.shape[0] // axis.size, *full.shape[1:]) for full in fulls]
-    with dist._coalescing_manager(group, async_ops=True) as work:
-        for out, full in zip(outs, fulls, strict=True):
-            _native("reduce_scatter")(out, full, group=group)
-    work.wait()
-    return outs
+    works = _in_one_go("reduce_scatter", list(zip(outs, fulls, strict=True)), group)
+    return Started("reduce_scatter", axis, works, lambda: outs, fulls)
 
 
-def all_reduce(
+def begin_all_reduce(
     values: Sequence[Tensor], axis: Axis, *, ordered: bool, owned: bool = False
-) -> list[Tensor]:
-    """Each [*t] -> [*t]: the sum over ranks, on every rank; in place if they are `owned`."""
+) -> Started:
+    """Start `all_reduce`. Summed by exchange, its gather is communicated when it is waited for."""
     for value in values:
         note("all_reduce", axis, value.numel(), value.dtype)
     if axis.runtime is Runtime.VIRTUAL:
-        return [_sum_in_order(xs) for xs in _swap("all_reduce", values, axis)]
+        return given([_sum_in_order(xs) for xs in _swap("all_reduce", values, axis)], axis)
     group = axis.group()
-    by_exchange = ordered or (_is_gloo(group) and any(v.dtype in _LOW for v in values))
-    if by_exchange:
-        return _reduce_by_exchange(values, axis, group)
+    if ordered or any(v.dtype in _LOW and _is_gloo(group, v.device) for v in values):
+        return _begin_reduce_by_exchange(values, axis)
     outs = list(values)
     if not owned:
         outs = [value.clone(memory_format=torch.contiguous_format) for value in values]
-    _wait([dist.all_reduce(out, group=group, async_op=True) for out in outs])
-    return outs
+    works = [dist.all_reduce(out, group=group, async_op=True) for out in outs]
+    return Started("all_reduce", axis, works, lambda: outs)
+
+
+def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
+    """Start `gather_in_place`; what it gives are the `fulls`."""
+    for full in fulls:
+        note("all_gather", axis, full.numel(), full.dtype)
+    shards = [full.chunk(axis.size)[axis.rank] for full in fulls]
+    if axis.runtime is Runtime.VIRTUAL:
+        for full, per_rank in zip(fulls, _swap("all_gather", shards, axis), strict=True):
+            full.copy_(torch.cat(per_rank))
+        return given(fulls, axis)
+    return _begin_gather_into(fulls, shards, axis)
+
+
+def given(outs: Sequence[Tensor], axis: Axis) -> Started:
+    """What is there already, as if it had been started."""
+    return Started("nothing", axis, (), lambda: list(outs))
 
 
 def broadcast_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
@@ -94,36 +149,34 @@ def broadcast_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     group = axis.group()
     outs = [value.contiguous().clone() for value in values]
     source = dist.get_global_rank(group, 0)
-    _wait([dist.broadcast(out, source, group=group, async_op=True) for out in outs])
+    works = [dist.broadcast(out, source, group=group, async_op=True) for out in outs]
+    _wait(works, "broadcast", axis)
     return outs
 
 
-def gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> None:
-    """Each [r l]: rows of rank r are right on rank r only; make them right on every rank."""
-    for full in fulls:
-        note("all_gather", axis, full.numel(), full.dtype)
-    shards = [full.chunk(axis.size)[axis.rank] for full in fulls]
-    if axis.runtime is Runtime.VIRTUAL:
-        for full, per_rank in zip(fulls, _swap("all_gather", shards, axis), strict=True):
-            full.copy_(torch.cat(per_rank))
-    else:
-        _gather_into(fulls, shards, axis)
-
-
 def exchange_ids(code: int, axis: Axis) -> list[int]:
-    """Return every rank's `code` in rank order: eight bytes from each."""
-    note("agree", axis, axis.size, torch.int64)
+    """Return every rank's `code` in rank order: eight bytes from each.
+
+    They go over the CPU where the group can do that, so that no rank waits for its GPU.
+    """
+    return [codes[0] for codes in exchange_many([code], axis, width=1)]
+
+
+def exchange_many(codes: Sequence[int], axis: Axis, *, width: int) -> list[list[int]]:
+    """Return every rank's `codes` in rank order: up to `width` each, filled up with zeros."""
+    note("agree", axis, width * axis.size, torch.int64)
+    filled = [*codes, *(0 for _ in range(width - len(codes)))]
     if axis.runtime is Runtime.VIRTUAL:
-        return [int(c) for c in _ranks(axis).exchange("agree", code)]
+        return [list(theirs) for theirs in _ranks(axis).exchange("agree", filled)]
     group = axis.group()
-    device = (
-        torch.device("cpu")
-        if _is_gloo(group)
-        else torch.device("cuda", torch.cuda.current_device())
-    )
-    out = torch.empty(axis.size, dtype=torch.int64, device=device)
-    _native("all_gather")(out, torch.tensor([code], dtype=torch.int64, device=device), group=group)
-    return out.tolist()
+    device = torch.device("cpu")
+    if not _backend_of(group, device):
+        device = torch.device("cuda", torch.cuda.current_device())
+    mine = torch.tensor(filled, dtype=torch.int64, device=device)
+    out = torch.empty(axis.size * width, dtype=torch.int64, device=device)
+    with _explained("agree", axis):
+        _native("all_gather")(out, mine, group=group)
+    return out.view(axis.size, width).tolist()
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
@@ -133,52 +186,70 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     if axis.runtime is Runtime.VIRTUAL:
         return _ranks(axis).exchange("gather_objects", value)
     out: list[Any] = [None] * axis.size
-    dist.all_gather_object(out, value, group=axis.group())
+    with _explained("gather_objects", axis):
+        dist.all_gather_object(out, value, group=axis.group())
     return out
 
 
-def _gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis) -> None:
+def _begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis) -> Started:
     group = axis.group()
-    if not _is_gloo(group):
-        with dist._coalescing_manager(group, async_ops=True) as work:
-            for out, shard in zip(outs, shards, strict=True):
-                _native("all_gather")(out, shard, group=group)
-        work.wait()
-        return
-    works = []
+    works, native = [], []
     for out, shard in zip(outs, shards, strict=True):
-        for rank, rows in enumerate(out.chunk(axis.size) if out.numel() else ()):
+        if not out.numel():
+            continue
+        if not _is_gloo(group, out.device):
+            native.append((out, shard))
+            continue
+        for rank, rows in enumerate(out.chunk(axis.size)):
             if rank == axis.rank and rows.data_ptr() != shard.data_ptr():
                 rows.copy_(shard)
             source = dist.get_global_rank(group, rank)
             works.append(dist.broadcast(rows, source, group=group, async_op=True))
-    _wait(works)
+    if native:
+        works += _in_one_go("all_gather", native, group)
+    return Started("all_gather", axis, works, lambda: list(outs), shards)
 
 
-def _scatter_by_exchange(
-    fulls: Sequence[Tensor], axis: Axis, group: dist.ProcessGroup
-) -> list[Tensor]:
+def _begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> Started:
+    group = axis.group()
     received = [torch.empty_like(full) for full in fulls]
     works = [
         dist.all_to_all_single(got, full, group=group, async_op=True)
         for got, full in zip(received, fulls, strict=True)
         if full.numel()
     ]
-    _wait(works)
-    return [_sum_in_order(got.chunk(axis.size)) if got.numel() else got for got in received]
+
+    def finish() -> list[Tensor]:
+        return [_sum_in_order(got.chunk(axis.size)) if got.numel() else got for got in received]
+
+    return Started(op, axis, works, finish, fulls)
 
 
-def _reduce_by_exchange(
-    values: Sequence[Tensor], axis: Axis, group: dist.ProcessGroup
-) -> list[Tensor]:
+def _begin_reduce_by_exchange(values: Sequence[Tensor], axis: Axis) -> Started:
     """All-reduce as a scatter and a gather, so that each element is summed in rank order."""
     fulls = []
     for value in values:
         flat = value.reshape(-1)
         fulls.append(torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size)))
-    outs = [torch.empty_like(full) for full in fulls]
-    _gather_into(outs, _scatter_by_exchange(fulls, axis, group), axis)
-    return [out[: v.numel()].view(v.shape) for out, v in zip(outs, values, strict=True)]
+    first = _begin_scatter_by_exchange(fulls, axis, "all_reduce")
+
+    def finish() -> list[Tensor]:
+        outs = [torch.empty_like(full) for full in fulls]
+        second = _begin_gather_into(outs, first.finish(), axis)
+        second._replace(op="all_reduce").wait()
+        return [out[: v.numel()].view(v.shape) for out, v in zip(outs, values, strict=True)]
+
+    return first._replace(finish=finish)
+
+
+def _in_one_go(
+    op: str, pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup
+) -> list[Any]:
+    """Start one of torch's tensor collectives for all (output, input), as one launch."""
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        for out, x in pairs:
+            _native(op)(out, x, group=group)
+    return manager.works
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -208,8 +279,14 @@ def _ranks(axis: Axis) -> Any:
     return current_ranks()
 
 
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return "gloo" in dist.get_backend(group)
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return _backend_of(group, device) == "gloo"
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves tensors on `device`, or "": "cpu:gloo,cuda:nccl" has two."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return next((name for kind, _, name in pairs if kind == device.type), "")
 
 
 def _native(op: str) -> Any:
@@ -224,6 +301,23 @@ def _native(op: str) -> Any:
     raise AttributeError(f"torch.distributed has neither of {names}; fzero supports torch >= 2.11")
 
 
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
+def _wait(works: Sequence[Any], op: str, axis: Axis) -> None:
+    with _explained(op, axis):
+        for work in works:
+            work.wait()
+
+
+@contextmanager
+def _explained(op: str, axis: Axis) -> Iterator[None]:
+    """What a backend raises while it is waited for, as an `AxisError` that says whose fault."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise AxisError(
+            explain(
+                f"{op} on rank {axis.rank} of {axis} failed: {error}",
+                cause="another rank ended or raised, or did not come within the timeout.",
+                fix="see the first error among the ranks' outputs; FZERO_TIMEOUT_S sets how long "
+                "a group that fzero starts waits.",
+            )
+        ) from error

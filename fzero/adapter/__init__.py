@@ -1,0 +1,6 @@
+"""ZeRO for an nn.Module, a torch.optim optimizer and loss.backward()."""
+
+from fzero.adapter._engine import Engine as Engine
+from fzero.adapter._engine import EngineState as EngineState
+from fzero.adapter._report import MemoryReport as MemoryReport
+from fzero.state.leaf_modules import LeafSpec as LeafSpec

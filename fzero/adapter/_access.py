@@ -1,0 +1,268 @@
+"""Reading and writing gradients, parameters and optimizer state by path, whole or this rank's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.adapter._assemble import Parts, divided
+from fzero.adapter._bucket import Bucket
+from fzero.adapter._options import Options
+from fzero.collectives import exchange_ids, gather_many
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.mesh import Axis
+from fzero.packing import unpack
+from fzero.partition import shard_rows
+from fzero.state import Placement
+from fzero.state import accumulation as acc
+from fzero.state.accumulation import Accumulation
+
+
+class Access:
+    """The part of an engine that reads and writes what it holds.
+
+    Paths are those of module.named_parameters(). What says `full` is a collective, which every
+    rank calls; the other calls are not. Gradients are those that an update would use: divided by
+    the number of ranks, the loss scale and the micro-batches, before clipping.
+    """
+
+    _parts: Parts
+    options: Options
+    axis: Axis
+
+    # Gradients.
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """{path: mean_r(g_r)} of every parameter that learns, in the accumulation dtype.
+
+        Reduces what waits first; zeros for a parameter that got none. Raises `PhaseError` when
+        there are no gradients at all, and inside a window (which they would break up).
+        """
+        self._require_reduced("full_gradients()")
+        plan, share = self._parts.plan, self._share()
+        found: dict[str, Tensor] = {}
+        for bucket in self._parts.buckets:
+            values = self._whole(bucket.index, self._reduced(bucket)) * share
+            leaves = unpack(plan.layout, bucket.index, values.view(-1))
+            found.update(zip(plan.paths_of(bucket.index), leaves, strict=True))
+        return {path: found[path] for path in self._learning_paths()}
+
+    def full_gradient(self, path: str) -> Tensor:
+        """`full_gradients()[path]`, gathering only its bucket."""
+        self._require_reduced("full_gradient()")
+        bucket, position = self._bucket_of(path)
+        values = self._whole(bucket.index, self._reduced(bucket)) * self._share()
+        return unpack(self._parts.plan.layout, bucket.index, values.view(-1))[position]
+
+    def set_full_gradient(self, path: str, value: Tensor) -> None:
+        """Make `value` (the same on every rank) the gradient that the update will use."""
+        self._require_reduced("set_full_gradient()")
+        bucket, position = self._bucket_of(path)
+        held = self._whole(bucket.index, self._reduced(bucket)).clone().view(-1)
+        _write(unpack(self._parts.plan.layout, bucket.index, held)[position], value, path)
+        unpack(self._parts.plan.layout, bucket.index, held)[position].div_(self._share())
+        bucket.reduced = self._part(bucket.index, held).clone()
+
+    def local_gradient(self, path: str) -> Tensor:
+        """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
+
+        At stage 0 that is all of it. No collective, so only what has been reduced already.
+        """
+        bucket, position = self._bucket_of(path)
+        return self._piece(bucket.index, position, self._reduced(bucket)) * self._share()
+
+    # Parameters.
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """{path: values} of all parameters, frozen ones too: copies, masters where there are."""
+        plan = self._parts.plan
+        found: dict[str, Tensor] = {}
+        for index in range(len(plan.layout.groups)):
+            leaves = unpack(plan.layout, index, self._whole_values(index).view(-1))
+            found.update(zip(plan.paths_of(index), [x.clone() for x in leaves], strict=True))
+        return {leaf.path: found[leaf.path] for leaf in plan.layout.leaves}
+
+    def full_parameter(self, path: str) -> Tensor:
+        """`full_parameters()[path]`, gathering only its group."""
+        index, position = self._parts.plan.find(path)
+        values = self._whole_values(index).view(-1)
+        return unpack(self._parts.plan.layout, index, values)[position].clone()
+
+    @torch.no_grad()
+    def set_full_parameter(self, path: str, value: Tensor) -> None:
+        """Make `value` (the same on every rank) the parameter, and that of its master copy."""
+        parts, (index, position) = self._parts, self._parts.plan.find(path)
+        held = self._whole_values(index).clone().view(-1)
+        _write(unpack(parts.plan.layout, index, held)[position], value, path)
+        mine = self._part(index, held)
+        if index in parts.rows.of:
+            parts.rows.of[index].copy_(mine.view(parts.rows.of[index].shape))
+        parts.parameters.write(index, held)
+        if parts.source is not None:
+            parts.source.updated([index])
+
+    def local_parameter(self, path: str) -> Tensor:
+        """This rank's piece of the parameter, as the optimizer steps it: 1-D. No collective."""
+        index, position = self._parts.plan.find(path)
+        return self._piece(index, position, self._stepped(index)).clone()
+
+    # Optimizer state.
+
+    def full_optimizer_state(self, path: str, name: str) -> Tensor:
+        """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
+        index, position, state = self._state_of(path)
+        if name not in state:
+            raise LayoutError(
+                explain(
+                    f"the optimizer has no state {name!r} for {path}; it has {sorted(state)}.",
+                    cause="a misspelt name, or no step() has been made yet.",
+                    fix="ask after the first step(), for one of those.",
+                )
+            )
+        return self._unpacked(index, position, state[name])
+
+    def full_optimizer_states(self) -> dict[str, dict[str, Any]]:
+        """{path: {name: value}} of every parameter that the optimizer steps."""
+        plan, rows = self._parts.plan, self._parts.rows
+        found: dict[str, dict[str, Any]] = {}
+        for index in rows.stepped:
+            for position, path in enumerate(plan.paths_of(index)):
+                state = self._state_of(path)[2]
+                found[path] = {n: self._unpacked(index, position, x) for n, x in state.items()}
+        return found
+
+    @torch.no_grad()
+    def set_full_optimizer_state(self, path: str, name: str, value: Tensor | float) -> None:
+        """Make `value` (the same on every rank) state `name` of the parameter at `path`.
+
+        A scalar state is one for all parameters of a bucket. Before the first step() there is no
+        state to write to: the parameter's is then made.
+        """
+        index, position, state = self._state_of(path)
+        rows = self._parts.rows.of[index]
+        if not isinstance(value, Tensor) or not value.ndim:
+            state[name] = value
+            return
+        held = state.get(name)
+        if held is None:
+            held = torch.zeros_like(rows)
+        whole = self._whole(index, held).clone().view(-1)
+        _write(unpack(self._parts.plan.layout, index, whole)[position], value, path)
+        state[name] = self._part(index, whole).clone().view(rows.shape)
+
+    # How.
+
+    def _reduce_what_waits(self) -> Accumulation:
+        """Reduce what waits on any rank; return what is held then. A collective."""
+        backward = self._parts.backward
+        backward.settle_abandoned()
+        held = backward.accumulation
+        if self.axis.size > 1:
+            held = acc.agree(held, exchange_ids(held.code, self.axis))
+        if held.waiting:
+            backward.accumulation = held
+            backward.flush()
+        return backward.accumulation
+
+    def _require_reduced(self, name: str) -> None:
+        window = self._parts.backward.accumulation.window
+        if window:
+            raise PhaseError(
+                explain(
+                    f"{name} inside {window}().",
+                    cause="gradients were asked for before the window has reduced them.",
+                    fix=f"ask after the `with engine.{window}():` block.",
+                )
+            )
+        acc.require_gradients(self._reduce_what_waits(), name)
+
+    def _share(self) -> float:
+        return divided(self._parts.backward.accumulation, self.options)
+
+    def _bucket_of(self, path: str) -> tuple[Bucket, int]:
+        index, position = self._parts.plan.find(path)
+        for bucket in self._parts.buckets:
+            if bucket.index == index:
+                return bucket, position
+        raise PhaseError(
+            explain(
+                f"{path} has no gradient: it did not require grad when the engine was made.",
+                cause="a frozen parameter.",
+                fix="ask for a parameter that learns.",
+            )
+        )
+
+    def _learning_paths(self) -> list[str]:
+        return [leaf.path for leaf in self._parts.plan.layout.leaves if leaf.trainable]
+
+    def _reduced(self, bucket: Bucket) -> Tensor:
+        if bucket.reduced is not None:
+            return bucket.reduced
+        numel = self._parts.plan.numel_of_rank(bucket.index)
+        return torch.zeros(numel, dtype=bucket.accumulate, device=bucket.device)
+
+    def _stepped(self, index: int) -> Tensor:
+        parts = self._parts
+        return (
+            parts.rows.of[index].detach()
+            if index in parts.rows.of
+            else parts.parameters.rows[index]
+        )
+
+    def _state_of(self, path: str) -> tuple[int, int, dict[str, Any]]:
+        index, position = self._parts.plan.find(path)
+        optimizer = self._parts.optimizer
+        if optimizer is None or index not in self._parts.rows.of:
+            raise PhaseError(
+                explain(
+                    f"no optimizer steps {path}.",
+                    cause="the parameter is frozen, or was not given to the optimizer.",
+                    fix="ask for a parameter that the optimizer steps.",
+                )
+            )
+        return index, position, optimizer.state[self._parts.rows.of[index]]
+
+    def _whole_values(self, index: int) -> Tensor:
+        """The flat [W l] values of a group, with the precision of the masters."""
+        return self._whole(index, self._stepped(index))
+
+    def _whole(self, index: int, rows: Tensor) -> Tensor:
+        plan = self._parts.plan
+        is_part = plan.placement is Placement.SHARDED and plan.axis.size > 1
+        return gather_many([rows.detach().view(-1)], plan.axis)[0] if is_part else rows.detach()
+
+    def _part(self, index: int, whole: Tensor) -> Tensor:
+        plan = self._parts.plan
+        if plan.placement is Placement.SHARDED:
+            return shard_rows(whole, plan.axis.size, plan.axis.rank)
+        return whole
+
+    def _piece(self, index: int, position: int, rows: Tensor) -> Tensor:
+        """What this rank's rows of a group have of one leaf."""
+        plan = self._parts.plan
+        group = plan.layout.groups[index]
+        begin = group.offsets[position]
+        end = begin + plan.layout.leaves[group.leaves[position]].numel
+        first = plan.axis.rank * group.shard_numel if plan.placement is Placement.SHARDED else 0
+        flat = rows.detach().reshape(-1)
+        return flat[max(begin - first, 0) : max(end - first, 0)]
+
+    def _unpacked(self, index: int, position: int, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value.clone() if isinstance(value, Tensor) else value
+        whole = self._whole(index, value).view(-1)
+        return unpack(self._parts.plan.layout, index, whole)[position].clone()
+
+
+def _write(held: Tensor, value: Tensor, path: str) -> None:
+    if tuple(value.shape) != tuple(held.shape):
+        raise LayoutError(
+            explain(
+                f"{path} has the shape {tuple(held.shape)}, the new value {tuple(value.shape)}.",
+                cause="a flattened or transposed value.",
+                fix="give the full value, in the shape of the parameter.",
+            )
+        )
+    held.copy_(value)

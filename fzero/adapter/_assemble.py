@@ -1,0 +1,163 @@
+"""Puts an engine together: checks first, then moves the module's parameters; and takes it apart."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fzero.adapter._backward import Backward
+from fzero.adapter._bucket import Bucket
+from fzero.adapter._exchange import Exchange
+from fzero.adapter._optimizer import (
+    Factory,
+    States,
+    attach,
+    detach,
+    groups_of,
+    require_usable,
+)
+from fzero.adapter._options import Options
+from fzero.adapter._parameters import Parameters, named_parameters
+from fzero.adapter._plan import Plan, make_plan, unit_of_leaves
+from fzero.adapter._reducer import Reducer, make_buckets
+from fzero.adapter._source import Source, placeholders
+from fzero.adapter._update import Rows
+from fzero.collectives import assert_same_everywhere, gather_many
+from fzero.errors import LayoutError, explain
+from fzero.mesh import Axis
+from fzero.packing import unpack
+from fzero.state.accumulation import Accumulation
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of."""
+
+    plan: Plan
+    parameters: Parameters
+    rows: Rows
+    reducer: Reducer
+    backward: Backward
+    source: Source | None  # stage 3 on several ranks
+    optimizer: Optimizer | None
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The gradients, in launch order."""
+        return self.reducer.buckets
+
+    @property
+    def frozen(self) -> list[tuple[str, Tensor]]:
+        """The floating parameters that did not require grad when the engine was made."""
+        layout = self.plan.layout
+        return [
+            (layout.leaves[leaf].path, self.parameters.first_of(index, position))
+            for index, group in enumerate(layout.groups)
+            if not group.trainable and group.dtype.is_floating_point
+            for position, leaf in enumerate(group.leaves)
+        ]
+
+    @torch.no_grad()
+    def disassemble(self, states: States) -> None:
+        """Undo `assemble`: ordinary parameters with their values, and an ordinary optimizer."""
+        self.backward.remove()
+        layout = self.plan.layout
+        fulls: Sequence[Tensor] = self.parameters.flats
+        if self.plan.shards_params:
+            fulls = gather_many(self.parameters.rows, self.plan.axis)
+        self.parameters.give_back([unpack(layout, i, full) for i, full in enumerate(fulls)])
+        if self.optimizer is not None:
+            detach(self.optimizer, self.rows, self.parameters, states)
+
+
+def assemble(
+    module: nn.Module,
+    optimizer: Optimizer | Factory | None,
+    stage: int,
+    axis: Axis,
+    options: Options,
+    *,
+    check: Callable[[], None],
+) -> Parts:
+    """Check everything, then take over the module's parameters and the optimizer's groups."""
+    plan, count = _checked_plan(module, optimizer, stage, axis, options)
+    parameters = Parameters(module, plan)
+    parameters.take_over()
+    source = None
+    if plan.shards_params:
+        exchange = Exchange(axis, lockstep=options.gathering.lockstep)
+        source = Source(plan, parameters.rows, options.limits, exchange)
+        for index in range(len(plan.layout.groups)):
+            parameters.place(index, placeholders(source, index))
+    rows = Rows(plan, parameters, masters=options.updating.master_weights)
+    if optimizer is not None:
+        optimizer = attach(optimizer, rows.groups(count))
+    buckets = make_buckets(plan, options.reduction)
+    reducer = Reducer(plan, buckets, options.reduction, source)
+    return Parts(
+        plan=plan,
+        parameters=parameters,
+        rows=rows,
+        reducer=reducer,
+        backward=Backward(reducer, _learning(parameters, buckets), check=check),
+        source=source,
+        optimizer=optimizer,
+    )
+
+
+def _checked_plan(
+    module: nn.Module,
+    optimizer: Optimizer | Factory | None,
+    stage: int,
+    axis: Axis,
+    options: Options,
+) -> tuple[Plan, int]:
+    """The plan, and how many parameter groups the optimizer has. Nothing is touched yet."""
+    params = _parameters_of(module)
+    probe = require_usable(optimizer, axis.size)
+    given = groups_of(optimizer, [p for p in module.parameters() if p.requires_grad])
+    unit, warning = unit_of_leaves(module, options.gathering.leaf_modules)
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=5)
+    bucket_bytes = options.reduction.bucket_bytes
+    plan = make_plan(params, given, stage=stage, axis=axis, bucket_bytes=bucket_bytes, unit=unit)
+    facts = [f"stage {stage}, {options}", f"optimizer {probe}", *plan.layout.describe()]
+    facts.append(f"param groups {plan.steppers}")
+    assert_same_everywhere(facts, axis, what="the engine's model, optimizer or options")
+    return plan, len(given)
+
+
+def divided(s: Accumulation, options: Options) -> float:
+    """What an update multiplies the summed gradients by: 1 / (micro-batches x loss scale)."""
+    count = 1
+    if options.updating.average_micro_batches:
+        managed = options.updating.gradient_accumulation_steps > 1
+        count = max(s.micro_steps if managed else s.backwards, 1)
+    return 1.0 / (count * options.updating.loss_scale)
+
+
+def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    if not isinstance(module, nn.Module):
+        raise LayoutError(
+            explain(
+                f"Engine got a {type(module).__name__}.",
+                cause="a function or a state was passed in the place of a module.",
+                fix="pass an nn.Module; for pure functions there is fzero.shard.",
+            )
+        )
+    return named_parameters(module)  # type: ignore[return-value]
+
+
+def _learning(parameters: Parameters, buckets: Sequence[Bucket]) -> list[tuple[Tensor, int, int]]:
+    """Every parameter object that learns, with its bucket's number and its position there."""
+    found = []
+    for number, bucket in enumerate(buckets):
+        group = parameters.plan.layout.groups[bucket.index]
+        for position in range(len(group.leaves)):
+            found += [(p, number, position) for p in parameters.objects(bucket.index, position)]
+    return found

@@ -1,0 +1,282 @@
+"""Autograd's hooks -> events -> pure transitions -> effects: everything about one backward.
+
+    forward begins        reset_for_new_step
+    an output's gradient  enter_backward, queue_post_backward_callback
+    a parameter's         update_hook_state_and_maybe_run_epilogue; buckets.fired -> Launch
+    the graph ends        graph_completed -> RunEpilogue
+
+A record is assigned when its transition has returned; then the effects run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from fzero.adapter._pytree import count_leaves_below
+from fzero.adapter._reducer import Reducer
+from fzero.state import accumulation as acc
+from fzero.state import buckets as launching
+from fzero.state import hooks
+from fzero.state.accumulation import Accumulation
+from fzero.state.buckets import Buckets
+from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
+from fzero.state.hooks import HookState
+
+_NEEDED = ("_current_graph_task_id", "_will_engine_execute_node")
+
+Learning = tuple[Tensor, int, int]
+"""A parameter that learns, the number of its bucket, and its position in it."""
+
+
+def autograd_has_callbacks() -> bool:
+    """Whether this torch tells graph tasks apart; without it, hooks are counted instead."""
+    return all(hasattr(torch._C, name) for name in _NEEDED)
+
+
+class _Callback:
+    """What autograd calls when a graph task ends. A task that raises lets it die uncalled."""
+
+    __slots__ = ("__weakref__", "_run", "_task")
+
+    def __init__(self, run: Callable[[int], None], task: int) -> None:
+        self._run, self._task = run, task
+
+    def __call__(self) -> None:
+        self._run(self._task)
+
+
+class Backward:
+    """The records of one engine's backwards, and the hooks that feed them."""
+
+    def __init__(
+        self, reducer: Reducer, learning: Sequence[Learning], *, check: Callable[[], None]
+    ) -> None:
+        self.hooks = HookState()
+        self.accumulation = Accumulation()
+        sizes = [0] * len(reducer.buckets)
+        for _, number, _ in learning:
+            sizes[number] += 1
+        self.buckets = Buckets(sizes=tuple(sizes), in_turn=reducer.source is None)
+        self._reducer, self._source, self._check = reducer, reducer.source, check
+        self._callbacks = autograd_has_callbacks()
+        self._nodes = [get_gradient_edge(p).node for p, _, _ in learning]
+        self._expected_by_count = 0
+        self._ticket: weakref.ref[_Callback] | None = None
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook_of(number, position))
+            for p, number, position in learning
+        ]
+
+    def remove(self) -> None:
+        """Take every hook off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    # Events.
+
+    def forward_begins(self) -> bool:
+        """A root forward starts: True if it is one of its own, not the recompute of a backward."""
+        if self.inside():
+            return False
+        self.settle_abandoned()
+        self._keep_outside()
+        self._apply(hooks.reset_for_new_step)
+        return True
+
+    def forward_ends(self, outputs: Iterable[Tensor]) -> bool:
+        """Watch the outputs of a root forward: True if a backward can come from them."""
+        watched = [x for x in outputs if x.grad_fn is not None]
+        for x in watched:
+            x.register_hook(self._on_output)
+        if watched and not self._callbacks:
+            self._expected_by_count = count_leaves_below(watched, self._nodes)
+        return bool(watched)
+
+    def _on_output(self, gradient: Tensor) -> None:
+        self.settle_abandoned()
+        if self.hooks.backward_active_depth:
+            return
+        self._check()
+        self._apply(hooks.enter_backward)
+        self._apply(hooks.queue_post_backward_callback, graph_task_id=self._task())
+        if self._source is not None:
+            self._source.in_step = True
+
+    def _hook_of(self, number: int, position: int) -> Callable[[Tensor], None]:
+        pending = self._reducer.buckets[number].pending
+
+        def on_gradient(p: Tensor) -> None:
+            gradient, p.grad = p.grad, None
+            if gradient is not None:
+                pending.put(position, gradient.detach())
+                self._on_gradient(number)
+
+        return on_gradient
+
+    def _on_gradient(self, number: int) -> None:
+        if not self._callbacks and not self.hooks.backward_active_depth:
+            refresh = hooks.should_refresh_expected_hook_count(self.hooks)
+            self._apply(hooks.reenter_backward_if_needed)
+        else:
+            refresh = hooks.should_refresh_expected_hook_count(self.hooks)
+        inside = self.hooks.backward_active_depth > 0
+        # What waits from before goes at the end: if this backward raises, it must not be lost.
+        if inside and not (self.accumulation.window or self.accumulation.waiting):
+            self.buckets, effects = launching.fired(self.buckets, number)
+            for effect in effects:
+                self._reducer.launch(effect.buckets)
+        expected = self._expected() if refresh and inside else self.hooks.max_expected_hooks_seen
+        self._apply(
+            hooks.update_hook_state_and_maybe_run_epilogue,
+            expected=expected,
+            graph_task_id=self._task(),
+        )
+
+    def _on_completed(self, task: int) -> None:
+        self._apply(hooks.graph_completed, graph_task_id=task)
+
+    def settle_abandoned(self) -> None:
+        """If the last backward raised, forget it: its callback died with its graph."""
+        if self._ticket is None or self._ticket() is not None:
+            return
+        self._ticket = None
+        if self.hooks.post_backward_callback_queued:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """An exception ended a forward or backward. Starts no collective."""
+        self._ticket = None
+        self._apply(hooks.reset_for_new_step)
+        self._drop()
+
+    def inside(self) -> bool:
+        """Whether a backward is running, in this thread or for this engine."""
+        if self._callbacks:
+            return torch._C._current_graph_task_id() >= 0
+        return self.hooks.backward_active_depth > 0
+
+    # Windows, and what waits.
+
+    def open_window(self, kind: str) -> list[Tensor | None]:
+        """Let gradients wait from here on; return what waited before."""
+        self.settle_abandoned()
+        self.accumulation = acc.open_window(self.accumulation, kind)
+        self._keep_outside()
+        before = [bucket.kept for bucket in self._reducer.buckets]
+        for bucket in self._reducer.buckets:
+            bucket.kept = None
+        return before
+
+    def close_window(self, before: Sequence[Tensor | None], *, good: bool) -> None:
+        """End the window: with what came in it if it was `good`, else as if it had not been."""
+        self.settle_abandoned()
+        for bucket, waited in zip(self._reducer.buckets, before, strict=True):
+            if not good:
+                bucket.pending.drop()
+                bucket.kept = waited
+            elif waited is not None:
+                bucket.kept = waited if bucket.kept is None else bucket.kept.add_(waited)
+        self.accumulation = acc.close_window(self.accumulation)
+        if not good and all(waited is None for waited in before):
+            self.accumulation = replace(self.accumulation, waiting=False)
+
+    def flush(self) -> None:
+        """Reduce all that waits on this rank. A collective: every rank flushes, or none."""
+        self._keep_outside()
+        waiting = self._reducer.waiting()
+        self.buckets, effects = launching.finish(launching.restart(self.buckets), waiting)
+        self._launch(effects)
+        self.accumulation = acc.saw_reduction(self.accumulation)
+
+    def clear(self) -> None:
+        """Throw every gradient away."""
+        self.settle_abandoned()
+        self._reducer.clear()
+        self.accumulation = acc.cleared(self.accumulation)
+
+    def finish_outside(self) -> None:
+        """End a backward that came in by no watched output (a submodule was called)."""
+        self.settle_abandoned()
+        if self.hooks.hooks_outside_backward:
+            self._apply(hooks.reset_for_new_step)
+            self._epilogue()
+
+    # Transitions and effects.
+
+    def _apply(self, transition: Callable[..., Any], **event: Any) -> None:
+        self.hooks, effects = transition(self.hooks, **event)
+        if effects:
+            self._run(effects)
+
+    def _run(self, effects: HookEffects) -> None:
+        for effect in effects:
+            match effect:
+                case QueueCallback(task):
+                    callback = _Callback(self._on_completed, task)
+                    self._ticket = weakref.ref(callback)
+                    torch.autograd.Variable._execution_engine.queue_callback(callback)
+                case RunEpilogue():
+                    if not self._callbacks:
+                        self.hooks, _ = hooks.exit_backward(self.hooks)
+                    self._epilogue()
+                case DropBackward():
+                    self._drop()
+
+    def _epilogue(self) -> None:
+        """The backward is over: reduce what is left, or let it wait in the window."""
+        fired, late = self.hooks.hooks_fired_this_backward, self.buckets.late
+        alone = self._source is None and not fired and not self._reducer.waiting()
+        if self.accumulation.window:
+            self.buckets = launching.restart(self.buckets)
+            if self._reducer.keep():
+                self.accumulation = acc.saw_backward(self.accumulation)
+            effects: launching.Launches = ()
+        else:
+            waiting = self._reducer.waiting()
+            self.buckets, effects = launching.finish(self.buckets, waiting)
+        if not alone:  # torch.autograd.grad of an output brings no gradient to any parameter
+            self._launch(effects)
+        if not self.accumulation.window and not alone:
+            self.accumulation = acc.saw_backward(acc.saw_reduction(self.accumulation))
+        if any([self._reducer.buckets[number].keep() for number in late]):
+            self.accumulation = acc.saw_local(self.accumulation)
+        if self._source is not None:
+            self._source.end_step()
+
+    def _launch(self, effects: launching.Launches) -> None:
+        try:
+            for effect in effects:
+                self._reducer.launch(effect.buckets)
+            self._reducer.finish()
+        except BaseException:
+            self._drop()
+            raise
+
+    def _keep_outside(self) -> None:
+        """Gradients of a backward that ran outside of any of ours wait for the next one."""
+        if self.hooks.hooks_outside_backward and self._reducer.keep():
+            self.accumulation = acc.saw_local(self.accumulation)
+
+    def _drop(self) -> None:
+        self.buckets = launching.restart(self.buckets)
+        self._reducer.abandon()
+        self._reducer.drop()
+        if self._source is not None:
+            self._source.abort()
+
+    def _task(self) -> int | None:
+        return torch._C._current_graph_task_id() if self._callbacks else None
+
+    def _expected(self) -> int:
+        """The hooks of this backward as far as is known: those that fired, and those to come."""
+        if not self._callbacks:
+            return self._expected_by_count
+        will = torch._C._will_engine_execute_node
+        return self.hooks.hooks_fired_this_backward + sum(map(will, self._nodes))

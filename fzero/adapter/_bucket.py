@@ -1,0 +1,185 @@
+"""One group's gradients on one rank: what a backward brings, what waits, what came back.
+
+put ... put                  pending: this backward's, droppable if it raises
+keep: pending -> kept        this rank's own sum, in the accumulation dtype
+take: pending + kept -> [W l] on the wire
+add:  rows -> reduced        the sum over ranks / W, added up over backwards
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fzero.packing import pack_copied, unpack
+from fzero.state.layout import Layout
+
+
+class Pending(Protocol):
+    """Where a backward's gradients of one group are until they are launched or kept."""
+
+    def put(self, position: int, gradient: Tensor) -> None:
+        """Add one parameter's gradient."""
+        ...
+
+    def take(self) -> Tensor | None:
+        """Return them as one tensor, and forget them; None if there are none."""
+        ...
+
+    def drop(self) -> None:
+        """Forget them."""
+        ...
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is held."""
+        ...
+
+
+class PerParameter:
+    """Keeps the tensors that autograd made; packs them in one pass when they are taken."""
+
+    def __init__(self, layout: Layout, index: int) -> None:
+        self._layout, self._index = layout, index
+        self._gradients: list[Tensor | None] = [None] * len(layout.groups[index].leaves)
+        self._some = False
+
+    def put(self, position: int, gradient: Tensor) -> None:
+        """Add one parameter's gradient."""
+        before = self._gradients[position]
+        self._gradients[position] = gradient if before is None else before + gradient
+        self._some = True
+
+    def take(self) -> Tensor | None:
+        """Return them as one tensor, and forget them; None if there are none."""
+        if not self._some:
+            return None
+        gradients = self._gradients
+        self.drop()
+        if self._layout.ranks == 1:  # one parameter, in its own shape: nothing to pack
+            return gradients[0]
+        return pack_copied(self._layout, self._index, gradients)
+
+    def drop(self) -> None:
+        """Forget them."""
+        self._gradients = [None] * len(self._gradients)
+        self._some = False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is held."""
+        return [g for g in self._gradients if g is not None]
+
+
+class Contiguous:
+    """Copies each gradient into one buffer as it comes, so that autograd's tensor can go."""
+
+    def __init__(self, layout: Layout, index: int, device: torch.device) -> None:
+        self._layout, self._index, self._device = layout, index, device
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._missing: set[int] = set()
+
+    def put(self, position: int, gradient: Tensor) -> None:
+        """Add one parameter's gradient."""
+        if self._flat is None:
+            self._allocate()
+        if position in self._missing:
+            self._missing.discard(position)
+            self._views[position].copy_(gradient)
+        else:
+            self._views[position].add_(gradient)
+
+    def _allocate(self) -> None:
+        group = self._layout.groups[self._index]
+        self._flat = torch.zeros(
+            self._layout.full_numel(self._index), dtype=group.dtype, device=self._device
+        )
+        self._views = unpack(self._layout, self._index, self._flat)
+        self._missing = set(range(len(group.leaves)))
+
+    def take(self) -> Tensor | None:
+        """Return them as one tensor, and forget them; None if there are none."""
+        flat = self._flat
+        self.drop()
+        return flat
+
+    def drop(self) -> None:
+        """Forget them."""
+        self._flat, self._views = None, []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is held."""
+        return [] if self._flat is None else [self._flat]
+
+
+class Bucket:
+    """One group that learns. Tensors are [W l] until they are reduced."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        index: int,
+        pending: Pending,
+        *,
+        accumulate: torch.dtype,
+        wire: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.index, self.pending = layout, index, pending
+        self.accumulate, self.wire, self.device = accumulate, wire, device
+        self.kept: Tensor | None = None
+        self.reduced: Tensor | None = None
+
+    def keep(self) -> bool:
+        """Move what is pending to what waits on this rank; False if there was nothing."""
+        new = self.pending.take()
+        if new is None:
+            return False
+        if self.kept is None:
+            self.kept = new.to(self.accumulate)
+        else:
+            self.kept.add_(new)
+        return True
+
+    def take(self) -> Tensor:
+        """Return all that is here, for the wire; zeros if there is nothing."""
+        if self.kept is not None:
+            self.keep()
+            local, self.kept = self.kept, None
+        else:
+            local = self.pending.take()
+        return self.nothing() if local is None else local.to(self.wire)
+
+    def nothing(self) -> Tensor:
+        """Return zeros, for a collective that other ranks have something for."""
+        group = self.layout.groups[self.index]
+        alone = self.layout.ranks == 1
+        whole = (self.layout.full_numel(self.index),)
+        shape = self.layout.leaves[group.leaves[0]].shape if alone else whole
+        return torch.zeros(shape, dtype=self.wire, device=self.device)
+
+    def add(self, rows: Tensor) -> None:
+        """Add reduced rows to the gradient. `rows` is given up by the caller."""
+        if self.reduced is None:
+            self.reduced = rows.to(self.accumulate)
+        else:
+            self.reduced.add_(rows)
+
+    def clear(self) -> None:
+        """Forget every gradient, wherever it stands."""
+        self.pending.drop()
+        self.kept = self.reduced = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is a gradient here that has not crossed ranks."""
+        return self.kept is not None or bool(self.pending.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        return self.pending.tensors + [x for x in (self.kept, self.reduced) if x is not None]

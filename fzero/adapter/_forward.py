@@ -1,0 +1,76 @@
+"""The root module's forward: where a step begins, and which outputs a backward can come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero.adapter._assemble import Parts
+from fzero.adapter._exchange import PeerFailedError
+from fzero.adapter._pytree import tensors_in
+from fzero.errors import LayoutError, explain
+
+
+class Forward:
+    """Two hooks on the root module; all that an engine does before and after its forward."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._depth = 0
+        self._own = False  # this forward is a root one, no recompute and not inside another
+        module = parts.parameters.module
+        self._handles = [
+            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def failed(self, error: BaseException) -> None:
+        """A forward or backward raised: forget what it left, and tell the other ranks."""
+        parts = self._parts
+        self._depth, self._own = 0, False
+        if parts.backward.inside():  # a recompute: the backward that it is part of comes here, too
+            return
+        parts.backward.abandon()
+        if parts.source is not None and not isinstance(error, PeerFailedError):
+            parts.source.exchange.fail()
+
+    def _before(self, module: Any, args: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._own = self._parts.backward.forward_begins()
+        if self._own:
+            self._require_frozen()
+            source = self._parts.source
+            if source is not None and not source.in_step:
+                source.begin_step()
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        trains = torch.is_grad_enabled() and self._parts.backward.forward_ends(tensors_in(output))
+        source = self._parts.source
+        if source is not None and self._own:
+            source.exchange.finish(source.serve)
+            if not trains:
+                source.end_step()
+
+    def _require_frozen(self) -> None:
+        for path, p in self._parts.frozen:
+            if p.requires_grad:
+                raise LayoutError(
+                    explain(
+                        f"{path} requires grad now, and did not when the engine was made.",
+                        cause="requires_grad_(True) after Engine(...): it has no bucket and no "
+                        "optimizer state.",
+                        fix="make the engine while everything that will ever learn requires grad, "
+                        "and freeze parts with requires_grad_(False) after that.",
+                    )
+                )

@@ -1,0 +1,128 @@
+"""A torch.optim optimizer, made for flat rows: its groups, its state, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fzero.adapter._parameters import Parameters
+from fzero.adapter._update import Rows
+from fzero.errors import LayoutError, PhaseError, explain
+
+Factory = Callable[[list[nn.Parameter]], Optimizer]
+
+States = Mapping[str, dict[str, Any]]
+"""Optimizer state by parameter path, then by name."""
+
+_WHOLE = tuple(
+    getattr(torch.optim, name)
+    for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon")
+    if hasattr(torch.optim, name)
+)
+"""Optimizers that are no formula for each element: rows of a flat buffer are not enough."""
+
+
+def groups_of(
+    optimizer: Optimizer | Factory | None, params: Sequence[nn.Parameter]
+) -> list[list[Tensor]]:
+    """The parameter groups that the user gave; one of all that learn for a class or factory."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Optimizer):
+        return [list(group["params"]) for group in optimizer.param_groups]
+    return [[p for p in params if p.requires_grad]]
+
+
+def require_usable(optimizer: Optimizer | Factory | None, ranks: int) -> str:
+    """Raise, before anything is moved, for what cannot step rows; else say what it is.
+
+    A factory is tried on one scalar: its errors come here.
+    """
+    if optimizer is None:
+        return "none"
+    if isinstance(optimizer, Optimizer):
+        require_new(optimizer)
+        made = optimizer
+    elif callable(optimizer):
+        made = optimizer([nn.Parameter(torch.zeros(1))])
+    else:
+        made = None
+    if not isinstance(made, Optimizer):
+        raise LayoutError(
+            explain(
+                f"the optimizer is {optimizer!r}"
+                + (f", which gives a {type(made).__name__}." if callable(optimizer) else "."),
+                cause="an fzero.optim rule, a scheduler, or the name of an optimizer.",
+                fix="pass a torch.optim optimizer, its class, or params -> optimizer: "
+                "functools.partial(torch.optim.AdamW, lr=3e-4).",
+            )
+        )
+    require_elementwise(made, ranks)
+    return f"{type(made).__name__} of {len(made.param_groups)} groups"
+
+
+def attach(optimizer: Optimizer | Factory, rows: Sequence[list[nn.Parameter]]) -> Optimizer:
+    """Return the optimizer, stepping `rows` group by group, with fused kernels if it has them."""
+    made = optimizer if isinstance(optimizer, Optimizer) else _made_for(optimizer, rows[0])
+    for group, of_group in zip(made.param_groups, rows, strict=True):
+        group["params"] = list(of_group)
+        fusible = group.get("fused", False) is None and group.get("foreach") is None
+        plain = not (group.get("capturable") or group.get("differentiable"))
+        if fusible and plain and all(p.is_floating_point() for p in of_group):
+            group["fused"] = True
+    return made
+
+
+def detach(optimizer: Optimizer, rows: Rows, parameters: Parameters, states: States) -> None:
+    """Give the optimizer the module's parameters back, with `states` {path: {name: value}}."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for index in rows.stepped:
+        params = optimizer.param_groups[parameters.plan.steppers[index]]["params"]
+        for position, path in enumerate(parameters.plan.paths_of(index)):
+            p = parameters.first_of(index, position)
+            params.append(p)
+            if states.get(path):
+                optimizer.state[p] = states[path]
+
+
+def _made_for(factory: Factory, rows: list[nn.Parameter]) -> Optimizer:
+    if rows:
+        return factory(rows)
+    made = factory([nn.Parameter(torch.zeros(1))])  # this rank has nothing to step
+    made.param_groups[0]["params"] = []
+    return made
+
+
+def require_elementwise(optimizer: Optimizer, ranks: int) -> None:
+    """Raise `LayoutError` for optimizers that need whole matrices, or a closure."""
+    if not isinstance(optimizer, _WHOLE) or (
+        ranks == 1 and not isinstance(optimizer, torch.optim.LBFGS)
+    ):
+        return
+    raise LayoutError(
+        explain(
+            f"{type(optimizer).__name__} cannot step a rank's rows of a flat buffer.",
+            cause="it is no formula for each element: it needs whole matrices, sparse gradients "
+            "or several evaluations of the loss.",
+            fix="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, NAdam, ...).",
+        )
+    )
+
+
+def require_new(optimizer: Any) -> None:
+    """Raise `PhaseError` for an optimizer that has made steps: its state has other shapes."""
+    if isinstance(optimizer, Optimizer) and optimizer.state:
+        raise PhaseError(
+            explain(
+                f"the optimizer has state for {len(optimizer.state)} parameters already.",
+                cause="it made steps, or loaded a state_dict, before the engine was made.",
+                fix="make the engine first, then write the state with "
+                "engine.set_full_optimizer_state(path, name, value).",
+            )
+        )

@@ -1,0 +1,147 @@
+"""A module's parameters, moved onto flats or shards, and moved back.
+
+stages 0 to 2   flat [W l] for each group; every parameter is a view of it
+stage 3         rows [l] for each group; every parameter is a placeholder
+one rank        the parameters stay what they are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fzero.adapter._plan import Plan
+from fzero.collectives import broadcast_from_first
+from fzero.packing import pack, unpack
+from fzero.partition import shard_rows
+from fzero.placeholder import LazyParam
+from fzero.state import Placement
+
+
+class Parameters:
+    """Where the values of a module's parameters are: `flats` (stages 0 to 2), `rows` (all)."""
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        self.module, self.plan = module, plan
+        self.paths = _paths(module, plan)
+        self.flats: list[Tensor] = []
+        self.rows: list[Tensor] = []
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Give every rank the values of rank 0, and leave it only its part of them."""
+        plan, axis = self.plan, self.plan.axis
+        for buffer in self.module.buffers():
+            buffer.copy_(broadcast_from_first([buffer], axis)[0])
+        for index in range(len(plan.layout.groups)):
+            if axis.size == 1:
+                self.rows.append(self.first_of(index, 0).detach())
+                continue
+            flat = self._whole(index)
+            if plan.shards_params:
+                self.rows.append(shard_rows(flat, axis.size, axis.rank).clone())
+                self._let_go(index)
+                continue
+            self.flats.append(flat)
+            self._point(index, unpack(plan.layout, index, flat))
+            whole = plan.placement is Placement.REPLICATED
+            self.rows.append(flat if whole else shard_rows(flat, axis.size, axis.rank))
+
+    def first_of(self, index: int, position: int) -> Tensor:
+        """The module's parameter at `position` of group `index`, as it is now."""
+        return self._parameter(self._paths_at(index, position)[0])
+
+    def objects(self, index: int, position: int) -> list[Tensor]:
+        """Every parameter object that is this leaf: one, or several on the same memory."""
+        found = [self._parameter(path) for path in self._paths_at(index, position)]
+        return list({id(p): p for p in found}.values())
+
+    def place(self, index: int, values: Sequence[Tensor]) -> None:
+        """Put `values` (placeholders, or whole tensors) where the parameters of a group are."""
+        for position, value in enumerate(values):
+            made: dict[int, nn.Parameter] = {}
+            for path in self._paths_at(index, position):
+                old = self._parameter(path)
+                if id(old) not in made:
+                    made[id(old)] = self._replace(old, value, path)
+                self._assign(path, made[id(old)])
+
+    @torch.no_grad()
+    def write(self, index: int, flat: Tensor) -> None:
+        """Make the flat [W l] the values of a group, in the parameters' dtype."""
+        axis = self.plan.axis
+        if self.plan.shards_params:
+            self.rows[index].copy_(shard_rows(flat, axis.size, axis.rank))
+        elif axis.size > 1:
+            self.flats[index].copy_(flat)
+        else:
+            self.rows[index].copy_(flat.view(self.rows[index].shape))
+
+    @torch.no_grad()
+    def give_back(self, wholes: Sequence[Sequence[Tensor]]) -> None:
+        """Make every parameter an ordinary one with memory of its own; `wholes` by group."""
+        for index, values in enumerate(wholes):
+            copies = [value.clone() for value in values]
+            if self.plan.shards_params:
+                self.place(index, copies)
+            elif self.plan.axis.size > 1:
+                self._point(index, copies)
+
+    def _whole(self, index: int) -> Tensor:
+        """The flat [W l] of a group, with rank 0's values."""
+        layout = self.plan.layout
+        group = layout.groups[index]
+        values = [self.first_of(index, i).detach() for i in range(len(group.leaves))]
+        values = [v.full() if isinstance(v, LazyParam) else v for v in values]
+        flat = pack(layout, index, values).detach()
+        return broadcast_from_first([flat], self.plan.axis)[0]
+
+    def _let_go(self, index: int) -> None:
+        """Free the memory of a group's parameters: placeholders take their places soon."""
+        for position in range(len(self.plan.layout.groups[index].leaves)):
+            for path in self._paths_at(index, position):
+                p = self._parameter(path)
+                if not isinstance(p, LazyParam):
+                    p.data = p.data.new_empty(0)
+
+    def _point(self, index: int, views: Sequence[Tensor]) -> None:
+        for position, view in enumerate(views):
+            for path in self._paths_at(index, position):
+                self._parameter(path).data = view
+
+    def _replace(self, old: Tensor, value: Tensor, path: str) -> nn.Parameter:
+        """Return a parameter of `value` that is `old` for everybody who holds it, if it can be."""
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+        try:
+            torch.utils.swap_tensors(old, new)
+        except RuntimeError:  # somebody has a weak reference to it, as recurrent modules do
+            return new
+        return old  # type: ignore[return-value]
+
+    def _assign(self, path: str, p: nn.Parameter) -> None:
+        owner, _, name = path.rpartition(".")
+        module = self.module.get_submodule(owner)
+        if getattr(module, name) is not p:
+            setattr(module, name, p)
+
+    def _parameter(self, path: str) -> Tensor:
+        owner, _, name = path.rpartition(".")
+        return getattr(self.module.get_submodule(owner), name)
+
+    def _paths_at(self, index: int, position: int) -> list[str]:
+        return self.paths[self.plan.layout.groups[index].leaves[position]]
+
+
+def named_parameters(module: nn.Module) -> Mapping[str, Tensor]:
+    """Every parameter under every name: tied ones several times."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def _paths(module: nn.Module, plan: Plan) -> dict[int, list[str]]:
+    """For each leaf of the layout, all paths that it has in the module."""
+    found: dict[int, list[str]] = {}
+    for path, leaf in zip(named_parameters(module), plan.layout.slots, strict=True):
+        found.setdefault(leaf, []).append(path)
+    return found

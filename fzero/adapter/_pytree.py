@@ -1,0 +1,64 @@
+"""Tensors in whatever a module returns, and the parameters below them in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in `value`, each once: containers, dataclasses and other objects.
+
+    What cannot be looked into is passed over: a backward that comes from there is still seen,
+    when the first parameter gets its gradient.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(1)
+        >>> len(tensors_in({"a": (x, [x]), "b": iter([x])}))
+        1
+    """
+    return list(_walk(value, {}))
+
+
+def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return
+    seen[id(value)] = value  # kept, for the id of what is gone may be taken again
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _walk_all(value.values(), seen)
+    elif isinstance(value, tuple | list | set | frozenset):
+        yield from _walk_all(value, seen)
+    elif is_dataclass(value):
+        yield from _walk_all([getattr(value, f.name, None) for f in fields(value)], seen)
+    else:
+        yield from _walk_all(list(getattr(value, "__dict__", {}).values()), seen)
+
+
+def _walk_all(values: Iterable[Any], seen: dict[int, Any]) -> Iterator[Tensor]:
+    for value in values:
+        yield from _walk(value, seen)
+
+
+def count_leaves_below(outputs: Iterable[Tensor], leaves: Collection[Any]) -> int:
+    """Return how many of the AccumulateGrad nodes `leaves` the graph below `outputs` has."""
+    wanted = set(leaves)
+    found: set[Any] = set()
+    seen: set[Any] = set()
+    stack = [x.grad_fn for x in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in wanted:
+            found.add(node)
+        stack.extend(below for below, _ in node.next_functions)
+    return len(found)

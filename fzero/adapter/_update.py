@@ -1,0 +1,99 @@
+"""The update: reduced gradients -> a torch.optim optimizer on this rank's rows -> parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fzero.adapter._bucket import Bucket
+from fzero.adapter._parameters import Parameters
+from fzero.adapter._plan import Plan
+from fzero.collectives import reduce_many, start_gather_in_place
+from fzero.state import Placement
+
+
+class Rows:
+    """What the optimizer steps: one flat parameter for each group that has an optimizer.
+
+    It is this rank's part of the parameters themselves, or with `masters` an fp32 copy of it
+    where they have 16 bits.
+    """
+
+    def __init__(self, plan: Plan, parameters: Parameters, *, masters: bool) -> None:
+        self.plan, self._parameters = plan, parameters
+        self.of: dict[int, nn.Parameter] = {}
+        self.masters: list[int] = []
+        for index, stepper in enumerate(plan.steppers):
+            rows = parameters.rows[index]
+            if stepper < 0:
+                continue
+            if masters and rows.dtype.itemsize < 4:
+                self.of[index] = nn.Parameter(rows.detach().float())
+                self.masters.append(index)
+            elif plan.axis.size == 1:
+                self.of[index] = parameters.first_of(index, 0)  # type: ignore[assignment]
+            else:
+                self.of[index] = nn.Parameter(rows)
+
+    @property
+    def stepped(self) -> Iterable[int]:
+        """The groups that the optimizer steps."""
+        return self.of.keys()
+
+    def groups(self, count: int) -> list[list[nn.Parameter]]:
+        """The rows of each of the optimizer's `count` parameter groups."""
+        found: list[list[nn.Parameter]] = [[] for _ in range(count)]
+        for index, p in self.of.items():
+            if p.numel():
+                found[self.plan.steppers[index]].append(p)
+        return found
+
+    @torch.no_grad()
+    def refresh(self, index: int) -> None:
+        """Take over what was written to the parameters of a group."""
+        if index in self.masters:
+            self.of[index].copy_(self._parameters.rows[index])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make the new values those of the module's parameters, on every rank."""
+        for index in self.masters:
+            self._parameters.rows[index].copy_(self.of[index])
+        sharded = self.plan.placement is Placement.SHARDED and not self.plan.shards_params
+        if sharded and self.of:
+            flats = [self._parameters.flats[index] for index in self.of]
+            start_gather_in_place(flats, self.plan.axis).wait()
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], factor: Tensor | float
+    ) -> None:
+        """Run the optimizer on gradients x `factor`. If it raises, the gradients are as before."""
+        try:
+            for bucket in buckets:
+                if bucket.index in self.of and bucket.reduced is not None:
+                    p = self.of[bucket.index]
+                    gradient = bucket.reduced
+                    if isinstance(factor, Tensor) or factor != 1.0:
+                        gradient = gradient * factor
+                    p.grad = gradient.to(p.dtype).view(p.shape)
+            optimizer.step()
+        finally:
+            for p in self.of.values():
+                p.grad = None
+
+
+def gradient_norm(plan: Plan, buckets: Sequence[Bucket]) -> Tensor:
+    """|g| over all parameters that learn, tied ones once: a scalar, equal on every rank."""
+    squares = [
+        torch.linalg.vector_norm(
+            bucket.reduced, dtype=torch.promote_types(bucket.reduced.dtype, torch.float32)
+        ).square()
+        for bucket in buckets
+        if bucket.reduced is not None and bucket.reduced.numel()
+    ]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=plan.device)
+    if plan.placement is Placement.SHARDED:
+        total = reduce_many([total], plan.axis)[0]
+    return total.sqrt()

@@ -1,0 +1,122 @@
+"""The collectives without the wait: started now, waited for later, outside of autograd.
+
+    flights = [start_scatter(fulls, axis) for fulls in buckets]    # on the wire from here on
+    ...                                                            # compute something else
+    rows = [flight.wait() for flight in flights]                   # in the order of the starts
+
+Every rank must start *and wait* in the same order: what gloo and nccl match up is the order of
+the calls, and a `start_reduce` that sums by exchange (`ordered`, or 16-bit floats on gloo) sends
+its second half when it is waited for. So `done` may tell when to look, never which to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import _lowering as lowering
+from fzero.collectives._functions import _of_nothing
+from fzero.mesh import Axis, Runtime
+
+
+class InFlight:
+    """What a started collective will give.
+
+    Holds every buffer of it until `wait` has returned, and then the outputs only. On a GPU, wait on
+    the stream that it was started from: the memory that is then let go belongs to that stream.
+    """
+
+    __slots__ = ("_error", "_outs", "_rest", "_started")
+
+    def __init__(self, started: lowering.Started, rest: Mapping[int, Tensor]) -> None:
+        """Take what is under way, and {position: output} of what was never sent."""
+        self._started: lowering.Started | None = started
+        self._rest = rest
+        self._outs: list[Tensor] = []
+        self._error: Exception | None = None
+
+    def wait(self) -> list[Tensor]:
+        """Return the outputs, in the order of the inputs; again the same list if asked again.
+
+        On a GPU the current stream waits, not the caller. Raises `AxisError`, every time, when
+        another rank failed; the contents of outputs and of what was given up are then undefined.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._started is not None:
+            try:
+                with torch.no_grad():
+                    outs = self._started.wait()
+            except Exception as error:
+                # Not to be tried again: its second half may be on the wire already.
+                self._error = error
+                raise
+            for at, out in sorted(self._rest.items()):
+                outs.insert(at, out)
+            self._outs, self._started, self._rest = outs, None, {}
+        return self._outs
+
+    def done(self) -> bool:
+        """Whether `wait` would find its works over; returns at once.
+
+        A sum by exchange is then half done: `wait` still communicates.
+        """
+        return self._started is None or all(work.is_completed() for work in self._started.works)
+
+
+def start_gather(shards: Sequence[Tensor], axis: Axis) -> InFlight:
+    """Each [l] -> [W l], concatenated in rank order; see `gather_many`."""
+    return _start("gather", lowering.begin_all_gather, shards, axis)
+
+
+def start_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> InFlight:
+    """Each [W l] -> [l]: this rank's rows of the sum over ranks; see `scatter_many`."""
+
+    def begin(xs: Sequence[Tensor], axis: Axis) -> lowering.Started:
+        return lowering.begin_reduce_scatter(xs, axis, ordered=ordered)
+
+    return _start("scatter", begin, fulls, axis)
+
+
+def start_reduce(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> InFlight:
+    """Each [n] -> [n]: the sum over ranks. `values` are given up: it may write into them.
+
+    See the top of this file for the order of waits, which matters here most.
+    """
+
+    def begin(xs: Sequence[Tensor], axis: Axis) -> lowering.Started:
+        owned = [x.contiguous() for x in xs]  # a backend cannot write into anything else
+        return lowering.begin_all_reduce(owned, axis, ordered=ordered, owned=True)
+
+    return _start("reduce", begin, values, axis)
+
+
+def start_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
+    """Each [W l], contiguous: rows of rank r are right on rank r only; fill in those of others.
+
+    What is given are the `fulls`; nobody may read or write them before `wait` has returned.
+    """
+    fulls = [full.detach() for full in fulls]
+    if axis.runtime is Runtime.LOCAL:
+        return InFlight(lowering.given(fulls, axis), {})
+    with torch.no_grad():
+        # With the empty ones, as `gather_in_place` has it: they are counted, and not sent.
+        return InFlight(lowering.begin_gather_in_place(fulls, axis), {})
+
+
+def _start(
+    kind: str,
+    begin: Callable[[Sequence[Tensor], Axis], lowering.Started],
+    xs: Sequence[Tensor],
+    axis: Axis,
+) -> InFlight:
+    xs = [x.detach() for x in xs]
+    if axis.runtime is Runtime.LOCAL:
+        return InFlight(lowering.given(xs, axis), {})
+    with torch.no_grad():
+        wanted = [x for x in xs if x.numel()]
+        plan = (kind, axis, False)
+        rest = {at: _of_nothing(plan, x) for at, x in enumerate(xs) if not x.numel()}
+        return InFlight(begin(wanted, axis) if wanted else lowering.given([], axis), rest)

@@ -9,6 +9,7 @@ import torch
 
 from fzero.adapter._bucket import Bucket, Contiguous, Pending, PerParameter
 from fzero.adapter._exchange import Ask
+from fzero.adapter._options import Reduction
 from fzero.adapter._plan import Plan
 from fzero.adapter._source import Source
 from fzero.collectives import InFlight, start_reduce, start_scatter

@@ -1,5 +1,7 @@
 """ZeRO for an nn.Module, a torch.optim optimizer and loss.backward()."""
 
+from fzero.adapter._construct import gathered as gathered
+from fzero.adapter._construct import sharded_init as sharded_init
 from fzero.adapter._engine import Engine as Engine
 from fzero.adapter._engine import EngineState as EngineState
 from fzero.adapter._report import MemoryReport as MemoryReport

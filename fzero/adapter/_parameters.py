@@ -45,7 +45,7 @@ class Parameters:
                 self._let_go(index)
                 continue
             self.flats.append(flat)
-            self._point(index, unpack(plan.layout, index, flat))
+            self._show(index, unpack(plan.layout, index, flat))
             whole = plan.placement is Placement.REPLICATED
             self.rows.append(flat if whole else shard_rows(flat, axis.size, axis.rank))
 
@@ -87,7 +87,7 @@ class Parameters:
             if self.plan.shards_params:
                 self.place(index, copies)
             elif self.plan.axis.size > 1:
-                self._point(index, copies)
+                self._show(index, copies)
 
     def _whole(self, index: int) -> Tensor:
         """The flat [W l] of a group, with rank 0's values."""
@@ -106,7 +106,11 @@ class Parameters:
                 if not isinstance(p, LazyParam):
                     p.data = p.data.new_empty(0)
 
-    def _point(self, index: int, views: Sequence[Tensor]) -> None:
+    def _show(self, index: int, views: Sequence[Tensor]) -> None:
+        """Let a group's parameters have the values (and the memory) of `views`."""
+        if isinstance(self.first_of(index, 0), LazyParam):  # made under sharded_init
+            self.place(index, views)
+            return
         for position, view in enumerate(views):
             for path in self._paths_at(index, position):
                 self._parameter(path).data = view

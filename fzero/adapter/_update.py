@@ -25,6 +25,7 @@ class Rows:
         self.plan, self._parameters = plan, parameters
         self.of: dict[int, nn.Parameter] = {}
         self.masters: list[int] = []
+        self._versions: dict[int, int] = {}
         for index, stepper in enumerate(plan.steppers):
             rows = parameters.rows[index]
             if stepper < 0:
@@ -36,6 +37,7 @@ class Rows:
                 self.of[index] = parameters.first_of(index, 0)  # type: ignore[assignment]
             else:
                 self.of[index] = nn.Parameter(rows)
+        self.note_versions()
 
     @property
     def stepped(self) -> Iterable[int]:
@@ -51,10 +53,23 @@ class Rows:
         return found
 
     @torch.no_grad()
-    def refresh(self, index: int) -> None:
-        """Take over what was written to the parameters of a group."""
-        if index in self.masters:
-            self.of[index].copy_(self._parameters.rows[index])
+    def take_written(self) -> None:
+        """Let masters follow parameters that somebody wrote to since the last `publish`."""
+        for index in self.masters:
+            if self._version(index) != self._versions.get(index, self._version(index)):
+                rows = self._parameters.rows[index]
+                changed = rows != self.of[index].to(rows.dtype)  # the others keep their low bits
+                self.of[index].copy_(torch.where(changed, rows.to(torch.float32), self.of[index]))
+
+    def note_versions(self) -> None:
+        """Remember how often the parameters were written to."""
+        self._versions = {index: self._version(index) for index in self.masters}
+
+    def _version(self, index: int) -> int:
+        count = len(self.plan.layout.groups[index].leaves)
+        seen = [p for i in range(count) for p in self._parameters.objects(index, i)]
+        shards = self.plan.shards_params
+        return self._parameters.rows[index]._version if shards else sum(p._version for p in seen)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -65,11 +80,13 @@ class Rows:
         if sharded and self.of:
             flats = [self._parameters.flats[index] for index in self.of]
             start_gather_in_place(flats, self.plan.axis).wait()
+        self.note_versions()
 
     def step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], factor: Tensor | float
     ) -> None:
         """Run the optimizer on gradients x `factor`. If it raises, the gradients are as before."""
+        self.take_written()
         try:
             for bucket in buckets:
                 if bucket.index in self.of and bucket.reduced is not None:

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import importlib
 import os
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -134,6 +135,27 @@ def axis_of(mesh: DeviceMesh | Axis | None) -> Axis:
         )
     names = mesh.mesh_dim_names
     return _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
+
+
+def own_group(axis: Axis) -> Axis:
+    """Return an axis of the same ranks with a process group of its own. All of them call it.
+
+    What goes over it has an order of its own: two engines under one loss, or a user's own
+    collectives, may come in another order on each rank.
+    """
+    if axis.runtime is not Runtime.PROCESSES:
+        return axis
+    ranks = dist.get_process_group_ranks(axis.group())
+    local = len(ranks) < dist.get_world_size()  # only the ranks of the axis come here
+    group: Any = dist.new_group(ranks, use_local_synchronization=local)
+    return _axis_of_group(group, name=axis.name)
+
+
+def end_group(axis: Axis) -> None:
+    """End the process group that `own_group` made, unless it is gone. No collective."""
+    if axis.runtime is Runtime.PROCESSES and dist.is_initialized():
+        with suppress(AxisError):
+            dist.destroy_process_group(axis.group())
 
 
 def ambient() -> Axis:

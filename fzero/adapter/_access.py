@@ -159,15 +159,20 @@ class Access:
         """Reduce what waits on any rank; return what is held then. A collective."""
         backward = self._parts.backward
         backward.settle_abandoned()
+        backward.keep_outside()
         held = backward.accumulation
         if self.axis.size > 1:
             held = acc.agree(held, exchange_ids(held.code, self.axis))
+        backward.accumulation = held
         if held.waiting:
-            backward.accumulation = held
             backward.flush()
         return backward.accumulation
 
     def _require_reduced(self, name: str) -> None:
+        self._require_no_window(name)
+        acc.require_gradients(self._reduce_what_waits(), name)
+
+    def _require_no_window(self, name: str) -> None:
         window = self._parts.backward.accumulation.window
         if window:
             raise PhaseError(
@@ -177,7 +182,6 @@ class Access:
                     fix=f"ask after the `with engine.{window}():` block.",
                 )
             )
-        acc.require_gradients(self._reduce_what_waits(), name)
 
     def _share(self) -> float:
         return divided(self._parts.backward.accumulation, self.options)

@@ -82,7 +82,7 @@ def assemble(
     axis: Axis,
     options: Options,
     *,
-    check: Callable[[], None],
+    check: Callable[[int | None], None] | None,
 ) -> Parts:
     """Check everything, then take over the module's parameters and the optimizer's groups."""
     plan, count = _checked_plan(module, optimizer, stage, axis, options)
@@ -104,7 +104,7 @@ def assemble(
         parameters=parameters,
         rows=rows,
         reducer=reducer,
-        backward=Backward(reducer, _learning(parameters, buckets), check=check),
+        backward=Backward(reducer, _learning(parameters, buckets), check),
         source=source,
         optimizer=optimizer,
     )
@@ -136,8 +136,8 @@ def divided(s: Accumulation, options: Options) -> float:
     """What an update multiplies the summed gradients by: 1 / (micro-batches x loss scale)."""
     count = 1
     if options.updating.average_micro_batches:
-        managed = options.updating.gradient_accumulation_steps > 1
-        count = max(s.micro_steps if managed else s.backwards, 1)
+        steps = options.updating.gradient_accumulation_steps
+        count = steps if steps > 1 else max(s.backwards, 1)
     return 1.0 / (count * options.updating.loss_scale)
 
 

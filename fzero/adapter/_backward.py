@@ -10,6 +10,7 @@ A record is assigned when its transition has returned; then the effects run.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -40,6 +41,19 @@ def autograd_has_callbacks() -> bool:
     return all(hasattr(torch._C, name) for name in _NEEDED)
 
 
+def current_graph_task() -> int | None:
+    """The id of the graph task that runs in this thread; -1 for none, None if torch cannot tell."""
+    return torch._C._current_graph_task_id() if autograd_has_callbacks() else None
+
+
+def called_by_autograd_grad() -> bool:
+    """Whether this runs inside `torch.autograd.grad`, which accumulates no gradient anywhere."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class _Callback:
     """What autograd calls when a graph task ends. A task that raises lets it die uncalled."""
 
@@ -56,15 +70,17 @@ class Backward:
     """The records of one engine's backwards, and the hooks that feed them."""
 
     def __init__(
-        self, reducer: Reducer, learning: Sequence[Learning], *, check: Callable[[], None]
+        self,
+        reducer: Reducer,
+        learning: Sequence[Learning],
+        check: Callable[[int | None], None] | None = None,
     ) -> None:
         self.hooks = HookState()
         self.accumulation = Accumulation()
-        sizes = [0] * len(reducer.buckets)
-        for _, number, _ in learning:
-            sizes[number] += 1
-        self.buckets = Buckets(sizes=tuple(sizes), in_turn=reducer.source is None)
+        self.buckets = Buckets(count=len(reducer.buckets), in_turn=reducer.source is None)
         self._reducer, self._source, self._check = reducer, reducer.source, check
+        self._before: tuple[Accumulation, Sequence[Tensor | None]] = self.accumulation, ()
+        self._early = reducer.plan.axis.size > 1  # nothing is sent by one rank alone
         self._callbacks = autograd_has_callbacks()
         self._nodes = [get_gradient_edge(p).node for p, _, _ in learning]
         self._expected_by_count = 0
@@ -86,7 +102,7 @@ class Backward:
         if self.inside():
             return False
         self.settle_abandoned()
-        self._keep_outside()
+        self.keep_outside()
         self._apply(hooks.reset_for_new_step)
         return True
 
@@ -103,7 +119,6 @@ class Backward:
         self.settle_abandoned()
         if self.hooks.backward_active_depth:
             return
-        self._check()
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=self._task())
         if self._source is not None:
@@ -115,29 +130,33 @@ class Backward:
         def on_gradient(p: Tensor) -> None:
             gradient, p.grad = p.grad, None
             if gradient is not None:
-                pending.put(position, gradient.detach())
-                self._on_gradient(number)
+                if self._check is not None:
+                    self._check(self.hooks.post_backward_callback_graph_task_id)
+                full = pending.put(
+                    position, gradient.detach() if gradient.requires_grad else gradient
+                )
+                self._on_gradient(number, full)
 
         return on_gradient
 
-    def _on_gradient(self, number: int) -> None:
+    def _on_gradient(self, number: int, full: bool) -> None:
+        refresh = not self.hooks.hooks_fired_this_backward
         if not self._callbacks and not self.hooks.backward_active_depth:
             refresh = hooks.should_refresh_expected_hook_count(self.hooks)
             self._apply(hooks.reenter_backward_if_needed)
-        else:
-            refresh = hooks.should_refresh_expected_hook_count(self.hooks)
         inside = self.hooks.backward_active_depth > 0
         # What waits from before goes at the end: if this backward raises, it must not be lost.
-        if inside and not (self.accumulation.window or self.accumulation.waiting):
-            self.buckets, effects = launching.fired(self.buckets, number)
-            for effect in effects:
-                self._reducer.launch(effect.buckets)
-        expected = self._expected() if refresh and inside else self.hooks.max_expected_hooks_seen
-        self._apply(
-            hooks.update_hook_state_and_maybe_run_epilogue,
-            expected=expected,
+        if full and inside and self._early and not self.accumulation.keeps:
+            self.buckets, launches = launching.filled(self.buckets, number)
+            for launch in launches:
+                self._reducer.launch(launch.buckets)
+        self.hooks, effects = hooks.update_hook_state_and_maybe_run_epilogue(
+            self.hooks,
+            expected=self._expected() if refresh and inside else self.hooks.max_expected_hooks_seen,
             graph_task_id=self._task(),
         )
+        if effects:
+            self._run(effects)
 
     def _on_completed(self, task: int) -> None:
         self._apply(hooks.graph_completed, graph_task_id=task)
@@ -164,32 +183,31 @@ class Backward:
 
     # Windows, and what waits.
 
-    def open_window(self, kind: str) -> list[Tensor | None]:
-        """Let gradients wait from here on; return what waited before."""
+    def open_window(self, kind: str) -> None:
+        """Let gradients wait from here on."""
         self.settle_abandoned()
-        self.accumulation = acc.open_window(self.accumulation, kind)
-        self._keep_outside()
-        before = [bucket.kept for bucket in self._reducer.buckets]
-        for bucket in self._reducer.buckets:
-            bucket.kept = None
-        return before
+        opened = acc.open_window(self.accumulation, kind)
+        self.keep_outside()
+        self._before = self.accumulation, [bucket.set_aside() for bucket in self._reducer.buckets]
+        self.accumulation = replace(opened, waiting=False)
 
-    def close_window(self, before: Sequence[Tensor | None], *, good: bool) -> None:
+    def close_window(self, *, good: bool) -> None:
         """End the window: with what came in it if it was `good`, else as if it had not been."""
         self.settle_abandoned()
-        for bucket, waited in zip(self._reducer.buckets, before, strict=True):
-            if not good:
-                bucket.pending.drop()
-                bucket.kept = waited
-            elif waited is not None:
-                bucket.kept = waited if bucket.kept is None else bucket.kept.add_(waited)
-        self.accumulation = acc.close_window(self.accumulation)
-        if not good and all(waited is None for waited in before):
-            self.accumulation = replace(self.accumulation, waiting=False)
+        self.keep_outside()
+        accumulation, kept = self._before
+        self._before = accumulation, ()
+        for bucket, waited in zip(self._reducer.buckets, kept, strict=False):
+            bucket.put_back(waited, add=good)
+        if good:
+            waiting = self.accumulation.waiting or accumulation.waiting
+            self.accumulation = replace(acc.close_window(self.accumulation), waiting=waiting)
+        else:
+            self._drop()
+            self.accumulation = accumulation
 
     def flush(self) -> None:
         """Reduce all that waits on this rank. A collective: every rank flushes, or none."""
-        self._keep_outside()
         waiting = self._reducer.waiting()
         self.buckets, effects = launching.finish(launching.restart(self.buckets), waiting)
         self._launch(effects)
@@ -200,13 +218,7 @@ class Backward:
         self.settle_abandoned()
         self._reducer.clear()
         self.accumulation = acc.cleared(self.accumulation)
-
-    def finish_outside(self) -> None:
-        """End a backward that came in by no watched output (a submodule was called)."""
-        self.settle_abandoned()
-        if self.hooks.hooks_outside_backward:
-            self._apply(hooks.reset_for_new_step)
-            self._epilogue()
+        self._before = acc.cleared(self._before[0]), ()
 
     # Transitions and effects.
 
@@ -231,35 +243,38 @@ class Backward:
 
     def _epilogue(self) -> None:
         """The backward is over: reduce what is left, or let it wait in the window."""
-        fired, late = self.hooks.hooks_fired_this_backward, self.buckets.late
-        alone = self._source is None and not fired and not self._reducer.waiting()
         if self.accumulation.window:
             self.buckets = launching.restart(self.buckets)
-            if self._reducer.keep():
-                self.accumulation = acc.saw_backward(self.accumulation)
-            effects: launching.Launches = ()
+            counts = self._reducer.keep()
+            self._launch(())
         else:
-            waiting = self._reducer.waiting()
+            fired, waiting = self.hooks.hooks_fired_this_backward > 0, self._reducer.waiting()
             self.buckets, effects = launching.finish(self.buckets, waiting)
-        if not alone:  # torch.autograd.grad of an output brings no gradient to any parameter
-            self._launch(effects)
-        if not self.accumulation.window and not alone:
-            self.accumulation = acc.saw_backward(acc.saw_reduction(self.accumulation))
-        if any([self._reducer.buckets[number].keep() for number in late]):
+            # torch.autograd.grad of an output brings no gradient, and every rank knows that;
+            # a backward that passes every parameter by may do so on this rank only.
+            if self._source is None and not (fired or waiting) and called_by_autograd_grad():
+                effects = ()
+            counts = self._launch(effects)
+            if counts:
+                self.accumulation = acc.saw_reduction(self.accumulation)
+        if counts:
+            self.accumulation = acc.saw_backward(self.accumulation)
+        if self._reducer.keep():  # they came after their bucket had gone
             self.accumulation = acc.saw_local(self.accumulation)
         if self._source is not None:
             self._source.end_step()
 
-    def _launch(self, effects: launching.Launches) -> None:
+    def _launch(self, effects: launching.Launches) -> bool:
+        """Launch, wait, and say whether anything crossed ranks since the last time."""
         try:
             for effect in effects:
                 self._reducer.launch(effect.buckets)
-            self._reducer.finish()
+            return self._reducer.finish()
         except BaseException:
             self._drop()
             raise
 
-    def _keep_outside(self) -> None:
+    def keep_outside(self) -> None:
         """Gradients of a backward that ran outside of any of ours wait for the next one."""
         if self.hooks.hooks_outside_backward and self._reducer.keep():
             self.accumulation = acc.saw_local(self.accumulation)

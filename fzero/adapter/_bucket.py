@@ -20,8 +20,8 @@ from fzero.state.layout import Layout
 class Pending(Protocol):
     """Where a backward's gradients of one group are until they are launched or kept."""
 
-    def put(self, position: int, gradient: Tensor) -> None:
-        """Add one parameter's gradient."""
+    def put(self, position: int, gradient: Tensor) -> bool:
+        """Add one parameter's gradient; True if it is the last one that was missing."""
         ...
 
     def take(self) -> Tensor | None:
@@ -30,6 +30,11 @@ class Pending(Protocol):
 
     def drop(self) -> None:
         """Forget them."""
+        ...
+
+    @property
+    def some(self) -> bool:
+        """Whether anything was put."""
         ...
 
     @property
@@ -43,34 +48,40 @@ class PerParameter:
 
     def __init__(self, layout: Layout, index: int) -> None:
         self._layout, self._index = layout, index
-        self._gradients: list[Tensor | None] = [None] * len(layout.groups[index].leaves)
-        self._some = False
+        self._count = len(layout.groups[index].leaves)
+        self._gradients: dict[int, Tensor] = {}
 
-    def put(self, position: int, gradient: Tensor) -> None:
-        """Add one parameter's gradient."""
-        before = self._gradients[position]
-        self._gradients[position] = gradient if before is None else before + gradient
-        self._some = True
+    def put(self, position: int, gradient: Tensor) -> bool:
+        """Add one parameter's gradient; True if it is the last one that was missing."""
+        held = self._gradients
+        if position in held:
+            held[position] = held[position] + gradient
+            return False
+        held[position] = gradient
+        return len(held) == self._count
 
     def take(self) -> Tensor | None:
         """Return them as one tensor, and forget them; None if there are none."""
-        if not self._some:
+        held, self._gradients = self._gradients, {}
+        if not held:
             return None
-        gradients = self._gradients
-        self.drop()
         if self._layout.ranks == 1:  # one parameter, in its own shape: nothing to pack
-            return gradients[0]
-        return pack_copied(self._layout, self._index, gradients)
+            return held[0]
+        return pack_copied(self._layout, self._index, [held.get(i) for i in range(self._count)])
 
     def drop(self) -> None:
         """Forget them."""
-        self._gradients = [None] * len(self._gradients)
-        self._some = False
+        self._gradients = {}
+
+    @property
+    def some(self) -> bool:
+        """Whether anything was put."""
+        return bool(self._gradients)
 
     @property
     def tensors(self) -> list[Tensor]:
         """What is held."""
-        return [g for g in self._gradients if g is not None]
+        return list(self._gradients.values())
 
 
 class Contiguous:
@@ -82,15 +93,16 @@ class Contiguous:
         self._views: list[Tensor] = []
         self._missing: set[int] = set()
 
-    def put(self, position: int, gradient: Tensor) -> None:
-        """Add one parameter's gradient."""
+    def put(self, position: int, gradient: Tensor) -> bool:
+        """Add one parameter's gradient; True if it is the last one that was missing."""
         if self._flat is None:
             self._allocate()
-        if position in self._missing:
-            self._missing.discard(position)
-            self._views[position].copy_(gradient)
-        else:
+        if position not in self._missing:
             self._views[position].add_(gradient)
+            return False
+        self._missing.discard(position)
+        self._views[position].copy_(gradient)
+        return not self._missing
 
     def _allocate(self) -> None:
         group = self._layout.groups[self._index]
@@ -109,6 +121,11 @@ class Contiguous:
     def drop(self) -> None:
         """Forget them."""
         self._flat, self._views = None, []
+
+    @property
+    def some(self) -> bool:
+        """Whether anything was put."""
+        return self._flat is not None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -145,6 +162,17 @@ class Bucket:
             self.kept.add_(new)
         return True
 
+    def set_aside(self) -> Tensor | None:
+        """Return what waits, and forget it."""
+        waited, self.kept = self.kept, None
+        return waited
+
+    def put_back(self, waited: Tensor | None, *, add: bool) -> None:
+        """Let `waited` wait again: with what has come since, or in its place."""
+        if add and self.kept is not None:
+            waited = self.kept if waited is None else waited.add_(self.kept)
+        self.kept = waited
+
     def take(self) -> Tensor:
         """Return all that is here, for the wire; zeros if there is nothing."""
         if self.kept is not None:
@@ -177,7 +205,7 @@ class Bucket:
     @property
     def waits(self) -> bool:
         """Whether there is a gradient here that has not crossed ranks."""
-        return self.kept is not None or bool(self.pending.tensors)
+        return self.kept is not None or self.pending.some
 
     @property
     def tensors(self) -> list[Tensor]:

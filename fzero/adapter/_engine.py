@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,15 +20,23 @@ from fzero.adapter._forward import Forward
 from fzero.adapter._optimizer import Factory
 from fzero.adapter._options import make_options
 from fzero.adapter._report import MemoryReport, report
+from fzero.adapter._scale import LossScale
 from fzero.adapter._update import gradient_norm
 from fzero.errors import PhaseError, explain
-from fzero.mesh import Axis, axis_of
+from fzero.mesh import Axis, axis_of, end_group, own_group
 from fzero.state import accumulation as acc
 from fzero.state.accumulation import Accumulation
 from fzero.state.buckets import Buckets
 from fzero.state.coordinator import CoordinatorState
 from fzero.state.hooks import HookState
 from fzero.transforms.init import check_stage
+
+ZERO_GRAD = explain(
+    "zero_grad() threw away the gradients of {thrown} of {steps} micro-batches; the accumulation "
+    "starts again.",
+    cause="a training loop that clears before every micro-batch.",
+    fix="leave zero_grad() out: step() clears after each update.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +113,15 @@ class Engine(Access):
         **options: Any,
     ) -> None:
         self.options = make_options(options)
-        self.module, self.stage, self.axis = module, check_stage(stage), axis_of(mesh)
+        self.module, self.stage, self.axis = module, check_stage(stage), own_group(axis_of(mesh))
+        self._end_group = weakref.finalize(self, end_group, self.axis)
         self._norm: Tensor | None = None
-        self._scaled = self._stepping = self._closed = False
+        self._stepping = self._closed = False
+        scale = self.options.updating.loss_scale
+        self._scale = LossScale(scale)
+        check = self._scale.require if scale != 1.0 else None
         self._parts: Parts = assemble(
-            module, optimizer, stage, self.axis, self.options, check=self._require_scaled
+            module, optimizer, stage, self.axis, self.options, check=check
         )
         self._forward = Forward(self._parts)
         self.optimizer = self._parts.optimizer
@@ -132,7 +146,6 @@ class Engine(Access):
         """
         try:
             torch.autograd.backward(loss, gradient, **options)
-            self._parts.backward.finish_outside()
         except BaseException as error:
             self._forward.failed(error)
             raise
@@ -143,8 +156,7 @@ class Engine(Access):
         With a `loss_scale` other than 1 every backward needs it: one without raises before any
         gradient is computed.
         """
-        self._scaled = True
-        return loss * self.options.updating.loss_scale
+        return self._scale.apply(loss)
 
     @contextmanager
     def coalesce(self) -> Iterator[None]:
@@ -154,8 +166,7 @@ class Engine(Access):
         """
         with self._window("coalesce"):
             yield
-        if self.state.accumulation.waiting:
-            self._parts.backward.flush()
+        self._reduce_what_waits()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -164,9 +175,16 @@ class Engine(Access):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw away every gradient since the last update. No collective."""
+        """Throw away every gradient since the last update. No collective.
+
+        With `gradient_accumulation_steps` the accumulation starts again, with a warning.
+        """
         self._norm = None
+        thrown = self._parts.backward.accumulation.micro_steps
         self._parts.backward.clear()
+        if thrown:
+            steps = self.options.updating.gradient_accumulation_steps
+            warnings.warn(ZERO_GRAD.format(thrown=thrown, steps=steps), UserWarning, stacklevel=2)
 
     # The update.
 
@@ -201,8 +219,8 @@ class Engine(Access):
         source, buckets, rows = self._parts.source, self._parts.buckets, self._parts.rows
         if source is not None:
             source.require_free()
-        acc.require_gradients(self._reduce_what_waits(), "step()")
-        factor = self._factor(called)
+        held = acc.require_gradients(self._reduce_what_waits(), "step()")
+        factor = self._factor(held)
         self._stepping = True
         try:
             rows.step(optimizer, buckets, factor)
@@ -229,6 +247,7 @@ class Engine(Access):
 
         Without gradients, that of the last update if `max_norm` was given, else None.
         """
+        self._require_no_window("global_grad_norm")
         if not self._reduce_what_waits().held:
             return self._norm
         share = divided(self._parts.backward.accumulation, self.options)
@@ -264,6 +283,7 @@ class Engine(Access):
         if self.optimizer is not None:
             self._guard.remove()
             vars(self.optimizer).pop("zero_grad", None)
+        self._end_group()
         self._closed = True
 
     # Checks.
@@ -272,12 +292,13 @@ class Engine(Access):
     def _window(self, kind: str) -> Iterator[None]:
         backward = self._parts.backward
         self._require_open(f"{kind}()")
-        before, good = backward.open_window(kind), False
+        backward.open_window(kind)
+        good = False
         try:
             yield
             good = True
         finally:
-            backward.close_window(before, good=good)
+            backward.close_window(good=good)
 
     def _require_open(self, name: str) -> None:
         if self._closed:
@@ -305,17 +326,5 @@ class Engine(Access):
                     cause="the training loop of before the engine; the optimizer has this rank's "
                     "rows, and their gradients come at engine.step().",
                     fix="call engine.step(). A scheduler's step() stays as it is.",
-                )
-            )
-
-    def _require_scaled(self) -> None:
-        scaled, self._scaled = self._scaled, False
-        loss_scale = self.options.updating.loss_scale
-        if loss_scale != 1.0 and not scaled:
-            raise PhaseError(
-                explain(
-                    f"a backward without engine.scale, and {loss_scale=}.",
-                    cause="plain loss.backward() where the update divides by the loss scale.",
-                    fix="write engine.scale(loss).backward().",
                 )
             )

@@ -62,7 +62,12 @@ def require_usable(optimizer: Optimizer | Factory | None, ranks: int) -> str:
             )
         )
     require_elementwise(made, ranks)
-    return f"{type(made).__name__} of {len(made.param_groups)} groups"
+    plain = (bool, int, float, str, tuple, type(None))
+    groups = [
+        {name: x for name, x in group.items() if name != "params" and isinstance(x, plain)}
+        for group in made.param_groups
+    ]
+    return f"{type(made).__name__} with {groups}"
 
 
 def attach(optimizer: Optimizer | Factory, rows: Sequence[list[nn.Parameter]]) -> Optimizer:

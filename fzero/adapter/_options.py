@@ -23,7 +23,7 @@ class Reduction:
     """How gradients cross ranks."""
 
     bucket_bytes: int = BUCKET_BYTES
-    contiguous_gradients: bool = True
+    contiguous_gradients: bool = False
     overlap: bool = True
     ordered: bool = False
     accumulate_dtype: torch.dtype | None = None

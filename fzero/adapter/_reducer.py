@@ -31,12 +31,15 @@ class Reducer:
         self._ordered, self._overlap = options.ordered, options.overlap
         self._numbers = {bucket.index: number for number, bucket in enumerate(buckets)}
         self._flights: list[tuple[Bucket, InFlight]] = []
+        self._absorbed = False
         if source is not None:
             source.serve = self.serve
 
     def launch(self, numbers: Sequence[int]) -> None:
         """Start the reduction of these buckets; at stage 3, and of what other ranks ask for."""
-        if self.source is None:
+        if self.plan.axis.size == 1:
+            self._absorb(numbers)
+        elif self.source is None:
             for number in numbers:
                 self._start(self.buckets[number], mine=True)
         else:
@@ -50,19 +53,26 @@ class Reducer:
         elif self.source is not None:
             self.source.start(group, mine)
 
-    def finish(self) -> None:
-        """Wait for all that was launched; at stage 3, when no rank asks for more."""
+    def finish(self) -> bool:
+        """Wait for what was launched, in that order, and add its mean to the gradients.
+
+        At stage 3, when no rank asks for more. False if nothing was launched.
+        """
         if self.source is not None:
             self.source.exchange.finish(self.serve)
-        self.settle()
-
-    def settle(self) -> None:
-        """Wait for what was launched, in that order, and add its mean to the gradients."""
         flights, self._flights = self._flights, []
-        ranks = self.plan.axis.size
         for bucket, flight in flights:
-            rows = flight.wait()[0]
-            bucket.add(rows if ranks == 1 else rows.div_(ranks))
+            bucket.add(flight.wait()[0].div_(self.plan.axis.size))
+        absorbed, self._absorbed = self._absorbed, False
+        return bool(flights) or absorbed
+
+    def _absorb(self, numbers: Sequence[int]) -> None:
+        """One rank alone: its gradients are the mean already."""
+        for number in numbers:
+            bucket = self.buckets[number]
+            if bucket.waits:
+                bucket.add(bucket.take())
+                self._absorbed = True
 
     def abandon(self) -> None:
         """Forget what is in flight, after an error. Starts no collective."""
@@ -97,8 +107,8 @@ class Reducer:
         else:
             flight = start_reduce([local], axis, ordered=self._ordered)
         self._flights.append((bucket, flight))
-        if not self._overlap:
-            self.settle()
+        if not self._overlap:  # its rows are added at the end, for the backward may still raise
+            flight.wait()
 
 
 def make_buckets(plan: Plan, options: Reduction) -> list[Bucket]:

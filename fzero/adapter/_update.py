@@ -89,9 +89,9 @@ class Rows:
         self.take_written()
         try:
             for bucket in buckets:
-                if bucket.index in self.of and bucket.reduced is not None:
+                if bucket.index in self.of:
                     p = self.of[bucket.index]
-                    gradient = bucket.reduced
+                    gradient = torch.zeros_like(p) if bucket.reduced is None else bucket.reduced
                     if isinstance(factor, Tensor) or factor != 1.0:
                         gradient = gradient * factor
                     p.grad = gradient.to(p.dtype).view(p.shape)

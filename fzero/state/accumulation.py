@@ -21,8 +21,13 @@ class Accumulation:
 
     @property
     def code(self) -> int:
-        """What is held, as a number for the other ranks."""
-        return int(self.waiting) + 2 * int(self.reduced)
+        """What is held, and from how many backwards, as a number for the other ranks."""
+        return int(self.waiting) + 2 * int(self.reduced) + 4 * self.backwards
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients stay on their rank while a backward runs."""
+        return bool(self.window) or self.waiting
 
     @property
     def held(self) -> bool:
@@ -94,16 +99,21 @@ def call_step(s: Accumulation, every: int) -> tuple[Accumulation, bool]:
 
 
 def agree(s: Accumulation, others: Iterable[int]) -> Accumulation:
-    """What is held is what any rank holds; `others` are the `code` of every rank.
+    """What is held is what any rank holds, from as many backwards as the rank with the most.
+
+    `others` are the `code` of every rank.
 
     Example:
         >>> agree(Accumulation(), [0, saw_local(Accumulation()).code]).waiting
         True
     """
-    bits = 0
-    for code in others:
-        bits |= code
-    return replace(s, waiting=bool(bits & 1), reduced=bool(bits & 2))
+    codes = list(others)
+    return replace(
+        s,
+        waiting=any(code & 1 for code in codes),
+        reduced=any(code & 2 for code in codes),
+        backwards=max(code >> 2 for code in codes),
+    )
 
 
 def require_gradients(s: Accumulation, name: str) -> Accumulation:

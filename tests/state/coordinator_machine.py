@@ -79,6 +79,7 @@ class Shell:
         for unit in range(len(self.world.numels)):
             left = started.count(unit) - ended.count(unit)
             assert left == (unit in self.memory or unit in self.flying)
+        assert vars(self.naive) == vars(Naive(self.world, self.log)), "the model kept something"
 
     def _run(self, effect: Any) -> None:
         if isinstance(effect, Warn | Agree):
@@ -112,9 +113,9 @@ class Shell:
         return legal
 
     def _note(self, what: str, *args: Any) -> None:
-        """Add to the log, and let the model read all of it again."""
+        """Add to the log, and let the model read it."""
         self.log.append((what, *args))
-        self.naive = Naive(self.world, self.log)
+        self.naive = self.naive.after(what, *args)
 
     def _check_bounds(self) -> None:
         """Live elements, and what of them was gathered early, are within the limits."""

@@ -65,6 +65,8 @@ class PerParameter:
         held, self._gradients = self._gradients, {}
         if not held:
             return None
+        if self._count == 1:
+            held[0] = _owned(held[0])
         if self._layout.ranks == 1:  # one parameter, in its own shape: nothing to pack
             return held[0]
         return pack_copied(self._layout, self._index, [held.get(i) for i in range(self._count)])
@@ -211,3 +213,13 @@ class Bucket:
     def tensors(self) -> list[Tensor]:
         """All that is held."""
         return self.pending.tensors + [x for x in (self.kept, self.reduced) if x is not None]
+
+
+def _owned(x: Tensor) -> Tensor:
+    """Return `x`, or a copy if somebody else has its memory: it will be written to.
+
+    Autograd hands on what the user gave, as in `out.backward(g)`, where `out` is a view of `x`.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    alone = count is not None and count(x.untyped_storage()._cdata) <= 2  # x and the look at it
+    return x if alone else x.clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.adapter._assemble import Parts, divided
 from fzero.adapter._bucket import Bucket
@@ -15,6 +15,7 @@ from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.partition import shard_rows
+from fzero.placeholder import LazyParam
 from fzero.state import Placement
 from fzero.state import accumulation as acc
 from fzero.state.accumulation import Accumulation
@@ -152,6 +153,28 @@ class Access:
         whole = self._whole(index, held).clone().view(-1)
         _write(unpack(self._parts.plan.layout, index, whole)[position], value, path)
         state[name] = self._part(index, whole).clone().view(rows.shape)
+
+    # Stage 3.
+
+    def register_external(self, module: nn.Module, parameter: Tensor) -> None:
+        """Gather `parameter` together with the parameters of `module`, which uses it as well.
+
+        Never needed for right values: a foreign parameter is found when it is read. It saves the
+        wait, as it is then gathered with the module's own. Nothing to do below stage 3.
+        """
+        if self._parts.source is None:
+            return
+        own = [p for p in module.parameters() if isinstance(p, LazyParam)]
+        if not own or not isinstance(parameter, LazyParam):
+            raise LayoutError(
+                explain(
+                    "register_external: "
+                    + ("the parameter is not this engine's." if own else "the module has none."),
+                    cause="a module without parameters, or a tensor of another model.",
+                    fix="name a module that has parameters, and a parameter of engine.module.",
+                )
+            )
+        self._parts.source.register_external(own[0].where[0], parameter.where[0])
 
     # How.
 

@@ -1,0 +1,1 @@
+"""Checks that need a CUDA device; skipped where there is none."""

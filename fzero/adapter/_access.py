@@ -181,7 +181,7 @@ class Access:
     def _reduce_what_waits(self) -> Accumulation:
         """Reduce what waits on any rank; return what is held then. A collective."""
         backward = self._parts.backward
-        backward.settle_abandoned()
+        backward.settle()
         backward.keep_outside()
         held = backward.accumulation
         if self.axis.size > 1:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fzero.adapter._backward import Backward
 from fzero.adapter._bucket import Bucket
-from fzero.adapter._exchange import Exchange
+from fzero.adapter._exchange import Exchange, Lockstep
 from fzero.adapter._optimizer import (
     Factory,
     States,
@@ -66,6 +66,8 @@ class Parts:
     def disassemble(self, states: States) -> None:
         """Undo `assemble`: ordinary parameters with their values, and an ordinary optimizer."""
         self.backward.remove()
+        if self.source is not None:
+            self.source.exchange.leave()
         layout = self.plan.layout
         fulls: Sequence[Tensor] = self.parameters.flats
         if self.plan.shards_params:
@@ -82,16 +84,16 @@ def assemble(
     axis: Axis,
     options: Options,
     *,
+    exchange: Exchange | None,
     check: Callable[[int | None], None] | None,
 ) -> Parts:
     """Check everything, then take over the module's parameters and the optimizer's groups."""
-    plan, count = _checked_plan(module, optimizer, stage, axis, options)
+    plan, count = checked_plan(module, optimizer, stage, axis, options)
     parameters = Parameters(module, plan)
     parameters.take_over()
     source = None
     if plan.shards_params:
-        exchange = Exchange(axis, lockstep=options.gathering.lockstep)
-        source = Source(plan, parameters.rows, options.limits, exchange)
+        source = Source(plan, parameters.rows, options.limits)
         for index in range(len(plan.layout.groups)):
             parameters.place(index, placeholders(source, index))
     rows = Rows(plan, parameters, masters=options.updating.master_weights)
@@ -99,6 +101,8 @@ def assemble(
         optimizer = attach(optimizer, rows.groups(count))
     buckets = make_buckets(plan, options.reduction)
     reducer = Reducer(plan, buckets, options.reduction, source)
+    if source is not None:
+        source.exchange = (Lockstep if exchange is None else exchange.join)(reducer.serve)
     return Parts(
         plan=plan,
         parameters=parameters,
@@ -110,7 +114,7 @@ def assemble(
     )
 
 
-def _checked_plan(
+def checked_plan(
     module: nn.Module,
     optimizer: Optimizer | Factory | None,
     stage: int,

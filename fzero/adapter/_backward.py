@@ -47,11 +47,18 @@ def current_graph_task() -> int | None:
 
 
 def called_by_autograd_grad() -> bool:
-    """Whether this runs inside `torch.autograd.grad`, which accumulates no gradient anywhere."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
-        frame = frame.f_back
-    return frame is not None
+    """Whether `torch.autograd.grad` is running, which accumulates no gradient anywhere.
+
+    On a GPU this is asked in the device's thread, while the caller waits in another.
+    """
+    wanted = torch.autograd.grad.__code__
+    for top in sys._current_frames().values():
+        frame: Any = top
+        while frame is not None:
+            if frame.f_code is wanted:
+                return True
+            frame = frame.f_back
+    return False
 
 
 class _Callback:
@@ -119,6 +126,7 @@ class Backward:
         self.settle_abandoned()
         if self.hooks.backward_active_depth:
             return
+        self._reducer.settle()
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=self._task())
         if self._source is not None:
@@ -161,6 +169,11 @@ class Backward:
     def _on_completed(self, task: int) -> None:
         self._apply(hooks.graph_completed, graph_task_id=task)
 
+    def settle(self) -> None:
+        """Wait for what the last backward launched, unless it raised: then forget it."""
+        self.settle_abandoned()
+        self._reducer.settle()
+
     def settle_abandoned(self) -> None:
         """If the last backward raised, forget it: its callback died with its graph."""
         if self._ticket is None or self._ticket() is not None:
@@ -171,9 +184,14 @@ class Backward:
 
     def abandon(self) -> None:
         """An exception ended a forward or backward. Starts no collective."""
-        self._ticket = None
+        running, self._ticket = self.hooks.backward_active_depth > 0, None
         self._apply(hooks.reset_for_new_step)
-        self._drop()
+        if running:
+            self._drop()
+            return
+        self._reducer.drop()
+        if self._source is not None:
+            self._source.abort()
 
     def inside(self) -> bool:
         """Whether a backward is running, in this thread or for this engine."""
@@ -185,7 +203,7 @@ class Backward:
 
     def open_window(self, kind: str) -> None:
         """Let gradients wait from here on."""
-        self.settle_abandoned()
+        self.settle()
         opened = acc.open_window(self.accumulation, kind)
         self.keep_outside()
         self._before = self.accumulation, [bucket.set_aside() for bucket in self._reducer.buckets]
@@ -211,11 +229,12 @@ class Backward:
         waiting = self._reducer.waiting()
         self.buckets, effects = launching.finish(launching.restart(self.buckets), waiting)
         self._launch(effects)
+        self.settle()
         self.accumulation = acc.saw_reduction(self.accumulation)
 
     def clear(self) -> None:
         """Throw every gradient away."""
-        self.settle_abandoned()
+        self.settle()
         self._reducer.clear()
         self.accumulation = acc.cleared(self.accumulation)
         self._before = acc.cleared(self._before[0]), ()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fzero.adapter._access import Access
 from fzero.adapter._assemble import Parts, assemble, divided
+from fzero.adapter._exchange import private_axis
 from fzero.adapter._forward import Forward
 from fzero.adapter._optimizer import Factory
 from fzero.adapter._options import make_options
@@ -23,20 +24,13 @@ from fzero.adapter._report import MemoryReport, report
 from fzero.adapter._scale import LossScale
 from fzero.adapter._update import gradient_norm
 from fzero.errors import PhaseError, explain
-from fzero.mesh import Axis, axis_of, end_group, own_group
+from fzero.mesh import Axis, axis_of, end_group
 from fzero.state import accumulation as acc
 from fzero.state.accumulation import Accumulation
 from fzero.state.buckets import Buckets
 from fzero.state.coordinator import CoordinatorState
 from fzero.state.hooks import HookState
 from fzero.transforms.init import check_stage
-
-ZERO_GRAD = explain(
-    "zero_grad() threw away the gradients of {thrown} of {steps} micro-batches; the accumulation "
-    "starts again.",
-    cause="a training loop that clears before every micro-batch.",
-    fix="leave zero_grad() out: step() clears after each update.",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +46,8 @@ class EngineState:
 class Engine(Access):
     """ZeRO stage 0 to 3 for a module whose loss is made and differentiated in the usual way.
 
-    After `loss.backward()` each rank holds its part of mean_r(g_r), the mean of the ranks'
-    gradients; backwards add up until `step()`, as in PyTorch. Elements a rank holds, for P
+    `loss.backward()` leaves each rank its part of mean_r(g_r), the mean of the ranks' gradients;
+    backwards add up until `step()`, as in PyTorch. Elements a rank holds, for P
     parameters and K optimizer slots over W ranks:
 
         stage   parameters   gradients   optimizer
@@ -113,15 +107,17 @@ class Engine(Access):
         **options: Any,
     ) -> None:
         self.options = make_options(options)
-        self.module, self.stage, self.axis = module, check_stage(stage), own_group(axis_of(mesh))
-        self._end_group = weakref.finalize(self, end_group, self.axis)
+        self.module, self.stage = module, check_stage(stage)
+        asks = stage == 3 and not self.options.gathering.lockstep
+        self.axis, exchange = private_axis(axis_of(mesh), asks=asks)
+        self._end_group = weakref.finalize(self, end_group, self.axis) if exchange is None else None
         self._norm: Tensor | None = None
         self._stepping = self._closed = False
         scale = self.options.updating.loss_scale
         self._scale = LossScale(scale)
         check = self._scale.require if scale != 1.0 else None
         self._parts: Parts = assemble(
-            module, optimizer, stage, self.axis, self.options, check=check
+            module, optimizer, stage, self.axis, self.options, exchange=exchange, check=check
         )
         self._forward = Forward(self._parts)
         self.optimizer = self._parts.optimizer
@@ -180,11 +176,10 @@ class Engine(Access):
         With `gradient_accumulation_steps` the accumulation starts again, with a warning.
         """
         self._norm = None
-        thrown = self._parts.backward.accumulation.micro_steps
+        every = self.options.updating.gradient_accumulation_steps
+        if message := acc.thrown_away(self._parts.backward.accumulation, every):
+            warnings.warn(message, UserWarning, stacklevel=2)
         self._parts.backward.clear()
-        if thrown:
-            steps = self.options.updating.gradient_accumulation_steps
-            warnings.warn(ZERO_GRAD.format(thrown=thrown, steps=steps), UserWarning, stacklevel=2)
 
     # The update.
 
@@ -283,7 +278,8 @@ class Engine(Access):
         if self.optimizer is not None:
             self._guard.remove()
             vars(self.optimizer).pop("zero_grad", None)
-        self._end_group()
+        if self._end_group is not None:
+            self._end_group()
         self._closed = True
 
     # Checks.

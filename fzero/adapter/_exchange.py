@@ -2,23 +2,25 @@
 
 Ranks may use other parameters (experts chosen by the data), or use them in another order. Before
 each collective they exchange what they are about to ask for, and all of them take part in all of
-it, in one order. A rank whose backward is over goes on serving until every rank's is. With
-`lockstep` the ranks have promised to ask for the same in the same order, and exchange nothing.
+it, in one order. A rank whose backward is over goes on serving until every rank's is. All engines
+of an axis share one exchange, for ranks may also come to two engines in another order.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from fzero.collectives import exchange_many
 from fzero.errors import AxisError, explain
-from fzero.mesh import Axis
+from fzero.mesh import Axis, own_group
 
 AT_ONCE = 8
 """How much a rank may ask for in one exchange."""
 
 _FAILED = -1
+_MANY = 2**32  # more groups than an engine has
 
 
 class Ask(IntEnum):
@@ -37,44 +39,123 @@ class PeerFailedError(AxisError):
 
 
 class Exchange:
-    """Decides, with the other ranks, which collective comes next."""
+    """Decides, with the other ranks, which collective of which engine comes next."""
 
-    def __init__(self, axis: Axis, *, lockstep: bool) -> None:
-        self._axis, self.lockstep = axis, lockstep
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._members: dict[int, weakref.WeakMethod[Run]] = {}
+        self._joined = 0
 
-    def ask(self, what: Ask, groups: Sequence[int], run: Run) -> None:
-        """Have `run` start `what` for each of `groups`, and whatever other ranks ask for."""
-        if self.lockstep:
-            for group in groups:
-                run(what, group, True)
-            return
-        codes = [1 + 2 * group + what for group in groups]
-        for at in range(0, len(codes), AT_ONCE):
-            self._serve(codes[at : at + AT_ONCE], run)
+    def join(self, serve: Run) -> Member:
+        """Add an engine, whose bound method `serve` starts its collectives."""
+        number, self._joined = self._joined, self._joined + 1
+        self._members[number] = weakref.WeakMethod(serve)
+        return Member(self, number)
 
-    def finish(self, run: Run) -> None:
-        """Serve the other ranks until none asks for anything."""
-        while not self.lockstep and self._serve([], run):
-            pass
+    def leave(self, number: int) -> None:
+        """Take an engine out."""
+        self._members.pop(number, None)
 
-    def fail(self) -> None:
-        """Tell the others that this rank raised."""
-        if not self.lockstep:
-            exchange_many([_FAILED], self._axis, width=AT_ONCE)
-
-    def _serve(self, mine: Sequence[int], run: Run) -> bool:
-        asked = exchange_many(mine, self._axis, width=AT_ONCE)
+    def serve(self, mine: Sequence[int]) -> bool:
+        """Tell what this rank asks for, and take part in what any does; False if none does."""
+        asked = exchange_many(mine, self.axis, width=AT_ONCE)
         failed = [rank for rank, codes in enumerate(asked) if _FAILED in codes]
         if failed:
             raise PeerFailedError(
                 explain(
-                    f"rank {self._axis.rank}: rank {failed[0]} raised in the middle of a step.",
+                    f"rank {self.axis.rank}: rank {failed[0]} raised in the middle of a step.",
                     cause="an error in the forward or backward of that rank only.",
                     fix=f"see the error of rank {failed[0]}; the gradients of this step are gone.",
                 )
             )
         wanted = sorted({code for codes in asked for code in codes if code})
         for code in wanted:
-            group, what = divmod(code - 1, 2)
-            run(Ask(what), group, code in mine)
+            number, group, what = _decode(code)
+            run = self._members[number]()
+            assert run is not None, f"engine {number} is gone on this rank"
+            run(what, group, code in mine)
         return bool(wanted)
+
+    def fail(self) -> None:
+        """Tell the others that this rank raised."""
+        exchange_many([_FAILED], self.axis, width=AT_ONCE)
+
+
+class Member:
+    """One engine's place in an exchange."""
+
+    def __init__(self, exchange: Exchange, number: int) -> None:
+        self._exchange, self._number = exchange, number
+        self.fail = exchange.fail
+
+    def ask(self, what: Ask, groups: Sequence[int]) -> None:
+        """Have `what` started for each of `groups`, and whatever other ranks ask for."""
+        codes = [_encode(self._number, group, what) for group in groups]
+        for at in range(0, len(codes), AT_ONCE):
+            self._exchange.serve(codes[at : at + AT_ONCE])
+
+    def finish(self) -> None:
+        """Serve the other ranks until none asks for anything."""
+        while self._exchange.serve([]):
+            pass
+
+    def leave(self) -> None:
+        """The engine is closed."""
+        self._exchange.leave(self._number)
+
+
+class Lockstep:
+    """In the place of a `Member` where ranks have promised to ask for the same in one order."""
+
+    def __init__(self, serve: Run) -> None:
+        self._serve = weakref.WeakMethod(serve)
+
+    def ask(self, what: Ask, groups: Sequence[int]) -> None:
+        """Start `what` for each of `groups`."""
+        serve = self._serve()
+        assert serve is not None
+        for group in groups:
+            serve(what, group, True)
+
+    def finish(self) -> None:
+        """Nothing is left: no rank asks for more than this one."""
+
+    def fail(self) -> None:
+        """Nobody listens: the others wait for this rank's collectives until it ends."""
+
+    def leave(self) -> None:
+        """Nobody knows of this engine."""
+
+
+def private_axis(axis: Axis, *, asks: bool) -> tuple[Axis, Exchange | None]:
+    """The axis for an engine's collectives: of its own, or with an exchange if it `asks`."""
+    if not asks or axis.size == 1:
+        return own_group(axis), None
+    exchange = shared_exchange(axis)
+    return exchange.axis, exchange
+
+
+def shared_exchange(axis: Axis) -> Exchange:
+    """The one exchange of the engines on `axis`, with a process group of its own. A collective."""
+    found = _EXCHANGES.get(axis)
+    try:
+        alive = found is not None and found.axis.group() is not None
+    except AxisError:  # torch.distributed was shut down and started again
+        alive = False
+    if found is None or not alive:
+        found = _EXCHANGES[axis] = Exchange(own_group(axis))
+    return found
+
+
+_EXCHANGES: dict[Axis, Exchange] = {}
+"""Kept for the process: when an engine is garbage differs by rank, so a count would, too."""
+
+
+def _encode(number: int, group: int, what: Ask) -> int:
+    return 1 + what + 2 * (group + number * _MANY)
+
+
+def _decode(code: int) -> tuple[int, int, Ask]:
+    rest, what = divmod(code - 1, 2)
+    number, group = divmod(rest, _MANY)
+    return number, group, Ask(what)

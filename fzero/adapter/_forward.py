@@ -58,7 +58,7 @@ class Forward:
         trains = torch.is_grad_enabled() and self._parts.backward.forward_ends(tensors_in(output))
         source = self._parts.source
         if source is not None and self._own:
-            source.exchange.finish(source.serve)
+            source.exchange.finish()
             if not trains:
                 source.end_step()
 

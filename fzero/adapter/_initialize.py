@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fzero.adapter._assemble import _checked_plan
+from fzero.adapter._assemble import checked_plan
 from fzero.adapter._config import Config, micro_batches, read_config, with_defaults
 from fzero.adapter._config_keys import MOE_CLASSES
 from fzero.adapter._config_optimizer import Schedule, check_schedule, configured, follow
@@ -208,7 +208,7 @@ def _check(
             "torch.set_default_dtype(torch.bfloat16).",
         )
     unit_of_leaves(model, made.gathering.leaf_modules)  # without the warnings: they come once
-    _checked_plan(model, optimizer, stage, axis, replace(made, gathering=Gathering()))
+    checked_plan(model, optimizer, stage, axis, replace(made, gathering=Gathering()))
 
 
 # The other options.

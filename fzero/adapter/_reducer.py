@@ -32,8 +32,6 @@ class Reducer:
         self._numbers = {bucket.index: number for number, bucket in enumerate(buckets)}
         self._flights: list[tuple[Bucket, InFlight]] = []
         self._absorbed = False
-        if source is not None:
-            source.serve = self.serve
 
     def launch(self, numbers: Sequence[int]) -> None:
         """Start the reduction of these buckets; at stage 3, and of what other ranks ask for."""
@@ -44,7 +42,7 @@ class Reducer:
                 self._start(self.buckets[number], mine=True)
         else:
             groups = [self.buckets[number].index for number in numbers]
-            self.source.exchange.ask(Ask.REDUCE, groups, self.serve)
+            self.source.exchange.ask(Ask.REDUCE, groups)
 
     def serve(self, what: Ask, group: int, mine: bool) -> None:
         """Start one collective that the ranks have agreed on."""
@@ -54,17 +52,25 @@ class Reducer:
             self.source.start(group, mine)
 
     def finish(self) -> bool:
-        """Wait for what was launched, in that order, and add its mean to the gradients.
+        """The backward is over; False if nothing was launched in it.
 
-        At stage 3, when no rank asks for more. False if nothing was launched.
+        At stage 3, serves the others until no rank asks for more. Below, what was launched goes
+        on beside whatever comes next, until `settle`: a rank that waited here could not serve
+        another engine, whose backward may still run on other ranks.
         """
         if self.source is not None:
-            self.source.exchange.finish(self.serve)
+            self.source.exchange.finish()
+        absorbed, self._absorbed = self._absorbed, False
+        launched = bool(self._flights) or absorbed
+        if self.source is not None:
+            self.settle()
+        return launched
+
+    def settle(self) -> None:
+        """Wait for what was launched, in that order, and add its mean to the gradients."""
         flights, self._flights = self._flights, []
         for bucket, flight in flights:
             bucket.add(flight.wait()[0].div_(self.plan.axis.size))
-        absorbed, self._absorbed = self._absorbed, False
-        return bool(flights) or absorbed
 
     def _absorb(self, numbers: Sequence[int]) -> None:
         """One rank alone: its gradients are the mean already."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.adapter._exchange import Ask, Exchange
+from fzero.adapter._exchange import Ask, Lockstep, Member
 from fzero.adapter._plan import Plan
 from fzero.collectives import InFlight, assert_same_everywhere, broadcast_from_first, start_gather
 from fzero.errors import AxisError, LayoutError, explain
@@ -38,16 +38,13 @@ from fzero.state.coordinator_effects import (
 from fzero.state.residency import Status
 from fzero.state.units import Limits
 
-Serve = Callable[[Ask, int, bool], None]
-
 
 class Source:
     """Runs the coordinator's effects, and hands out full leaves. Units are the layout's groups."""
 
-    def __init__(
-        self, plan: Plan, rows: Sequence[Tensor], limits: Limits, exchange: Exchange
-    ) -> None:
-        self.plan, self.exchange = plan, exchange
+    def __init__(self, plan: Plan, rows: Sequence[Tensor], limits: Limits) -> None:
+        self.plan = plan
+        self.exchange: Member | Lockstep
         layout = plan.layout
         self.units = [Unit(layout, i, shard, False) for i, shard in enumerate(rows)]
         names = [f"{group.name}#{i}" for i, group in enumerate(layout.groups)]
@@ -61,7 +58,6 @@ class Source:
             },
             limits,
         )
-        self.serve: Serve = self._gather_for_others
         self._flying: dict[int, InFlight] = {}
         self._flats: dict[int, Tensor] = {}
         self._leaves: dict[int, list[Tensor]] = {}
@@ -189,7 +185,7 @@ class Source:
     def _run(self, effect: Effect) -> None:
         match effect:
             case Gather(ids) | Prefetch(ids):
-                self.exchange.ask(Ask.GATHER, ids, self.serve)
+                self.exchange.ask(Ask.GATHER, ids)
             case Wait(ids):
                 for unit in ids:
                     self._arrive(unit)
@@ -202,7 +198,7 @@ class Source:
                     with suppress(AxisError):  # it is not needed any more, come or not
                         self._flying.pop(unit).wait()
             case Agree(lines):
-                if self.exchange.lockstep:
+                if isinstance(self.exchange, Lockstep):
                     what = "the order in which modules use their parameters"
                     assert_same_everywhere(lines, self.plan.axis, what=what)
             case Warn(message):
@@ -215,10 +211,6 @@ class Source:
             self._flying[unit] = flight
         else:
             flight.wait()
-
-    def _gather_for_others(self, what: Ask, unit: int, mine: bool) -> None:
-        assert what is Ask.GATHER
-        self.start(unit, mine)
 
     def _arrive(self, unit: int) -> None:
         flat = self._flying.pop(unit).wait()[0]

@@ -138,3 +138,15 @@ def updated(s: Accumulation) -> Accumulation:
 def cleared(s: Accumulation) -> Accumulation:
     """All gradients were thrown away; a window stays open."""
     return Accumulation(updates=s.updates, window=s.window)
+
+
+def thrown_away(s: Accumulation, every: int) -> str:
+    """What to warn of before `cleared`: a managed accumulation starts again; "" if nothing."""
+    if not s.micro_steps:
+        return ""
+    return explain(
+        f"zero_grad() throws away the gradients of {s.micro_steps} of {every} micro-batches; the "
+        "accumulation starts again.",
+        cause="a training loop that clears before every micro-batch.",
+        fix="leave zero_grad() out: step() clears after each update.",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from fzero.adapter._reducer import Reducer, make_buckets
 from fzero.adapter._source import Source, placeholders
 from fzero.adapter._update import Rows
 from fzero.collectives import assert_same_everywhere, gather_many
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.state.accumulation import Accumulation
@@ -51,17 +52,6 @@ class Parts:
         """The gradients, in launch order."""
         return self.reducer.buckets
 
-    @property
-    def frozen(self) -> list[tuple[str, Tensor]]:
-        """The floating parameters that did not require grad when the engine was made."""
-        layout = self.plan.layout
-        return [
-            (layout.leaves[leaf].path, self.parameters.first_of(index, position))
-            for index, group in enumerate(layout.groups)
-            if not group.trainable and group.dtype.is_floating_point
-            for position, leaf in enumerate(group.leaves)
-        ]
-
     @torch.no_grad()
     def disassemble(self, states: States) -> None:
         """Undo `assemble`: ordinary parameters with their values, and an ordinary optimizer."""
@@ -75,6 +65,20 @@ class Parts:
         self.parameters.give_back([unpack(layout, i, full) for i, full in enumerate(fulls)])
         if self.optimizer is not None:
             detach(self.optimizer, self.rows, self.parameters, states)
+
+
+class Closed:
+    """In the place of the parts of a closed engine: whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `PhaseError`."""
+        raise PhaseError(
+            explain(
+                "the engine is closed.",
+                cause="engine.close() gave the module and the optimizer back.",
+                fix="use those as ordinary ones, or make a new Engine of the module.",
+            )
+        )
 
 
 def assemble(

@@ -138,6 +138,8 @@ class Backward:
         def on_gradient(p: Tensor) -> None:
             gradient, p.grad = p.grad, None
             if gradient is not None:
+                if self._ticket is not None:
+                    self.settle_abandoned()
                 if self._check is not None:
                     self._check(self.hooks.post_backward_callback_graph_task_id)
                 full = pending.put(

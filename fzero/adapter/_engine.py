@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fzero.adapter._access import Access
-from fzero.adapter._assemble import Parts, assemble, divided
+from fzero.adapter._assemble import Closed, Parts, assemble, divided
 from fzero.adapter._exchange import private_axis
 from fzero.adapter._forward import Forward
 from fzero.adapter._optimizer import Factory
@@ -280,7 +280,7 @@ class Engine(Access):
             vars(self.optimizer).pop("zero_grad", None)
         if self._end_group is not None:
             self._end_group()
-        self._closed = True
+        self._closed, self._parts = True, cast(Parts, Closed())
 
     # Checks.
 
@@ -297,14 +297,6 @@ class Engine(Access):
             backward.close_window(good=good)
 
     def _require_open(self, name: str) -> None:
-        if self._closed:
-            raise PhaseError(
-                explain(
-                    f"{name} of a closed engine.",
-                    cause="engine.close() gave the module back.",
-                    fix="make a new Engine of the module.",
-                )
-            )
         if self._parts.backward.inside():
             raise PhaseError(
                 explain(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero.adapter._assemble import Parts
 from fzero.adapter._exchange import PeerFailedError
@@ -18,6 +19,7 @@ class Forward:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._depth = 0
+        self._known = _known_parameters(parts)
         self._own = False  # this forward is a root one, no recompute and not inside another
         module = parts.parameters.module
         self._handles = [
@@ -46,7 +48,7 @@ class Forward:
             return
         self._own = self._parts.backward.forward_begins()
         if self._own:
-            self._require_frozen()
+            self._require_same()
             source = self._parts.source
             if source is not None and not source.in_step:
                 source.begin_step()
@@ -62,15 +64,30 @@ class Forward:
             if not trains:
                 source.end_step()
 
-    def _require_frozen(self) -> None:
-        for path, p in self._parts.frozen:
-            if p.requires_grad:
-                raise LayoutError(
-                    explain(
-                        f"{path} requires grad now, and did not when the engine was made.",
-                        cause="requires_grad_(True) after Engine(...): it has no bucket and no "
-                        "optimizer state.",
-                        fix="make the engine while everything that will ever learn requires grad, "
-                        "and freeze parts with requires_grad_(False) after that.",
-                    )
+    def _require_same(self) -> None:
+        """Raise for a parameter that was replaced, or unfrozen: it would not be trained."""
+        for held, name, p, path, frozen in self._known:
+            if held.get(name) is not p:
+                seen, cause = "is another tensor than", "an assignment to it after Engine(...)"
+            elif frozen and p.requires_grad:
+                seen, cause = "requires grad, unlike", "requires_grad_(True) after Engine(...)"
+            else:
+                continue
+            raise LayoutError(
+                explain(
+                    f"{path} {seen} when the engine was made.",
+                    cause=f"{cause}: it has no bucket and no optimizer state.",
+                    fix="make the engine when the module is as it will be; freeze parts with "
+                    "requires_grad_(False), and write values with fzero.adapter.gathered.",
                 )
+            )
+
+
+def _known_parameters(parts: Parts) -> list[tuple[dict[str, Any], str, Tensor, str, bool]]:
+    """(its module's dict, name, parameter, path, whether it was frozen) of all parameters."""
+    return [
+        (owner._parameters, name, p, f"{prefix}.{name}".lstrip("."), not p.requires_grad)
+        for prefix, owner in parts.parameters.module.named_modules()
+        for name, p in owner._parameters.items()
+        if p is not None
+    ]

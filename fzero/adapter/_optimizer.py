@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,10 @@ def require_usable(optimizer: Optimizer | Factory | None, ranks: int) -> str:
         require_new(optimizer)
         made = optimizer
     elif callable(optimizer):
-        made = optimizer([nn.Parameter(torch.zeros(1))])
+        factory: Factory = optimizer
+        if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+            require_elementwise(optimizer, ranks)
+        made = factory([nn.Parameter(torch.zeros(1, 1))])
     else:
         made = None
     if not isinstance(made, Optimizer):
@@ -61,7 +65,7 @@ def require_usable(optimizer: Optimizer | Factory | None, ranks: int) -> str:
                 "functools.partial(torch.optim.AdamW, lr=3e-4).",
             )
         )
-    require_elementwise(made, ranks)
+    require_elementwise(type(made), ranks)
     plain = (bool, int, float, str, tuple, type(None))
     groups = [
         {name: x for name, x in group.items() if name != "params" and isinstance(x, plain)}
@@ -74,7 +78,10 @@ def attach(optimizer: Optimizer | Factory, rows: Sequence[list[nn.Parameter]]) -
     """Return the optimizer, stepping `rows` group by group, with fused kernels if it has them."""
     made = optimizer if isinstance(optimizer, Optimizer) else _made_for(optimizer, rows[0])
     for group, of_group in zip(made.param_groups, rows, strict=True):
+        early = [made.state.pop(p) for p in group["params"] if p in made.state]
         group["params"] = list(of_group)
+        for p in of_group if early else ():
+            made.state[p] = _first_state(early[0], p)
         fusible = group.get("fused", False) is None and group.get("foreach") is None
         plain = not (group.get("capturable") or group.get("differentiable"))
         if fusible and plain and all(p.is_floating_point() for p in of_group):
@@ -99,20 +106,18 @@ def detach(optimizer: Optimizer, rows: Rows, parameters: Parameters, states: Sta
 def _made_for(factory: Factory, rows: list[nn.Parameter]) -> Optimizer:
     if rows:
         return factory(rows)
-    made = factory([nn.Parameter(torch.zeros(1))])  # this rank has nothing to step
+    made = factory([nn.Parameter(torch.zeros(1, 1))])  # this rank has nothing to step
     made.param_groups[0]["params"] = []
     return made
 
 
-def require_elementwise(optimizer: Optimizer, ranks: int) -> None:
+def require_elementwise(kind: type[Optimizer], ranks: int) -> None:
     """Raise `LayoutError` for optimizers that need whole matrices, or a closure."""
-    if not isinstance(optimizer, _WHOLE) or (
-        ranks == 1 and not isinstance(optimizer, torch.optim.LBFGS)
-    ):
+    if not issubclass(kind, _WHOLE) or (ranks == 1 and not issubclass(kind, torch.optim.LBFGS)):
         return
     raise LayoutError(
         explain(
-            f"{type(optimizer).__name__} cannot step a rank's rows of a flat buffer.",
+            f"{kind.__name__} cannot step a rank's rows of a flat buffer.",
             cause="it is no formula for each element: it needs whole matrices, sparse gradients "
             "or several evaluations of the loss.",
             fix="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, NAdam, ...).",
@@ -120,9 +125,9 @@ def require_elementwise(optimizer: Optimizer, ranks: int) -> None:
     )
 
 
-def require_new(optimizer: Any) -> None:
+def require_new(optimizer: Optimizer) -> None:
     """Raise `PhaseError` for an optimizer that has made steps: its state has other shapes."""
-    if isinstance(optimizer, Optimizer) and optimizer.state:
+    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise PhaseError(
             explain(
                 f"the optimizer has state for {len(optimizer.state)} parameters already.",
@@ -131,3 +136,13 @@ def require_new(optimizer: Any) -> None:
                 "engine.set_full_optimizer_state(path, name, value).",
             )
         )
+
+
+def _first_state(like: Mapping[str, Any], p: nn.Parameter) -> dict[str, Any]:
+    """The state before the first step, for optimizers that make it early: constants (Adagrad)."""
+    return {
+        name: torch.full_like(p, x.flatten()[0].item())
+        if isinstance(x, Tensor) and x.ndim and x.numel()
+        else copy.copy(x)
+        for name, x in like.items()
+    }

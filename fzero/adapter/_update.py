@@ -61,6 +61,15 @@ class Rows:
                 changed = rows != self.of[index].to(rows.dtype)  # the others keep their low bits
                 self.of[index].copy_(torch.where(changed, rows.to(torch.float32), self.of[index]))
 
+    def _parameters_of_groups(self) -> list[Tensor]:
+        layout = self.plan.layout
+        return [
+            p
+            for index in self.of
+            for position in range(len(layout.groups[index].leaves))
+            for p in self._parameters.objects(index, position)
+        ]
+
     def note_versions(self) -> None:
         """Remember how often the parameters were written to."""
         self._versions = {index: self._version(index) for index in self.masters}
@@ -80,6 +89,9 @@ class Rows:
         if sharded and self.of:
             flats = [self._parameters.flats[index] for index in self.of]
             start_gather_in_place(flats, self.plan.axis).wait()
+        # A graph from before the update must not be differentiated with the new values: autograd
+        # then says so, as it does for an optimizer that writes to the parameters themselves.
+        torch.autograd.graph.increment_version(self._parameters_of_groups())
         self.note_versions()
 
     def step(

@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 
 # What each kind of target installs; see the stamp rule below.
 EXTRAS_train := plots
-EXTRAS_test := dev,notebook,plots
+EXTRAS_test := dev,notebook,plots,examples
 EXTRAS_bench := bench,plots
 
 # One thread a process: the tests run several at once.

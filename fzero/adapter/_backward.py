@@ -89,6 +89,7 @@ class Backward:
         self._before: tuple[Accumulation, Sequence[Tensor | None]] = self.accumulation, ()
         self._early = reducer.plan.axis.size > 1  # nothing is sent by one rank alone
         self._callbacks = autograd_has_callbacks()
+        self._learning = [p for p, _, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _, _ in learning]
         self._expected_by_count = 0
         self._ticket: weakref.ref[_Callback] | None = None
@@ -115,7 +116,8 @@ class Backward:
 
     def forward_ends(self, outputs: Iterable[Tensor]) -> bool:
         """Watch the outputs of a root forward: True if a backward can come from them."""
-        watched = [x for x in outputs if x.grad_fn is not None]
+        learns = any(p.requires_grad for p in self._learning)  # not while all of it is frozen
+        watched = [x for x in outputs if x.grad_fn is not None] if learns else []
         for x in watched:
             x.register_hook(self._on_output)
         if watched and not self._callbacks:

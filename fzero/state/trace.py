@@ -1,6 +1,7 @@
 """The order in which modules use units: recorded in one step, then followed, never changed.
 
     Invalid -> Recording -> Complete -> (another order was seen) -> Invalid
+                            Complete -> (the step goes on past its end) -> Recording
 
 A trace is a hint. It decides what is gathered early and what is kept, so it costs or saves time;
 what a module needs is gathered whatever the trace says.
@@ -74,6 +75,11 @@ def record_use(trace: Recording, module: int) -> Recording:
     if len(last) < _PAGE:
         return replace(trace, last=last)
     return Recording(pages=(*trace.pages, last))
+
+
+def go_on(order: Order, module: int) -> Recording:
+    """Record a step that has followed the whole of `order`, and now uses `module`."""
+    return Recording(pages=(order.modules,), last=(module,))
 
 
 def order_of(used: Iterable[int], modules: Modules, units: Units) -> Order:

@@ -1,6 +1,7 @@
-"""One rank, on NCCL where there is a GPU: train under the adapter and the functional step, and compare with one process.
+"""One rank: train under the adapter and the functional step, and compare with one process.
 
-Run under torchrun by tests/gpu/test_nccl.py; without a GPU on gloo, so that it does not rot. Prints one line for each case that is right.
+Run under torchrun by tests/gpu/test_nccl.py, on NCCL; without a GPU on gloo, so that it does not
+rot. Prints one line for each case that is right.
 """
 
 from __future__ import annotations

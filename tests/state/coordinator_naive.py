@@ -139,7 +139,9 @@ class Naive:
         if self.recording is not None:
             self.recording.append(module)
         if self.order is not None and self.moves(module):
-            if self.order[self.at : self.at + 1] == [module]:
+            if self.at == len(self.order):  # the step goes on: its longer order is recorded
+                self.recording, self.order = [*self.order, module], None
+            elif self.order[self.at] == module:
                 self.at += 1
             else:
                 self._forget()

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from fzero.state.layout import Layout
 from fzero.virtual import in_forward_mode
@@ -105,13 +104,22 @@ class LazyParam(torch.Tensor):
             first, rest = args[0], args[1:]
             meta = func(first.meta, *rest, **kwargs)
             if isinstance(meta, Tensor):
-                view = _Replay(func, rest, kwargs)
-                return cls(first.gatherer, first.where, meta, (*first.views, view))
-        args, kwargs = tree_map_only(LazyParam, LazyParam.full, (args, kwargs))
-        result = func(*args, **kwargs)
+                same = func is torch.ops.aten.detach.default  # of values that have no graph
+                more = () if same else (_Replay(func, rest, kwargs),)
+                return cls(first.gatherer, first.where, meta, (*first.views, *more))
+        result = func(*map(_filled, args), **{name: _filled(x) for name, x in kwargs.items()})
         for placeholder in written:
             placeholder.gatherer.end_write(placeholder)
         return result
+
+
+def _filled(argument: Any) -> Any:
+    """An argument of a kernel with values for placeholders: a tensor, or a list of some."""
+    if isinstance(argument, LazyParam):
+        return argument.full()
+    if isinstance(argument, list | tuple):
+        return [x.full() if isinstance(x, LazyParam) else x for x in argument]
+    return argument
 
 
 class _Replay:

@@ -89,7 +89,7 @@ class Reducer:
 
     def keep(self) -> bool:
         """Let what is pending wait on this rank; False if nothing was."""
-        return any([bucket.keep() for bucket in self.buckets])
+        return any([bucket.keep() for bucket in self.buckets if bucket.pending.some])
 
     def waiting(self) -> frozenset[int]:
         """The buckets with gradients that wait on this rank, from before or from this backward."""

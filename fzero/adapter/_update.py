@@ -37,6 +37,15 @@ class Rows:
                 self.of[index] = parameters.first_of(index, 0)  # type: ignore[assignment]
             else:
                 self.of[index] = nn.Parameter(rows)
+        self._objects = {
+            index: [
+                p
+                for position in range(len(plan.layout.groups[index].leaves))
+                for p in parameters.objects(index, position)
+            ]
+            for index in self.of
+        }
+        self._everything = [p for objects in self._objects.values() for p in objects]
         self.note_versions()
 
     @property
@@ -61,24 +70,14 @@ class Rows:
                 changed = rows != self.of[index].to(rows.dtype)  # the others keep their low bits
                 self.of[index].copy_(torch.where(changed, rows.to(torch.float32), self.of[index]))
 
-    def _parameters_of_groups(self) -> list[Tensor]:
-        layout = self.plan.layout
-        return [
-            p
-            for index in self.of
-            for position in range(len(layout.groups[index].leaves))
-            for p in self._parameters.objects(index, position)
-        ]
-
     def note_versions(self) -> None:
         """Remember how often the parameters were written to."""
         self._versions = {index: self._version(index) for index in self.masters}
 
     def _version(self, index: int) -> int:
-        count = len(self.plan.layout.groups[index].leaves)
-        seen = [p for i in range(count) for p in self._parameters.objects(index, i)]
-        shards = self.plan.shards_params
-        return self._parameters.rows[index]._version if shards else sum(p._version for p in seen)
+        if self.plan.shards_params:
+            return self._parameters.rows[index]._version
+        return sum(p._version for p in self._objects[index])
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -91,7 +90,7 @@ class Rows:
             start_gather_in_place(flats, self.plan.axis).wait()
         # A graph from before the update must not be differentiated with the new values: autograd
         # then says so, as it does for an optimizer that writes to the parameters themselves.
-        torch.autograd.graph.increment_version(self._parameters_of_groups())
+        torch.autograd.graph.increment_version(self._everything)
         self.note_versions()
 
     def step(
@@ -106,7 +105,8 @@ class Rows:
                     gradient = torch.zeros_like(p) if bucket.reduced is None else bucket.reduced
                     if isinstance(factor, Tensor) or factor != 1.0:
                         gradient = gradient * factor
-                    p.grad = gradient.to(p.dtype).view(p.shape)
+                    fits = gradient.dtype == p.dtype and gradient.shape == p.shape
+                    p.grad = gradient if fits else gradient.to(p.dtype).view(p.shape)
             optimizer.step()
         finally:
             for p in self.of.values():

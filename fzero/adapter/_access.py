@@ -71,6 +71,7 @@ class Access:
 
         At stage 0 that is all of it. No collective, so only what has been reduced already.
         """
+        self._parts.backward.settle()
         bucket, position = self._bucket_of(path)
         return self._piece(bucket.index, position, self._reduced(bucket)) * self._share()
 

@@ -74,7 +74,7 @@ class Closed:
         """Raise `PhaseError`."""
         raise PhaseError(
             explain(
-                "the engine is closed.",
+                "a closed engine was used.",
                 cause="engine.close() gave the module and the optimizer back.",
                 fix="use those as ordinary ones, or make a new Engine of the module.",
             )

@@ -263,6 +263,7 @@ class Engine(Access):
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds now, by kind and dtype. No collective."""
+        self._parts.backward.settle()
         return report(self._parts, self.optimizer)
 
     def close(self) -> None:

@@ -68,9 +68,9 @@ class Forward:
         """Raise for a parameter that was replaced, or unfrozen: it would not be trained."""
         for held, name, p, path, frozen in self._known:
             if held.get(name) is not p:
-                seen, cause = "is another tensor than", "an assignment to it after Engine(...)"
+                seen, cause = "is another tensor now than", "an assignment after Engine(...)"
             elif frozen and p.requires_grad:
-                seen, cause = "requires grad, unlike", "requires_grad_(True) after Engine(...)"
+                seen, cause = "requires grad now, unlike", "requires_grad_(True) after Engine(...)"
             else:
                 continue
             raise LayoutError(

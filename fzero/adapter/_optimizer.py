@@ -143,6 +143,6 @@ def _first_state(like: Mapping[str, Any], p: nn.Parameter) -> dict[str, Any]:
     return {
         name: torch.full_like(p, x.flatten()[0].item())
         if isinstance(x, Tensor) and x.ndim and x.numel()
-        else copy.copy(x)
+        else copy.deepcopy(x)
         for name, x in like.items()
     }

@@ -195,8 +195,10 @@ class Source:
                     self._forget(unit)
             case Drain(ids):
                 for unit in ids:
+                    flight = self._flying.pop(unit, None)  # None: its start has raised
                     with suppress(AxisError):  # it is not needed any more, come or not
-                        self._flying.pop(unit).wait()
+                        if flight is not None:
+                            flight.wait()
             case Agree(lines):
                 if isinstance(self.exchange, Lockstep):
                     what = "the order in which modules use their parameters"

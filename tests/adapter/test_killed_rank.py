@@ -1,0 +1,136 @@
+"""A rank dies, or raises, in the middle of a step: the others end with a clear error, and soon."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import spawn_script
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import fzero
+from fzero.adapter import Engine
+from fzero.errors import AxisError
+
+stage, where = int(sys.argv[1]), sys.argv[2]
+rank = fzero.axis_index()
+victim = fzero.axis_size() - 1
+
+def die(*_):
+    sys.stdout.write(f"victim {time.time()}\\n")
+    sys.stdout.flush()
+    if where == "raise":
+        raise ZeroDivisionError("on purpose")
+    if where == "stop":
+        time.sleep(3600)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+# torchrun ends the others when a rank is gone; they are to end by themselves first.
+signal.signal(signal.SIGTERM, lambda *_: None)
+torch.manual_seed(0)
+module = nn.Sequential(nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 50), nn.Linear(50, 3))
+engine = Engine(module, torch.optim.AdamW, stage=stage, bucket_bytes=1000)
+x = torch.randn(4, 50)
+try:
+    for step in range(4):
+        now = step == 2 and rank == victim
+        if now and where in ("backward", "raise"):
+            module[2].register_full_backward_hook(die)
+        if now and where in ("forward", "stop"):
+            module[2].register_forward_pre_hook(die)
+        engine.backward(engine(x).pow(2).sum())
+        if now and where == "step":
+            die()
+        engine.step()
+    engine.full_parameters()
+except BaseException as error:
+    kind = type(error).__mro__
+    text = str(error).replace("\\n", " | ")
+    line = f"rank {rank} {time.time()} {isinstance(error, AxisError)} {kind[0].__name__}: {text}\\n"
+    sys.stdout.write(line)
+    sys.stdout.flush()
+    os._exit(3)
+sys.stdout.write(f"rank {rank} {time.time()} False went on\\n")
+"""
+
+
+def survivors(
+    tmp_path: Path, world_size: int, stage: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[float, bool, str]]:
+    """How every other rank ended: seconds after the victim, whether by AxisError, its text."""
+    monkeypatch.setenv("FZERO_TIMEOUT_S", "15")
+    script = tmp_path / "killed.py"
+    script.write_text(SCRIPT)
+    done = spawn_script(script, world_size, [str(stage), where], timeout_s=100.0)
+    at = re.search(r"^victim ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert at is not None, done.stdout + done.stderr
+    lines = re.findall(r"^rank (\d) ([\d.]+) (True|False) (.*)$", done.stdout, re.MULTILINE)
+    found = {
+        int(rank): (float(time) - float(at[1]), axis == "True", text)
+        for rank, time, axis, text in lines
+    }
+    assert set(found) - {world_size - 1} == set(range(world_size - 1)), done.stdout + done.stderr
+    return [found[rank] for rank in range(world_size - 1)]
+
+
+def check_killed(
+    tmp_path: Path, world_size: int, stage: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds, by_axis, text in survivors(tmp_path, world_size, stage, where, monkeypatch):
+        assert by_axis, text
+        assert "Usual cause: " in text and "Fix: " in text, text
+        assert seconds < (30 if where == "stop" else 10), f"after {seconds} s: {text}"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "where"), [(2, 0, "backward"), (3, 3, "forward"), (2, 2, "step")]
+)
+def test_when_a_rank_is_killed_in_a_step_the_others_end_with_an_axis_error(
+    tmp_path: Path, world_size: int, stage: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_killed(tmp_path, world_size, stage, where, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_when_a_rank_is_killed_anywhere_the_others_end_with_an_axis_error(
+    tmp_path: Path, world_size: int, stage: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_killed(tmp_path, world_size, stage, where, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_when_a_rank_hangs_the_others_end_within_the_timeout(
+    tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_killed(tmp_path, 2, stage, "stop", monkeypatch)
+
+
+def check_raised(tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, by_axis, text in survivors(tmp_path, world_size, 3, "raise", monkeypatch):
+        assert by_axis and text.startswith("PeerFailedError: "), text
+        assert f"rank {world_size - 1} raised" in text, text
+        assert seconds < 10, f"after {seconds} s: {text}"
+
+
+def test_when_a_rank_of_stage_3_raises_the_others_are_told_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_raised(tmp_path, 2, monkeypatch)
+
+
+@pytest.mark.slow
+def test_when_one_of_three_ranks_of_stage_3_raises_the_others_are_told_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_raised(tmp_path, 3, monkeypatch)

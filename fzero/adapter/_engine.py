@@ -150,7 +150,7 @@ class Engine(Access):
         """Return loss x `loss_scale`; the update divides by it again.
 
         With a `loss_scale` other than 1 every backward needs it: one without raises before any
-        gradient is computed.
+        gradient is used.
         """
         return self._scale.apply(loss)
 

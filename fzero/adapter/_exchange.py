@@ -137,17 +137,18 @@ def private_axis(axis: Axis, *, asks: bool) -> tuple[Axis, Exchange | None]:
 
 def shared_exchange(axis: Axis) -> Exchange:
     """The one exchange of the engines on `axis`, with a process group of its own. A collective."""
-    found = _EXCHANGES.get(axis)
+    here = axis, axis.rank  # virtual ranks share a process
+    found = _EXCHANGES.get(here)
     try:
         alive = found is not None and found.axis.group() is not None
     except AxisError:  # torch.distributed was shut down and started again
         alive = False
     if found is None or not alive:
-        found = _EXCHANGES[axis] = Exchange(own_group(axis))
+        found = _EXCHANGES[here] = Exchange(own_group(axis))
     return found
 
 
-_EXCHANGES: dict[Axis, Exchange] = {}
+_EXCHANGES: dict[tuple[Axis, int], Exchange] = {}
 """Kept for the process: when an engine is garbage differs by rank, so a count would, too."""
 
 

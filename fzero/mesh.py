@@ -147,8 +147,20 @@ def own_group(axis: Axis) -> Axis:
         return axis
     ranks = dist.get_process_group_ranks(axis.group())
     local = len(ranks) < dist.get_world_size()  # only the ranks of the axis come here
-    group: Any = dist.new_group(ranks, use_local_synchronization=local)
+    timeout = _timeout_of(axis.group())
+    group: Any = dist.new_group(ranks, timeout=timeout, use_local_synchronization=local)
     return _axis_of_group(group, name=axis.name)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """The timeout that a group was started with: torch gives a new one its default again."""
+    for device in ("cpu", "cuda"):
+        try:
+            backend: Any = group._get_backend(torch.device(device))
+            return backend.options._timeout
+        except (RuntimeError, AttributeError):  # no such backend, or one without options
+            continue
+    return None
 
 
 def end_group(axis: Axis) -> None:

@@ -102,7 +102,6 @@ class Access:
         if index in parts.rows.of:
             parts.rows.of[index].copy_(mine.view(parts.rows.of[index].shape))
         parts.parameters.write(index, held)
-        parts.rows.note_versions()
         if parts.source is not None:
             parts.source.updated([index])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fzero.adapter._backward import Backward
 from fzero.adapter._bucket import Bucket
-from fzero.adapter._exchange import Exchange, Lockstep
+from fzero.adapter._exchange import Exchange, Lockstep, private_axis
 from fzero.adapter._optimizer import (
     Factory,
     States,
@@ -39,6 +39,7 @@ from fzero.state.accumulation import Accumulation
 class Parts:
     """What an engine is made of."""
 
+    exchange: Exchange | None  # shared with other engines; None: the process group is its own
     plan: Plan
     parameters: Parameters
     rows: Rows
@@ -88,11 +89,14 @@ def assemble(
     axis: Axis,
     options: Options,
     *,
-    exchange: Exchange | None,
     check: Callable[[int | None], None] | None,
 ) -> Parts:
     """Check everything, then take over the module's parameters and the optimizer's groups."""
     plan, count = checked_plan(module, optimizer, stage, axis, options)
+    # Only now: a rank that is refused must not leave others behind that connect to it.
+    asks = stage == 3 and not options.gathering.lockstep
+    private, exchange = private_axis(axis, asks=asks)
+    plan = replace(plan, axis=private)
     parameters = Parameters(module, plan)
     parameters.take_over()
     source = None
@@ -108,6 +112,7 @@ def assemble(
     if source is not None:
         source.exchange = (Lockstep if exchange is None else exchange.join)(reducer.serve)
     return Parts(
+        exchange=exchange,
         plan=plan,
         parameters=parameters,
         rows=rows,

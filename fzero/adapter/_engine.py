@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from fzero.adapter._access import Access
 from fzero.adapter._assemble import Closed, Parts, assemble, divided
-from fzero.adapter._exchange import private_axis
 from fzero.adapter._forward import Forward
 from fzero.adapter._optimizer import Factory
 from fzero.adapter._options import make_options
@@ -108,17 +107,17 @@ class Engine(Access):
     ) -> None:
         self.options = make_options(options)
         self.module, self.stage = module, check_stage(stage)
-        asks = stage == 3 and not self.options.gathering.lockstep
-        self.axis, exchange = private_axis(axis_of(mesh), asks=asks)
-        self._end_group = weakref.finalize(self, end_group, self.axis) if exchange is None else None
         self._norm: Tensor | None = None
         self._stepping = self._closed = False
         scale = self.options.updating.loss_scale
         self._scale = LossScale(scale)
         check = self._scale.require if scale != 1.0 else None
         self._parts: Parts = assemble(
-            module, optimizer, stage, self.axis, self.options, exchange=exchange, check=check
+            module, optimizer, self.stage, axis_of(mesh), self.options, check=check
         )
+        self.axis = self._parts.plan.axis
+        owns = self._parts.exchange is None
+        self._end_group = weakref.finalize(self, end_group, self.axis) if owns else None
         self._forward = Forward(self._parts)
         self.optimizer = self._parts.optimizer
         if self.optimizer is not None:

@@ -25,7 +25,6 @@ class Rows:
         self.plan, self._parameters = plan, parameters
         self.of: dict[int, nn.Parameter] = {}
         self.masters: list[int] = []
-        self._versions: dict[int, int] = {}
         for index, stepper in enumerate(plan.steppers):
             rows = parameters.rows[index]
             if stepper < 0:
@@ -37,16 +36,12 @@ class Rows:
                 self.of[index] = parameters.first_of(index, 0)  # type: ignore[assignment]
             else:
                 self.of[index] = nn.Parameter(rows)
-        self._objects = {
-            index: [
-                p
-                for position in range(len(plan.layout.groups[index].leaves))
-                for p in parameters.objects(index, position)
-            ]
+        self._everything = [
+            p
             for index in self.of
-        }
-        self._everything = [p for objects in self._objects.values() for p in objects]
-        self.note_versions()
+            for position in range(len(plan.layout.groups[index].leaves))
+            for p in parameters.objects(index, position)
+        ]
 
     @property
     def stepped(self) -> Iterable[int]:
@@ -63,21 +58,15 @@ class Rows:
 
     @torch.no_grad()
     def take_written(self) -> None:
-        """Let masters follow parameters that somebody wrote to since the last `publish`."""
+        """Let masters follow parameters that somebody wrote to since the last `publish`.
+
+        By their values: a write through `p.data` leaves no other trace.
+        """
         for index in self.masters:
-            if self._version(index) != self._versions.get(index, self._version(index)):
-                rows = self._parameters.rows[index]
-                changed = rows != self.of[index].to(rows.dtype)  # the others keep their low bits
-                self.of[index].copy_(torch.where(changed, rows.to(torch.float32), self.of[index]))
-
-    def note_versions(self) -> None:
-        """Remember how often the parameters were written to."""
-        self._versions = {index: self._version(index) for index in self.masters}
-
-    def _version(self, index: int) -> int:
-        if self.plan.shards_params:
-            return self._parameters.rows[index]._version
-        return sum(p._version for p in self._objects[index])
+            rows, master = self._parameters.rows[index], self.of[index]
+            if not torch.equal(rows, master.to(rows.dtype)):
+                changed = rows != master.to(rows.dtype)  # the others keep their low bits
+                master.copy_(torch.where(changed, rows.to(master.dtype), master))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -91,7 +80,6 @@ class Rows:
         # A graph from before the update must not be differentiated with the new values: autograd
         # then says so, as it does for an optimizer that writes to the parameters themselves.
         torch.autograd.graph.increment_version(self._everything)
-        self.note_versions()
 
     def step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], factor: Tensor | float

@@ -29,6 +29,7 @@ def die(*_):
     if where == "raise":
         raise ZeroDivisionError("on purpose")
     if where == "stop":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3600)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -68,7 +69,7 @@ def survivors(
     monkeypatch.setenv("FZERO_TIMEOUT_S", "15")
     script = tmp_path / "killed.py"
     script.write_text(SCRIPT)
-    done = spawn_script(script, world_size, [str(stage), where], timeout_s=100.0)
+    done = spawn_script(script, world_size, [str(stage), where], timeout_s=60.0)
     at = re.search(r"^victim ([\d.]+)$", done.stdout, re.MULTILINE)
     assert at is not None, done.stdout + done.stderr
     lines = re.findall(r"^rank (\d) ([\d.]+) (True|False) (.*)$", done.stdout, re.MULTILINE)

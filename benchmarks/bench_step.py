@@ -28,7 +28,8 @@ Stage "3" gathers parameters for forward and again for backward, "3 keep" once. 
 to the fastest peer that agrees on both: of the medians, its name, and of the best rounds (which
 other work on the machine disturbs less). AR, AG, RS, A2A, BC: all-reduce, all-gather,
 reduce-scatter, all-to-all, broadcast, in one step of one rank, with the bytes of the full buffers;
-fzero on gloo gathers by W broadcasts and reduce-scatters by an all-to-all. "Ring" is what these
+fzero on gloo gathers by W broadcasts and reduce-scatters by an all-to-all, and its ranks tell each
+other what they are about to gather and reduce at stage 3 (AG of a few bytes). "Ring" is what these
 must send at least (2P(W-1)/W for an all-reduce of P bytes, P(W-1)/W for the others), "loopback"
 what the machine sent, other programs included. Resident bytes are what model, gradients and
 optimizer hold after a step, peak bytes the most that was alive after any operation of a step, on
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each contestant")
     parser.add_argument("--warmup", type=int, default=3, help="steps before those")
     parser.add_argument("--out", type=Path, default=None, help="folder for a Markdown file")
+    parser.add_argument("--label", default="", help="at the end of that file's theme")
     return parser
 
 
@@ -85,6 +87,7 @@ def main() -> int:
         plans = _plans(options)
     except ValueError as error:
         parser.error(str(error))
+    theme = "-".join(["step", *options.model.split(","), *filter(None, [options.label])])
     tables: list[str] = []
     wrong: list[str] = []
     for plan in plans:
@@ -96,9 +99,8 @@ def main() -> int:
         tables += [f"**LOSSES DISAGREE**: {line}.\n" for line in found]
         wrong += found
         print("\n".join(tables[-1 - len(skipped) - len(found) :]), flush=True)
-    if options.out is not None:
-        theme = "step-" + options.model.replace(",", "-")
-        print(f"wrote {write_report(options.out, theme, tables, intro=_LEGEND)}")
+        if options.out is not None:  # after each table: the last may take long
+            print(f"wrote {write_report(options.out, theme, tables, intro=_LEGEND)}")
     for line in wrong:
         print(f"LOSSES DISAGREE: {line}", file=sys.stderr)
     return 1 if wrong else 0

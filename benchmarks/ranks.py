@@ -12,7 +12,7 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -101,15 +101,34 @@ def interleave(
     Returns:
         name -> the slowest rank's time of each round, in milliseconds; equal on all ranks.
     """
+    single = {name: (candidate,) for name, candidate in candidates.items()}
+    times_ms = interleave_phases(single, rounds=rounds, warmup=warmup, device=device)
+    return {name: phases[0] for name, phases in times_ms.items()}
+
+
+def interleave_phases(
+    candidates: Mapping[str, Sequence[Callable[[], object]]],
+    *,
+    rounds: int,
+    warmup: int,
+    device: torch.device | None = None,
+) -> dict[str, list[list[float]]]:
+    """Like `interleave`, for candidates of several phases that are timed one after another.
+
+    Returns:
+        name -> for each phase, the slowest rank's time of each round, in milliseconds.
+    """
     device = device or torch.device("cpu")
     names = list(candidates)
-    times_ms = torch.zeros(len(names), rounds, dtype=torch.float64, device=device)
+    count = max(map(len, candidates.values()))
+    times_ms = torch.zeros(len(names), count, rounds, dtype=torch.float64, device=device)
     for step in range(warmup + rounds):
         for i in range(len(names)):
             at = (i + step) % len(names)
-            elapsed_ms = _time_once(candidates[names[at]], device)
-            if step >= warmup:
-                times_ms[at, step - warmup] = elapsed_ms
+            for phase, run in enumerate(candidates[names[at]]):
+                elapsed_ms = _time_once(run, device)
+                if step >= warmup:
+                    times_ms[at, phase, step - warmup] = elapsed_ms
     dist.all_reduce(times_ms, op=dist.ReduceOp.MAX)
     return dict(zip(names, times_ms.tolist(), strict=True))
 

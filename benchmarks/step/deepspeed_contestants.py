@@ -42,7 +42,8 @@ def _config(setup: Setup, *, stage: int, coalesce: bool, strict: bool) -> dict[s
     }
 
 
-def _engine(setup: Setup, config: dict[str, Any]) -> Any:
+def deepspeed_engine(setup: Setup, config: dict[str, Any]) -> Any:
+    """A DeepSpeed engine for the task's module and the AdamW of everyone."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -60,7 +61,7 @@ def _engine(setup: Setup, config: dict[str, Any]) -> Any:
 
 def build(setup: Setup, *, stage: int, coalesce: bool = False, strict: bool = False) -> Step:
     """A DeepSpeed engine; `coalesce` reduces once by `engine.coalesce_grad_reduction()`."""
-    engine = _engine(setup, _config(setup, stage=stage, coalesce=coalesce, strict=strict))
+    engine = deepspeed_engine(setup, _config(setup, stage=stage, coalesce=coalesce, strict=strict))
 
     def step(batches: list[Batch]) -> Tensor:
         total = torch.zeros(())

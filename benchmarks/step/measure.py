@@ -12,6 +12,7 @@ from ranks import interleave
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from step.adapter_contestants import adapter_contestants
 from step.contestants import Contestant, Setup, Step, adamw, torch_contestants
 from step.count import CollectiveCounter, Memory, Traffic, loopback_bytes, measure_memory
 from step.deepspeed_contestants import deepspeed_contestants, is_installed
@@ -88,7 +89,8 @@ def find_contestants(task: Task, names: Sequence[str]) -> tuple[list[Contestant]
 
 
 def _everyone(task: Task) -> list[Contestant]:
-    return [*torch_contestants(task), *deepspeed_contestants(task), *fzero_contestants(task)]
+    ours = [*fzero_contestants(task), *adapter_contestants(task)]
+    return [*torch_contestants(task), *deepspeed_contestants(task), *ours]
 
 
 def reference_losses(task: Task, world_size: int) -> list[float]:

@@ -81,7 +81,7 @@ def _against_peers(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _is_ours(row: Row) -> bool:
-    return row.contestant.startswith("fzero")
+    return row.contestant.startswith(("fzero", "adapter"))
 
 
 def _mib(size_bytes: float | None) -> str:

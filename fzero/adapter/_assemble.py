@@ -138,7 +138,15 @@ def checked_plan(
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=5)
     bucket_bytes = options.reduction.bucket_bytes
-    plan = make_plan(params, given, stage=stage, axis=axis, bucket_bytes=bucket_bytes, unit=unit)
+    plan = make_plan(
+        params,
+        given,
+        stage=stage,
+        axis=axis,
+        bucket_bytes=bucket_bytes,
+        unit=unit,
+        small_numel=options.limits.persistence_threshold_numel,
+    )
     facts = [f"stage {stage}, {options}", f"optimizer {probe}", *plan.layout.describe()]
     facts.append(f"param groups {plan.steppers}")
     assert_same_everywhere(facts, axis, what="the engine's model, optimizer or options")

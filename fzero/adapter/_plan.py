@@ -86,20 +86,29 @@ def make_plan(
     axis: Axis,
     bucket_bytes: int,
     unit: Callable[[str], str] = unit_of,
+    small_numel: int = 0,
 ) -> Plan:
     """Group `params` by what they share: the optimizer's group, dtype, bucket or unit.
+
+    At stage 3 parameters of at most `small_numel` elements are in groups of their own, for these
+    may persist.
 
     Raises `LayoutError` for parameters on several devices, for one that the optimizer has twice
     or that is not the module's.
     """
     device = _one_device(params)
     stepper = _steppers(params, param_groups)
+
+    def kind(path: str) -> tuple[int, bool]:
+        small = stage == 3 and params[path].numel() <= small_numel
+        return stepper.get(id(params[path]), -1), small
+
     layout = plan_layout(
         OrderedDict(params),
         ranks=axis.size,
         bucket_bytes=None if stage == 3 else bucket_bytes,
         unit=unit,
-        kind=lambda path: stepper.get(id(params[path]), -1),
+        kind=kind,
     )
     first = [layout.leaves[group.leaves[0]].path for group in layout.groups]
     steppers = tuple(

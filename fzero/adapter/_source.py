@@ -57,6 +57,12 @@ class Source:
                 for m in modules
             },
             limits,
+            small=[
+                name
+                for name, group in zip(names, layout.groups, strict=True)
+                if max(layout.leaves[i].numel for i in group.leaves)
+                <= limits.persistence_threshold_numel
+            ],
         )
         self._flying: dict[int, InFlight] = {}
         self._flats: dict[int, Tensor] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero.errors import LayoutError, explain
@@ -72,13 +72,16 @@ class CoordinatorState:
 
 
 def new_coordinator(
-    numels: Mapping[str, int], needs: Mapping[str, Sequence[str]], limits: Limits
+    numels: Mapping[str, int],
+    needs: Mapping[str, Sequence[str]],
+    limits: Limits,
+    small: Collection[str] | None = None,
 ) -> CoordinatorState:
     """Return the state before the first step: nothing is gathered, no order is known.
 
     Ids are positions: unit i is the i-th name of `numels` (full elements), module m the m-th of
-    `needs` (the units it uses itself; a leaf module lists those of its whole subtree). Raises
-    `LayoutError` for a need that is no unit.
+    `needs` (the units it uses itself; a leaf module lists those of its whole subtree). `small`: see
+    `plan_units`. Raises `LayoutError` for a need that is no unit.
 
     Example:
         >>> needs = {"": [], "a": ["a.w", "a.b"]}
@@ -86,7 +89,7 @@ def new_coordinator(
         CoordinatorState(no order, 0 of 808 elements live, available: none, in flight: none,
             in use: nothing)
     """
-    units = plan_units(numels, limits)
+    units = plan_units(numels, limits, small)
     return CoordinatorState(
         units=units,
         modules=plan_modules(units, needs),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from fzero.errors import LayoutError, explain
@@ -13,9 +13,9 @@ from fzero.errors import LayoutError, explain
 class Limits:
     """How much may be gathered, in elements. The defaults are DeepSpeed's.
 
-    A unit persists (stays gathered from step to step, and from the first step on) if it has at
-    most `persistence_threshold_numel` elements and fits, with those before it that persist, into
-    `model_persistence_threshold_numel`.
+    A unit persists (stays gathered from step to step, and from the first step on) if it, or each
+    of its parameters, has at most `persistence_threshold_numel` elements, and if it fits, with
+    those before it that persist, into `model_persistence_threshold_numel`.
     """
 
     prefetch_bucket_numel: int = 50_000_000  # gathered before the module that uses it is reached
@@ -75,8 +75,13 @@ class Modules:
     needs: tuple[tuple[int, ...], ...]
 
 
-def plan_units(numels: Mapping[str, int], limits: Limits) -> Units:
+def plan_units(
+    numels: Mapping[str, int], limits: Limits, small: Collection[str] | None = None
+) -> Units:
     """Give each name its id (its position) and choose what persists, in that order.
+
+    `small` are the units of which every parameter is below the threshold; by default those that
+    are below it as a whole.
 
     Example:
         >>> limits = Limits(persistence_threshold_numel=10, model_persistence_threshold_numel=12)
@@ -95,7 +100,8 @@ def plan_units(numels: Mapping[str, int], limits: Limits) -> Units:
                 )
             )
         fits = total_numel + numel <= limits.model_persistence_threshold_numel
-        if numel <= limits.persistence_threshold_numel and fits:
+        is_small = numel <= limits.persistence_threshold_numel if small is None else name in small
+        if is_small and fits:
             persistent.add(unit)
             total_numel += numel
     return Units(

@@ -1,4 +1,4 @@
-"""A static loss scale and its guard; and backwards that are counted, where torch has no callback."""
+"""A static loss scale and its guard; backwards that are counted, as torch has no callback."""
 
 from __future__ import annotations
 

@@ -1,0 +1,48 @@
+"""The names that code outside of this project is written against."""
+
+from __future__ import annotations
+
+import inspect
+
+import fzero
+
+
+def test_the_adapter_and_the_records_are_reached_from_the_package() -> None:
+    engine = inspect.signature(fzero.adapter.Engine).parameters
+    assert [*engine][:4] == ["module", "optimizer", "stage", "mesh"]
+    assert engine["stage"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert [*inspect.signature(fzero.adapter.initialize).parameters][:3] == [
+        "model",
+        "optimizer",
+        "config",
+    ]
+    for name in (
+        "backward coalesce no_sync scale step state close zero_grad memory_report full_gradients "
+        "full_gradient full_parameters full_parameter global_grad_norm"
+    ).split():
+        assert hasattr(fzero.adapter.Engine, name), name
+    assert callable(fzero.adapter.sharded_init) and callable(fzero.adapter.gathered)
+
+
+def test_the_hook_record_and_its_transitions_have_the_fields_and_names_of_the_field() -> None:
+    record = fzero.state.HookState()
+    for name in (
+        "remaining_grad_acc_hooks backward_active_depth backward_seen_this_step "
+        "epilogue_ran_this_backward hooks_fired_this_backward max_expected_hooks_seen "
+        "post_backward_callback_queued post_backward_callback_graph_task_id"
+    ).split():
+        assert hasattr(record, name), name
+    hooks = fzero.state.hooks
+    record, effects = hooks.enter_backward(record)
+    record, effects = hooks.queue_post_backward_callback(record, graph_task_id=3)
+    assert effects == (fzero.state.QueueCallback(3),)
+    assert hooks.should_refresh_expected_hook_count(record) is True
+    record, effects = hooks.update_hook_state_and_maybe_run_epilogue(
+        record, expected=1, graph_task_id=3
+    )
+    assert effects == ()
+    record, effects = hooks.graph_completed(record)
+    assert effects == (fzero.state.RunEpilogue(),)
+    for transition in (hooks.exit_backward, hooks.reenter_backward_if_needed):
+        record, _ = transition(record)
+    assert hooks.reset_for_new_step(record) == (fzero.state.HookState(), ())

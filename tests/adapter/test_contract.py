@@ -16,21 +16,38 @@ def test_the_adapter_and_the_records_are_reached_from_the_package() -> None:
         "optimizer",
         "config",
     ]
-    for name in (
-        "backward coalesce no_sync scale step state close zero_grad memory_report full_gradients "
-        "full_gradient full_parameters full_parameter global_grad_norm"
-    ).split():
+    for name in [
+        "backward",
+        "coalesce",
+        "no_sync",
+        "scale",
+        "step",
+        "state",
+        "close",
+        "zero_grad",
+        "memory_report",
+        "full_gradients",
+        "full_gradient",
+        "full_parameters",
+        "full_parameter",
+        "global_grad_norm",
+    ]:
         assert hasattr(fzero.adapter.Engine, name), name
     assert callable(fzero.adapter.sharded_init) and callable(fzero.adapter.gathered)
 
 
 def test_the_hook_record_and_its_transitions_have_the_fields_and_names_of_the_field() -> None:
     record = fzero.state.HookState()
-    for name in (
-        "remaining_grad_acc_hooks backward_active_depth backward_seen_this_step "
-        "epilogue_ran_this_backward hooks_fired_this_backward max_expected_hooks_seen "
-        "post_backward_callback_queued post_backward_callback_graph_task_id"
-    ).split():
+    for name in [
+        "remaining_grad_acc_hooks",
+        "backward_active_depth",
+        "backward_seen_this_step",
+        "epilogue_ran_this_backward",
+        "hooks_fired_this_backward",
+        "max_expected_hooks_seen",
+        "post_backward_callback_queued",
+        "post_backward_callback_graph_task_id",
+    ]:
         assert hasattr(record, name), name
     hooks = fzero.state.hooks
     record, effects = hooks.enter_backward(record)

@@ -47,9 +47,9 @@ def out_of_turn(rank: int, world_size: int) -> None:
         refused(e.step, PhaseError, "no gradients")
         e.close()
         e.close()
-        refused(e.step, PhaseError, "the engine is closed")
-        refused(lambda e=e: e.coalesce().__enter__(), PhaseError, "the engine is closed")
-        refused(lambda e=e: e.no_sync().__enter__(), PhaseError, "the engine is closed")
+        refused(e.step, PhaseError, "a closed engine was used")
+        refused(lambda e=e: e.coalesce().__enter__(), PhaseError, "a closed engine was used")
+        refused(lambda e=e: e.no_sync().__enter__(), PhaseError, "a closed engine was used")
         refused(Engine(Net(), stage=stage).step, PhaseError, "step() of an engine without optim")
 
 

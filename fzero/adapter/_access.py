@@ -45,8 +45,7 @@ class Access:
         plan, share = self._parts.plan, self._share()
         found: dict[str, Tensor] = {}
         for bucket in self._parts.buckets:
-            values = self._whole(bucket.index, self._reduced(bucket)) * share
-            leaves = unpack(plan.layout, bucket.index, values.view(-1))
+            leaves = self._leaves(bucket.index, self._reduced(bucket) * share)
             found.update(zip(plan.paths_of(bucket.index), leaves, strict=True))
         return {path: found[path] for path in self._learning_paths()}
 
@@ -54,17 +53,14 @@ class Access:
         """`full_gradients()[path]`, gathering only its bucket."""
         self._require_reduced("full_gradient()")
         bucket, position = self._bucket_of(path)
-        values = self._whole(bucket.index, self._reduced(bucket)) * self._share()
-        return unpack(self._parts.plan.layout, bucket.index, values.view(-1))[position]
+        return self._leaves(bucket.index, self._reduced(bucket) * self._share())[position]
 
     def set_full_gradient(self, path: str, value: Tensor) -> None:
         """Make `value` (the same on every rank) the gradient that the update will use."""
         self._require_reduced("set_full_gradient()")
         bucket, position = self._bucket_of(path)
-        held = self._whole(bucket.index, self._reduced(bucket)).clone().view(-1)
-        _write(unpack(self._parts.plan.layout, bucket.index, held)[position], value, path)
-        unpack(self._parts.plan.layout, bucket.index, held)[position].div_(self._share())
-        bucket.reduced = self._part(bucket.index, held).clone()
+        scaled = value / self._share()
+        bucket.reduced = self._written(bucket.index, position, self._reduced(bucket), scaled, path)
 
     def local_gradient(self, path: str) -> Tensor:
         """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
@@ -82,26 +78,23 @@ class Access:
         plan = self._parts.plan
         found: dict[str, Tensor] = {}
         for index in range(len(plan.layout.groups)):
-            leaves = unpack(plan.layout, index, self._whole_values(index).view(-1))
+            leaves = self._leaves(index, self._stepped(index))
             found.update(zip(plan.paths_of(index), [x.clone() for x in leaves], strict=True))
         return {leaf.path: found[leaf.path] for leaf in plan.layout.leaves}
 
     def full_parameter(self, path: str) -> Tensor:
         """`full_parameters()[path]`, gathering only its group."""
         index, position = self._parts.plan.find(path)
-        values = self._whole_values(index).view(-1)
-        return unpack(self._parts.plan.layout, index, values)[position].clone()
+        return self._leaves(index, self._stepped(index))[position].clone()
 
     @torch.no_grad()
     def set_full_parameter(self, path: str, value: Tensor) -> None:
         """Make `value` (the same on every rank) the parameter, and that of its master copy."""
         parts, (index, position) = self._parts, self._parts.plan.find(path)
-        held = self._whole_values(index).clone().view(-1)
-        _write(unpack(parts.plan.layout, index, held)[position], value, path)
-        mine = self._part(index, held)
+        mine = self._written(index, position, self._stepped(index), value, path)
         if index in parts.rows.of:
-            parts.rows.of[index].copy_(mine.view(parts.rows.of[index].shape))
-        parts.parameters.write(index, held)
+            parts.rows.of[index].copy_(mine)
+        parts.parameters.write(index, position, value, mine)
         if parts.source is not None:
             parts.source.updated([index])
 
@@ -150,9 +143,7 @@ class Access:
         held = state.get(name)
         if held is None:
             held = torch.zeros_like(rows)
-        whole = self._whole(index, held).clone().view(-1)
-        _write(unpack(self._parts.plan.layout, index, whole)[position], value, path)
-        state[name] = self._part(index, whole).clone().view(rows.shape)
+        state[name] = self._written(index, position, held, value, path)
 
     # Stage 3.
 
@@ -228,8 +219,8 @@ class Access:
     def _reduced(self, bucket: Bucket) -> Tensor:
         if bucket.reduced is not None:
             return bucket.reduced
-        numel = self._parts.plan.numel_of_rank(bucket.index)
-        return torch.zeros(numel, dtype=bucket.accumulate, device=bucket.device)
+        shape = self._parts.plan.shape_of_rank(bucket.index)
+        return torch.zeros(shape, dtype=bucket.accumulate, device=bucket.device)
 
     def _stepped(self, index: int) -> Tensor:
         parts = self._parts
@@ -252,20 +243,24 @@ class Access:
             )
         return index, position, optimizer.state[self._parts.rows.of[index]]
 
-    def _whole_values(self, index: int) -> Tensor:
-        """The flat [W l] values of a group, with the precision of the masters."""
-        return self._whole(index, self._stepped(index))
-
     def _whole(self, index: int, rows: Tensor) -> Tensor:
-        plan = self._parts.plan
-        is_part = plan.placement is Placement.SHARDED and plan.axis.size > 1
-        return gather_many([rows.detach().view(-1)], plan.axis)[0] if is_part else rows.detach()
+        """The flat [W l] of a group of which this rank has `rows`."""
+        plan, flat = self._parts.plan, rows.detach().reshape(-1)
+        return gather_many([flat], plan.axis)[0] if plan.placement is Placement.SHARDED else flat
 
-    def _part(self, index: int, whole: Tensor) -> Tensor:
-        plan = self._parts.plan
+    def _leaves(self, index: int, rows: Tensor) -> list[Tensor]:
+        """The full leaves of a group of which this rank has `rows`."""
+        return unpack(self._parts.plan.layout, index, self._whole(index, rows))
+
+    def _written(self, index: int, position: int, rows: Tensor, value: Tensor, path: str) -> Tensor:
+        """This rank's new rows of a group: those of `rows`, but for `value` at one leaf."""
+        plan, whole = self._parts.plan, self._whole(index, rows).clone()
+        leaf = unpack(plan.layout, index, whole)[position]
+        _require_shape(leaf, value, path)
+        leaf.copy_(value)
         if plan.placement is Placement.SHARDED:
-            return shard_rows(whole, plan.axis.size, plan.axis.rank)
-        return whole
+            whole = shard_rows(whole, plan.axis.size, plan.axis.rank).clone()
+        return whole.view(rows.shape)
 
     def _piece(self, index: int, position: int, rows: Tensor) -> Tensor:
         """What this rank's rows of a group have of one leaf."""
@@ -280,11 +275,10 @@ class Access:
     def _unpacked(self, index: int, position: int, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim:
             return value.clone() if isinstance(value, Tensor) else value
-        whole = self._whole(index, value).view(-1)
-        return unpack(self._parts.plan.layout, index, whole)[position].clone()
+        return self._leaves(index, value)[position].clone()
 
 
-def _write(held: Tensor, value: Tensor, path: str) -> None:
+def _require_shape(held: Tensor, value: Tensor, path: str) -> None:
     if tuple(value.shape) != tuple(held.shape):
         raise LayoutError(
             explain(
@@ -293,4 +287,3 @@ def _write(held: Tensor, value: Tensor, path: str) -> None:
                 fix="give the full value, in the shape of the parameter.",
             )
         )
-    held.copy_(value)

@@ -65,7 +65,7 @@ class Parts:
             fulls = gather_many(self.parameters.rows, self.plan.axis)
         self.parameters.give_back([unpack(layout, i, full) for i, full in enumerate(fulls)])
         if self.optimizer is not None:
-            detach(self.optimizer, self.rows, self.parameters, states)
+            detach(self.optimizer, self.parameters, states)
 
 
 class Closed:
@@ -92,7 +92,7 @@ def assemble(
     check: Callable[[int | None], None] | None,
 ) -> Parts:
     """Check everything, then take over the module's parameters and the optimizer's groups."""
-    plan, count = checked_plan(module, optimizer, stage, axis, options)
+    plan = checked_plan(module, optimizer, stage, axis, options)
     # Only now: a rank that is refused must not leave others behind that connect to it.
     asks = stage == 3 and not options.gathering.lockstep
     private, exchange = private_axis(axis, asks=asks)
@@ -106,7 +106,7 @@ def assemble(
             parameters.place(index, placeholders(source, index))
     rows = Rows(plan, parameters, masters=options.updating.master_weights)
     if optimizer is not None:
-        optimizer = attach(optimizer, rows.groups(count))
+        optimizer = attach(optimizer, rows.groups())
     buckets = make_buckets(plan, options.reduction)
     reducer = Reducer(plan, buckets, options.reduction, source)
     if source is not None:
@@ -129,8 +129,8 @@ def checked_plan(
     stage: int,
     axis: Axis,
     options: Options,
-) -> tuple[Plan, int]:
-    """The plan, and how many parameter groups the optimizer has. Nothing is touched yet."""
+) -> Plan:
+    """The plan, if everything is as it must be. Nothing is touched yet."""
     params = _parameters_of(module)
     probe = require_usable(optimizer, axis.size)
     given = groups_of(optimizer, [p for p in module.parameters() if p.requires_grad])
@@ -150,7 +150,7 @@ def checked_plan(
     facts = [f"stage {stage}, {options}", f"optimizer {probe}", *plan.layout.describe()]
     facts.append(f"param groups {plan.steppers}")
     assert_same_everywhere(facts, axis, what="the engine's model, optimizer or options")
-    return plan, len(given)
+    return plan
 
 
 def divided(s: Accumulation, options: Options) -> float:

@@ -136,7 +136,7 @@ class Contiguous:
 
 
 class Bucket:
-    """One group that learns. Tensors are [W l] until they are reduced."""
+    """One group that learns. Tensors are [W l] until they are reduced; on one rank, its leaf's."""
 
     def __init__(
         self,
@@ -175,22 +175,22 @@ class Bucket:
             waited = self.kept if waited is None else waited.add_(self.kept)
         self.kept = waited
 
+    def collect(self) -> Tensor | None:
+        """Return all that has not crossed ranks, and forget it; None if there is nothing."""
+        if self.kept is None:
+            return self.pending.take()
+        self.keep()
+        return self.set_aside()
+
     def take(self) -> Tensor:
-        """Return all that is here, for the wire; zeros if there is nothing."""
-        if self.kept is not None:
-            self.keep()
-            local, self.kept = self.kept, None
-        else:
-            local = self.pending.take()
+        """Return all that has not crossed ranks, for the wire: [W l], zeros if there is nothing."""
+        local = self.collect()
         return self.nothing() if local is None else local.to(self.wire)
 
     def nothing(self) -> Tensor:
-        """Return zeros, for a collective that other ranks have something for."""
-        group = self.layout.groups[self.index]
-        alone = self.layout.ranks == 1
-        whole = (self.layout.full_numel(self.index),)
-        shape = self.layout.leaves[group.leaves[0]].shape if alone else whole
-        return torch.zeros(shape, dtype=self.wire, device=self.device)
+        """Return zeros [W l], for a collective that other ranks have something for."""
+        numel = self.layout.full_numel(self.index)
+        return torch.zeros(numel, dtype=self.wire, device=self.device)
 
     def add(self, rows: Tensor) -> None:
         """Add reduced rows to the gradient. `rows` is given up by the caller."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.adapter._parameters import Parameters
-from fzero.adapter._update import Rows
 from fzero.errors import LayoutError, PhaseError, explain
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
@@ -89,16 +88,12 @@ def attach(optimizer: Optimizer | Factory, rows: Sequence[list[nn.Parameter]]) -
     return made
 
 
-def detach(optimizer: Optimizer, rows: Rows, parameters: Parameters, states: States) -> None:
+def detach(optimizer: Optimizer, parameters: Parameters, states: States) -> None:
     """Give the optimizer the module's parameters back, with `states` {path: {name: value}}."""
     optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group["params"] = []
-    for index in rows.stepped:
-        params = optimizer.param_groups[parameters.plan.steppers[index]]["params"]
-        for position, path in enumerate(parameters.plan.paths_of(index)):
-            p = parameters.first_of(index, position)
-            params.append(p)
+    for group, paths in zip(optimizer.param_groups, parameters.plan.param_groups, strict=True):
+        group["params"] = [parameters.at(path) for path in paths]
+        for p, path in zip(group["params"], paths, strict=True):
             if states.get(path):
                 optimizer.state[p] = states[path]
 

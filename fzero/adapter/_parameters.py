@@ -51,11 +51,11 @@ class Parameters:
 
     def first_of(self, index: int, position: int) -> Tensor:
         """The module's parameter at `position` of group `index`, as it is now."""
-        return self._parameter(self._paths_at(index, position)[0])
+        return self.at(self._paths_at(index, position)[0])
 
     def objects(self, index: int, position: int) -> list[Tensor]:
         """Every parameter object that is this leaf: one, or several on the same memory."""
-        found = [self._parameter(path) for path in self._paths_at(index, position)]
+        found = [self.at(path) for path in self._paths_at(index, position)]
         return list({id(p): p for p in found}.values())
 
     def place(self, index: int, values: Sequence[Tensor]) -> None:
@@ -63,21 +63,18 @@ class Parameters:
         for position, value in enumerate(values):
             made: dict[int, nn.Parameter] = {}
             for path in self._paths_at(index, position):
-                old = self._parameter(path)
+                old = self.at(path)
                 if id(old) not in made:
                     made[id(old)] = self._replace(old, value, path)
                 self._assign(path, made[id(old)])
 
     @torch.no_grad()
-    def write(self, index: int, flat: Tensor) -> None:
-        """Make the flat [W l] the values of a group, in the parameters' dtype."""
-        axis = self.plan.axis
+    def write(self, index: int, position: int, value: Tensor, rows: Tensor) -> None:
+        """Make `value` one parameter of a group, of which this rank's new rows are `rows`."""
         if self.plan.shards_params:
-            self.rows[index].copy_(shard_rows(flat, axis.size, axis.rank))
-        elif axis.size > 1:
-            self.flats[index].copy_(flat)
+            self.rows[index].copy_(rows)
         else:
-            self.rows[index].copy_(flat.view(self.rows[index].shape))
+            self.first_of(index, position).copy_(value)
 
     @torch.no_grad()
     def give_back(self, wholes: Sequence[Sequence[Tensor]]) -> None:
@@ -102,7 +99,7 @@ class Parameters:
         """Free the memory of a group's parameters: placeholders take their places soon."""
         for position in range(len(self.plan.layout.groups[index].leaves)):
             for path in self._paths_at(index, position):
-                p = self._parameter(path)
+                p = self.at(path)
                 if not isinstance(p, LazyParam):
                     p.data = p.data.new_empty(0)
 
@@ -113,7 +110,7 @@ class Parameters:
             return
         for position, view in enumerate(views):
             for path in self._paths_at(index, position):
-                self._parameter(path).data = view
+                self.at(path).data = view
 
     def _replace(self, old: Tensor, value: Tensor, path: str) -> nn.Parameter:
         """Return a parameter of `value` that is `old` for everybody who holds it, if it can be."""
@@ -130,7 +127,8 @@ class Parameters:
         if getattr(module, name) is not p:
             setattr(module, name, p)
 
-    def _parameter(self, path: str) -> Tensor:
+    def at(self, path: str) -> Tensor:
+        """The module's parameter at `path`, as it is now."""
         owner, _, name = path.rpartition(".")
         return getattr(self.module.get_submodule(owner), name)
 

@@ -23,12 +23,14 @@ class Plan:
     """Where each parameter of a module is, over the ranks of an axis.
 
     `steppers[i]` is the optimizer's parameter group that steps layout group i, -1 for none.
+    `param_groups` are the paths in each of the optimizer's groups, as the user listed them.
     """
 
     stage: int
     axis: Axis
     layout: Layout
     steppers: tuple[int, ...]
+    param_groups: tuple[tuple[str, ...], ...]
     device: torch.device
 
     @property
@@ -47,14 +49,13 @@ class Plan:
         """Whether the module's parameters are placeholders (stage 3, several ranks)."""
         return self.stage == 3 and self.axis.size > 1
 
-    def numel_of_rank(self, index: int) -> int:
-        """Elements of group `index` that this rank steps."""
-        group = self.layout.groups[index]
-        return (
-            group.shard_numel
-            if self.placement is Placement.SHARDED
-            else group.shard_numel * (self.layout.ranks)
-        )
+    def shape_of_rank(self, index: int) -> tuple[int, ...]:
+        """The shape of this rank's part of group `index`: flat, or on one rank its leaf's own."""
+        layout = self.layout
+        if layout.ranks == 1:
+            return layout.leaves[layout.groups[index].leaves[0]].shape
+        sharded = self.placement is Placement.SHARDED
+        return (layout.groups[index].shard_numel if sharded else layout.full_numel(index),)
 
     def paths_of(self, index: int) -> list[str]:
         """The parameters in group `index`."""
@@ -62,20 +63,16 @@ class Plan:
 
     def find(self, path: str) -> tuple[int, int]:
         """The group of the parameter at `path`, and its position in it."""
-        leaves = self.layout.leaves
-        wanted = next((i for i, leaf in enumerate(leaves) if leaf.path == path), None)
-        if wanted is None:
-            raise LayoutError(
-                explain(
-                    f"there is no parameter {path!r}.",
-                    cause="a misspelt path, or the second name of a tied parameter.",
-                    fix=f"use one of {[leaf.path for leaf in leaves][:6]} ...",
-                )
+        for index in range(len(self.layout.groups)):
+            if path in (paths := self.paths_of(index)):
+                return index, paths.index(path)
+        raise LayoutError(
+            explain(
+                f"there is no parameter {path!r}.",
+                cause="a misspelt path, or the second name of a tied parameter.",
+                fix=f"use one of {[leaf.path for leaf in self.layout.leaves][:6]} ...",
             )
-        for index, group in enumerate(self.layout.groups):
-            if wanted in group.leaves:
-                return index, group.leaves.index(wanted)
-        raise AssertionError(path)
+        )
 
 
 def make_plan(
@@ -115,7 +112,15 @@ def make_plan(
         stepper.get(id(params[path]), -1) if group.trainable else -1
         for path, group in zip(first, layout.groups, strict=True)
     )
-    return Plan(stage=stage, axis=axis, layout=layout, steppers=steppers, device=device)
+    paths = _first_paths(params)
+    return Plan(
+        stage=stage,
+        axis=axis,
+        layout=layout,
+        steppers=steppers,
+        param_groups=tuple(tuple(paths[id(p)] for p in group) for group in param_groups),
+        device=device,
+    )
 
 
 def unit_of_leaves(module: nn.Module, spec: LeafSpec | None) -> tuple[Callable[[str], str], str]:
@@ -156,10 +161,18 @@ def _one_device(params: Mapping[str, Tensor]) -> torch.device:
     return next(iter(by_device), torch.device("cpu"))
 
 
+def _first_paths(params: Mapping[str, Tensor]) -> dict[int, str]:
+    """For each parameter, by id, the first of its paths: the one that the layout has."""
+    paths: dict[int, str] = {}
+    for path, p in params.items():
+        paths.setdefault(id(p), path)
+    return paths
+
+
 def _steppers(
     params: Mapping[str, Tensor], param_groups: Sequence[Sequence[Tensor]]
 ) -> dict[int, int]:
-    paths = {id(p): path for path, p in params.items()}
+    paths = _first_paths(params)
     found: dict[int, int] = {}
     for number, group in enumerate(param_groups):
         for p in group:

@@ -75,9 +75,9 @@ class Reducer:
     def _absorb(self, numbers: Sequence[int]) -> None:
         """One rank alone: its gradients are the mean already."""
         for number in numbers:
-            bucket = self.buckets[number]
-            if bucket.waits:
-                bucket.add(bucket.take())
+            local = self.buckets[number].collect()
+            if local is not None:
+                self.buckets[number].add(local)
                 self._absorbed = True
 
     def abandon(self) -> None:

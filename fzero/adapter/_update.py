@@ -48,9 +48,9 @@ class Rows:
         """The groups that the optimizer steps."""
         return self.of.keys()
 
-    def groups(self, count: int) -> list[list[nn.Parameter]]:
-        """The rows of each of the optimizer's `count` parameter groups."""
-        found: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    def groups(self) -> list[list[nn.Parameter]]:
+        """The rows of each of the optimizer's parameter groups."""
+        found: list[list[nn.Parameter]] = [[] for _ in self.plan.param_groups]
         for index, p in self.of.items():
             if p.numel():
                 found[self.plan.steppers[index]].append(p)

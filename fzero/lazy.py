@@ -23,7 +23,7 @@ from fzero.collectives import exchange_ids, gather_many, scatter_many
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, Runtime
 from fzero.packing import pack, pack_copied, unpack
-from fzero.placeholder import LazyParam, Unit
+from fzero.placeholder import LazyParam, Unit, placeholders
 
 CAPACITY = 2  # units held at once: the one that runs, and the one that it takes over from
 
@@ -163,7 +163,7 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     def forward(seat: Tensor, gatherer: Gatherer, unit: int, reduces: bool) -> tuple[Tensor, ...]:
-        return tuple(lazy_leaves(gatherer, unit))
+        return tuple(placeholders(gatherer, unit))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -198,11 +198,3 @@ class _Reduce(torch.autograd.Function):
 def defer(seat: Tensor, gatherer: Gatherer, unit: int, *, reduces: bool) -> list[Tensor]:
     """Return the lazy leaves of `unit`, differentiable by `seat`."""
     return list(_Defer.apply(seat, gatherer, unit, reduces))
-
-
-def lazy_leaves(gatherer: Gatherer, unit: int) -> list[Tensor]:
-    """Return the lazy leaves of `unit`, as constants."""
-    layout, index = gatherer.units[unit].layout, gatherer.units[unit].index
-    leaves = [layout.leaves[i] for i in layout.groups[index].leaves]
-    metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-    return [LazyParam(gatherer, (unit, i), meta) for i, meta in enumerate(metas)]

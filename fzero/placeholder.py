@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.state.layout import Layout
 from fzero.virtual import in_forward_mode
@@ -147,3 +147,25 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[LazyParam]:
 
 def _is_view(func: Any) -> bool:
     return func.is_view or func is torch.ops.aten.detach.default
+
+
+def placeholders(gatherer: Gathers, unit: int) -> list[LazyParam]:
+    """Return a placeholder for each leaf of `unit`."""
+    layout, index = gatherer.units[unit].layout, gatherer.units[unit].index
+    leaves = [layout.leaves[i] for i in layout.groups[index].leaves]
+    metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+    return [LazyParam(gatherer, (unit, i), meta) for i, meta in enumerate(metas)]
+
+
+def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
+    """Return a parameter of `value` that is `old` for everybody who holds it, if it can be.
+
+    It cannot where somebody has a weak reference to `old`, as recurrent modules do: assign what
+    is returned, in any case.
+    """
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        return new
+    return old  # type: ignore[return-value]

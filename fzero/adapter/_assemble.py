@@ -26,12 +26,13 @@ from fzero.adapter._options import Options
 from fzero.adapter._parameters import Parameters, named_parameters
 from fzero.adapter._plan import Plan, make_plan, unit_of_leaves
 from fzero.adapter._reducer import Reducer, make_buckets
-from fzero.adapter._source import Source, placeholders
+from fzero.adapter._source import Source
 from fzero.adapter._update import Rows
 from fzero.collectives import assert_same_everywhere, gather_many
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
+from fzero.placeholder import placeholders
 from fzero.state.accumulation import Accumulation
 
 

@@ -2,7 +2,7 @@
 
     forward begins        reset_for_new_step
     an output's gradient  enter_backward, queue_post_backward_callback
-    a parameter's         update_hook_state_and_maybe_run_epilogue; buckets.fired -> Launch
+    a parameter's         update_hook_state_and_maybe_run_epilogue; buckets.filled -> Launch
     the graph ends        graph_completed -> RunEpilogue
 
 A record is assigned when its transition has returned; then the effects run.
@@ -10,7 +10,6 @@ A record is assigned when its transition has returned; then the effects run.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from fzero.adapter._autograd import Callback, autograd_has_callbacks, called_by_autograd_grad
 from fzero.adapter._pytree import count_leaves_below
 from fzero.adapter._reducer import Reducer
 from fzero.state import accumulation as acc
@@ -30,47 +30,8 @@ from fzero.state.buckets import Buckets
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
 
-_NEEDED = ("_current_graph_task_id", "_will_engine_execute_node")
-
 Learning = tuple[Tensor, int, int]
 """A parameter that learns, the number of its bucket, and its position in it."""
-
-
-def autograd_has_callbacks() -> bool:
-    """Whether this torch tells graph tasks apart; without it, hooks are counted instead."""
-    return all(hasattr(torch._C, name) for name in _NEEDED)
-
-
-def current_graph_task() -> int | None:
-    """The id of the graph task that runs in this thread; -1 for none, None if torch cannot tell."""
-    return torch._C._current_graph_task_id() if autograd_has_callbacks() else None
-
-
-def called_by_autograd_grad() -> bool:
-    """Whether `torch.autograd.grad` is running, which accumulates no gradient anywhere.
-
-    On a GPU this is asked in the device's thread, while the caller waits in another.
-    """
-    wanted = torch.autograd.grad.__code__
-    for top in sys._current_frames().values():
-        frame: Any = top
-        while frame is not None:
-            if frame.f_code is wanted:
-                return True
-            frame = frame.f_back
-    return False
-
-
-class _Callback:
-    """What autograd calls when a graph task ends. A task that raises lets it die uncalled."""
-
-    __slots__ = ("__weakref__", "_run", "_task")
-
-    def __init__(self, run: Callable[[int], None], task: int) -> None:
-        self._run, self._task = run, task
-
-    def __call__(self) -> None:
-        self._run(self._task)
 
 
 class Backward:
@@ -92,7 +53,7 @@ class Backward:
         self._learning = [p for p, _, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _, _ in learning]
         self._expected_by_count = 0
-        self._ticket: weakref.ref[_Callback] | None = None
+        self._ticket: weakref.ref[Callback] | None = None
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook_of(number, position))
             for p, number, position in learning
@@ -254,7 +215,7 @@ class Backward:
         for effect in effects:
             match effect:
                 case QueueCallback(task):
-                    callback = _Callback(self._on_completed, task)
+                    callback = Callback(self._on_completed, task)
                     self._ticket = weakref.ref(callback)
                     torch.autograd.Variable._execution_engine.queue_callback(callback)
                 case RunEpilogue():

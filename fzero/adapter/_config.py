@@ -205,7 +205,12 @@ def _wrong(path: str, value: Any, wanted: str) -> NoReturn:
 
 
 def _refuse(seen: str, *, cause: str, fix: str) -> NoReturn:
-    raise LayoutError(explain(seen, cause=cause, fix=fix)) from None
+    raise config_error(seen, cause=cause, fix=fix) from None
+
+
+def config_error(seen: str, *, cause: str, fix: str) -> LayoutError:
+    """The error of a config that cannot be followed."""
+    return LayoutError(explain(seen, cause=cause, fix=fix))
 
 
 def _is_number(value: Any) -> bool:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fzero.adapter._config import config_error
 from fzero.adapter._config_keys import OPTIMIZER_PARAMS
 from fzero.adapter._engine import Engine
 from fzero.adapter._optimizer import Factory
-from fzero.errors import LayoutError, explain
 
 Schedule = LRScheduler | Callable[[Optimizer], LRScheduler]
 
@@ -31,7 +31,7 @@ def configured(optimizer: Optimizer | Factory | None, values: Mapping[str, Any])
     """Return the factory that optimizer.type and optimizer.params describe."""
     name, params = values["optimizer.type"], dict(values["optimizer.params"] or {})
     if optimizer is not None or name is None:
-        raise _error(
+        raise config_error(
             f"config: optimizer.type = {name}, and initialize(optimizer={optimizer!r}).",
             cause="an optimizer in two places, or params without a type.",
             fix="give either optimizer.type in the config, or the argument.",
@@ -46,7 +46,7 @@ def configured(optimizer: Optimizer | Factory | None, values: Mapping[str, Any])
     }
     if kind in _NOT_TORCHS or kind not in classes:
         near = ", ".join(get_close_matches(kind, classes, n=3)) or "nothing"
-        raise _error(
+        raise config_error(
             f"config: optimizer.type = {name!r} is not supported (near: {near}).",
             cause="an optimizer of DeepSpeed's own, or a misspelt name.",
             fix="use one of torch.optim, or pass initialize(optimizer=...) a class or a factory.",
@@ -57,7 +57,7 @@ def configured(optimizer: Optimizer | Factory | None, values: Mapping[str, Any])
     try:
         factory([nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _error(
+        raise config_error(
             f"config: optimizer.params: {error}",
             cause=f"a value that torch.optim.{cls.__name__} does not take.",
             fix="give the values of its documentation.",
@@ -71,7 +71,7 @@ def _adam(kind: str, params: dict[str, Any]) -> str:
     decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
     if not plain:
         if params.pop("bias_correction", True) is not True:
-            raise _error(
+            raise config_error(
                 "config: optimizer.params.bias_correction is not supported as false.",
                 cause="an option of DeepSpeed's fused Adam.",
                 fix="leave it out: torch's Adam corrects the bias.",
@@ -88,7 +88,7 @@ def _check_params(name: str, params: Mapping[str, Any], cls: type[Optimizer]) ->
             continue
         fix = OPTIMIZER_PARAMS.get(key)
         near = ", ".join(get_close_matches(key, known, n=3)) or "nothing"
-        raise _error(
+        raise config_error(
             f"config: {path} = {value!r} is not supported"
             + (f" (near: {near})." if fix is None and key not in known else "."),
             cause=f"an option that torch.optim.{cls.__name__} ({name!r}) does not have, or a "
@@ -102,7 +102,7 @@ def check_schedule(given: Schedule | None, optimizer: Optimizer | Factory | None
         return
     own = isinstance(given, LRScheduler)
     if isinstance(given, ReduceLROnPlateau) or not (own or callable(given)) or optimizer is None:
-        raise _error(
+        raise config_error(
             f"lr_scheduler is a {type(given).__name__}"
             + (", and there is no optimizer." if optimizer is None else "."),
             cause="a scheduler that needs a metric, or that is none of torch's.",
@@ -110,7 +110,7 @@ def check_schedule(given: Schedule | None, optimizer: Optimizer | Factory | None
             "needs a metric in the training loop.",
         )
     if own and given.optimizer is not optimizer:
-        raise _error(
+        raise config_error(
             "lr_scheduler is of another optimizer.",
             cause="the engine's optimizer is made from the config, or from a class.",
             fix="pass optimizer -> scheduler: lambda optimizer: StepLR(optimizer, 10).",
@@ -127,7 +127,3 @@ def follow(engine: Engine, given: Schedule) -> None:
             schedule.step()
 
     engine.optimizer.register_step_post_hook(step)
-
-
-def _error(seen: str, *, cause: str, fix: str) -> LayoutError:
-    return LayoutError(explain(seen, cause=cause, fix=fix))

@@ -16,7 +16,7 @@ from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis, axis_of
 from fzero.packing import pack, unpack
 from fzero.partition import plan_layout, shard_rows
-from fzero.placeholder import LazyParam, Unit
+from fzero.placeholder import LazyParam, Unit, in_place_of, placeholders
 
 
 class Nursery:
@@ -38,15 +38,8 @@ class Nursery:
         flat = broadcast_from_first([pack(layout, 0, [p.detach()])], self.axis)[0]
         rows = shard_rows(flat, self.axis.size, self.axis.rank).clone()
         self.units.append(Unit(layout, 0, rows, False))
-        meta = torch.empty(p.shape, dtype=p.dtype, device="meta")
-        made = nn.Parameter(
-            LazyParam(self, (len(self.units) - 1, 0), meta), requires_grad=p.requires_grad
-        )
-        try:  # whoever holds `p` already (`init(p)` follows) then holds the placeholder
-            torch.utils.swap_tensors(p, made)
-        except RuntimeError:
-            return made
-        return p
+        # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
+        return in_place_of(p, placeholders(self, len(self.units) - 1)[0])
 
     def leaf(self, unit: int, position: int) -> Tensor:
         """Return the full values of one parameter; a collective unless it is held."""

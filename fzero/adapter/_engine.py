@@ -21,7 +21,6 @@ from fzero.adapter._optimizer import Factory
 from fzero.adapter._options import make_options
 from fzero.adapter._report import MemoryReport, report
 from fzero.adapter._scale import LossScale
-from fzero.adapter._update import gradient_norm
 from fzero.errors import PhaseError, explain
 from fzero.mesh import Axis, axis_of, end_group
 from fzero.state import accumulation as acc
@@ -29,6 +28,7 @@ from fzero.state.accumulation import Accumulation
 from fzero.state.buckets import Buckets
 from fzero.state.coordinator import CoordinatorState
 from fzero.state.hooks import HookState
+from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms.init import check_stage
 
 
@@ -172,7 +172,8 @@ class Engine(Access):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away every gradient since the last update. No collective.
 
-        With `gradient_accumulation_steps` the accumulation starts again, with a warning.
+        Either `set_to_none`, torch's argument, means the same: the engine keeps no p.grad. With
+        `gradient_accumulation_steps` the accumulation starts again, with a warning.
         """
         self._norm = None
         every = self.options.updating.gradient_accumulation_steps
@@ -232,8 +233,15 @@ class Engine(Access):
         self._norm, max_norm = None, self.options.updating.max_norm
         if max_norm is None:
             return share
-        self._norm = gradient_norm(self._parts.plan, self._parts.buckets) * share
-        return share * (max_norm / (self._norm + 1e-6)).clamp(max=1.0)
+        self._norm = self._gradient_norm() * share
+        return share * clip_factor(self._norm, max_norm)
+
+    def _gradient_norm(self) -> Tensor:
+        """|g| of all that learns, tied ones once, before the divisions."""
+        plan = self._parts.plan
+        reduced = [b.reduced for b in self._parts.buckets if b.reduced is not None]
+        ordered = self.options.reduction.ordered
+        return norm_of(reduced, plan.placement, plan.axis, ordered=ordered)
 
     @property
     def global_grad_norm(self) -> Tensor | None:
@@ -245,7 +253,7 @@ class Engine(Access):
         if not self._reduce_what_waits().held:
             return self._norm
         share = divided(self._parts.backward.accumulation, self.options)
-        return gradient_norm(self._parts.plan, self._parts.buckets) * share
+        return self._gradient_norm() * share
 
     # What it holds.
 

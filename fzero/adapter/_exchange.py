@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from fzero.collectives import exchange_many
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError, PhaseError, explain
+from fzero.lazy import PeerFailedError
 from fzero.mesh import Axis, own_group
 
 AT_ONCE = 8
@@ -32,10 +33,6 @@ class Ask(IntEnum):
 
 Run = Callable[[Ask, int, bool], None]
 """(what, group, whether this rank asked): start that collective."""
-
-
-class PeerFailedError(AxisError):
-    """Another rank raised; nobody needs to be told so again."""
 
 
 class Exchange:
@@ -71,10 +68,21 @@ class Exchange:
         wanted = sorted({code for codes in asked for code in codes if code})
         for code in wanted:
             number, group, what = _decode(code)
-            run = self._members[number]()
-            assert run is not None, f"engine {number} is gone on this rank"
-            run(what, group, code in mine)
+            self._serving(number)(what, group, code in mine)
         return bool(wanted)
+
+    def _serving(self, number: int) -> Run:
+        serve = self._members.get(number, lambda: None)()
+        if serve is None:
+            raise PhaseError(
+                explain(
+                    f"rank {self.axis.rank}: another rank uses engine {number} of stage 3, which "
+                    "is closed or gone here.",
+                    cause="close(), or the last reference to an engine, on some ranks only.",
+                    fix="keep an engine on every rank for as long as any rank uses it.",
+                )
+            )
+        return serve
 
     def fail(self) -> None:
         """Tell the others that this rank raised."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._assemble import Parts
-from fzero.adapter._exchange import PeerFailedError
 from fzero.adapter._pytree import tensors_in
 from fzero.errors import LayoutError, explain
+from fzero.lazy import PeerFailedError
 
 
 class Forward:

@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fzero.adapter._assemble import checked_plan
-from fzero.adapter._config import Config, micro_batches, read_config, with_defaults
+from fzero.adapter._config import (
+    Config,
+    config_error,
+    micro_batches,
+    read_config,
+    with_defaults,
+)
 from fzero.adapter._config_keys import MOE_CLASSES
 from fzero.adapter._config_optimizer import Schedule, check_schedule, configured, follow
 from fzero.adapter._engine import Engine
@@ -20,7 +26,6 @@ from fzero.adapter._optimizer import Factory
 from fzero.adapter._options import Gathering, make_options
 from fzero.adapter._plan import unit_of_leaves
 from fzero.collectives import assert_same_everywhere
-from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis, axis_of
 from fzero.placeholder import LazyParam
 from fzero.state.leaf_modules import LeafSpec, class_name
@@ -105,7 +110,7 @@ def initialize(
         (2, 1.0)
     """
     if not isinstance(model, nn.Module):
-        raise _error(
+        raise config_error(
             f"initialize got a {type(model).__name__}.",
             cause="arguments in another order.",
             fix="call initialize(model, optimizer, config).",
@@ -123,8 +128,9 @@ def initialize(
         **_options(values, model, micro_batches(given, axis.size)),
     }
     stage = values[_ZERO + "stage"]
-    _check(model, optimizer, stage, axis, options, converts=values["bf16.enabled"])
-    _convert(model, values)
+    if values["bf16.enabled"] or values["data_types.buffer_dtype"] is not None:
+        _check(model, optimizer, stage, axis, options, values)
+        _convert(model, values)
     engine = Engine(model, optimizer, stage=stage, mesh=axis, **options)
     if lr_scheduler is not None:
         follow(engine, lr_scheduler)
@@ -138,7 +144,7 @@ def _precision(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The engine's dtypes, and an element's bytes in its buckets."""
     masters = values["bf16.bf16_master_weights_and_grads"]
     if masters != values["bf16.bf16_optimizer_states"]:
-        raise _error(
+        raise config_error(
             f"config: bf16.bf16_master_weights_and_grads = {masters} with "
             f"bf16.bf16_optimizer_states = {not masters}.",
             cause="a mixture that needs DeepSpeed's own CPU Adam.",
@@ -146,13 +152,13 @@ def _precision(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         )
     enabled, asked = values["bf16.enabled"], values["data_types.param_dtype"]
     if asked is not None and asked is not (torch.bfloat16 if enabled else torch.float32):
-        raise _error(
+        raise config_error(
             f"config: data_types.param_dtype = {asked} with bf16.enabled = {enabled}.",
             cause="two keys for one thing.",
             fix="leave data_types.param_dtype out; bf16.enabled makes the parameters bf16.",
         )
     if masters and not enabled:
-        raise _error(
+        raise config_error(
             "config: bf16.bf16_master_weights_and_grads without bf16.enabled.",
             cause="the key was kept when bf16 was switched off.",
             fix="set bf16.enabled = true, or leave it out.",
@@ -195,13 +201,12 @@ def _check(
     stage: int,
     axis: Axis,
     options: Mapping[str, Any],
-    *,
-    converts: bool,
+    values: Mapping[str, Any],
 ) -> None:
     """Raise what the engine would raise, while the model is still as it was."""
     made = make_options(options)
-    if converts and any(isinstance(p, LazyParam) for p in model.parameters()):
-        raise _error(
+    if values["bf16.enabled"] and any(isinstance(p, LazyParam) for p in model.parameters()):
+        raise config_error(
             "config: bf16.enabled, and a model made under sharded_init.",
             cause="its parameters are sharded already, in the dtype that they were made in.",
             fix="leave bf16.enabled out, and make the model under "
@@ -220,7 +225,7 @@ def _options(
     managed = values["managed_gradient_accumulation"]
     count = micro_batches or 1
     if not managed and count > 1:
-        raise _error(
+        raise config_error(
             f"config: gradient_accumulation_steps = {count} with "
             "managed_gradient_accumulation = false.",
             cause="a number of micro-batches for an engine that takes as many as come.",
@@ -250,7 +255,3 @@ def _leaf_modules(values: Mapping[str, Any], model: nn.Module) -> LeafSpec:
         name_suffixes=values[_ZERO + "leaf_module.name_suffixes"] or (),
         granularity_threshold_numel=values[_ZERO + "stage3_module_granularity_threshold"],
     )
-
-
-def _error(seen: str, *, cause: str, fix: str) -> LayoutError:
-    return LayoutError(explain(seen, cause=cause, fix=fix))

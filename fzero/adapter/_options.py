@@ -13,9 +13,7 @@ import torch
 from fzero.errors import LayoutError, explain
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.units import Limits
-
-BUCKET_BYTES = 4 * 2**20
-"""Default bucket of stages 0 to 2; see `fzero.transforms.init.BUCKET_BYTES`."""
+from fzero.transforms.init import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from fzero.adapter._plan import Plan
 from fzero.collectives import broadcast_from_first
 from fzero.packing import pack, unpack
 from fzero.partition import shard_rows
-from fzero.placeholder import LazyParam
+from fzero.placeholder import LazyParam, in_place_of
 from fzero.state import Placement
 
 
@@ -65,7 +65,7 @@ class Parameters:
             for path in self._paths_at(index, position):
                 old = self.at(path)
                 if id(old) not in made:
-                    made[id(old)] = self._replace(old, value, path)
+                    made[id(old)] = in_place_of(old, value)
                 self._assign(path, made[id(old)])
 
     @torch.no_grad()
@@ -111,15 +111,6 @@ class Parameters:
         for position, view in enumerate(views):
             for path in self._paths_at(index, position):
                 self.at(path).data = view
-
-    def _replace(self, old: Tensor, value: Tensor, path: str) -> nn.Parameter:
-        """Return a parameter of `value` that is `old` for everybody who holds it, if it can be."""
-        new = nn.Parameter(value, requires_grad=old.requires_grad)
-        try:
-            torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # somebody has a weak reference to it, as recurrent modules do
-            return new
-        return old  # type: ignore[return-value]
 
     def _assign(self, path: str, p: nn.Parameter) -> None:
         owner, _, name = path.rpartition(".")

@@ -15,6 +15,7 @@ from fzero.adapter._source import Source
 from fzero.collectives import InFlight, start_reduce, start_scatter
 from fzero.errors import AxisError
 from fzero.state import Placement
+from fzero.state.buffers import SIXTEEN_BIT
 
 
 class Reducer:
@@ -126,7 +127,7 @@ def make_buckets(plan: Plan, options: Reduction) -> list[Bucket]:
     made = []
     for index in plan.buckets:
         group = plan.layout.groups[index]
-        wide = torch.float32 if group.dtype.itemsize < 4 else group.dtype
+        wide = torch.float32 if group.dtype in SIXTEEN_BIT else group.dtype
         pending: Pending = PerParameter(plan.layout, index)
         if options.contiguous_gradients and len(group.leaves) > 1:
             pending = Contiguous(plan.layout, index, plan.device)

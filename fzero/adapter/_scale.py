@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fzero.adapter._backward import current_graph_task
+from fzero.adapter._autograd import current_graph_task
 from fzero.errors import PhaseError, explain
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fzero.adapter._exchange import Ask, Lockstep, Member
@@ -229,11 +228,3 @@ class Source:
         if self.state.residency.status(unit) is Status.NOT_AVAILABLE:
             self._flats.pop(unit, None)
             self._leaves.pop(unit, None)
-
-
-def placeholders(source: Source, unit: int) -> list[LazyParam]:
-    """Return a placeholder for each parameter of `unit`."""
-    layout = source.plan.layout
-    leaves = [layout.leaves[i] for i in layout.groups[unit].leaves]
-    metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-    return [LazyParam(source, (unit, i), meta) for i, meta in enumerate(metas)]

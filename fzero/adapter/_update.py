@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from fzero.adapter._bucket import Bucket
 from fzero.adapter._parameters import Parameters
 from fzero.adapter._plan import Plan
-from fzero.collectives import reduce_many, start_gather_in_place
+from fzero.collectives import start_gather_in_place
 from fzero.state import Placement
+from fzero.state.buffers import SIXTEEN_BIT
 
 
 class Rows:
@@ -29,7 +30,7 @@ class Rows:
             rows = parameters.rows[index]
             if stepper < 0:
                 continue
-            if masters and rows.dtype.itemsize < 4:
+            if masters and rows.dtype in SIXTEEN_BIT:
                 self.of[index] = nn.Parameter(rows.detach().float())
                 self.masters.append(index)
             elif plan.axis.size == 1:
@@ -99,18 +100,3 @@ class Rows:
         finally:
             for p in self.of.values():
                 p.grad = None
-
-
-def gradient_norm(plan: Plan, buckets: Sequence[Bucket]) -> Tensor:
-    """|g| over all parameters that learn, tied ones once: a scalar, equal on every rank."""
-    squares = [
-        torch.linalg.vector_norm(
-            bucket.reduced, dtype=torch.promote_types(bucket.reduced.dtype, torch.float32)
-        ).square()
-        for bucket in buckets
-        if bucket.reduced is not None and bucket.reduced.numel()
-    ]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=plan.device)
-    if plan.placement is Placement.SHARDED:
-        total = reduce_many([total], plan.axis)[0]
-    return total.sqrt()

@@ -23,9 +23,8 @@ from torch import Tensor
 from fzero.collectives._log import note
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
+from fzero.state.buffers import SIXTEEN_BIT
 from fzero.virtual import current_ranks
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 class Started(NamedTuple):
@@ -113,7 +112,7 @@ def begin_all_reduce(
     if axis.runtime is Runtime.VIRTUAL:
         return given([_sum_in_order(xs) for xs in _swap("all_reduce", values, axis)], axis)
     group = axis.group()
-    if ordered or any(v.dtype in _LOW and _is_gloo(group, v.device) for v in values):
+    if ordered or any(v.dtype in SIXTEEN_BIT and _is_gloo(group, v.device) for v in values):
         return _begin_reduce_by_exchange(values, axis)
     outs = list(values)
     if not owned:
@@ -255,7 +254,7 @@ def _in_one_go(
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     """x[0] + x[1] + ..., in rank order; 16-bit floats are added in fp32 and rounded once."""
     dtype = parts[0].dtype
-    wide = torch.float32 if dtype in _LOW else dtype
+    wide = torch.float32 if dtype in SIXTEEN_BIT else dtype
     if len(parts) == 1:
         return parts[0].clone()
     total = parts[0].to(wide) + parts[1].to(wide)

@@ -13,11 +13,11 @@ from torch import Tensor
 from fzero.optim._rules import Rule, has_kernel
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
+from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf
 
 LeafTest = Callable[[Leaf], bool]
 Schedule = Callable[[int], float]
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @record
@@ -163,7 +163,7 @@ class Optimizer:
         return found
 
     def _has_master(self, p: Tensor) -> bool:
-        return self.master_weights and p.dtype in _LOW
+        return self.master_weights and p.dtype in SIXTEEN_BIT
 
     def __repr__(self) -> str:
         shown = [f"{key}={_shown(value)}" for key, value in self.options]

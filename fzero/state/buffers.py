@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from fzero.errors import PhaseError, explain
 from fzero.state._record import record, static
+
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+"""What is summed in fp32, and has fp32 masters, unless somebody says otherwise."""
 
 
 class Placement(Enum):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, explain
-from fzero.lazy import LazyParam
+from fzero.placeholder import LazyParam
 from fzero.state import NAMESPACE
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fzero.collectives import gather_many
 from fzero.errors import PhaseError, explain
-from fzero.lazy import Gatherer, PeerFailedError, Unit, defer, lazy_leaves
+from fzero.lazy import Gatherer, PeerFailedError, defer
 from fzero.mesh import enter, leave
 from fzero.packing import cut, seat_shape, unpack
 from fzero.partition import assemble
+from fzero.placeholder import Unit, placeholders
 from fzero.state import NAMESPACE, Buffers, Keep, Layout, Placement, TrainState, progress, window
 from fzero.transforms._differentiate import LossOf, Result, Source, by_autograd, by_func
 from fzero.transforms._donate import check_alive, donates, take_over
@@ -254,7 +255,7 @@ def _lazy_source(state: TrainState, gatherer: Gatherer, first: int) -> Source:
             if i in seat_of:
                 tensors = defer(seat_of[i], gatherer, first + i, reduces=reduces)
             else:
-                tensors = lazy_leaves(gatherer, first + i)
+                tensors = placeholders(gatherer, first + i)
             leaves.update(zip(group.leaves, tensors, strict=True))
         return assemble(layout, leaves)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fzero.collectives import gather_in_place, gather_many, reduce_many
+from fzero.collectives import gather_in_place, gather_many
 from fzero.optim import Piece
 from fzero.partition import shard_rows
 from fzero.state import Buffers, Layout, Placement, Setup, TrainState, buffers, progress
 from fzero.transforms._donate import check_alive, donates, take_over, without_donation
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
+from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._reduce import place, settle
 from fzero.transforms._states import map_states
 
@@ -105,27 +105,18 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
 
 
 def _clipped(setup: Setup, gradients: Buffers) -> Buffers:
-    """g min(1, max_norm / |g|): the factor that torch.nn.utils.clip_grad_norm_ uses."""
+    """g min(1, max_norm / |g|)."""
     max_norm = setup.policy.max_norm
     if max_norm is None:
         return gradients
-    factor = (max_norm / (_norm(setup, gradients) + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(_norm(setup, gradients), max_norm)
     flats = tuple(flat * factor.to(flat.dtype) for flat in gradients.flats)
     return Buffers(flats=flats, placement=gradients.placement)
 
 
 def _norm(setup: Setup, gradients: Buffers) -> Tensor:
     gradients = place(setup, gradients, gradients.placement)
-    squares = [_square_sum(flat) for flat in gradients.flats if flat.numel()]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
-    if gradients.placement is Placement.SHARDED:
-        total = reduce_many([total], setup.axis, ordered=setup.ordered)[0]
-    return total.sqrt()
-
-
-def _square_sum(flat: Tensor) -> Tensor:
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    return torch.linalg.vector_norm(flat, dtype=wide).square()
+    return norm_of(gradients.flats, gradients.placement, setup.axis, ordered=setup.ordered)
 
 
 def _pieces(setup: Setup) -> list[Piece]:

@@ -48,7 +48,7 @@ def channels_last_body(rank: int, world_size: int) -> None:
         engine.set_full_parameter("weight", VALUE)
         assert torch.equal(engine.full_parameters()["weight"], VALUE), f"stage {stage}"
         engine.close()
-        assert torch.equal(module.weight, VALUE), f"stage {stage}"
+        assert torch.equal(module.get_parameter("weight"), VALUE), f"stage {stage}"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -1,0 +1,34 @@
+"""|g| over all ranks, and the factor that clips by it: for the update here, and the adapter's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import reduce_many
+from fzero.mesh import Axis
+from fzero.state import Placement
+
+
+def norm_of(flats: Sequence[Tensor], placement: Placement, axis: Axis, *, ordered: bool) -> Tensor:
+    """Return the 2-norm of `flats`, of which each rank holds all or its rows: []."""
+    squares = [_square_sum(flat) for flat in flats if flat.numel()]
+    if squares:
+        total = torch.stack(squares).sum()
+    else:
+        total = torch.zeros((), device=flats[0].device if flats else None)
+    if placement is Placement.SHARDED:
+        total = reduce_many([total], axis, ordered=ordered)[0]
+    return total.sqrt()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / |g|): the factor that torch.nn.utils.clip_grad_norm_ uses."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _square_sum(flat: Tensor) -> Tensor:
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    return torch.linalg.vector_norm(flat, dtype=wide).square()

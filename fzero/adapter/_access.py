@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from fzero.adapter._assemble import Parts, divided
 from fzero.adapter._bucket import Bucket
 from fzero.adapter._options import Options
-from fzero.collectives import exchange_ids, gather_many
+from fzero.collectives import gather_many
 from fzero.errors import LayoutError, PhaseError, explain
+from fzero.lazy import PeerFailedError
 from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.partition import shard_rows
@@ -174,11 +175,14 @@ class Access:
         backward = self._parts.backward
         backward.settle()
         backward.keep_outside()
-        held = backward.accumulation
-        if self.axis.size > 1:
-            held = acc.agree(held, exchange_ids(held.code, self.axis))
-        backward.accumulation = held
-        if held.waiting:
+        try:
+            codes = self._parts.reducer.meet(backward.accumulation.code)
+        except PeerFailedError:
+            backward.abandon()
+            raise
+        backward.settle()
+        backward.accumulation = acc.agree(backward.accumulation, codes)
+        if backward.accumulation.waiting:
             backward.flush()
         return backward.accumulation
 

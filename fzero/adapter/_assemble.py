@@ -111,7 +111,8 @@ def assemble(
     buckets = make_buckets(plan, options.reduction)
     reducer = Reducer(plan, buckets, options.reduction, source)
     if source is not None:
-        source.exchange = (Lockstep if exchange is None else exchange.join)(reducer.serve)
+        serve = reducer.serve
+        source.exchange = exchange.join(serve) if exchange else Lockstep(serve, plan.axis)
     return Parts(
         exchange=exchange,
         plan=plan,

@@ -53,6 +53,7 @@ class Backward:
         self._learning = [p for p, _, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _, _ in learning]
         self._expected_by_count = 0
+        self._failures = 0  # that all ranks knew of when the last backward began
         self._ticket: weakref.ref[Callback] | None = None
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook_of(number, position))
@@ -90,10 +91,10 @@ class Backward:
         if self.hooks.backward_active_depth:
             return
         self._reducer.settle()
+        if self._source is not None:
+            self._source.in_step, self._failures = True, self._source.exchange.failures
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=self._task())
-        if self._source is not None:
-            self._source.in_step = True
 
     def _hook_of(self, number: int, position: int) -> Callable[[Tensor], None]:
         pending = self._reducer.buckets[number].pending
@@ -140,23 +141,26 @@ class Backward:
         self._reducer.settle()
 
     def settle_abandoned(self) -> None:
-        """If the last backward raised, forget it: its callback died with its graph."""
+        """If the last backward raised, forget it: its callback died with its graph.
+
+        At stage 3 the others are told now, unless they know: they wait for what it would ask.
+        """
         if self._ticket is None or self._ticket() is not None:
             return
         self._ticket = None
         if self.hooks.post_backward_callback_queued:
             self.abandon()
+            if self._source is not None and self._source.exchange.failures == self._failures:
+                self._source.exchange.fail()
 
     def abandon(self) -> None:
         """An exception ended a forward or backward. Starts no collective."""
         running, self._ticket = self.hooks.backward_active_depth > 0, None
         self._apply(hooks.reset_for_new_step)
-        if running:
+        if running or self._source is not None:  # there, all in flight is of what is abandoned
             self._drop()
-            return
-        self._reducer.drop()
-        if self._source is not None:
-            self._source.abort()
+        else:
+            self._reducer.drop()
 
     def inside(self) -> bool:
         """Whether a backward is running, in this thread or for this engine."""
@@ -173,6 +177,8 @@ class Backward:
         self.keep_outside()
         self._before = self.accumulation, [bucket.set_aside() for bucket in self._reducer.buckets]
         self.accumulation = replace(opened, waiting=False)
+        if self._source is not None:
+            self._source.begin_window()
 
     def close_window(self, *, good: bool) -> None:
         """End the window: with what came in it if it was `good`, else as if it had not been."""
@@ -188,6 +194,8 @@ class Backward:
         else:
             self._drop()
             self.accumulation = accumulation
+        if self._source is not None:
+            self._source.end_window()
 
     def flush(self) -> None:
         """Reduce all that waits on this rank. A collective: every rank flushes, or none."""

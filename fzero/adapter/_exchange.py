@@ -2,8 +2,10 @@
 
 Ranks may use other parameters (experts chosen by the data), or use them in another order. Before
 each collective they exchange what they are about to ask for, and all of them take part in all of
-it, in one order. A rank whose backward is over goes on serving until every rank's is. All engines
-of an axis share one exchange, for ranks may also come to two engines in another order.
+it, in one order. A rank whose backward is over goes on serving until every rank's is; one that
+comes to the end of a window or to its update serves until all have come, however many backwards
+they make before. All engines of an axis share one exchange, for ranks may also come to two engines
+in another order.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
-from fzero.collectives import exchange_many
+from fzero.collectives import exchange_ids, exchange_many
 from fzero.errors import AxisError, PhaseError, explain
 from fzero.lazy import PeerFailedError
 from fzero.mesh import Axis, own_group
@@ -21,7 +23,7 @@ AT_ONCE = 8
 """How much a rank may ask for in one exchange."""
 
 _FAILED = -1
-_MANY = 2**32  # more groups than an engine has
+_MANY = 2**32  # more groups than an engine has, and more than any number that ranks tell
 
 
 class Ask(IntEnum):
@@ -29,6 +31,7 @@ class Ask(IntEnum):
 
     GATHER = 0  # the full values of a group
     REDUCE = 1  # the gradient of a group
+    MEET = 2  # nothing more: this rank waits for all, with a number for them
 
 
 Run = Callable[[Ask, int, bool], None]
@@ -42,6 +45,7 @@ class Exchange:
         self.axis = axis
         self._members: dict[int, weakref.WeakMethod[Run]] = {}
         self._joined = 0
+        self.failures = 0  # told or heard of, so far: the same on every rank
 
     def join(self, serve: Run) -> Member:
         """Add an engine, whose bound method `serve` starts its collectives."""
@@ -53,11 +57,12 @@ class Exchange:
         """Take an engine out."""
         self._members.pop(number, None)
 
-    def serve(self, mine: Sequence[int]) -> bool:
-        """Tell what this rank asks for, and take part in what any does; False if none does."""
+    def serve(self, mine: Sequence[int]) -> list[list[int]]:
+        """Tell what this rank asks for, take part in what any does; return what each asked for."""
         asked = exchange_many(mine, self.axis, width=AT_ONCE)
         failed = [rank for rank, codes in enumerate(asked) if _FAILED in codes]
         if failed:
+            self.failures += 1
             raise PeerFailedError(
                 explain(
                     f"rank {self.axis.rank}: rank {failed[0]} raised in the middle of a step.",
@@ -65,11 +70,11 @@ class Exchange:
                     fix=f"see the error of rank {failed[0]}; the gradients of this step are gone.",
                 )
             )
-        wanted = sorted({code for codes in asked for code in codes if code})
-        for code in wanted:
+        for code in sorted({code for codes in asked for code in codes if code}):
             number, group, what = _decode(code)
-            self._serving(number)(what, group, code in mine)
-        return bool(wanted)
+            if what is not Ask.MEET:
+                self._serving(number)(what, group, code in mine)
+        return asked
 
     def _serving(self, number: int) -> Run:
         serve = self._members.get(number, lambda: None)()
@@ -86,6 +91,7 @@ class Exchange:
 
     def fail(self) -> None:
         """Tell the others that this rank raised."""
+        self.failures += 1
         exchange_many([_FAILED], self.axis, width=AT_ONCE)
 
 
@@ -104,8 +110,35 @@ class Member:
 
     def finish(self) -> None:
         """Serve the other ranks until none asks for anything."""
-        while self._exchange.serve([]):
+        while any(_is_work(codes) for codes in self._exchange.serve([])):
             pass
+
+    def meet(self, value: int) -> list[int]:
+        """Serve the other ranks until all have come here; return the `value` of each.
+
+        Raises `PhaseError` if they have come here for different engines.
+        """
+        mine = [_encode(self._number, value, Ask.MEET)]
+        asked = self._exchange.serve(mine)
+        while not all(_is_meeting(codes) for codes in asked):
+            asked = self._exchange.serve(mine)
+        met = [_decode(codes[0])[:2] for codes in asked]
+        if others := [r for r, (number, _) in enumerate(met) if number != self._number]:
+            raise PhaseError(
+                explain(
+                    f"rank {self._exchange.axis.rank} updates or reduces engine {self._number} of "
+                    f"stage 3, rank {others[0]} engine {met[others[0]][0]}.",
+                    cause="step(), the end of a window or full_gradients() of several engines, in "
+                    "another order on some ranks.",
+                    fix="call them in one order on every rank.",
+                )
+            )
+        return [theirs for _, theirs in met]
+
+    @property
+    def failures(self) -> int:
+        """How often a rank has raised, and all were told."""
+        return self._exchange.failures
 
     def leave(self) -> None:
         """The engine is closed."""
@@ -115,8 +148,9 @@ class Member:
 class Lockstep:
     """In the place of a `Member` where ranks have promised to ask for the same in one order."""
 
-    def __init__(self, serve: Run) -> None:
-        self._serve = weakref.WeakMethod(serve)
+    def __init__(self, serve: Run, axis: Axis) -> None:
+        self._serve, self._axis = weakref.WeakMethod(serve), axis
+        self.failures = 0
 
     def ask(self, what: Ask, groups: Sequence[int]) -> None:
         """Start `what` for each of `groups`."""
@@ -127,6 +161,10 @@ class Lockstep:
 
     def finish(self) -> None:
         """Nothing is left: no rank asks for more than this one."""
+
+    def meet(self, value: int) -> list[int]:
+        """Return the `value` of each rank."""
+        return exchange_ids(value, self._axis)
 
     def fail(self) -> None:
         """Nobody listens: the others wait for this rank's collectives until it ends."""
@@ -160,11 +198,19 @@ _EXCHANGES: dict[tuple[Axis, int], Exchange] = {}
 """Kept for the process: when an engine is garbage differs by rank, so a count would, too."""
 
 
+def _is_meeting(codes: Sequence[int]) -> bool:
+    return bool(codes[0]) and _decode(codes[0])[2] is Ask.MEET
+
+
+def _is_work(codes: Sequence[int]) -> bool:
+    return bool(codes[0]) and not _is_meeting(codes)
+
+
 def _encode(number: int, group: int, what: Ask) -> int:
-    return 1 + what + 2 * (group + number * _MANY)
+    return 1 + what + len(Ask) * (group + number * _MANY)
 
 
 def _decode(code: int) -> tuple[int, int, Ask]:
-    rest, what = divmod(code - 1, 2)
+    rest, what = divmod(code - 1, len(Ask))
     number, group = divmod(rest, _MANY)
     return number, group, Ask(what)

@@ -12,7 +12,7 @@ from fzero.adapter._exchange import Ask
 from fzero.adapter._options import Reduction
 from fzero.adapter._plan import Plan
 from fzero.adapter._source import Source
-from fzero.collectives import InFlight, start_reduce, start_scatter
+from fzero.collectives import InFlight, exchange_ids, start_reduce, start_scatter
 from fzero.errors import AxisError
 from fzero.state import Placement
 from fzero.state.buffers import SIXTEEN_BIT
@@ -51,6 +51,14 @@ class Reducer:
             self._start(self.buckets[self._numbers[group]], mine=mine)
         elif self.source is not None:
             self.source.start(group, mine)
+
+    def meet(self, value: int) -> list[int]:
+        """Return the `value` of every rank, once all have come here."""
+        if self.plan.axis.size == 1:
+            return [value]
+        if self.source is None:
+            return exchange_ids(value, self.plan.axis)
+        return self.source.exchange.meet(value)
 
     def finish(self) -> bool:
         """The backward is over; False if nothing was launched in it.

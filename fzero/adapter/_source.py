@@ -113,6 +113,14 @@ class Source:
         self.in_step = False
         self._do(transitions.end_step)
 
+    def begin_window(self) -> None:
+        """Parameters do not change until `end_window`."""
+        self._do(transitions.begin_window)
+
+    def end_window(self) -> None:
+        """They may change again. A module that is in use, its backward still to come, stays so."""
+        self._do(transitions.end_window)
+
     def updated(self, units: Collection[int]) -> None:
         """The shards of `units` changed."""
         self._leave()

@@ -8,6 +8,7 @@ that come back in their order, and goes on from the state that came back with th
     gathered                   the work of a Gather or Prefetch is done
     release                    after the module ran
     end_step                   the outermost backward, or a forward without gradient, is over
+    begin_window, end_window   around steps between which parameters do not change
     updated                    parameters changed: what was gathered of them is stale
     abort                      an exception left modules in use
 
@@ -31,7 +32,7 @@ from dataclasses import replace
 
 from fzero.errors import PhaseError, explain
 from fzero.state import coordinator_moves as moves
-from fzero.state import residency, trace
+from fzero.state import residency
 from fzero.state.coordinator_effects import Effect
 from fzero.state.coordinator_moves import Transition
 from fzero.state.coordinator_record import CoordinatorState as CoordinatorState
@@ -44,9 +45,9 @@ from fzero.state.units import with_need
 def begin_step(s: CoordinatorState) -> Transition:
     """A root forward starts: Invalid -> Recording -> Complete, and back to the order's start.
 
-    Frees what the step before left idle, asks for all that persists in one Gather, and emits
-    `Agree` when an order has just become complete. A step that ended before its order did leaves
-    the order valid. Raises `PhaseError` while a module is in use.
+    Frees what the step before left idle (see `end_step`), asks for all that persists in one
+    Gather, and emits `Agree` when an order has just become complete. A step that ended before its
+    order did leaves the order valid. Raises `PhaseError` while a module is in use.
     """
     if s.active:
         raise PhaseError(
@@ -58,9 +59,9 @@ def begin_step(s: CoordinatorState) -> Transition:
                 "belongs to that step and needs no begin_step.",
             )
         )
-    s, freed = moves.drain(s)
     s, agree = moves.advance(s)
     s, asked = moves.gather(s, sorted(s.units.persistent))
+    s, freed = moves.between_steps(s)
     return s, (*freed, *agree, *asked)
 
 
@@ -133,10 +134,8 @@ def release(s: CoordinatorState, module: int) -> Transition:
     require_ready(s, module)
     at = len(s.active) - 1 - s.active[::-1].index(module)
     s = replace(s, active=s.active[:at] + s.active[at + 1 :])
-    reuse_numel = s.limits.max_reuse_distance_numel
     busy = s.in_use
-    idle = [unit for unit in s.units.moving(needs) if unit not in busy]
-    gone = [unit for unit in idle if trace.reuse_distance(s.trace, unit) >= reuse_numel]
+    gone = moves.too_far(s, [unit for unit in s.units.moving(needs) if unit not in busy])
     return moves.drop(s, (*gone, *moves.surplus(s, gone)))
 
 
@@ -189,10 +188,23 @@ def let_go(s: CoordinatorState, ids: Sequence[int]) -> Transition:
 def end_step(s: CoordinatorState) -> Transition:
     """The step's last graph is done: end every use, and free all that does not persist.
 
+    In a window, what a complete order uses again within max_reuse_distance elements of the next
+    step stays as far as it fits, and is not gathered again.
+
     Uses are still open here when a module's inputs needed no gradient: nothing tells when its
     backward is over. The order keeps its place, for another backward may follow.
     """
-    return moves.drain(replace(s, active=()))
+    return moves.between_steps(replace(s, active=()))
+
+
+def begin_window(s: CoordinatorState) -> Transition:
+    """The steps that follow are made without an update between them."""
+    return replace(s, repeats=True), ()
+
+
+def end_window(s: CoordinatorState) -> Transition:
+    """An update may come now: free all that is idle."""
+    return moves.drain(replace(s, repeats=False))
 
 
 def updated(s: CoordinatorState, ids: Collection[int]) -> Transition:

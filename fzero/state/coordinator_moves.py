@@ -78,6 +78,18 @@ def drain(s: CoordinatorState) -> Transition:
     return drop(s, _idle(s))
 
 
+def between_steps(s: CoordinatorState) -> Transition:
+    """Free what is idle; in a window, only what the next step uses too late, or has no room."""
+    gone = too_far(s, _idle(s)) if s.repeats else _idle(s)
+    return drop(s, (*gone, *surplus(s, gone)))
+
+
+def too_far(s: CoordinatorState, ids: Iterable[int]) -> tuple[int, ...]:
+    """Those of `ids` that the order does not use within max_reuse_distance elements."""
+    reach_numel = s.limits.max_reuse_distance_numel
+    return tuple(unit for unit in ids if _distance(s, unit) >= reach_numel)
+
+
 def surplus(s: CoordinatorState, gone: Collection[int] = ()) -> tuple[int, ...]:
     """The idle units that must go for live elements to fit, those used again last first.
 
@@ -88,7 +100,7 @@ def surplus(s: CoordinatorState, gone: Collection[int] = ()) -> tuple[int, ...]:
     if over_numel <= 0:
         return ()
     idle = [unit for unit in _idle(s) if unit not in gone]
-    idle.sort(key=lambda unit: (trace.reuse_distance(s.trace, unit), unit), reverse=True)
+    idle.sort(key=lambda unit: (_distance(s, unit), unit), reverse=True)
     chosen: list[int] = []
     for unit in idle:
         if over_numel <= 0:
@@ -141,6 +153,11 @@ def invalidate(s: CoordinatorState, seen: str) -> Transition:
         "that it is gathered as one.",
     )
     return replace(s, trace=Invalid()), (Warn(message),)
+
+
+def _distance(s: CoordinatorState, unit: int) -> float:
+    measure = trace.distance_around if s.repeats else trace.reuse_distance
+    return measure(s.trace, unit)
 
 
 def _idle(s: CoordinatorState) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ class CoordinatorState:
     trace: Trace
     active: tuple[int, ...] = ()  # modules in use, oldest first; a module once for each use
     held: tuple[tuple[int, ...], ...] = ()  # units kept by `hold`, one entry for each call
+    repeats: bool = False  # a window is open: the step comes again before parameters change
 
     @property
     def available(self) -> tuple[int, ...]:

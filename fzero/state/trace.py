@@ -129,6 +129,14 @@ def reuse_distance(trace: Trace, unit: int) -> float:
     return math.inf if place is None else before[place] - before[trace.position]
 
 
+def distance_around(trace: Trace, unit: int) -> float:
+    """Like `reuse_distance`, if the order comes again when it ends; inf if it never uses `unit`."""
+    if not isinstance(trace, Complete) or not trace.order.uses[unit]:
+        return math.inf
+    before, first = trace.order.before_numel, trace.order.uses[unit][0]
+    return min(reuse_distance(trace, unit), before[-1] - before[trace.position] + before[first])
+
+
 def look_ahead(
     trace: Complete, codes: bytes, numels: Sequence[int], room_numel: int
 ) -> tuple[Complete, tuple[int, ...]]:

@@ -73,7 +73,9 @@ class Shell:
     def check_clean(self) -> None:
         """Nothing is left but what persists or is held; every gather had its release."""
         kept = self.world.persistent.union(*self.naive.held)
-        assert {*self.memory, *self.flying} <= kept
+        live = {*self.memory, *self.flying}
+        reach = self.world.limits.max_reuse_distance_numel
+        assert all(self.naive.window and self.naive.distance(u) < reach for u in live - kept)
         started = [u for what, *a in self.log if what in ("Gather", "Prefetch") for u in a[0]]
         ended = [u for what, *a in self.log if what in ("Release", "Drain") for u in a[0]]
         for unit in range(len(self.world.numels)):
@@ -189,6 +191,8 @@ class Program:
     def run(self) -> Shell:
         """Run a few steps; what they are is drawn as they go."""
         for _ in range(2 + self.choices.pick(4)):
+            if self.choices.pick(3) == 1:
+                self.shell.send("end_window" if self.shell.state.repeats else "begin_window")
             self.wild = self.choices.pick(4) == 1
             kind = self.choices.pick(8)
             try:
@@ -265,6 +269,8 @@ class Program:
             shell.update(self.choices.subset(len(shell.world.numels)))
         elif what == 6:
             assert not shell.send("begin_step")
+        elif what == 8:
+            shell.send("end_window" if shell.state.repeats else "begin_window")
         elif what == 7 and shell.state.active:
             idle = set(range(len(shell.world.needs))) - set(shell.state.active)
             assert not any(shell.send("release", m) or shell.use(m) for m in idle)

@@ -63,6 +63,7 @@ class Naive:
         self.recording: list[int] | None = None
         self.order: list[int] | None = None
         self.at = 0
+        self.window = False
         self.warnings = 0
         for what, *rest in log:
             getattr(self, f"_{what}")(*rest)
@@ -89,9 +90,9 @@ class Naive:
         return [unit for unit in self.needs[module] if unit not in self.world.persistent]
 
     def distance(self, unit: int) -> float:
-        """Elements that the rest of the order uses before `unit`."""
-        passed = 0
-        for module in (self.order or [])[self.at :]:
+        """Elements that the rest of the order, and in a window the next step, use before `unit`."""
+        order, passed = self.order or [], 0
+        for module in [*order[self.at :], *(order if self.window else [])]:
             if unit in self.moves(module):
                 return passed
             passed += self.world.sum(self.moves(module))
@@ -121,6 +122,12 @@ class Naive:
             left.remove(unit)
             gone.append(unit)
         return gone
+
+    def between_steps(self, live: Iterable[int]) -> list[int]:
+        """What must go between two steps of which the last left `live`."""
+        reach = self.world.limits.max_reuse_distance_numel
+        far = {unit for unit in self.idle if not self.window or self.distance(unit) >= reach}
+        return [*far, *self.evicted(set(live) - far, self.idle - far)]
 
     # What each entry of the log means.
 
@@ -171,6 +178,12 @@ class Naive:
     def _end_step(self) -> None:
         self.active = []
 
+    def _begin_window(self) -> None:
+        self.window = True
+
+    def _end_window(self) -> None:
+        self.window = False
+
     def _abort(self) -> None:
         self.active, self.recording = [], None
 
@@ -217,7 +230,8 @@ class Naive:
             completed = after.order is not None and self.order is None
             agreed = ["agree"] * completed
             asked = [u for u in sorted(self.world.persistent) if u not in self.live]
-            return [*self._free(self.idle), *agreed, *_some(Gather, asked)]
+            freed = self._free(after.between_steps([*self.live, *asked]))
+            return [*freed, *agreed, *_some(Gather, asked)]
         if event in ("fetch", "hold", "register_external"):
             return [*warned, *self._asked(after, event, *args)]
         if event == "release":
@@ -227,6 +241,8 @@ class Naive:
             late = after.evicted(set(after.live) - gone, after.idle - gone)
             return self._free([*gone, *late])
         if event == "end_step":
+            return self._free(after.between_steps(self.live))
+        if event == "end_window":
             return self._free(after.idle)
         if event == "abort":
             return self._free(set(self.live) - (self.here & after.used))

@@ -96,6 +96,10 @@ class Events(RuleBasedStateMachine):
         if then != "begin_step":
             self.shell.check_clean()
 
+    @rule(then=st.sampled_from(["begin_window", "end_window"]))
+    def window(self, then: str) -> None:
+        self.shell.send(then)
+
     @rule(picks=st.lists(st.integers(0, 4), min_size=1, max_size=4))
     def whole_step(self, picks: list[int]) -> None:
         self.shell.send("end_step")
@@ -128,6 +132,7 @@ class Events(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.shell.send("abort")
+        self.shell.send("end_window")
         for ids in self.shell.state.held:
             self.shell.send("let_go", ids)
         self.shell.check_clean()

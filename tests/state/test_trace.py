@@ -14,6 +14,7 @@ from fzero.state.trace import (
     Invalid,
     Order,
     Recording,
+    distance_around,
     expected_order,
     expects,
     look_ahead,
@@ -99,6 +100,23 @@ def test_the_distance_is_what_the_entries_before_the_next_use_use(
     wanted = math.inf if before is None else sum(numels[u] for ids in before for u in ids)
     assert reuse_distance(trace, unit) == wanted
     assert reuse_distance(Invalid(), unit) == reuse_distance(Recording(), unit) == math.inf
+
+
+@given(
+    numels=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+    used=st.lists(st.integers(0, 3), max_size=12),
+    position=st.integers(0, 12),
+    unit=st.integers(0, 2),
+)
+def test_the_distance_around_is_that_in_an_order_that_comes_twice(
+    numels: list[int], used: list[int], position: int, unit: int
+) -> None:
+    needs = [[0], [1], [0, 2], [2, 1]]
+    position = min(position, len(used))
+    once = Complete(order=order(used, numels, needs), position=position)
+    twice = Complete(order=order([*used, *used], numels, needs), position=position)
+    assert distance_around(once, unit) == reuse_distance(twice, unit)
+    assert distance_around(Invalid(), unit) == distance_around(Recording(), unit) == math.inf
 
 
 @pytest.mark.parametrize(

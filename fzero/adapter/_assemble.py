@@ -111,8 +111,7 @@ def assemble(
     buckets = make_buckets(plan, options.reduction)
     reducer = Reducer(plan, buckets, options.reduction, source)
     if source is not None:
-        serve = reducer.serve
-        source.exchange = exchange.join(serve) if exchange else Lockstep(serve, plan.axis)
+        source.exchange = exchange.join(reducer) if exchange else Lockstep(reducer, plan.axis)
     return Parts(
         exchange=exchange,
         plan=plan,

@@ -149,9 +149,11 @@ class Backward:
             return
         self._ticket = None
         if self.hooks.post_backward_callback_queued:
-            self.abandon()
-            if self._source is not None and self._source.exchange.failures == self._failures:
-                self._source.exchange.fail()
+            try:
+                if self._source is not None and self._source.exchange.failures == self._failures:
+                    self._source.exchange.fail()
+            finally:
+                self.abandon()
 
     def abandon(self) -> None:
         """An exception ended a forward or backward. Starts no collective."""

@@ -1,5 +1,8 @@
 """Stage 3's collectives: ranks tell each other what they ask for, and serve the union of it.
 
+    ask(codes)   posts an exchange of 64 bytes    nobody waits
+    settle()     waits for it, starts what any rank asked for; every later call begins with it
+
 Ranks may use other parameters (experts chosen by the data), or use them in another order. Before
 each collective they exchange what they are about to ask for, and all of them take part in all of
 it, in one order. A rank whose backward is over goes on serving until every rank's is; one that
@@ -11,10 +14,12 @@ in another order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
+from typing import Protocol
 
-from fzero.collectives import exchange_ids, exchange_many
+from fzero.collectives import InFlight, exchange_ids, start_exchange
 from fzero.errors import AxisError, PhaseError, explain
 from fzero.lazy import PeerFailedError
 from fzero.mesh import Axis, own_group
@@ -34,8 +39,16 @@ class Ask(IntEnum):
     MEET = 2  # nothing more: this rank waits for all, with a number for them
 
 
-Run = Callable[[Ask, int, bool], None]
-"""(what, group, whether this rank asked): start that collective."""
+class Serving(Protocol):
+    """An engine, as the exchange sees it."""
+
+    def serve(self, what: Ask, group: int, mine: bool) -> None:
+        """Start that collective; `mine` if this rank asked for it."""
+        ...
+
+    def abandon(self) -> None:
+        """A rank raised: forget what is in flight."""
+        ...
 
 
 class Exchange:
@@ -43,26 +56,35 @@ class Exchange:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self._members: dict[int, weakref.WeakMethod[Run]] = {}
+        self._members: dict[int, weakref.ref[Serving]] = {}
         self._joined = 0
+        self._posted: tuple[InFlight, Sequence[int]] | None = None
         self.failures = 0  # told or heard of, so far: the same on every rank
 
-    def join(self, serve: Run) -> Member:
-        """Add an engine, whose bound method `serve` starts its collectives."""
+    def join(self, engine: Serving) -> Member:
+        """Add an engine."""
         number, self._joined = self._joined, self._joined + 1
-        self._members[number] = weakref.WeakMethod(serve)
+        self._members[number] = weakref.ref(engine)
         return Member(self, number)
 
     def leave(self, number: int) -> None:
         """Take an engine out."""
         self._members.pop(number, None)
 
-    def serve(self, mine: Sequence[int]) -> list[list[int]]:
-        """Tell what this rank asks for, take part in what any does; return what each asked for."""
-        asked = exchange_many(mine, self.axis, width=AT_ONCE)
+    def post(self, mine: Sequence[int]) -> None:
+        """Tell what this rank asks for; it starts with the next call here."""
+        self.settle()
+        self._posted = start_exchange(mine, self.axis, width=AT_ONCE), mine
+
+    def settle(self) -> list[list[int]]:
+        """Take part in all that any rank posted last; return what each did."""
+        posted, self._posted = self._posted, None
+        if posted is None:
+            return []
+        asked: list[list[int]] = posted[0].wait()[0].tolist()
         failed = [rank for rank, codes in enumerate(asked) if _FAILED in codes]
         if failed:
-            self.failures += 1
+            self._abandon()
             raise PeerFailedError(
                 explain(
                     f"rank {self.axis.rank}: rank {failed[0]} raised in the middle of a step.",
@@ -73,12 +95,12 @@ class Exchange:
         for code in sorted({code for codes in asked for code in codes if code}):
             number, group, what = _decode(code)
             if what is not Ask.MEET:
-                self._serving(number)(what, group, code in mine)
+                self._engine(number).serve(what, group, code in posted[1])
         return asked
 
-    def _serving(self, number: int) -> Run:
-        serve = self._members.get(number, lambda: None)()
-        if serve is None:
+    def _engine(self, number: int) -> Serving:
+        engine = self._members.get(number, lambda: None)()
+        if engine is None:
             raise PhaseError(
                 explain(
                     f"rank {self.axis.rank}: another rank uses engine {number} of stage 3, which "
@@ -87,12 +109,19 @@ class Exchange:
                     fix="keep an engine on every rank for as long as any rank uses it.",
                 )
             )
-        return serve
+        return engine
 
     def fail(self) -> None:
-        """Tell the others that this rank raised."""
+        """Tell the others that this rank raised, unless one of them did and has told."""
+        with suppress(PeerFailedError):
+            self.post([_FAILED])
+            self.settle()
+
+    def _abandon(self) -> None:
         self.failures += 1
-        exchange_many([_FAILED], self.axis, width=AT_ONCE)
+        for member in self._members.values():
+            if engine := member():
+                engine.abandon()
 
 
 class Member:
@@ -100,18 +129,19 @@ class Member:
 
     def __init__(self, exchange: Exchange, number: int) -> None:
         self._exchange, self._number = exchange, number
-        self.fail = exchange.fail
+        self.fail, self.settle = exchange.fail, exchange.settle
 
     def ask(self, what: Ask, groups: Sequence[int]) -> None:
-        """Have `what` started for each of `groups`, and whatever other ranks ask for."""
+        """Post `what` for each of `groups`. It starts with `settle`, or whatever comes next."""
         codes = [_encode(self._number, group, what) for group in groups]
         for at in range(0, len(codes), AT_ONCE):
-            self._exchange.serve(codes[at : at + AT_ONCE])
+            self._exchange.post(codes[at : at + AT_ONCE])
 
     def finish(self) -> None:
         """Serve the other ranks until none asks for anything."""
-        while any(_is_work(codes) for codes in self._exchange.serve([])):
-            pass
+        self._exchange.post([])
+        while any(_is_work(codes) for codes in self.settle()):
+            self._exchange.post([])
 
     def meet(self, value: int) -> list[int]:
         """Serve the other ranks until all have come here; return the `value` of each.
@@ -119,9 +149,10 @@ class Member:
         Raises `PhaseError` if they have come here for different engines.
         """
         mine = [_encode(self._number, value, Ask.MEET)]
-        asked = self._exchange.serve(mine)
+        asked: list[list[int]] = [[0]]
         while not all(_is_meeting(codes) for codes in asked):
-            asked = self._exchange.serve(mine)
+            self._exchange.post(mine)
+            asked = self.settle()
         met = [_decode(codes[0])[:2] for codes in asked]
         if others := [r for r, (number, _) in enumerate(met) if number != self._number]:
             raise PhaseError(
@@ -148,16 +179,20 @@ class Member:
 class Lockstep:
     """In the place of a `Member` where ranks have promised to ask for the same in one order."""
 
-    def __init__(self, serve: Run, axis: Axis) -> None:
-        self._serve, self._axis = weakref.WeakMethod(serve), axis
+    def __init__(self, engine: Serving, axis: Axis) -> None:
+        self._engine, self._axis = weakref.ref(engine), axis
         self.failures = 0
 
     def ask(self, what: Ask, groups: Sequence[int]) -> None:
         """Start `what` for each of `groups`."""
-        serve = self._serve()
-        assert serve is not None
+        engine = self._engine()
+        assert engine is not None  # it is what asks
         for group in groups:
-            serve(what, group, True)
+            engine.serve(what, group, True)
+
+    def settle(self) -> list[list[int]]:
+        """Nothing is posted: what was asked has started."""
+        return []
 
     def finish(self) -> None:
         """Nothing is left: no rank asks for more than this one."""

@@ -38,9 +38,11 @@ class Forward:
         self._depth, self._own = 0, False
         if parts.backward.inside():  # a recompute: the backward that it is part of comes here, too
             return
-        parts.backward.abandon()
-        if parts.source is not None and not isinstance(error, PeerFailedError):
-            parts.source.exchange.fail()
+        try:
+            if parts.source is not None and not isinstance(error, PeerFailedError):
+                parts.source.exchange.fail()
+        finally:
+            parts.backward.abandon()
 
     def _before(self, module: Any, args: Any) -> None:
         self._depth += 1

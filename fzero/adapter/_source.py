@@ -199,6 +199,7 @@ class Source:
         match effect:
             case Gather(ids) | Prefetch(ids):
                 self.exchange.ask(Ask.GATHER, ids)
+                self.exchange.settle()  # a reduction may wait for the next call, a gather not
             case Wait(ids):
                 for unit in ids:
                     self._arrive(unit)

@@ -15,9 +15,9 @@ from fzero.collectives._functions import scatter_many as scatter_many
 from fzero.collectives._log import CollectiveLog as CollectiveLog
 from fzero.collectives._log import count_collectives as count_collectives
 from fzero.collectives._lowering import exchange_ids as exchange_ids
-from fzero.collectives._lowering import exchange_many as exchange_many
 from fzero.collectives._lowering import gather_in_place as gather_in_place
 from fzero.collectives._start import InFlight as InFlight
+from fzero.collectives._start import start_exchange as start_exchange
 from fzero.collectives._start import start_gather as start_gather
 from fzero.collectives._start import start_gather_in_place as start_gather_in_place
 from fzero.collectives._start import start_reduce as start_reduce

@@ -158,15 +158,15 @@ def exchange_ids(code: int, axis: Axis) -> list[int]:
 
     They go over the CPU where the group can do that, so that no rank waits for its GPU.
     """
-    return [codes[0] for codes in exchange_many([code], axis, width=1)]
+    return begin_exchange([code], axis, width=1).wait()[0].flatten().tolist()
 
 
-def exchange_many(codes: Sequence[int], axis: Axis, *, width: int) -> list[list[int]]:
-    """Return every rank's `codes` in rank order: up to `width` each, filled up with zeros."""
+def begin_exchange(codes: Sequence[int], axis: Axis, *, width: int) -> Started:
+    """Start to give [r, width]: every rank's `codes`, at most `width`, filled up with zeros."""
     note("agree", axis, width * axis.size, torch.int64)
     filled = [*codes, *(0 for _ in range(width - len(codes)))]
     if axis.runtime is Runtime.VIRTUAL:
-        return [list(theirs) for theirs in _ranks(axis).exchange("agree", filled)]
+        return given([torch.tensor(_ranks(axis).exchange("agree", filled))], axis)
     group = axis.group()
     device = torch.device("cpu")
     if not _backend_of(group, device):
@@ -174,8 +174,8 @@ def exchange_many(codes: Sequence[int], axis: Axis, *, width: int) -> list[list[
     mine = torch.tensor(filled, dtype=torch.int64, device=device)
     out = torch.empty(axis.size * width, dtype=torch.int64, device=device)
     with _explained("agree", axis):
-        _native("all_gather")(out, mine, group=group)
-    return out.view(axis.size, width).tolist()
+        work = _native("all_gather")(out, mine, group=group, async_op=True)
+    return Started("agree", axis, [work], lambda: [out.view(axis.size, width)], [mine])
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

@@ -28,6 +28,9 @@ from fzero.placeholder import LazyParam, Unit, placeholders
 CAPACITY = 2  # units held at once: the one that runs, and the one that it takes over from
 
 
+_RAISED, _MEETS = -1, -2  # what a rank says in the place of an ask
+
+
 class _Ask(IntEnum):
     """What a rank wants the others to take part in."""
 
@@ -109,20 +112,13 @@ class Gatherer:
         """Tell the other processes that this rank raised; virtual ranks are told anyway."""
         self._held.clear()
         if self.axis.runtime is Runtime.PROCESSES and not self.lockstep:
-            exchange_ids(-1, self.axis)
+            exchange_ids(_RAISED, self.axis)
 
     def _exchange(self, mine: int) -> list[int]:
         asked = exchange_ids(mine, self.axis)
-        failed = [rank for rank, code in enumerate(asked) if code < 0]
-        if failed:
-            raise PeerFailedError(
-                explain(
-                    f"rank {self.axis.rank}: the loss raised on rank{'s' * (len(failed) > 1)} "
-                    f"{failed}, so this gradient cannot be reduced.",
-                    cause="an error in the loss function, on that rank only.",
-                    fix=f"see the error of rank {failed[0]}; the state here is unchanged.",
-                )
-            )
+        _require_no_failure(asked, self.axis)
+        if _MEETS in asked:
+            raise _apart(self.axis, asked.index(_MEETS), self.axis.rank)
         return asked
 
     def _serve(self, asked: list[int], mine: int, value: Tensor | None) -> dict[int, Tensor]:
@@ -152,6 +148,40 @@ class Gatherer:
 
 class PeerFailedError(AxisError):
     """Another rank raised; nobody needs to be told so again."""
+
+
+def meet(axis: Axis) -> None:
+    """Raise unless every rank has come to the end of its window: its gradients are all made."""
+    asked = exchange_ids(_MEETS, axis)
+    _require_no_failure(asked, axis)
+    for rank, code in enumerate(asked):
+        if code != _MEETS:
+            raise _apart(axis, axis.rank, rank)
+
+
+def _require_no_failure(asked: Sequence[int], axis: Axis) -> None:
+    failed = [rank for rank, code in enumerate(asked) if code == _RAISED]
+    if failed:
+        raise PeerFailedError(
+            explain(
+                f"rank {axis.rank}: the loss raised on rank{'s' * (len(failed) > 1)} "
+                f"{failed}, so this gradient cannot be reduced.",
+                cause="an error in the loss function, on that rank only.",
+                fix=f"see the error of rank {failed[0]}; the state here is unchanged.",
+            )
+        )
+
+
+def _apart(axis: Axis, done: int, busy: int) -> PeerFailedError:
+    return PeerFailedError(
+        explain(
+            f"rank {axis.rank}: rank {done} reduces its window while rank {busy} is in "
+            "grad_and_reduce.",
+            cause='another number of calls in a window on some ranks, at stage 3 with keep="unit", '
+            "where every call is a collective.",
+            fix='make as many calls on every rank, or use keep="window": then they may differ.',
+        )
+    )
 
 
 class _Defer(torch.autograd.Function):

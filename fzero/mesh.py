@@ -48,6 +48,18 @@ class Axis:
     runtime: Runtime = Runtime.LOCAL
     group_name: str = ""  # torch.distributed's name of the group, for PROCESSES
 
+    def __post_init__(self) -> None:
+        """Refuse a number of ranks that cannot be."""
+        if self.size < 1 or (self.runtime is Runtime.LOCAL and self.size != 1):
+            raise AxisError(
+                explain(
+                    f"Axis(size={self.size}, runtime={self.runtime}).",
+                    cause="an axis made by hand; without communication there is one rank.",
+                    fix="fzero.world() or a DeviceMesh for processes, fzero.simulate for virtual "
+                    "ranks.",
+                )
+            )
+
     @property
     def rank(self) -> int:
         """This rank's index on the axis, in `range(size)`."""
@@ -61,9 +73,10 @@ class Axis:
                 explain(
                     f"{self} has {self.size} virtual ranks, and "
                     f"{'none run' if ranks is None else f'{ranks.size} run'} here.",
-                    cause="a state made by `fzero.simulate(...).init` was used outside it.",
+                    cause="a state made by `fzero.simulate(...).init` was used outside it, or "
+                    "`backward()` was called on what `fzero.simulate` returned.",
                     fix="call `fzero.simulate(step, world_size=...)` with it, or make a state "
-                    "with `step.init` for this world.",
+                    "with `step.init` for this world; differentiate inside the function.",
                 )
             )
         return ranks.rank

@@ -82,7 +82,8 @@ def plan_layout(
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
 
-    Raises `LayoutError`, naming the path, for a leaf that is not a (dense, real) tensor.
+    Raises `LayoutError`, naming the path, for a leaf that is not a (dense, real) tensor, and for
+    leaves that are one tensor of which one is frozen.
 
     Example:
         >>> params = {"a": torch.ones(3), "b": torch.ones(2, 2)}
@@ -90,6 +91,15 @@ def plan_layout(
         >>> [(g.offsets, g.shard_numel) for g in layout.groups]
         [((0, 3), 4)]
     """
+    for name, given in (("units", unit), ("trainable", trainable or unit)):
+        if not callable(given):
+            raise LayoutError(
+                explain(
+                    f"{name}={given!r}.",
+                    cause="a list of paths, or a prefix.",
+                    fix=f"give a function of a leaf's path: {name}=lambda path: ...",
+                )
+            )
     paths, tensors, treespec = named_leaves(params)
     leaves, slots = _unique_leaves(paths, tensors, trainable)
     if ranks == 1:
@@ -200,17 +210,28 @@ def _unique_leaves(
     leaves, slots = [], []
     for path, tensor in zip(paths, tensors, strict=True):
         index = seen.setdefault(_identity(tensor), len(leaves))
+        learns = _learns(path, tensor, trainable)
         if index == len(leaves):
-            learns = tensor.is_floating_point() and not (
-                isinstance(tensor, Parameter) and not tensor.requires_grad
-            )
-            if trainable is not None:
-                learns = learns and bool(trainable(path))
             leaves.append(
                 Leaf(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, trainable=learns)
             )
+        elif leaves[index].trainable != learns:
+            frozen, other = (leaves[index].path, path) if learns else (path, leaves[index].path)
+            raise LayoutError(
+                explain(
+                    f"{frozen} is frozen and {other} is not, and they are one tensor.",
+                    cause="tied weights of which one was frozen, or named by `trainable`, alone.",
+                    fix="freeze both, or neither.",
+                )
+            )
         slots.append(index)
     return tuple(leaves), tuple(slots)
+
+
+def _learns(path: str, tensor: Tensor, trainable: Callable[[str], bool] | None) -> bool:
+    if not tensor.is_floating_point() or (trainable is not None and not trainable(path)):
+        return False
+    return tensor.requires_grad or not isinstance(tensor, Parameter)
 
 
 def _identity(tensor: Tensor) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from fzero.errors import LayoutError, explain
 from fzero.state.layout import Layout
 from fzero.virtual import in_forward_mode
 
@@ -86,11 +87,58 @@ class LazyParam(torch.Tensor):
             x = view(x)
         return x
 
+    def _seen(self, meta: Tensor, *more: _Replay) -> LazyParam:
+        """A view of it: its values are those of this one, seen through `more` as well."""
+        return type(self)(self.gatherer, self.where, meta, (*self.views, *more))
+
     def __repr__(self) -> str:
         number, position = self.where
         unit = self.gatherer.units[number]
         leaf = unit.layout.leaves[unit.layout.groups[unit.index].leaves[position]]
         return f"LazyParam({leaf.path}, shape={tuple(self.shape)})"
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor: the same values, outside of autograd."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """`p.data = value` is a write: what the `Gathers` refuses, or keeps."""
+        if isinstance(value, LazyParam) and value.where == self.where and not value.views:
+            return  # module.to() of what it is already
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise LayoutError(
+                explain(
+                    f"{self!r} ({self.dtype}, {self.device}) was given data of {value.dtype}, "
+                    f"shape {tuple(value.shape)} on {value.device}.",
+                    cause="module.half(), .float() or .to(...) of a module of stage 3.",
+                    fix="convert and move the module first, then make the engine.",
+                )
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: Any) -> LazyParam:
+        raise self._not_here("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._not_here("pickled")
+
+    def share_memory_(self) -> LazyParam:
+        """Raise `LayoutError`: there is no memory to share."""
+        raise self._not_here("shared")
+
+    def _not_here(self, verb: str) -> LayoutError:
+        return LayoutError(
+            explain(
+                f"{self!r} is to be {verb}; this rank has only a shard of it.",
+                cause="copy.deepcopy, torch.save, share_memory() or an averaged copy of a module "
+                "of stage 3.",
+                fix="engine.full_parameters() gives whole values on every rank; make the copy "
+                "before the Engine, or after engine.close(), and load them into it.",
+            )
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,10 +151,10 @@ class LazyParam(torch.Tensor):
         if _is_view(func) and isinstance(args[0], cls) and not in_forward_mode():
             first, rest = args[0], args[1:]
             meta = func(first.meta, *rest, **kwargs)
-            if isinstance(meta, Tensor):
-                same = func is torch.ops.aten.detach.default  # of values that have no graph
-                more = () if same else (_Replay(func, rest, kwargs),)
-                return cls(first.gatherer, first.where, meta, (*first.views, *more))
+            if isinstance(meta, list | tuple):  # split, unbind, chunk
+                return [first._seen(x, _Replay(func, rest, kwargs, i)) for i, x in enumerate(meta)]
+            same = func is torch.ops.aten.detach.default  # of values that have no graph
+            return first._seen(meta, *(() if same else (_Replay(func, rest, kwargs),)))
         result = func(*map(_filled, args), **{name: _filled(x) for name, x in kwargs.items()})
         for placeholder in written:
             placeholder.gatherer.end_write(placeholder)
@@ -123,15 +171,16 @@ def _filled(argument: Any) -> Any:
 
 
 class _Replay:
-    """A view op with its arguments, to be applied to the gathered values."""
+    """A view op with its arguments, to be applied to the gathered values; one view of several."""
 
-    __slots__ = ("args", "func", "kwargs")
+    __slots__ = ("args", "at", "func", "kwargs")
 
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
+    def __init__(self, func: Any, args: Any, kwargs: Any, at: int | None = None) -> None:
+        self.func, self.args, self.kwargs, self.at = func, args, kwargs, at
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.func(x, *self.args, **self.kwargs)
+        seen = self.func(x, *self.args, **self.kwargs)
+        return seen if self.at is None else seen[self.at]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[LazyParam]:
@@ -161,11 +210,31 @@ def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     """Return a parameter of `value` that is `old` for everybody who holds it, if it can be.
 
     It cannot where somebody has a weak reference to `old`, as recurrent modules do: assign what
-    is returned, in any case.
+    is returned, in any case. Hooks, attributes and a gradient that `old` has go over to it.
     """
     new = nn.Parameter(value, requires_grad=old.requires_grad)
+    taken = _Belongings(old)
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError:
-        return new
-    return old  # type: ignore[return-value]
+        return taken.given_to(new)
+    return taken.given_to(old)  # type: ignore[arg-type]
+
+
+class _Belongings:
+    """What users put on a parameter. torch would swap half of a hook: its dict, not its caller."""
+
+    def __init__(self, p: Tensor) -> None:
+        own = (*LazyParam.__annotations__, "_is_param")
+        self.attributes = {name: x for name, x in vars(p).items() if name not in own}
+        self.gradient = p.grad
+        self.hooks = p._backward_hooks, p._post_accumulate_grad_hooks
+        p._backward_hooks = p.grad = None
+        p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+    def given_to(self, p: nn.Parameter) -> nn.Parameter:
+        """Put them on `p`; the dicts stay the same ones, so handles of hooks go on working."""
+        vars(p).update(self.attributes)
+        p.grad = self.gradient
+        p._backward_hooks, p._post_accumulate_grad_hooks = self.hooks
+        return p

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.errors import AxisError, explain
+from fzero._ambient import Ambient
+from fzero.errors import AxisError, PhaseError, explain
 
 _LOCAL = threading.local()
 _BASE_NESTING = 1
@@ -43,6 +46,18 @@ def current_ranks() -> Here | None:
     return getattr(_LOCAL, "here", None)
 
 
+def require_no_trace(op: str) -> None:
+    """Raise `PhaseError` while `make_fx` traces a collective of virtual ranks."""
+    if get_proxy_mode() is not None:
+        raise PhaseError(
+            explain(
+                f"{op} on virtual ranks inside a trace (make_fx).",
+                cause="the other ranks' values would be constants of the graph.",
+                fix="trace the step on one rank, or in a process of a real group.",
+            )
+        )
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is under way on this rank."""
     if current_ranks() is None:
@@ -53,9 +68,9 @@ def in_forward_mode() -> bool:
 def run_ranks(body: Callable[[int], Any], size: int) -> list[Any]:
     """Run `body(rank)` on `size` virtual ranks; return the results in rank order.
 
-    Every rank starts from the caller's random state (as processes with one seed do); afterwards
-    the caller's state is the one that rank 0 reached. The first exception of any rank is raised
-    here, with the rank in its notes.
+    Every rank starts from the caller's random state (as processes with one seed do), and has its
+    modes (no_grad, autocast, the default device); afterwards the caller's state is the one that
+    rank 0 reached. The first exception of any rank is raised here, with the rank in its notes.
     """
     return _Baton(body, size).run()
 
@@ -65,14 +80,18 @@ class _TorchGlobals(NamedTuple):
 
     rng: torch.Tensor
     jvp_nesting: int
+    fx_patcher: Any = None  # of a trace that is under way
 
     @staticmethod
     def take() -> _TorchGlobals:
-        return _TorchGlobals(torch.get_rng_state(), eager_transforms.JVP_NESTING)
+        return _TorchGlobals(
+            torch.get_rng_state(), eager_transforms.JVP_NESTING, _symbolic_trace.CURRENT_PATCHER
+        )
 
     def put(self) -> None:
         torch.set_rng_state(self.rng)
         eager_transforms.JVP_NESTING = self.jvp_nesting
+        _symbolic_trace.CURRENT_PATCHER = self.fx_patcher
 
 
 class _Baton:
@@ -88,10 +107,11 @@ class _Baton:
         self.error: BaseException | None = None
 
     def run(self) -> list[Any]:
+        ambient = Ambient.take()
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
-                args=(self._thread, rank, torch.is_grad_enabled()),
+                args=(self._thread, rank, ambient),
                 name=f"fzero-rank{rank}",
                 daemon=True,
             )
@@ -101,14 +121,23 @@ class _Baton:
             for thread in threads:
                 thread.start()
             self.turn[0].release()
-            for thread in threads:
-                thread.join()
+            self._join(threads)
         _TorchGlobals(self.globals[0].rng, 0).put()
         if self.error is not None:
             raise self.error
         return [self.results[rank] for rank in range(self.size)]
 
-    def _thread(self, rank: int, grad_enabled: bool) -> None:
+    def _join(self, threads: list[threading.Thread]) -> None:
+        """Wait for all ranks. An interrupt ends each of them at its next collective."""
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as interrupt:
+            self.error = interrupt
+            for thread in threads:
+                thread.join()
+
+    def _thread(self, rank: int, ambient: Ambient) -> None:
         def exchange(op: str, value: Any) -> list[Any]:
             return self._exchange(rank, op, value)
 
@@ -116,7 +145,7 @@ class _Baton:
         _LOCAL.here = Here(rank, self.size, exchange)
         # On CUDA all backward passes share one device thread unless told otherwise; a rank that
         # waits there in a collective would stop every other rank.
-        with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
+        with torch.autograd.set_multithreading_enabled(False), ambient.entered():
             try:
                 if self.error is None:
                     self.globals[rank].put()

@@ -76,6 +76,7 @@ class Access:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """{path: values} of all parameters, frozen ones too: copies, masters where there are."""
+        self._meet()
         plan = self._parts.plan
         found: dict[str, Tensor] = {}
         for index in range(len(plan.layout.groups)):
@@ -83,14 +84,25 @@ class Access:
             found.update(zip(plan.paths_of(index), [x.clone() for x in leaves], strict=True))
         return {leaf.path: found[leaf.path] for leaf in plan.layout.leaves}
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """module.state_dict() with whole values, buffers too: copies, to save or to load.
+
+        At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
+        """
+        self._meet()
+        held = self._parts.parameters.module.state_dict()
+        return {name: _whole_copy(value) for name, value in held.items()}
+
     def full_parameter(self, path: str) -> Tensor:
         """`full_parameters()[path]`, gathering only its group."""
+        self._meet()
         index, position = self._parts.plan.find(path)
         return self._leaves(index, self._stepped(index))[position].clone()
 
     @torch.no_grad()
     def set_full_parameter(self, path: str, value: Tensor) -> None:
         """Make `value` (the same on every rank) the parameter, and that of its master copy."""
+        self._meet()
         parts, (index, position) = self._parts, self._parts.plan.find(path)
         mine = self._written(index, position, self._stepped(index), value, path)
         if index in parts.rows.of:
@@ -108,6 +120,7 @@ class Access:
 
     def full_optimizer_state(self, path: str, name: str) -> Tensor:
         """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
+        self._meet()
         index, position, state = self._state_of(path)
         if name not in state:
             raise LayoutError(
@@ -121,6 +134,7 @@ class Access:
 
     def full_optimizer_states(self) -> dict[str, dict[str, Any]]:
         """{path: {name: value}} of every parameter that the optimizer steps."""
+        self._meet()
         plan, rows = self._parts.plan, self._parts.rows
         found: dict[str, dict[str, Any]] = {}
         for index in rows.stepped:
@@ -136,6 +150,7 @@ class Access:
         A scalar state is one for all parameters of a bucket. Before the first step() there is no
         state to write to: the parameter's is then made.
         """
+        self._meet()
         index, position, state = self._state_of(path)
         rows = self._parts.rows.of[index]
         if not isinstance(value, Tensor) or not value.ndim:
@@ -175,16 +190,27 @@ class Access:
         backward = self._parts.backward
         backward.settle()
         backward.keep_outside()
-        try:
-            codes = self._parts.reducer.meet(backward.accumulation.code)
-        except PeerFailedError:
-            backward.abandon()
-            raise
-        backward.settle()
+        codes = self._met(backward.accumulation.code)
         backward.accumulation = acc.agree(backward.accumulation, codes)
         if backward.accumulation.waiting:
             backward.flush()
         return backward.accumulation
+
+    def _meet(self) -> None:
+        """At stage 3, serve the other ranks until all have come here."""
+        if self._parts.source is not None:
+            self._met(0)
+
+    def _met(self, value: int) -> list[int]:
+        backward = self._parts.backward
+        backward.settle()
+        try:
+            values = self._parts.reducer.meet(value)
+        except PeerFailedError:
+            backward.abandon()
+            raise
+        backward.settle()
+        return values
 
     def _require_reduced(self, name: str) -> None:
         self._require_no_window(name)
@@ -228,6 +254,8 @@ class Access:
 
     def _stepped(self, index: int) -> Tensor:
         parts = self._parts
+        parts.parameters.follow([index])
+        parts.rows.take_written([index])
         return (
             parts.rows.of[index].detach()
             if index in parts.rows.of
@@ -264,7 +292,7 @@ class Access:
         leaf.copy_(value)
         if plan.placement is Placement.SHARDED:
             whole = shard_rows(whole, plan.axis.size, plan.axis.rank).clone()
-        return whole.view(rows.shape)
+        return torch.empty_like(rows, requires_grad=False).copy_(whole.view(rows.shape))
 
     def _piece(self, index: int, position: int, rows: Tensor) -> Tensor:
         """What this rank's rows of a group have of one leaf."""
@@ -280,6 +308,12 @@ class Access:
         if not isinstance(value, Tensor) or not value.ndim:
             return value.clone() if isinstance(value, Tensor) else value
         return self._leaves(index, value)[position].clone()
+
+
+def _whole_copy(value: Any) -> Any:
+    if isinstance(value, LazyParam):
+        value = value.full()
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _require_shape(held: Tensor, value: Tensor, path: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fzero.adapter._backward import Backward
@@ -23,17 +25,18 @@ from fzero.adapter._optimizer import (
     require_usable,
 )
 from fzero.adapter._options import Options
-from fzero.adapter._parameters import Parameters, named_parameters
+from fzero.adapter._parameters import Parameters, free_to_swap, named_parameters
 from fzero.adapter._plan import Plan, make_plan, unit_of_leaves
 from fzero.adapter._reducer import Reducer, make_buckets
 from fzero.adapter._source import Source
 from fzero.adapter._update import Rows
-from fzero.collectives import assert_same_everywhere, gather_many
+from fzero.collectives import assert_same_everywhere, gather_many, told_everywhere
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.placeholder import placeholders
 from fzero.state.accumulation import Accumulation
+from fzero.transforms._modes import require_autograd
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class Parts:
             fulls = gather_many(self.parameters.rows, self.plan.axis)
         self.parameters.give_back([unpack(layout, i, full) for i, full in enumerate(fulls)])
         if self.optimizer is not None:
-            detach(self.optimizer, self.parameters, states)
+            detach(self.optimizer, self.rows.fused, self.parameters, states)
 
 
 class Closed:
@@ -103,11 +106,12 @@ def assemble(
     source = None
     if plan.shards_params:
         source = Source(plan, parameters.rows, options.limits)
-        for index in range(len(plan.layout.groups)):
-            parameters.place(index, placeholders(source, index))
+        with free_to_swap(module):
+            for index in range(len(plan.layout.groups)):
+                parameters.place(index, placeholders(source, index))
     rows = Rows(plan, parameters, masters=options.updating.master_weights)
     if optimizer is not None:
-        optimizer = attach(optimizer, rows.groups())
+        optimizer, rows.fused = attach(optimizer, rows.groups())
     buckets = make_buckets(plan, options.reduction)
     reducer = Reducer(plan, buckets, options.reduction, source)
     if source is not None:
@@ -132,12 +136,32 @@ def checked_plan(
     options: Options,
 ) -> Plan:
     """The plan, if everything is as it must be. Nothing is touched yet."""
+    what = "the engine's model, optimizer or options"
+    with told_everywhere(axis, what=what):
+        plan, probe = _plan_of(module, optimizer, stage, axis, options)
+        facts = [f"stage {stage}, {options}", f"optimizer {probe}", *plan.layout.describe()]
+        facts.append(f"param groups {plan.steppers}")
+    assert_same_everywhere(facts, axis, what=what)
+    return plan
+
+
+def _plan_of(
+    module: nn.Module,
+    optimizer: Optimizer | Factory | None,
+    stage: int,
+    axis: Axis,
+    options: Options,
+) -> tuple[Plan, str]:
+    """The plan, and what the optimizer is."""
+    require_autograd("Engine(...)")
     params = _parameters_of(module)
+    if stage == 3 and axis.size > 1:
+        _require_no_weak_references(module, params)
     probe = require_usable(optimizer, axis.size)
     given = groups_of(optimizer, [p for p in module.parameters() if p.requires_grad])
     unit, warning = unit_of_leaves(module, options.gathering.leaf_modules)
     if warning:
-        warnings.warn(warning, UserWarning, stacklevel=5)
+        warnings.warn(warning, UserWarning, stacklevel=6)
     bucket_bytes = options.reduction.bucket_bytes
     plan = make_plan(
         params,
@@ -148,10 +172,7 @@ def checked_plan(
         unit=unit,
         small_numel=options.limits.persistence_threshold_numel,
     )
-    facts = [f"stage {stage}, {options}", f"optimizer {probe}", *plan.layout.describe()]
-    facts.append(f"param groups {plan.steppers}")
-    assert_same_everywhere(facts, axis, what="the engine's model, optimizer or options")
-    return plan
+    return plan, probe
 
 
 def divided(s: Accumulation, options: Options) -> float:
@@ -172,7 +193,42 @@ def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
                 fix="pass an nn.Module; for pure functions there is fzero.shard.",
             )
         )
-    return named_parameters(module)  # type: ignore[return-value]
+    params = named_parameters(module)
+    for path, p in params.items():
+        if is_lazy(p):
+            raise LayoutError(
+                explain(
+                    f"{path} is not initialized: it has no shape yet.",
+                    cause="a lazy module (nn.LazyLinear, ...) that has not run.",
+                    fix="run the module once, without gradient, then make the engine.",
+                )
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise LayoutError(
+                explain(
+                    f"{name or 'the module'} gives sparse gradients.",
+                    cause=f"nn.{type(part).__name__}(..., sparse=True).",
+                    fix="leave sparse out: buckets of gradients are dense.",
+                )
+            )
+    return params  # type: ignore[return-value]
+
+
+def _require_no_weak_references(module: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Raise if somebody's reference cannot follow a parameter that becomes a placeholder."""
+    with free_to_swap(module):
+        held = [path for path, p in params.items() if weakref.getweakrefs(p)]
+    if held:
+        raise LayoutError(
+            explain(
+                f"somebody has a weak reference to {held[0]}"
+                + (f" and {len(held) - 1} more parameters." if len(held) > 1 else "."),
+                cause="a moving average of the parameters, or torch.compile, from before the "
+                "engine: it would go on with the old tensor.",
+                fix="make the engine of stage 3 first, and then what refers to its parameters.",
+            )
+        )
 
 
 def _learning(parameters: Parameters, buckets: Sequence[Bucket]) -> list[tuple[Tensor, int, int]]:

@@ -123,7 +123,7 @@ def follow(engine: Engine, given: Schedule) -> None:
     schedule = given if isinstance(given, LRScheduler) else given(engine.optimizer)
 
     def step(*_: Any) -> None:
-        if engine._stepping:  # a closed engine has given its optimizer back
+        if not engine._closed:  # a closed engine has given its optimizer back
             schedule.step()
 
     engine.optimizer.register_step_post_hook(step)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fzero.adapter._access import Access
 from fzero.adapter._assemble import Closed, Parts, assemble, divided
 from fzero.adapter._forward import Forward
+from fzero.adapter._guard import Guard
 from fzero.adapter._optimizer import Factory
 from fzero.adapter._options import make_options
 from fzero.adapter._report import MemoryReport, report
@@ -108,7 +109,7 @@ class Engine(Access):
         self.options = make_options(options)
         self.module, self.stage = module, check_stage(stage)
         self._norm: Tensor | None = None
-        self._stepping = self._closed = False
+        self._closed = False
         scale = self.options.updating.loss_scale
         self._scale = LossScale(scale)
         check = self._scale.require if scale != 1.0 else None
@@ -120,9 +121,7 @@ class Engine(Access):
         self._end_group = weakref.finalize(self, end_group, self.axis) if owns else None
         self._forward = Forward(self._parts)
         self.optimizer = self._parts.optimizer
-        if self.optimizer is not None:
-            self._guard = self.optimizer.register_step_pre_hook(self._require_stepping)
-            vars(self.optimizer)["zero_grad"] = self.zero_grad
+        self._guard = Guard(self.optimizer, self.zero_grad) if self.optimizer else None
 
     # Forward and backward.
 
@@ -191,9 +190,9 @@ class Engine(Access):
         Raises `PhaseError` without gradients, inside a window or a backward, and for an engine
         without optimizer; everything is then as before.
         """
-        backward, optimizer = self._parts.backward, self.optimizer
+        backward, optimizer, guard = self._parts.backward, self.optimizer, self._guard
         self._require_open("step()")
-        if optimizer is None:
+        if optimizer is None or guard is None:
             raise PhaseError(
                 explain(
                     "step() of an engine without optimizer.",
@@ -205,22 +204,19 @@ class Engine(Access):
         every = self.options.updating.gradient_accumulation_steps
         called, due = acc.call_step(backward.accumulation, every)
         if due:
-            self._update(optimizer, called)
+            self._update(optimizer, guard, called)
         else:
             backward.accumulation = called
         return due
 
-    def _update(self, optimizer: Optimizer, called: Accumulation) -> None:
+    def _update(self, optimizer: Optimizer, guard: Guard, called: Accumulation) -> None:
         source, buckets, rows = self._parts.source, self._parts.buckets, self._parts.rows
         if source is not None:
             source.require_free()
         held = acc.require_gradients(self._reduce_what_waits(), "step()")
         factor = self._factor(held)
-        self._stepping = True
-        try:
+        with guard.stepping():
             rows.step(optimizer, buckets, factor)
-        finally:
-            self._stepping = False
         rows.publish()
         self._parts.reducer.clear()
         self._parts.backward.accumulation = acc.updated(called)
@@ -283,9 +279,8 @@ class Engine(Access):
         self._parts.backward.clear()
         self._forward.remove()
         self._parts.disassemble(self.full_optimizer_states())
-        if self.optimizer is not None:
+        if self._guard is not None:
             self._guard.remove()
-            vars(self.optimizer).pop("zero_grad", None)
         if self._end_group is not None:
             self._end_group()
         self._closed, self._parts = True, cast(Parts, Closed())
@@ -311,16 +306,5 @@ class Engine(Access):
                     f"{name} inside a backward.",
                     cause="a hook on a tensor or parameter called it.",
                     fix="call it after loss.backward() has returned.",
-                )
-            )
-
-    def _require_stepping(self, *_: Any) -> None:
-        if not self._stepping:
-            raise PhaseError(
-                explain(
-                    "optimizer.step() of an optimizer that an engine runs.",
-                    cause="the training loop of before the engine; the optimizer has this rank's "
-                    "rows, and their gradients come at engine.step().",
-                    fix="call engine.step(). A scheduler's step() stays as it is.",
                 )
             )

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.adapter._assemble import Parts
 from fzero.adapter._pytree import tensors_in
 from fzero.errors import LayoutError, explain
 from fzero.lazy import PeerFailedError
+from fzero.transforms._modes import in_transform
+
+
+class _Hook:
+    """A hook on an engine's module. A copy of the module belongs to no engine: it does nothing."""
+
+    def __init__(self, do: Callable[..., None]) -> None:
+        self._do = do
+
+    def __call__(self, *args: Any) -> None:
+        self._do(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """What a copied hook does."""
 
 
 class Forward:
@@ -20,11 +39,12 @@ class Forward:
         self._parts = parts
         self._depth = 0
         self._known = _known_parameters(parts)
+        self._foreign = False  # this forward uses none of the engine's parameters, or is traced
         self._own = False  # this forward is a root one, no recompute and not inside another
         module = parts.parameters.module
         self._handles = [
-            module.register_forward_pre_hook(self._before, prepend=True),
-            module.register_forward_hook(self._after, always_call=True),
+            module.register_forward_pre_hook(_Hook(self._before), prepend=True),
+            module.register_forward_hook(_Hook(self._after), always_call=True),
         ]
 
     def remove(self) -> None:
@@ -48,9 +68,11 @@ class Forward:
         self._depth += 1
         if self._depth > 1:
             return
-        self._own = self._parts.backward.forward_begins()
+        self._foreign = in_transform() or self._with_other_tensors()
+        self._own = not self._foreign and self._parts.backward.forward_begins()
         if self._own:
             self._require_same()
+            self._parts.parameters.follow_all()
             source = self._parts.source
             if source is not None and not source.in_step:
                 source.begin_step()
@@ -59,17 +81,27 @@ class Forward:
         self._depth -= 1
         if self._depth > 0:
             return
-        trains = torch.is_grad_enabled() and self._parts.backward.forward_ends(tensors_in(output))
+        watches = torch.is_grad_enabled() and not self._foreign
+        trains = watches and self._parts.backward.forward_ends(tensors_in(output))
         source = self._parts.source
         if source is not None and self._own:
             source.exchange.finish()
             if not trains:
                 source.end_step()
 
+    def _with_other_tensors(self) -> bool:
+        """Whether torch.func.functional_call has put tensors in the place of all parameters."""
+        now = (held.get(name) for held, name, *_ in self._known)
+        return bool(self._known) and not any(isinstance(x, nn.Parameter) for x in now)
+
     def _require_same(self) -> None:
-        """Raise for a parameter that was replaced, or unfrozen: it would not be trained."""
+        """Raise for a parameter that was replaced, or unfrozen: it would not be trained.
+
+        A tensor that is no parameter stands in for one while torch.func.functional_call runs.
+        """
         for held, name, p, path, frozen in self._known:
-            if held.get(name) is not p:
+            now = held.get(name)
+            if now is not p and (now is None or isinstance(now, nn.Parameter)):
                 seen, cause = "is another tensor now than", "an assignment after Engine(...)"
             elif frozen and p.requires_grad:
                 seen, cause = "requires grad now, unlike", "requires_grad_(True) after Engine(...)"

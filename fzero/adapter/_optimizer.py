@@ -73,29 +73,37 @@ def require_usable(optimizer: Optimizer | Factory | None, ranks: int) -> str:
     return f"{type(made).__name__} with {groups}"
 
 
-def attach(optimizer: Optimizer | Factory, rows: Sequence[list[nn.Parameter]]) -> Optimizer:
-    """Return the optimizer, stepping `rows` group by group, with fused kernels if it has them."""
+def attach(
+    optimizer: Optimizer | Factory, rows: Sequence[list[nn.Parameter]]
+) -> tuple[Optimizer, list[int]]:
+    """Return the optimizer, stepping `rows` group by group, and which groups are fused now."""
     made = optimizer if isinstance(optimizer, Optimizer) else _made_for(optimizer, rows[0])
-    for group, of_group in zip(made.param_groups, rows, strict=True):
-        early = [made.state.pop(p) for p in group["params"] if p in made.state]
+    fused = []
+    for number, (group, of_group) in enumerate(zip(made.param_groups, rows, strict=True)):
+        early = [(p, made.state.pop(p)) for p in group["params"] if p in made.state]
         group["params"] = list(of_group)
         for p in of_group if early else ():
-            made.state[p] = _first_state(early[0], p)
+            made.state[p] = _first_state(early, p)
         fusible = group.get("fused", False) is None and group.get("foreach") is None
         plain = not (group.get("capturable") or group.get("differentiable"))
-        if fusible and plain and all(p.is_floating_point() for p in of_group):
+        if fusible and plain and all(map(_is_plain, of_group)):
             group["fused"] = True
-    return made
+            fused.append(number)
+    return made, fused
 
 
-def detach(optimizer: Optimizer, parameters: Parameters, states: States) -> None:
-    """Give the optimizer the module's parameters back, with `states` {path: {name: value}}."""
+def detach(
+    optimizer: Optimizer, fused: Sequence[int], parameters: Parameters, states: States
+) -> None:
+    """Undo `attach`: the module's parameters again, with `states` {path: {name: value}}."""
     optimizer.state.clear()
+    for number in fused:
+        optimizer.param_groups[number]["fused"] = None
     for group, paths in zip(optimizer.param_groups, parameters.plan.param_groups, strict=True):
         group["params"] = [parameters.at(path) for path in paths]
         for p, path in zip(group["params"], paths, strict=True):
             if states.get(path):
-                optimizer.state[p] = states[path]
+                optimizer.state[p] = {name: _laid_as(p, x) for name, x in states[path].items()}
 
 
 def _made_for(factory: Factory, rows: list[nn.Parameter]) -> Optimizer:
@@ -133,11 +141,24 @@ def require_new(optimizer: Optimizer) -> None:
         )
 
 
-def _first_state(like: Mapping[str, Any], p: nn.Parameter) -> dict[str, Any]:
+def _first_state(early: Sequence[tuple[Tensor, Mapping[str, Any]]], p: Tensor) -> dict[str, Any]:
     """The state before the first step, for optimizers that make it early: constants (Adagrad)."""
+    first, like = next((one for one in early if one[0].numel()), early[0])
     return {
-        name: torch.full_like(p, x.flatten()[0].item())
-        if isinstance(x, Tensor) and x.ndim and x.numel()
+        name: torch.full_like(p, x.flatten()[0].item() if x.numel() else 0.0)
+        if isinstance(x, Tensor) and x.shape == first.shape and name != "step"
         else copy.deepcopy(x)
         for name, x in like.items()
     }
+
+
+def _is_plain(p: Tensor) -> bool:
+    """Whether a fused kernel, which goes through memory as it comes, sees each element of `p`."""
+    return p.is_floating_point() and torch.empty_like(p).stride() == p.stride()
+
+
+def _laid_as(p: Tensor, x: Any) -> Any:
+    """A state `x` of `p`, in the memory format of `p`, as the optimizer itself would make it."""
+    if not isinstance(x, Tensor) or x.shape != p.shape:
+        return x
+    return torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)

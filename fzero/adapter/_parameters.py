@@ -7,13 +7,17 @@ one rank        the parameters stay what they are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fzero.adapter._plan import Plan
 from fzero.collectives import broadcast_from_first
+from fzero.errors import LayoutError, explain
 from fzero.packing import pack, unpack
 from fzero.partition import shard_rows
 from fzero.placeholder import LazyParam, in_place_of
@@ -28,6 +32,7 @@ class Parameters:
         self.paths = _paths(module, plan)
         self.flats: list[Tensor] = []
         self.rows: list[Tensor] = []
+        self._memory: dict[int, list[tuple[Tensor, Tensor, int, str]]] = {}
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -48,6 +53,33 @@ class Parameters:
             self._show(index, unpack(plan.layout, index, flat))
             whole = plan.placement is Placement.REPLICATED
             self.rows.append(flat if whole else shard_rows(flat, axis.size, axis.rank))
+        self._memory = {} if plan.shards_params else self._memory_of_all()
+
+    def follow(self, indices: Iterable[int]) -> None:
+        """Take over what was assigned to `p.data` of these groups: the values, not the memory.
+
+        Raises `LayoutError` for another dtype, shape or device; the parameter is then as before.
+        """
+        for index in indices:
+            for p, view, pointer, path in self._memory.get(index, ()):
+                if p.data_ptr() != pointer:
+                    _take_values(p, view, path)
+
+    def follow_all(self) -> None:
+        """`follow` for every group."""
+        self.follow(self._memory)
+
+    def _memory_of_all(self) -> dict[int, list[tuple[Tensor, Tensor, int, str]]]:
+        """For each group its parameters, where their values are, and their first paths."""
+        return {
+            index: [
+                (p, p.data, p.data_ptr(), self._paths_at(index, position)[0])
+                for position in range(len(group.leaves))
+                for p in self.objects(index, position)
+                if p.numel()
+            ]
+            for index, group in enumerate(self.plan.layout.groups)
+        }
 
     def first_of(self, index: int, position: int) -> Tensor:
         """The module's parameter at `position` of group `index`, as it is now."""
@@ -79,12 +111,13 @@ class Parameters:
     @torch.no_grad()
     def give_back(self, wholes: Sequence[Sequence[Tensor]]) -> None:
         """Make every parameter an ordinary one with memory of its own; `wholes` by group."""
-        for index, values in enumerate(wholes):
-            copies = [value.clone() for value in values]
-            if self.plan.shards_params:
-                self.place(index, copies)
-            elif self.plan.axis.size > 1:
-                self._show(index, copies)
+        with free_to_swap(self.module):
+            for index, values in enumerate(wholes):
+                copies = [value.clone() for value in values]
+                if self.plan.shards_params:
+                    self.place(index, copies)
+                elif self.plan.axis.size > 1:
+                    self._show(index, copies)
 
     def _whole(self, index: int) -> Tensor:
         """The flat [W l] of a group, with rank 0's values."""
@@ -96,12 +129,16 @@ class Parameters:
         return broadcast_from_first([flat], self.plan.axis)[0]
 
     def _let_go(self, index: int) -> None:
-        """Free the memory of a group's parameters: placeholders take their places soon."""
+        """Free the memory of a group's parameters: placeholders take their places soon.
+
+        Whoever holds one that cannot be swapped then reads NaN, and notices.
+        """
         for position in range(len(self.plan.layout.groups[index].leaves)):
             for path in self._paths_at(index, position):
                 p = self.at(path)
                 if not isinstance(p, LazyParam):
-                    p.data = p.data.new_empty(0)
+                    nothing = float("nan") if p.is_floating_point() else 0
+                    p.data = p.data.new_full((), nothing).expand(p.shape)
 
     def _show(self, index: int, views: Sequence[Tensor]) -> None:
         """Let a group's parameters have the values (and the memory) of `views`."""
@@ -130,6 +167,36 @@ class Parameters:
 def named_parameters(module: nn.Module) -> Mapping[str, Tensor]:
     """Every parameter under every name: tied ones several times."""
     return dict(module.named_parameters(remove_duplicate=False))
+
+
+@contextmanager
+def free_to_swap(module: nn.Module) -> Iterator[None]:
+    """Recurrent modules drop their weak references to weights, with which none can be swapped."""
+    recurrent: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    for part in recurrent:
+        part._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for part in recurrent:
+            weights = part._flat_weights
+            part._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
+
+
+@torch.no_grad()
+def _take_values(p: Tensor, view: Tensor, path: str) -> None:
+    given, p.data = p.data, view
+    if given.shape != view.shape or given.dtype != view.dtype or given.device != view.device:
+        raise LayoutError(
+            explain(
+                f"{path} was given data of {given.dtype}, shape {tuple(given.shape)} on "
+                f"{given.device}; the engine has {view.dtype}, {tuple(view.shape)}, {view.device}.",
+                cause="module.half(), .float() or .to(...) after Engine(...). The parameter is as "
+                "before.",
+                fix="convert and move the module first, then make the engine.",
+            )
+        )
+    view.copy_(given)
 
 
 def _paths(module: nn.Module, plan: Plan) -> dict[int, list[str]]:

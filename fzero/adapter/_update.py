@@ -26,6 +26,7 @@ class Rows:
         self.plan, self._parameters = plan, parameters
         self.of: dict[int, nn.Parameter] = {}
         self.masters: list[int] = []
+        self.fused: Sequence[int] = ()  # the optimizer's groups that have fused kernels until close
         for index, stepper in enumerate(plan.steppers):
             rows = parameters.rows[index]
             if stepper < 0:
@@ -58,12 +59,12 @@ class Rows:
         return found
 
     @torch.no_grad()
-    def take_written(self) -> None:
+    def take_written(self, indices: Iterable[int] | None = None) -> None:
         """Let masters follow parameters that somebody wrote to since the last `publish`.
 
         By their values: a write through `p.data` leaves no other trace.
         """
-        for index in self.masters:
+        for index in self.masters if indices is None else set(self.masters) & set(indices):
             rows, master = self._parameters.rows[index], self.of[index]
             if not torch.equal(rows, master.to(rows.dtype)):
                 changed = rows != master.to(rows.dtype)  # the others keep their low bits
@@ -86,6 +87,7 @@ class Rows:
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], factor: Tensor | float
     ) -> None:
         """Run the optimizer on gradients x `factor`. If it raises, the gradients are as before."""
+        self._parameters.follow_all()
         self.take_written()
         try:
             for bucket in buckets:
@@ -94,9 +96,16 @@ class Rows:
                     gradient = torch.zeros_like(p) if bucket.reduced is None else bucket.reduced
                     if isinstance(factor, Tensor) or factor != 1.0:
                         gradient = gradient * factor
-                    fits = gradient.dtype == p.dtype and gradient.shape == p.shape
-                    p.grad = gradient if fits else gradient.to(p.dtype).view(p.shape)
+                    p.grad = _fitting(gradient, p)
             optimizer.step()
         finally:
             for p in self.of.values():
                 p.grad = None
+
+
+def _fitting(gradient: Tensor, p: Tensor) -> Tensor:
+    """`gradient` in the dtype, shape and memory format of `p`: fused kernels go by the last."""
+    same = gradient.dtype == p.dtype and gradient.shape == p.shape
+    if same and gradient.stride() == p.stride():
+        return gradient
+    return torch.empty_like(p, requires_grad=False).copy_(gradient.view(p.shape))

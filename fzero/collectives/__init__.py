@@ -2,6 +2,7 @@
 
 from fzero.collectives._agree import assert_same_everywhere as assert_same_everywhere
 from fzero.collectives._agree import broadcast_from_first as broadcast_from_first
+from fzero.collectives._agree import told_everywhere as told_everywhere
 from fzero.collectives._api import all_gather as all_gather
 from fzero.collectives._api import all_reduce as all_reduce
 from fzero.collectives._api import pmean as pmean

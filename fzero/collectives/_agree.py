@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -36,6 +37,17 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
             fix=f"build the same on every rank; compare ranks 0 and {rank} first.",
         )
     )
+
+
+@contextmanager
+def told_everywhere(axis: Axis, *, what: str) -> Iterator[None]:
+    """Tell of an error in this block to ranks that wait in `assert_same_everywhere`."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(AxisError):  # this rank's own error says more
+            assert_same_everywhere([f"{type(error).__name__}: {error}"], axis, what=what)
+        raise
 
 
 def broadcast_from_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:

@@ -24,7 +24,7 @@ from fzero.collectives._log import note
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.virtual import current_ranks
+from fzero.virtual import current_ranks, require_no_trace
 
 
 class Started(NamedTuple):
@@ -148,7 +148,7 @@ def broadcast_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     group = axis.group()
     outs = [value.contiguous().clone() for value in values]
     source = dist.get_global_rank(group, 0)
-    works = [dist.broadcast(out, source, group=group, async_op=True) for out in outs]
+    works = [dist.broadcast(_bytes(out), source, group=group, async_op=True) for out in outs]
     _wait(works, "broadcast", axis)
     return outs
 
@@ -203,10 +203,15 @@ def _begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: A
             if rank == axis.rank and rows.data_ptr() != shard.data_ptr():
                 rows.copy_(shard)
             source = dist.get_global_rank(group, rank)
-            works.append(dist.broadcast(rows, source, group=group, async_op=True))
+            works.append(dist.broadcast(_bytes(rows), source, group=group, async_op=True))
     if native:
         works += _in_one_go("all_gather", native, group)
     return Started("all_gather", axis, works, lambda: list(outs), shards)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The memory of contiguous `x`: what is only copied may have a dtype no backend knows."""
+    return x.view(-1).view(torch.uint8)
 
 
 def _begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> Started:
@@ -265,6 +270,7 @@ def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 def _swap(op: str, values: Sequence[Tensor], axis: Axis) -> list[tuple[Tensor, ...]]:
     """Hand this rank's buffers in; return, for each buffer, all ranks' values of it."""
+    require_no_trace(op)
     shapes = [f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values]
     # Copies, as a wire would make: a rank that runs on may overwrite what it has handed in
     # before the others, whose turn comes later, have read it.

@@ -107,7 +107,7 @@ def start_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
 
 
 def start_exchange(codes: Sequence[int], axis: Axis, *, width: int) -> InFlight:
-    """One tensor, [W, width]: every rank's `codes`, at most `width` of them, filled up with zeros."""
+    """[W, width]: every rank's `codes`, at most `width` of them, filled up with zeros."""
     return InFlight(lowering.begin_exchange(codes, axis, width=width), {})
 
 

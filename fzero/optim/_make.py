@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fzero.optim._optimizer import LeafTest, Optimizer, Schedule
-from fzero.optim._options import bad_option, check_options
+from fzero.optim._options import bad_option, check_options, check_tests
 from fzero.optim._rules import ADAM, LION, MOMENTUM, SGD, Rule
 
 Groups = Sequence[tuple[LeafTest, Mapping[str, Any]]]
@@ -34,6 +34,7 @@ def sgd(
         [tensor([-1.])]
     """
     options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+    check_tests("sgd", decay_mask, groups)
     with_momentum = momentum or any(changes.get("momentum") for _, changes in groups)
     rule = MOMENTUM if with_momentum else SGD
     return _optimizer(rule, options, decay_mask, groups, master_weights)
@@ -125,6 +126,7 @@ def _optimizer(
     master_weights: bool,
 ) -> Optimizer:
     check_options(rule.name, options)
+    check_tests(rule.name, decay_mask, groups)
     overrides = []
     for test, changes in groups:
         unknown = sorted(set(changes) - set(options))

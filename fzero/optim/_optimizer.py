@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.errors import LayoutError, explain
 from fzero.optim._rules import Rule, has_kernel
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
@@ -71,6 +72,14 @@ class Optimizer:
         """Return (updates, state'): params + updates are the new parameters. Pure."""
         paths, flats, treespec = named_leaves(params)
         gs = optree.tree_leaves(grads, namespace=NAMESPACE)
+        if len(gs) != len(flats):
+            raise LayoutError(
+                explain(
+                    f"update() got {len(gs)} gradients for {len(flats)} parameters.",
+                    cause="gradients of another model, or only of a part of it.",
+                    fix="give gradients of the same structure as the parameters.",
+                )
+            )
         pieces = [_whole(i, path, p) for i, (path, p) in enumerate(zip(paths, flats, strict=True))]
         new, state = self.advance(flats, gs, state, pieces, differentiable=True)
         updates = [n - p for n, p in zip(new, flats, strict=True)]
@@ -154,13 +163,28 @@ class Optimizer:
             return [(_at(dict(self.options), count), everything)] if everything else []
         chosen: dict[int, list[tuple[int, int, int]]] = {}
         for piece in pieces:
-            which = next((k for k, (test, _) in enumerate(self.overrides) if test(piece.leaf)), -1)
+            which = self._override_of(piece.leaf)
             chosen.setdefault(which, []).append((piece.index, piece.start, piece.stop))
         found = []
         for which, spans in chosen.items():
-            changes = self.overrides[which][1] if which >= 0 else ()
-            found.append((_at({**dict(self.options), **dict(changes)}, count), spans))
+            found.append((_at({**dict(self.options), **self._changes(which)}, count), spans))
         return found
+
+    def describe(self, leaves: Sequence[Leaf]) -> list[str]:
+        """What ranks compare: the options, and of each leaf that has other ones, those."""
+        lines = [f"optimizer {self!r}"]
+        for leaf in leaves:
+            changes = self._changes(self._override_of(leaf))
+            if leaf.trainable and changes:
+                shown = ", ".join(f"{key}={_shown(value)}" for key, value in changes.items())
+                lines.append(f"optimizer of {leaf.path}: {shown}")
+        return lines
+
+    def _override_of(self, leaf: Leaf) -> int:
+        return next((k for k, (test, _) in enumerate(self.overrides) if test(leaf)), -1)
+
+    def _changes(self, which: int) -> dict[str, Any]:
+        return dict(self.overrides[which][1]) if which >= 0 else {}
 
     def _has_master(self, p: Tensor) -> bool:
         return self.master_weights and p.dtype in SIXTEEN_BIT
@@ -175,8 +199,18 @@ def _at(options: dict[str, Any], count: Tensor) -> dict[str, Any]:
     lr = options["lr"]
     if not callable(lr):
         return options
-    now: Any = lr(int(count))
-    return {**options, "lr": float(now)}
+    step = int(count)
+    now: Any = lr(step)
+    try:
+        return {**options, "lr": float(now)}
+    except (TypeError, ValueError) as error:
+        raise LayoutError(
+            explain(
+                f"the schedule gave lr({step}) = {now!r}.",
+                cause="a schedule without a return, or one that steps an object.",
+                fix="give a function of the number of updates so far that returns a number.",
+            )
+        ) from error
 
 
 def _shown(value: Any) -> str:

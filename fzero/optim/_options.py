@@ -28,6 +28,15 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             raise bad_option(name, "nesterov=True with momentum=0", "set momentum, e.g. 0.9")
 
 
+def check_tests(name: str, decay_mask: Any, groups: Any) -> None:
+    """Raise `LayoutError` unless the mask is a test of leaves, and groups are pairs with one."""
+    if decay_mask is not None and not callable(decay_mask):
+        raise bad_option(name, f"decay_mask={decay_mask!r}", "use leaf -> whether it decays")
+    pairs = isinstance(groups, tuple | list) and all(map(_is_group, groups))
+    if not pairs:
+        raise bad_option(name, f"groups={groups!r}", "use [(leaf -> bool, {option: value}), ...]")
+
+
 def bad_option(name: str, seen: str, fix: str) -> LayoutError:
     """Return the error for an option that cannot be."""
     return LayoutError(
@@ -38,6 +47,11 @@ def bad_option(name: str, seen: str, fix: str) -> LayoutError:
 def is_number(value: Any) -> bool:
     """Whether `value` is a number; True and False are none here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_group(group: Any) -> bool:
+    pair = isinstance(group, tuple | list) and len(group) == 2
+    return pair and callable(group[0]) and isinstance(group[1], Mapping)
 
 
 def _at_least_zero(value: Any) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.optim._optimizer import Optimizer, Piece
+from fzero.state._record import NAMESPACE
+from fzero.state.layout import Leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +27,14 @@ class Pair:
     init: Callable[..., Any]
     update: Callable[..., Any]
     keywords: tuple[tuple[str, Any], ...]
+    takes_params: bool = True
 
     def __repr__(self) -> str:
         return f"pair({getattr(self.update, '__qualname__', type(self.update).__name__)})"
+
+    def describe(self, leaves: Sequence[Leaf]) -> list[str]:
+        """What ranks compare: a foreign pair shows no options."""
+        return [f"optimizer {self!r}"]
 
     def advance(
         self,
@@ -39,17 +47,46 @@ class Pair:
         owned: bool = False,
     ) -> tuple[list[Tensor], Any]:
         """Return (params + updates, state'); with `owned`, the parameters are overwritten."""
-        keywords = dict(self.keywords)
-        if "params" in keywords:
-            keywords["params"] = list(params)
-            updates, state = self.update(list(grads), state, **keywords)
-        else:
-            updates, state = self.update(list(grads), state, list(params), **keywords)
+        arguments: Any = (list(params), state)
+        leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
+        held = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+        before = [x._version for x in held]
+        given, state = self._call(list(grads), state, list(params))
+        if not owned and before != [x._version for x in held]:
+            raise self._wrong("it wrote to the parameters or the state that it was given", "pure")
+        updates = self._fitting(given, params)
         if owned:
             for p, u in zip(params, updates, strict=True):
                 p.add_(u)
             return list(params), state
         return [p + u for p, u in zip(params, updates, strict=True)], state
+
+    def _call(self, grads: list[Tensor], state: Any, params: list[Tensor]) -> tuple[Any, Any]:
+        keywords = dict(self.keywords)
+        if not self.takes_params:
+            return self.update(grads, state, **keywords)
+        if "params" in keywords:
+            return self.update(grads, state, **keywords | {"params": params})
+        return self.update(grads, state, params, **keywords)
+
+    def _fitting(self, updates: Any, params: Sequence[Tensor]) -> list[Tensor]:
+        """The updates in the dtypes of `params`, as optax applies them."""
+        if not isinstance(updates, list | tuple) or len(updates) != len(params):
+            raise self._wrong(f"it gave a {type(updates).__name__}", "a list of updates")
+        for u, p in zip(updates, params, strict=True):
+            if not isinstance(u, Tensor) or u.shape != p.shape:
+                seen = tuple(u.shape) if isinstance(u, Tensor) else type(u).__name__
+                raise self._wrong(f"an update is {seen}", f"a tensor of shape {tuple(p.shape)}")
+        return [u.to(p.dtype) for u, p in zip(updates, params, strict=True)]
+
+    def _wrong(self, seen: str, wanted: str) -> LayoutError:
+        return LayoutError(
+            explain(
+                f"the foreign optimizer {self!r}: {seen}; it must be {wanted}.",
+                cause="an update that expects another structure than a list of flat shards.",
+                fix="give an elementwise (init, update) pair, pure, shaped as optax's.",
+            )
+        )
 
 
 def as_optimizer(optimizer: Any) -> Optimizer | Pair:
@@ -74,7 +111,15 @@ def as_optimizer(optimizer: Any) -> Optimizer | Pair:
         keywords["params"] = None
     if "inplace" in names:  # TorchOpt updates gradients in place unless told otherwise
         keywords["inplace"] = False
-    return Pair(init=init, update=update, keywords=tuple(keywords.items()))
+    takes = "params" in keywords or _takes_three(names.values())
+    return Pair(init=init, update=update, keywords=tuple(keywords.items()), takes_params=takes)
+
+
+def _takes_three(parameters: Iterable[inspect.Parameter]) -> bool:
+    """Whether a function can be called with three arguments by position."""
+    kinds = [p.kind for p in parameters]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return inspect.Parameter.VAR_POSITIONAL in kinds or sum(k in by_position for k in kinds) > 2
 
 
 def _pair_of(optimizer: Any) -> tuple[Any, Any]:

@@ -60,6 +60,11 @@ class Setup:
     policy: Policy = field(default_factory=Policy)
 
     @property
+    def gathers_by_unit(self) -> bool:
+        """Whether parameters are gathered as the loss reads them, unit by unit."""
+        return self.stage == 3 and self.axis.size > 1 and self.keep is Keep.UNIT
+
+    @property
     def params(self) -> Placement:
         """Where parameters live between calls."""
         return Placement.SHARDED if self.stage == 3 else Placement.REPLICATED

@@ -74,7 +74,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
-        self._inputs = {id(x) for x in inputs}
+        self._inputs = {id(x): x for x in inputs}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the arguments, then go on."""
@@ -82,7 +82,11 @@ class Watch(TorchFunctionMode):
             for part in x if isinstance(x, list | tuple) else (x,):
                 if isinstance(part, Tensor) and id(part) not in self._inputs and _tracked(part):
                     raise LayoutError(_message(part))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(x, Tensor) and _tracked(x):  # a view of an input
+                self._inputs[id(x)] = x
+        return out
 
 
 def _tracked(x: Tensor) -> bool:

@@ -6,6 +6,7 @@ which turns seats into the pytree that the loss is given.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from fzero.errors import LayoutError, explain
 from fzero.placeholder import LazyParam
 from fzero.state import NAMESPACE
+from fzero.transforms._graph import foreign_functions, gradients_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,12 @@ class Result:
     value: Tensor
     aux: Any
 
+
+_BY_NOTHING = explain(
+    "the loss requires grad, and by no parameter of the state: its gradient is zero.",
+    cause="a loss that calls the module itself, model(x), in the place of apply(params, x).",
+    fix="use the `params` that the loss is given.",
+)
 
 LossOf = Callable[[list[Any]], Any]  # [params of each source] -> what the user's fn returned
 
@@ -62,11 +70,22 @@ def by_autograd(
     for seat, buffer in zip(seats, into(), strict=True):
         seat.grad = buffer
     if loss.requires_grad and seats:
-        torch.autograd.backward(loss, inputs=seats)
+        _backward(loss, seats)
+        if all(seat.grad is None for seat in seats):
+            warnings.warn(_BY_NOTHING, UserWarning, stacklevel=6)
     grads = [torch.zeros_like(seat) if seat.grad is None else seat.grad for seat in seats]
     aux = optree.tree_map(_detached, aux, namespace=NAMESPACE)
     parts = tuple(tuple(part) for part in _cut(grads, counts))
     return Result(grads=parts, value=_detached(loss), aux=aux)
+
+
+def _backward(loss: Tensor, seats: Sequence[Tensor]) -> None:
+    if not foreign_functions(loss):
+        torch.autograd.backward(loss, inputs=seats)
+        return
+    # With `inputs`, a function that no edge leads from to a seat would not be run.
+    with gradients_kept(loss, seats):
+        torch.autograd.backward(loss)
 
 
 def by_func(loss_of: LossOf, sources: Sequence[Source], *, has_aux: bool) -> Result:

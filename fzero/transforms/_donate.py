@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fzero.errors import DonatedError, explain
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
-from fzero.transforms._modes import in_transform
+from fzero.transforms._modes import in_transform, is_recorded
 
 
 def donates(state: TrainState) -> bool:
-    """Whether this state's buffers may be overwritten here."""
-    return state.setup.policy.donate and not in_transform()
+    """Whether this state's buffers may be overwritten here: a trace would not see it."""
+    return state.setup.policy.donate and not in_transform() and not is_recorded(state.params.flats)
 
 
 def without_donation(state: TrainState) -> TrainState:

@@ -11,12 +11,25 @@ from torch._C._functorch import maybe_current_level
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fzero.errors import PhaseError, explain
 from fzero.virtual import in_forward_mode
 
 
 def in_transform() -> bool:
     """Whether a torch.func transform (or forward-mode AD) surrounds this call."""
     return maybe_current_level() is not None or in_forward_mode()
+
+
+def require_autograd(name: str) -> None:
+    """Raise `PhaseError` in inference mode, where every gradient would be a silent zero."""
+    if torch.is_inference_mode_enabled():
+        raise PhaseError(
+            explain(
+                f"{name} inside torch.inference_mode().",
+                cause="an evaluation's context around a training step; autograd records nothing.",
+                fix="leave it, or use torch.no_grad(), inside which grad_and_reduce works.",
+            )
+        )
 
 
 def is_recorded(tensors: Iterable[Any]) -> bool:

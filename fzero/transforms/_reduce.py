@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fzero.collectives import gather_many, reduce_many, reduce_owned, scatter_many
+from fzero.lazy import meet
 from fzero.partition import shard_rows
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
@@ -61,6 +62,9 @@ def settle(state: TrainState, to: Placement | None = None) -> TrainState:
     state = state.replace(window=emptied, gradients=gradients)
     if not pending.held:
         return state
+    eager = not (in_transform() or is_recorded(pending.flats))
+    if setup.gathers_by_unit and not setup.lockstep and eager:
+        meet(setup.axis)
     owned = donates(state)
     local = take_over(pending).flats if owned else pending.flats
     state = accumulate(state, reduce_gradients(setup, local, to, owned=owned))

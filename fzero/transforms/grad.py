@@ -11,16 +11,16 @@ import optree
 from torch import Tensor
 
 from fzero.collectives import gather_many
-from fzero.errors import PhaseError, explain
+from fzero.errors import AxisError, PhaseError, explain
 from fzero.lazy import Gatherer, PeerFailedError, defer
-from fzero.mesh import enter, leave
+from fzero.mesh import Axis, enter, leave
 from fzero.packing import cut, seat_shape, unpack
 from fzero.partition import assemble
 from fzero.placeholder import Unit, placeholders
 from fzero.state import NAMESPACE, Buffers, Keep, Layout, Placement, TrainState, progress, window
 from fzero.transforms._differentiate import LossOf, Result, Source, by_autograd, by_func
 from fzero.transforms._donate import check_alive, donates, take_over
-from fzero.transforms._modes import in_transform, is_recorded, wants_graph
+from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
 from fzero.transforms._reduce import accumulate, mean_over_ranks, reduce_gradients
 from fzero.transforms._states import flatten_states
 
@@ -62,6 +62,9 @@ def grad_and_reduce(
         def loss_of(params: list[Any]) -> Any:
             return fn(optree.tree_unflatten(treespec, params), *args, **kwargs)
 
+        require_autograd("grad_and_reduce")
+        for one in states:  # again: a call of this function may have used them up
+            check_alive(one)
         token = enter(states[0].setup.axis)
         try:
             new, result = _differentiate(loss_of, states, (args, kwargs), has_aux=has_aux)
@@ -90,15 +93,16 @@ def _by_autograd(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
     """The fast path. States that gather unit by unit share one gatherer."""
+    lazy = [state for state in states if state.setup.gathers_by_unit]
     gatherer = Gatherer(
-        [unit for state in states if _is_lazy(state) for unit in _units(state)],
-        states[0].setup.axis,
-        lockstep=all(state.setup.lockstep for state in states if _is_lazy(state)),
+        [unit for state in lazy for unit in _units(state)],
+        _one_axis(lazy or states[:1]),
+        lockstep=all(state.setup.lockstep for state in lazy),
     )
     held, sources, firsts, first = [], [], [], 0
     for state in states:
         firsts.append(first)
-        if _is_lazy(state):
+        if state.setup.gathers_by_unit:
             held.append(state)
             sources.append(_lazy_source(state, gatherer, first))
             first += len(state.setup.layout.groups)
@@ -110,7 +114,7 @@ def _by_autograd(
     result = _apart(result, held)
     new = [
         _receive_reduced(state, grads, served, first)
-        if _is_lazy(state) and not state.window.is_open
+        if state.setup.gathers_by_unit and not state.window.is_open
         else _receive(state, grads, has_old=_adds_up_in_place(state), fresh=True)
         for state, grads, first in zip(held, result.grads, firsts, strict=True)
     ]
@@ -126,41 +130,52 @@ def _run(
     has_aux: bool,
 ) -> tuple[Result, dict[int, Tensor]]:
     """Forward and backward; then serve the other ranks. An error here ends them as well."""
-    versions = _frozen_versions(states)
+    versions = _versions(states)
 
     def into() -> list[Tensor | None]:
         gatherer.begin_backward()
-        if _frozen_versions(states) != versions:
-            raise PhaseError(_WROTE_TO_FROZEN)
+        if _versions(states) != versions:
+            raise PhaseError(_WROTE)
         return [buffer for state in states for buffer in _own_sum(state)]
 
-    if not gatherer.units:
-        return by_autograd(loss_of, sources, has_aux=has_aux, into=into), {}
     try:
         result = by_autograd(loss_of, sources, has_aux=has_aux, into=into)
     except PeerFailedError:
         raise
-    except (Exception, KeyboardInterrupt):
-        gatherer.abort()
+    except (Exception, KeyboardInterrupt) as error:
+        if gatherer.units:
+            gatherer.abort()
+        wrote = _versions(states) != versions or "_Cut" in str(error)
+        if isinstance(error, RuntimeError) and wrote:
+            raise PhaseError(_WROTE) from error  # autograd does not say whose views they are
         raise
-    return result, gatherer.finish()
+    return result, gatherer.finish() if gatherer.units else {}
 
 
-def _frozen_versions(states: Sequence[TrainState]) -> list[int]:
-    """torch counts the writes to a tensor; those to trainable leaves it refuses by itself."""
-    return [
-        flat._version
-        for state in states
-        for flat, group in zip(
-            state.window.gathered or state.params.flats, state.setup.layout.groups, strict=True
+def _one_axis(states: Sequence[TrainState]) -> Axis:
+    """The axis of states that gather as the loss runs: their ranks agree on what comes next."""
+    first, *others = dict.fromkeys(state.setup.axis for state in states)
+    if others:
+        raise AxisError(
+            explain(
+                f"states of stage 3 on {first} and on {others[0]} under one loss.",
+                cause="models that are sharded over other groups of ranks.",
+                fix='make them with keep="backward", or at stages 0 to 2: those are gathered '
+                "before the loss runs.",
+            )
         )
-        if not group.trainable and not flat.is_inference()
-    ]
+    return first
 
 
-_WROTE_TO_FROZEN = explain(
-    "the loss wrote to a frozen parameter in place; the state's own buffer has changed.",
-    cause="an in-place method (add_, copy_, ...) on a frozen leaf.",
+def _versions(states: Sequence[TrainState]) -> list[int]:
+    """How often each buffer was written to, as torch counts it."""
+    flats = [x for state in states for x in state.window.gathered or state.params.flats]
+    return [0 if flat.is_inference() else flat._version for flat in flats]
+
+
+_WROTE = explain(
+    "the loss wrote to a parameter in place; below stage 3 the state itself has changed.",
+    cause="an in-place method (add_, copy_, ...) on a leaf, under no_grad or on a frozen one.",
     fix="clone the leaf first, and make the state anew: losses are pure.",
 )
 
@@ -193,15 +208,10 @@ def _own_sum(state: TrainState) -> list[Tensor | None]:
     if not _adds_up_in_place(state):
         return [None] * len(layout.trainable)
     old = take_over(state.window.pending if state.window.is_open else state.gradients)
-    if _is_lazy(state):
+    if state.setup.gathers_by_unit:
         return list(old.flats)
     pairs = zip(layout.trainable, old.flats, strict=True)
     return [flat.view(seat_shape(layout, i)) for i, flat in pairs]
-
-
-def _is_lazy(state: TrainState) -> bool:
-    setup = state.setup
-    return setup.stage == 3 and setup.axis.size > 1 and setup.keep is Keep.UNIT
 
 
 def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fzero.collectives import assert_same_everywhere, broadcast_from_first
+from fzero.collectives import assert_same_everywhere, broadcast_from_first, told_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis, axis_of
 from fzero.optim import as_optimizer
 from fzero.partition import flatten, plan_layout, shard_rows, unit_of
 from fzero.state import Buffers, Keep, Placement, Progress, Setup, TrainState
 from fzero.state.window import CLOSED
-from fzero.transforms._modes import in_transform
+from fzero.transforms._modes import in_transform, require_autograd
 
 BUCKET_BYTES = 4 * 2**20
 """Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
@@ -70,29 +70,32 @@ def init(
         >>> state.stage, fzero.full_params(state)["w"]
         (2, tensor([1., 1., 1., 1.]))
     """
+    require_autograd("init")
     stage = check_stage(stage)
     _check_bucket(bucket_bytes)
     axis = axis_of(mesh)
-    layout = plan_layout(
-        params,
-        ranks=axis.size,
-        bucket_bytes=None if stage == 3 else bucket_bytes,
-        unit=units,
-        trainable=trainable,
-    )
-    chosen = as_optimizer(optimizer)
-    setup = Setup(
-        stage=stage,
-        axis=axis,
-        layout=layout,
-        optimizer=chosen,
-        keep=as_keep(keep),
-        lockstep=lockstep,
-        ordered=ordered,
-    )
-    facts = [f"stage {stage}, keep {setup.keep.value}, lockstep {lockstep}, ordered {ordered}"]
-    facts += [f"optimizer {chosen!r}", *layout.describe()]
-    assert_same_everywhere(facts, axis, what="the layout of the parameters")
+    what = "the layout of the parameters"
+    with told_everywhere(axis, what=what):
+        layout = plan_layout(
+            params,
+            ranks=axis.size,
+            bucket_bytes=None if stage == 3 else bucket_bytes,
+            unit=units,
+            trainable=trainable,
+        )
+        chosen = as_optimizer(optimizer)
+        setup = Setup(
+            stage=stage,
+            axis=axis,
+            layout=layout,
+            optimizer=chosen,
+            keep=as_keep(keep),
+            lockstep=lockstep,
+            ordered=ordered,
+        )
+        facts = [f"stage {stage}, keep {setup.keep.value}, lockstep {lockstep}, ordered {ordered}"]
+        facts += [*chosen.describe(layout.leaves), *layout.describe()]
+    assert_same_everywhere(facts, axis, what=what)
     return _state(setup, params)
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 
+from fzero._ambient import Autocast
 from fzero.state import NAMESPACE
 from fzero.transforms._capture import Captured, Watch, captured
 from fzero.transforms._pipeline import Step, describe, require_order
@@ -22,7 +24,8 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
 
     For a part of a loss (a layer, a block), not for a step. Any pytree in and out; tensors that
     `fn` closes over count as inputs (in cells, defaults, partials and modules); one reached in
-    another way is refused: pass it as an argument. Random numbers are drawn again as they were.
+    another way is refused: pass it as an argument. Random numbers are drawn again as they were
+    (those of torch's own generators; a torch.Generator of yours is not set back).
     First and higher order, reverse and forward mode, under every torch.func transform, where
     torch.utils.checkpoint fails.
 
@@ -51,6 +54,8 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
 
         @functools.wraps(inner, updated=())
         def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if _forward_over_forward():
+                return inner(*args, **kwargs)
             call = _Call(captured(inner), (args, kwargs))
             outputs = _Remat.apply(call, *call.held, *call.tensors)
             return call.unflatten(outputs)
@@ -59,6 +64,15 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
         return recomputed
 
     return wrap if fn is None else wrap(fn)
+
+
+def _forward_over_forward() -> bool:
+    """Whether a jvp is inside another: what `_Remat` saved has then lost the outer tangent.
+
+    Forward mode keeps no activations, so that there is nothing to compute again for it.
+    """
+    levels = get_interpreter_stack() or []
+    return sum(level.key() == TransformType.Jvp for level in levels) > 1
 
 
 class _Call:
@@ -74,6 +88,7 @@ class _Call:
         self._holds, self.held = holds, holds.inputs()
         self._rng = torch.get_rng_state()
         self._cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._autocast = Autocast.take()
         self._out: tuple[Any, list[Any]] | None = None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -96,9 +111,9 @@ class _Call:
         return tuple(own)
 
     def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run it once more with the random numbers of the first time."""
+        """Run it once more with the random numbers, and the autocast, of the first time."""
         devices = list(range(len(self._cuda_rng)))
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), self._autocast.entered():
             torch.set_rng_state(self._rng)
             if devices:
                 torch.cuda.set_rng_state_all(self._cuda_rng)

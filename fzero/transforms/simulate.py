@@ -100,7 +100,8 @@ def _check(leaves: list[Any], arguments: Any, world_size: int) -> None:
                 "simulate: called inside another simulate, a torch.func transform or a trace.",
                 cause="the transform was put around simulate; virtual ranks are threads, which "
                 "no transform reaches.",
-                fix="put it inside: fzero.simulate(torch.func.grad(fn), world_size=...).",
+                fix="put it inside: fzero.simulate(torch.func.grad(fn), world_size=...); trace on "
+                "one rank, or in processes.",
             )
         )
     accessors = optree.tree_accessors(arguments, namespace=NAMESPACE)

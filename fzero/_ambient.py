@@ -1,0 +1,69 @@
+"""torch's modes that belong to a thread: taken where a call is made, entered where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+
+
+class Autocast(NamedTuple):
+    """For each kind of device: its name, whether autocast is on, and its dtype."""
+
+    modes: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @staticmethod
+    def take() -> Autocast:
+        """As it is in this thread."""
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return Autocast(
+            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """As it was, until the end. Whether casts of weights are kept is up to this thread."""
+        cache = torch.is_autocast_cache_enabled()
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.modes:
+                mode = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                stack.enter_context(mode)
+            yield
+
+
+class Ambient(NamedTuple):
+    """Modes of one thread: gradients, inference, the default device, autocast."""
+
+    grad: bool
+    inference: bool
+    device: torch.device
+    autocast: Autocast
+
+    @staticmethod
+    def take() -> Ambient:
+        """The modes of this thread."""
+        return Ambient(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            device=torch.get_default_device(),
+            autocast=Autocast.take(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """This thread has them, until the end; but autocast keeps no casts of weights here.
+
+        It holds a lock of the process while it casts, and a cast may wait for another rank.
+        """
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.device != torch.get_default_device():
+                stack.enter_context(torch.device(self.device))
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+            stack.enter_context(self.autocast.entered())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            yield

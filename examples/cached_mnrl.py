@@ -221,11 +221,20 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=2e-3)
 
 
+def at_least_one(text: str) -> int:
+    """A count that is given on the command line."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stage", type=int, default=2, choices=range(4), help="ZeRO stage")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--steps", type=at_least_one, default=40, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=128, help="pairs in a batch, over all ranks")
     parser.add_argument("--chunk", type=int, default=16, help="texts embedded in one go")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches")

@@ -229,13 +229,22 @@ def main() -> None:
             raise SystemExit(f"check: more than {TOLERANCE:.0e} off")
 
 
+def at_least_one(text: str) -> int:
+    """A count that is given on the command line."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     """Return the options; a batch that cannot be split evenly ends the program."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--generator-stage", type=int, default=3, choices=range(4))
     parser.add_argument("--discriminator-stage", type=int, default=1, choices=range(4))
     parser.add_argument("--discard", default="zero_grad", choices=["zero_grad", "freeze", "cut"])
-    parser.add_argument("--steps", type=int, default=600, help="of both networks")
+    parser.add_argument("--steps", type=at_least_one, default=600, help="of both networks")
     parser.add_argument("--batch", type=int, default=256, help="points of a step, over all ranks")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and points")
     parser.add_argument("--check", action="store_true", help="compare with plain PyTorch")

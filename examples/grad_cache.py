@@ -124,11 +124,20 @@ def main() -> None:
             raise SystemExit(f"check: more than {TOLERANCE:.0e} off")
 
 
+def at_least_one(text: str) -> int:
+    """A count that is given on the command line."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     """Return the options; a batch that cannot be split evenly ends the program."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stage", type=int, default=2, choices=range(4), help="ZeRO stage")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
+    parser.add_argument("--steps", type=at_least_one, default=60, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=512, help="pairs in a batch, over all ranks")
     parser.add_argument("--chunks", type=int, default=8, help="backward passes of a rank in a step")
     parser.add_argument("--width", type=int, default=64, help="size of an embedding")

@@ -199,14 +199,23 @@ def check_bytes(engine: Engine, count: int, gradients: int, say: Any) -> None:
             raise SystemExit(f"{kind}: {n:,} bytes, and {wanted[kind]:,} claimed")
 
 
+def at_least_one(text: str) -> int:
+    """A count that is given on the command line."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     """Return the options; a batch that cannot be split evenly ends the program."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     parser.add_argument("--model", default="gpt2", choices=["gpt2", "llama"])
     ways = ["none", "reentrant", "nonreentrant"]
     parser.add_argument("--checkpointing", default="none", choices=ways, help="of activations")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--steps", type=at_least_one, default=40, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=32, help="samples of a step, over all ranks")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     parser.add_argument("--check", action="store_true", help="compare with plain PyTorch")

@@ -146,6 +146,14 @@ def axis_of(mesh: DeviceMesh | Axis | None) -> Axis:
                 fix='pass one dim of it, e.g. mesh["shard"].',
             )
         )
+    if mesh.get_coordinate() is None:
+        raise AxisError(
+            explain(
+                f"this process, rank {dist.get_rank()}, is not in the mesh {mesh.mesh.tolist()}.",
+                cause="a mesh of some of the ranks, and code that all of them run.",
+                fix="call this on the ranks of the mesh only, or give the others a mesh of theirs.",
+            )
+        )
     names = mesh.mesh_dim_names
     return _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
 

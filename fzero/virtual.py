@@ -39,6 +39,7 @@ class Here(NamedTuple):
     rank: int
     size: int
     exchange: Callable[[str, Any], list[Any]]
+    kept: dict[Any, Any]  # what is to live as long as this run of the rank
 
 
 def current_ranks() -> Here | None:
@@ -142,7 +143,7 @@ class _Baton:
             return self._exchange(rank, op, value)
 
         self.turn[rank].acquire()
-        _LOCAL.here = Here(rank, self.size, exchange)
+        _LOCAL.here = Here(rank, self.size, exchange, {})
         # On CUDA all backward passes share one device thread unless told otherwise; a rank that
         # waits there in a collective would stop every other rank.
         with torch.autograd.set_multithreading_enabled(False), ambient.entered():

@@ -1,6 +1,7 @@
 """A DeepSpeed-style config, a dict or a JSON file, as {dotted key: value}: checked, no tensors.
 
-Every key is used, or may only say what fzero does anyway, or is refused by name: none is ignored.
+Every key is used, or may only say what fzero does anyway, or is refused by name: none is ignored,
+but in a section that is switched off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fzero.adapter._config_keys import ALIASES, ONLY, REFUSED, USED
+from fzero.adapter._config_keys import ALIASES, OFF, ONLY, REFUSED, USED
 from fzero.errors import LayoutError, explain
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
@@ -85,6 +86,14 @@ def micro_batches(values: Mapping[str, Any], ranks: int) -> int | None:
 def _walk(section: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> None:
     for key, value in section.items():
         path = f"{prefix}{key}"
+        if "." in str(key):
+            _refuse(
+                f"config: the key {key!r} has a dot.",
+                cause="a dotted path in the place of a section.",
+                fix='write {"zero_optimization": {"stage": 2}}.',
+            )
+        if _is_off(path, value):
+            continue
         if isinstance(value, str) and value == "auto":
             _refuse(
                 f'config: {path} = "auto".',
@@ -102,6 +111,15 @@ def _walk(section: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> Non
             _check_only(path, value)
         elif path not in _SECTIONS:
             _refuse_key(path, value)
+
+
+def _is_off(path: str, value: Any) -> bool:
+    """Whether a section is switched off: what else it says is for when it is on."""
+    if path not in OFF or not isinstance(value, Mapping):
+        return False
+    switch, off = OFF[path]
+    given = value.get(switch)
+    return given == off and type(given) is type(off)
 
 
 def _checked(path: str, value: Any) -> Any:

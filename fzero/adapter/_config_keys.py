@@ -112,7 +112,7 @@ ONLY = {
     "zero_optimization.cpu_offload": Only(False, _OFFLOAD),
     "zero_optimization.cpu_offload_param": Only(False, _OFFLOAD),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": Only(
-        False, "leave it out, and save engine.full_parameters()"
+        False, "leave it out, and save engine.full_state_dict()"
     ),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": Only(False, _OUT),
     "zero_optimization.stage3_allgather_sequential": Only(False, _OUT),
@@ -144,7 +144,7 @@ REFUSED = {
     "zero_optimization.offload_param": _OFFLOAD,
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "leave it out, and save engine.full_parameters()"
+        "leave it out, and save engine.full_state_dict()"
     ),
     "seq_parallel_communication_data_type": "leave it out: there is no sequence parallelism",
     "fp16": _FP16,
@@ -173,6 +173,20 @@ REFUSED = {
     "quantize_training": "do it in the model",
 }
 """The keys that are refused whatever they say, and all below them, with what to do instead."""
+
+OFF = {
+    **{
+        name: ("enabled", False)
+        for name in (
+            *("fp16", "amp", "torch_autocast", "flops_profiler", "comms_logger", "tensorboard"),
+            *("wandb", "csv_monitor", "comet", "autotuning", "elasticity", "data_efficiency"),
+            *("curriculum_learning", "progressive_layer_drop", "eigenvalue"),
+        )
+    },
+    "zero_optimization.offload_param": ("device", "none"),
+    "zero_optimization.offload_optimizer": ("device", "none"),
+}
+"""Sections that are off when this key has this value."""
 
 ALIASES = {
     "bfloat16": "bf16",

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fzero.adapter._config import config_error
 from fzero.adapter._config_keys import OPTIMIZER_PARAMS
 from fzero.adapter._engine import Engine
-from fzero.adapter._optimizer import Factory
+from fzero.adapter._optimizer import WHOLE, Factory
 
 Schedule = LRScheduler | Callable[[Optimizer], LRScheduler]
 
@@ -55,14 +55,23 @@ def configured(optimizer: Optimizer | Factory | None, values: Mapping[str, Any])
     _check_params(name, params, cls)
     factory: Factory = partial(cls, **params)
     try:
-        factory([nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError, RuntimeError) as error:
+        _try(factory)
+    except Exception as error:  # whatever it is, it comes from these values
         raise config_error(
-            f"config: optimizer.params: {error}",
+            f"config: optimizer.params = {params}: {type(error).__name__}: {error}",
             cause=f"a value that torch.optim.{cls.__name__} does not take.",
             fix="give the values of its documentation.",
         ) from error
     return factory
+
+
+def _try(factory: Factory) -> None:
+    """Make one, and one update of a scalar: some values are found out only by that."""
+    p = nn.Parameter(torch.zeros(1))
+    made = factory([p])
+    if not isinstance(made, WHOLE):  # those are refused later, by name
+        p.grad = torch.zeros_like(p)
+        made.step()
 
 
 def _adam(kind: str, params: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from fzero.collectives import InFlight, exchange_ids, start_exchange
 from fzero.errors import AxisError, PhaseError, explain
 from fzero.lazy import PeerFailedError
 from fzero.mesh import Axis, own_group
+from fzero.virtual import current_ranks
 
 AT_ONCE = 8
 """How much a rank may ask for in one exchange."""
@@ -218,18 +219,20 @@ def private_axis(axis: Axis, *, asks: bool) -> tuple[Axis, Exchange | None]:
 
 def shared_exchange(axis: Axis) -> Exchange:
     """The one exchange of the engines on `axis`, with a process group of its own. A collective."""
-    here = axis, axis.rank  # virtual ranks share a process
-    found = _EXCHANGES.get(here)
+    ranks = current_ranks()
+    if ranks is not None:  # they share a process, and live for one run
+        return ranks.kept.setdefault(axis, Exchange(axis))
+    found = _EXCHANGES.get(axis)
     try:
         alive = found is not None and found.axis.group() is not None
     except AxisError:  # torch.distributed was shut down and started again
         alive = False
     if found is None or not alive:
-        found = _EXCHANGES[here] = Exchange(own_group(axis))
+        found = _EXCHANGES[axis] = Exchange(own_group(axis))
     return found
 
 
-_EXCHANGES: dict[tuple[Axis, int], Exchange] = {}
+_EXCHANGES: dict[Axis, Exchange] = {}
 """Kept for the process: when an engine is garbage differs by rank, so a count would, too."""
 
 

@@ -58,7 +58,8 @@ def initialize(
         train_micro_batch_size_per_gpu              none        accumulation x ranks, which also
         gradient_accumulation_steps                 1           gives the one left out
         managed_gradient_accumulation               true        see below
-        gradient_clipping                           1.0         max_norm; 0 is off
+        gradient_clipping                           1.0         max_norm; 0 is off (DeepSpeed's
+                                                                default until 0.19 was 0)
         communication_data_type                     none        the parameters' dtype
         data_types.grad_accum_dtype                 none        the model's (fp32 is better)
         data_types.param_dtype                      none        must agree with bf16.enabled

@@ -18,7 +18,7 @@ Factory = Callable[[list[nn.Parameter]], Optimizer]
 States = Mapping[str, dict[str, Any]]
 """Optimizer state by parameter path, then by name."""
 
-_WHOLE = tuple(
+WHOLE = tuple(
     getattr(torch.optim, name)
     for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon")
     if hasattr(torch.optim, name)
@@ -116,7 +116,7 @@ def _made_for(factory: Factory, rows: list[nn.Parameter]) -> Optimizer:
 
 def require_elementwise(kind: type[Optimizer], ranks: int) -> None:
     """Raise `LayoutError` for optimizers that need whole matrices, or a closure."""
-    if not issubclass(kind, _WHOLE) or (ranks == 1 and not issubclass(kind, torch.optim.LBFGS)):
+    if not issubclass(kind, WHOLE) or (ranks == 1 and not issubclass(kind, torch.optim.LBFGS)):
         return
     raise LayoutError(
         explain(

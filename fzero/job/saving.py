@@ -10,11 +10,12 @@ A run writes into its folder OUT:
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import fzero
-from fzero.checkpoint import read_extra, save
+from fzero.checkpoint import CheckpointError, read_extra, save
 from fzero.errors import LayoutError, explain
 
 LATEST = "latest"
@@ -38,6 +39,21 @@ def save_run(out: Path, state: fzero.TrainState, facts: dict[str, Any]) -> Path:
         partial.write_text(folder.name)
         os.replace(partial, out / LATEST)  # at once: a reader never sees half a name
     return folder
+
+
+def require_writable(out: Path) -> None:
+    """Raise `CheckpointError` if `out` does not take a file: now, and not after the last step."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise CheckpointError(
+            explain(
+                f"--out {out}: {error.strerror or error}.",
+                cause="a folder that this user may not write to, or a full disk.",
+                fix="give another --out.",
+            )
+        ) from error
 
 
 def find_checkpoint(resume: Path) -> Path:

@@ -19,7 +19,7 @@ from fzero.checkpoint import load
 from fzero.errors import FzeroError, explain
 from fzero.job.finish import finish
 from fzero.job.progress import make_progress
-from fzero.job.saving import find_checkpoint, read_facts, save_run
+from fzero.job.saving import find_checkpoint, read_facts, require_writable, save_run
 from fzero.job.settings import changed_course, saved_form, settle
 from fzero.job.step import Job, make_batches, make_job, make_optimizer
 from fzero.job.stop import StopSignals
@@ -45,6 +45,7 @@ def train(given: dict[str, Any]) -> int:
     facts = read_facts(folder) if folder else {}
     place = {"out": folder.parent} if folder else {}  # a resumed run goes on where it was
     settings = settle({**place, **given}, facts.get("settings"))
+    require_writable(settings.output.out)
     job, params = make_job(settings)
     state = job.step.init(params, make_optimizer(settings))
     if folder:

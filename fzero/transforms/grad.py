@@ -32,8 +32,10 @@ def grad_and_reduce(
 
     L_r = fn(params, *args) on rank r, a scalar tensor. `value` is this rank's own L_r
     (`fzero.pmean` averages it); with `has_aux`, fn returns (loss, aux) and g returns
-    (state', (value, aux)). Calls add up. While a coalescing window is open the gradient stays
-    local; otherwise it is reduced now: all-reduced at stages 0 and 1, reduce-scattered at 2 and 3.
+    (state', (value, aux)), the tensors of the pytree aux detached (one in an object that optree
+    does not know is not seen, and stays as it is). Calls add up. While a coalescing window is open
+    the gradient stays local; otherwise it is reduced now: all-reduced at stages 0 and 1,
+    reduce-scattered at 2 and 3.
 
     state: a `TrainState`, or a pytree of them (several models under one loss): then fn is given
         the matching pytree of params, and the pytree of states comes back.

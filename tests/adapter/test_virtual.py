@@ -58,3 +58,26 @@ def test_virtual_ranks_and_gloo_ranks_give_the_same_bits(world_size: int) -> Non
         for rank in range(world_size):
             assert torch.equal(found[rank], real[rank][stage]), f"stage {stage}, rank {rank}"
             assert torch.equal(found[rank], found[0])
+
+
+@pytest.mark.parametrize("features", [(3, 3), (3, 5)])
+def test_virtual_ranks_come_to_two_engines_of_stage_3_in_another_order(
+    features: tuple[int, int],
+) -> None:
+    def outputs(x: Tensor) -> Tensor:
+        modules = []
+        for seed, width in enumerate(features):
+            torch.manual_seed(seed)
+            modules.append(nn.Linear(3, width))
+        plain = [module(x).sum().item() for module in modules]
+        engines = [Engine(module, torch.optim.SGD, stage=3) for module in modules]
+        order = [0, 1] if fzero.axis_index() == 0 else [1, 0]
+        found = {at: engines[at](x).sum() for at in order}
+        sum(found.values()).backward()
+        for engine in engines:
+            engine.step()
+        return torch.tensor(plain) - torch.stack([found[0], found[1]]).detach()
+
+    for _ in range(2):  # the second run has nothing of the first
+        found = fzero.simulate(outputs, world_size=2)(torch.ones(2, 1, 3))
+        assert found.abs().max() < 1e-6

@@ -136,3 +136,12 @@ def test_info_says_when_a_launcher_started_it(
     monkeypatch.setenv("RANK", "1")
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["torchrun"]["RANK"] == "1"
+
+
+def test_a_folder_that_takes_no_file_is_told_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "a file"
+    taken.write_text("no folder")
+    assert main(["train", "--steps", "1000000", "--out", str(taken), *SMALL]) != 0
+    assert f"--out {taken}" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import importlib
 import os
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -164,8 +164,13 @@ def own_group(axis: Axis) -> Axis:
     What goes over it has an order of its own: two engines under one loss, or a user's own
     collectives, may come in another order on each rank.
     """
-    if axis.runtime is not Runtime.PROCESSES:
+    if axis.runtime is Runtime.LOCAL:
         return axis
+    here = current_ranks()
+    if here is not None:
+        # Their collectives have one order for all: the name only tells whose came where.
+        number = here.kept[own_group] = here.kept.get(own_group, 0) + 1
+        return replace(axis, group_name=f"group {number}")
     ranks = dist.get_process_group_ranks(axis.group())
     local = len(ranks) < dist.get_world_size()  # only the ranks of the axis come here
     timeout = _timeout_of(axis.group())

@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from fzero.errors import LayoutError, explain
 from fzero.packing import pack, unpack
@@ -182,7 +182,9 @@ def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpe
                 explain(
                     f"parameter {path} is {problem}.",
                     cause="something that is not a dense real tensor is among the parameters.",
-                    fix="give it to the loss as an argument or a closure, or convert it "
+                    fix="apply, params = fzero.functionalize(module) has its parameters."
+                    if isinstance(leaf, Module)
+                    else "give it to the loss as an argument or a closure, or convert it "
                     "(torch.as_tensor, view_as_real, to_dense).",
                 )
             )

@@ -316,11 +316,12 @@ def _whole_copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _require_shape(held: Tensor, value: Tensor, path: str) -> None:
-    if tuple(value.shape) != tuple(held.shape):
+def _require_shape(held: Tensor, value: Any, path: str) -> None:
+    shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if shape != tuple(held.shape):
         raise LayoutError(
             explain(
-                f"{path} has the shape {tuple(held.shape)}, the new value {tuple(value.shape)}.",
+                f"{path} has the shape {tuple(held.shape)}, the new value {shape}.",
                 cause="a flattened or transposed value.",
                 fix="give the full value, in the shape of the parameter.",
             )

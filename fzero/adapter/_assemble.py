@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fzero.adapter._backward import Backward
+from fzero.adapter._backward import OF_ENGINE, Backward
 from fzero.adapter._bucket import Bucket
 from fzero.adapter._exchange import Exchange, Lockstep, private_axis
 from fzero.adapter._optimizer import (
@@ -34,7 +34,7 @@ from fzero.collectives import assert_same_everywhere, gather_many, told_everywhe
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
-from fzero.placeholder import placeholders
+from fzero.placeholder import LazyParam, placeholders
 from fzero.state.accumulation import Accumulation
 from fzero.transforms._modes import require_autograd
 
@@ -195,6 +195,16 @@ def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
         )
     params = named_parameters(module)
     for path, p in params.items():
+        if _has_engine(p):
+            raise PhaseError(
+                explain(
+                    f"{path} belongs to an engine that is open.",
+                    cause="a notebook cell that made the engine was run again, or two modules "
+                    "share a parameter.",
+                    fix="call close() on that engine first; for a shared part, make one engine of "
+                    "a module that has all of it.",
+                )
+            )
         if is_lazy(p):
             raise LayoutError(
                 explain(
@@ -213,6 +223,12 @@ def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
                 )
             )
     return params  # type: ignore[return-value]
+
+
+def _has_engine(p: Tensor) -> bool:
+    hooks = p._post_accumulate_grad_hooks or {}
+    taken = isinstance(p, LazyParam) and isinstance(p.gatherer, Source)
+    return taken or any(getattr(hook, OF_ENGINE, False) for hook in hooks.values())
 
 
 def _require_no_weak_references(module: nn.Module, params: Mapping[str, Tensor]) -> None:

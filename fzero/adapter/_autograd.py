@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from fzero.virtual import current_ranks
 
 _NEEDED = ("_current_graph_task_id", "_will_engine_execute_node")
 
@@ -24,10 +27,13 @@ def current_graph_task() -> int | None:
 def called_by_autograd_grad() -> bool:
     """Whether `torch.autograd.grad` is running, which accumulates no gradient anywhere.
 
-    On a GPU this is asked in the device's thread, while the caller waits in another.
+    On a GPU this is asked in the device's thread, while the caller waits in another. A virtual
+    rank's backward runs in its own thread, and another rank may be in a call of its own.
     """
     wanted = torch.autograd.grad.__code__
-    for top in sys._current_frames().values():
+    frames = sys._current_frames()
+    own = current_ranks() is not None
+    for top in [frames[threading.get_ident()]] if own else frames.values():
         frame: Any = top
         while frame is not None:
             if frame.f_code is wanted:

@@ -30,6 +30,9 @@ from fzero.state.buckets import Buckets
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
 
+OF_ENGINE = "of_engine"
+"""What an engine's hooks on parameters have set."""
+
 Learning = tuple[Tensor, int, int]
 """A parameter that learns, the number of its bucket, and its position in it."""
 
@@ -111,6 +114,7 @@ class Backward:
                 )
                 self._on_gradient(number, full)
 
+        vars(on_gradient)[OF_ENGINE] = True
         return on_gradient
 
     def _on_gradient(self, number: int, full: bool) -> None:
@@ -244,9 +248,10 @@ class Backward:
         else:
             fired, waiting = self.hooks.hooks_fired_this_backward > 0, self._reducer.waiting()
             self.buckets, effects = launching.finish(self.buckets, waiting)
-            # torch.autograd.grad of an output brings no gradient, and every rank knows that;
-            # a backward that passes every parameter by may do so on this rank only.
-            if self._source is None and not (fired or waiting) and called_by_autograd_grad():
+            # torch.autograd.grad of an output brings no gradient, and every rank knows that (what
+            # waits, on some of them perhaps, goes on waiting); a backward that passes every
+            # parameter by may do so on this rank only.
+            if self._source is None and not fired and called_by_autograd_grad():
                 effects = ()
             counts = self._launch(effects)
             if counts:

@@ -125,6 +125,18 @@ class Engine(Access):
 
     # Forward and backward.
 
+    def __repr__(self) -> str:
+        if self._closed:
+            return "Engine(closed)"
+        plan, state = self._parts.plan, self._parts.backward.accumulation
+        numel = sum(leaf.numel for leaf in plan.layout.leaves)
+        return (
+            f"Engine({type(self.module).__name__}, stage={self.stage}, {self.axis}, "
+            f"{numel:,} parameters in {len(plan.layout.groups)} groups, "
+            f"{type(self.optimizer).__name__}, {state.updates} updates, "
+            f"{state.backwards} backwards since)"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. `engine.module(...)` does the same."""
         try:
@@ -169,12 +181,15 @@ class Engine(Access):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw away every gradient since the last update. No collective.
+        """Throw away every gradient since the last update.
 
+        Every rank calls it: at stage 3, outside of a window, they wait for each other.
         Either `set_to_none`, torch's argument, means the same: the engine keeps no p.grad. With
         `gradient_accumulation_steps` the accumulation starts again, with a warning.
         """
         self._norm = None
+        if not self._parts.backward.accumulation.window:
+            self._meet()
         every = self.options.updating.gradient_accumulation_steps
         if message := acc.thrown_away(self._parts.backward.accumulation, every):
             warnings.warn(message, UserWarning, stacklevel=2)

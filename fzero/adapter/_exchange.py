@@ -221,7 +221,9 @@ def shared_exchange(axis: Axis) -> Exchange:
     """The one exchange of the engines on `axis`, with a process group of its own. A collective."""
     ranks = current_ranks()
     if ranks is not None:  # they share a process, and live for one run
-        return ranks.kept.setdefault(axis, Exchange(axis))
+        if axis not in ranks.kept:
+            ranks.kept[axis] = Exchange(own_group(axis))
+        return ranks.kept[axis]
     found = _EXCHANGES.get(axis)
     try:
         alive = found is not None and found.axis.group() is not None

@@ -69,7 +69,8 @@ class Forward:
         if self._depth > 1:
             return
         self._foreign = in_transform() or self._with_other_tensors()
-        self._own = not self._foreign and self._parts.backward.forward_begins()
+        with torch.inference_mode(False), torch.no_grad():  # what waits is for training
+            self._own = not self._foreign and self._parts.backward.forward_begins()
         if self._own:
             self._require_same()
             self._parts.parameters.follow_all()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.adapter._exchange import Ask, Lockstep, Member
@@ -191,6 +192,9 @@ class Source:
             self._do(transitions.let_go, peeked)
 
     def _do(self, transition: Callable[..., Any], *event: Any) -> None:
+        if torch.is_inference_mode_enabled():  # what is gathered here may be kept for training
+            with torch.inference_mode(False), torch.no_grad():
+                return self._do(transition, *event)
         self.state, effects = transition(self.state, *event)
         for effect in effects:
             self._run(effect)

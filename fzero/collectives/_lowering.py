@@ -166,7 +166,8 @@ def begin_exchange(codes: Sequence[int], axis: Axis, *, width: int) -> Started:
     note("agree", axis, width * axis.size, torch.int64)
     filled = [*codes, *(0 for _ in range(width - len(codes)))]
     if axis.runtime is Runtime.VIRTUAL:
-        return given([torch.tensor(_ranks(axis).exchange("agree", filled))], axis)
+        everyone = _ranks(axis).exchange(f"agree {width} {axis.group_name}", filled)
+        return given([torch.tensor(everyone)], axis)
     group = axis.group()
     device = torch.device("cpu")
     if not _backend_of(group, device):
@@ -275,7 +276,7 @@ def _swap(op: str, values: Sequence[Tensor], axis: Axis) -> list[tuple[Tensor, .
     # Copies, as a wire would make: a rank that runs on may overwrite what it has handed in
     # before the others, whose turn comes later, have read it.
     handed = [v.clone() for v in values]
-    per_rank = _ranks(axis).exchange(f"{op}[{', '.join(shapes)}]", handed)
+    per_rank = _ranks(axis).exchange(f"{op}[{', '.join(shapes)}] {axis.group_name}", handed)
     return list(zip(*per_rank, strict=True))
 
 

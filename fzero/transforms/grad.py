@@ -11,7 +11,7 @@ import optree
 from torch import Tensor
 
 from fzero.collectives import gather_many
-from fzero.errors import AxisError, PhaseError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.lazy import Gatherer, PeerFailedError, defer
 from fzero.mesh import Axis, enter, leave
 from fzero.packing import cut, seat_shape, unpack
@@ -55,6 +55,14 @@ def grad_and_reduce(
         >>> loss, fzero.gradients(state)["w"]
         (tensor(6.), tensor([2.]))
     """
+    if not callable(fn):
+        raise LayoutError(
+            explain(
+                f"grad_and_reduce got a {type(fn).__name__} in the place of the loss.",
+                cause="its arguments in another order, or a loss that was called already.",
+                fix="pass the function: grad_and_reduce(loss, state)(batch).",
+            )
+        )
     states, treespec = flatten_states("grad_and_reduce", state)
     for one in states:
         check_alive(one)

@@ -71,6 +71,7 @@ def init(
         (2, tensor([1., 1., 1., 1.]))
     """
     require_autograd("init")
+    check_flags(lockstep=lockstep, ordered=ordered)
     stage = check_stage(stage)
     _check_bucket(bucket_bytes)
     axis = axis_of(mesh)
@@ -130,6 +131,19 @@ def check_stage(stage: Any) -> int:
             fix="use 0 (replicas), 1 (+ optimizer sharded), 2 (+ gradients) or 3 (+ parameters).",
         )
     )
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise `LayoutError` for what is neither True nor False: "no" would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise LayoutError(
+                explain(
+                    f"{name}={value!r}.",
+                    cause="a word from a config file or a command line.",
+                    fix="pass True or False.",
+                )
+            )
 
 
 def as_keep(keep: str | Keep) -> Keep:

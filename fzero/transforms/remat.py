@@ -60,7 +60,7 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
             outputs = _Remat.apply(call, *call.held, *call.tensors)
             return call.unflatten(outputs)
 
-        recomputed.__name__ = f"remat . {describe(inner)}"
+        recomputed.__name__ = recomputed.__qualname__ = f"remat . {describe(inner)}"
         return recomputed
 
     return wrap if fn is None else wrap(fn)

@@ -16,7 +16,7 @@ from fzero.state import Keep, TrainState
 from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._pipeline import Step, require_order, returned_pair
 from fzero.transforms._states import flatten_states, map_states
-from fzero.transforms.init import BUCKET_BYTES, as_keep, check_stage, init
+from fzero.transforms.init import BUCKET_BYTES, as_keep, check_flags, check_stage, init
 
 
 def shard(
@@ -35,9 +35,10 @@ def shard(
 ) -> Any:
     """Run `fn(state, *args) -> (state, aux)` on states partitioned as ZeRO `stage` says.
 
-    `step.init(params, optimizer)` makes such a state; every other option is that of
-    `fzero.init`. The arguments stay each rank's own. With stage 0 on one rank it is the
-    identity. Use it outermost (only `simulate` goes around it); usable as `@fzero.shard(stage=2)`.
+    `step.init(params, optimizer)` makes such a state; every other option is that of `fzero.init`,
+    and counts there: a state that was made elsewhere keeps its own. The arguments stay each rank's
+    own. With stage 0 on one rank it is the identity. Use it outermost, but for `simulate`; usable
+    as `@fzero.shard(stage=2)`.
 
     donate: `apply_gradients` then writes into the buffers of the state it is given, at fused
         speed and without a second copy. That state, and every state that shares its buffers, is
@@ -60,6 +61,7 @@ def shard(
         {'w': tensor([0.5000, 0.5000])}
     """
     stage, keep = check_stage(stage), as_keep(keep)
+    check_flags(donate=donate, lockstep=lockstep, ordered=ordered)
     init_state = functools.partial(
         init,
         stage=stage,
@@ -88,18 +90,14 @@ def shard(
             never_around=("shard", "simulate"),
             right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         )
-        shown = _shown(stage, keep, lockstep=lockstep, donate=donate)
+        shown: dict[str, Any] = {"stage": stage}
+        shown |= {} if keep is Keep.UNIT else {"keep": keep.value}
+        shown |= {} if bucket_bytes == BUCKET_BYTES else {"bucket_bytes": bucket_bytes}
+        flags = {"lockstep": lockstep, "ordered": ordered, "donate": donate}
+        shown |= {name: True for name, on in flags.items() if on}
         return Step("shard", inner, around, options=shown, init=init_state)
 
     return wrap if fn is None else wrap(fn)
-
-
-def _shown(stage: int, keep: Keep, *, lockstep: bool, donate: bool) -> dict[str, Any]:
-    """The options that a pipeline shows: the stage, and what is not the default."""
-    shown: dict[str, Any] = {"stage": stage}
-    shown |= {"keep": keep.value} if keep is not Keep.UNIT else {}
-    shown |= {"lockstep": True} if lockstep else {}
-    return shown | ({"donate": True} if donate else {})
 
 
 def _donating(state: TrainState, donate: bool) -> TrainState:

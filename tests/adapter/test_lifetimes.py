@@ -1,0 +1,125 @@
+"""Engines that are made twice, gradients thrown away by ranks that are apart, inference between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fzero.adapter import Engine
+from fzero.errors import LayoutError, PhaseError
+from tests.adapter.plain import STAGES, Draw, check_program, engine_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 2, dtype=torch.float64)
+
+
+def twice_body(rank: int, world_size: int) -> None:
+    """A module, or a part of it, has one open engine at most."""
+    for stage in STAGES:
+        engine = engine_of(linear, stage)
+        whole = nn.Sequential(engine.module, linear())
+        for second in STAGES:
+            for module in (engine.module, whole):
+                with pytest.raises(PhaseError, match="belongs to an engine that is open"):
+                    Engine(module, torch.optim.SGD, stage=second)
+        engine(Draw(rank, 0)(2, 3)).sum().backward()
+        assert engine.full_gradient("bias").tolist() == [2.0, 2.0]
+        assert engine.step()
+        assert "Linear, stage=" in repr(engine) and "1 updates" in repr(engine)
+        engine.close()
+        assert repr(engine) == "Engine(closed)"
+        Engine(whole, torch.optim.SGD, stage=stage).close()
+
+
+def apart_body(rank: int, world_size: int) -> None:
+    """Ranks that run another number of backwards before they throw the gradients away."""
+    engine, x = engine_of(linear, 3), torch.ones(1, 3).double()
+    for zero_grad in (engine.zero_grad, engine.optimizer.zero_grad):
+        for _ in range(1 + rank):
+            engine(x).sum().backward()
+        zero_grad()
+        (10 * engine(x)).sum().backward()
+        assert engine.full_gradient("bias").tolist() == [10.0, 10.0]
+        engine.step()
+    with engine.coalesce():
+        for _ in range(1 + rank):  # in a window nothing is reduced, and nobody waits
+            engine(x).sum().backward()
+            engine.zero_grad()
+        engine(x).sum().backward()
+    assert engine.full_gradient("bias").tolist() == [1.0, 1.0]
+    engine.close()
+
+
+def inference_program(e: Any, draw: Draw) -> None:
+    """Gradients wait while somebody looks at the model in inference mode."""
+    with e.coalesce():
+        e(draw(2, 3)).sum().backward()
+        with torch.inference_mode():
+            e(draw(2, 3))
+        e(draw(2, 3)).square().sum().backward()
+    module = getattr(e, "module", e)
+    module.a(draw(2, 3)).sum().backward()
+    with torch.inference_mode():
+        e(draw(2, 3))
+    e(draw(2, 3)).square().sum().backward()
+
+
+def inference_body(rank: int, world_size: int) -> None:
+    check_program(rank, world_size, TwoParts, inference_program, steps=3)
+
+
+def slopes_program(e: Any, draw: Draw) -> None:
+    """Gradients wait on some ranks only while all of them take a slope by the input."""
+    with e.no_sync():
+        for _ in range(draw.rank):
+            e(draw(2, 3)).sum().backward()
+    x = draw(2, 3).requires_grad_()
+    (slope,) = torch.autograd.grad(e(x).square().sum(), x)
+    e(slope.detach()).sum().backward()
+
+
+def slopes_body(rank: int, world_size: int) -> None:
+    check_program(rank, world_size, TwoParts, slopes_program, stages=(0, 1, 2), steps=3)
+
+
+class TwoParts(nn.Module):
+    """A part that is also run by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), nn.Linear(2, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def shapes_body(rank: int, world_size: int) -> None:
+    engine = engine_of(linear, 2)
+    wrong: Any
+    for wrong in (1.0, torch.ones(3), None):
+        with pytest.raises(LayoutError, match=r"bias has the shape \(2,\)"):
+            engine.set_full_parameter("bias", wrong)
+    engine.close()
+
+
+@pytest.mark.parametrize("body", [twice_body, inference_body, shapes_body])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_engines_are_made_once_and_evaluation_leaves_what_waits_alone(
+    body: Any, world_size: int
+) -> None:
+    run_ranks(body, world_size, timeout_s=60)
+
+
+@pytest.mark.parametrize("body", [apart_body, slopes_body])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_are_apart_throw_away_and_keep_what_is_theirs(
+    body: Any, world_size: int
+) -> None:
+    run_ranks(body, world_size, timeout_s=60)

@@ -58,7 +58,7 @@ def configured(optimizer: Optimizer | Factory | None, values: Mapping[str, Any])
         _try(factory)
     except Exception as error:  # whatever it is, it comes from these values
         raise config_error(
-            f"config: optimizer.params = {params}: {type(error).__name__}: {error}",
+            f"config: optimizer.params: {error}; given are {params}.",
             cause=f"a value that torch.optim.{cls.__name__} does not take.",
             fix="give the values of its documentation.",
         ) from error

@@ -90,14 +90,19 @@ def shard(
             never_around=("shard", "simulate"),
             right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         )
-        shown: dict[str, Any] = {"stage": stage}
-        shown |= {} if keep is Keep.UNIT else {"keep": keep.value}
-        shown |= {} if bucket_bytes == BUCKET_BYTES else {"bucket_bytes": bucket_bytes}
         flags = {"lockstep": lockstep, "ordered": ordered, "donate": donate}
-        shown |= {name: True for name, on in flags.items() if on}
+        shown = _shown(stage, keep, bucket_bytes, flags)
         return Step("shard", inner, around, options=shown, init=init_state)
 
     return wrap if fn is None else wrap(fn)
+
+
+def _shown(stage: int, keep: Keep, bucket_bytes: int, flags: dict[str, bool]) -> dict[str, Any]:
+    """The options that a pipeline shows: the stage, and what is not the default."""
+    shown: dict[str, Any] = {"stage": stage}
+    shown |= {} if keep is Keep.UNIT else {"keep": keep.value}
+    shown |= {} if bucket_bytes == BUCKET_BYTES else {"bucket_bytes": bucket_bytes}
+    return shown | {name: True for name, on in flags.items() if on}
 
 
 def _donating(state: TrainState, donate: bool) -> TrainState:

@@ -135,7 +135,7 @@ class LazyParam(torch.Tensor):
                 f"{self!r} is to be {verb}; this rank has only a shard of it.",
                 cause="copy.deepcopy, torch.save, share_memory() or an averaged copy of a module "
                 "of stage 3.",
-                fix="engine.full_parameters() gives whole values on every rank; make the copy "
+                fix="engine.full_state_dict() has whole values on every rank, to save; make a copy "
                 "before the Engine, or after engine.close(), and load them into it.",
             )
         )

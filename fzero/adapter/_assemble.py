@@ -201,8 +201,8 @@ def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
                     f"{path} belongs to an engine that is open.",
                     cause="a notebook cell that made the engine was run again, or two modules "
                     "share a parameter.",
-                    fix="call close() on that engine first; for a shared part, make one engine of "
-                    "a module that has all of it.",
+                    fix="call close() on that engine first, or make the module anew if its name is "
+                    "lost; for a shared part, make one engine of a module that has all of it.",
                 )
             )
         if is_lazy(p):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from fzero.adapter._autograd import Callback, autograd_has_callbacks, called_by_autograd_grad
 from fzero.adapter._pytree import count_leaves_below
 from fzero.adapter._reducer import Reducer
+from fzero.errors import AxisError
 from fzero.state import accumulation as acc
 from fzero.state import buckets as launching
 from fzero.state import hooks
@@ -55,6 +57,7 @@ class Backward:
         self._callbacks = autograd_has_callbacks()
         self._learning = [p for p, _, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _, _ in learning]
+        self._sends = False  # this backward launches all its buckets, one after the other
         self._expected_by_count = 0
         self._failures = 0  # that all ranks knew of when the last backward began
         self._ticket: weakref.ref[Callback] | None = None
@@ -94,6 +97,7 @@ class Backward:
         if self.hooks.backward_active_depth:
             return
         self._reducer.settle()
+        self._sends = self._early and self._source is None and not called_by_autograd_grad()
         if self._source is not None:
             self._source.in_step, self._failures = True, self._source.exchange.failures
         self._apply(hooks.enter_backward)
@@ -160,8 +164,18 @@ class Backward:
                 self.abandon()
 
     def abandon(self) -> None:
-        """An exception ended a forward or backward. Starts no collective."""
+        """An exception ended a forward or backward.
+
+        Below stage 3 the buckets that the backward has not launched are, with nothing in them:
+        ranks that raised at another place, or not at all, then go on in step.
+        """
         running, self._ticket = self.hooks.backward_active_depth > 0, None
+        if running and self._sends and not self.accumulation.keeps:
+            self.accumulation = acc.saw_error(self.accumulation)
+            self._reducer.drop()
+            with suppress(AxisError):
+                for effect in launching.finish(self.buckets)[1]:
+                    self._reducer.launch(effect.buckets)
         self._apply(hooks.reset_for_new_step)
         if running or self._source is not None:  # there, all in flight is of what is abandoned
             self._drop()
@@ -198,6 +212,8 @@ class Backward:
             waiting = self.accumulation.waiting or accumulation.waiting
             self.accumulation = replace(acc.close_window(self.accumulation), waiting=waiting)
         else:
+            with suppress(AxisError):  # what is in flight is other ranks', who are not in a window
+                self._reducer.settle()
             self._drop()
             self.accumulation = accumulation
         if self._source is not None:

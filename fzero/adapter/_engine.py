@@ -77,7 +77,8 @@ class Engine(Access):
     max_live_parameters_numel, max_reuse_distance_numel, persistence_threshold_numel (default 0)
     and model_persistence_threshold_numel.
 
-    A parameter that got no gradient counts as one with a gradient of zero.
+    A parameter that got no gradient counts as one with a gradient of zero. There is no p.grad after
+    a backward, so torch.nn.utils.clip_grad_norm_ clips nothing: give `max_norm`.
 
     Raises `LayoutError` for wrong arguments, before the module is touched; `AxisError` when the
     ranks' models differ.

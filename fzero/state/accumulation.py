@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fzero.errors import PhaseError, explain
+
+_DROPPED = 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +20,13 @@ class Accumulation:
     window: str = ""  # "coalesce" or "no_sync" while one is open
     waiting: bool = False  # gradients of this rank that have not crossed ranks
     reduced: bool = False  # gradients that have
+    dropped: int = 0  # backwards since the last update that raised here, below stage 3
 
     @property
     def code(self) -> int:
-        """What is held, and from how many backwards, as a number for the other ranks."""
-        return int(self.waiting) + 2 * int(self.reduced) + 4 * self.backwards
+        """What is held, from how many backwards, as a number for the other ranks."""
+        held = int(self.waiting) + 2 * int(self.reduced) + 4 * self.backwards
+        return held + _DROPPED * self.dropped
 
     @property
     def keeps(self) -> bool:
@@ -65,6 +69,11 @@ def saw_backward(s: Accumulation) -> Accumulation:
     return replace(s, backwards=s.backwards + 1, reduced=True)
 
 
+def saw_error(s: Accumulation) -> Accumulation:
+    """A backward raised, and its gradients are gone."""
+    return replace(s, dropped=s.dropped + 1)
+
+
 def saw_local(s: Accumulation) -> Accumulation:
     """A gradient stays here for now: it came late, or outside of every backward."""
     return s if s.waiting else replace(s, waiting=True)
@@ -98,16 +107,25 @@ def call_step(s: Accumulation, every: int) -> tuple[Accumulation, bool]:
     return s, s.micro_steps >= every
 
 
-def agree(s: Accumulation, others: Iterable[int]) -> Accumulation:
+def agree(s: Accumulation, others: Sequence[int]) -> Accumulation:
     """What is held is what any rank holds, from as many backwards as the rank with the most.
 
-    `others` are the `code` of every rank.
+    `others` are the `code` of every rank. Raises `PhaseError` if a backward raised on some ranks
+    only: they have dropped what the others hold.
 
     Example:
         >>> agree(Accumulation(), [0, saw_local(Accumulation()).code]).waiting
         True
     """
-    codes = list(others)
+    codes, dropped = [c % _DROPPED for c in others], [c // _DROPPED for c in others]
+    if len(set(dropped)) > 1:
+        raise PhaseError(
+            explain(
+                f"backwards that raised, by rank: {dropped}; the gradients of the ranks differ.",
+                cause="an error in the backward of some ranks only, which caught it and went on.",
+                fix="call zero_grad() on every rank, and run these backwards again.",
+            )
+        )
     return replace(
         s,
         waiting=any(code & 1 for code in codes),

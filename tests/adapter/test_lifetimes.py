@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine
-from fzero.errors import LayoutError, PhaseError
-from tests.adapter.plain import STAGES, Draw, check_program, engine_of
+from fzero.errors import AxisError, LayoutError, PhaseError
+from tests.adapter.plain import STAGES, Draw, check_program, engine_of, same
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -89,6 +89,81 @@ def slopes_body(rank: int, world_size: int) -> None:
     check_program(rank, world_size, TwoParts, slopes_program, stages=(0, 1, 2), steps=3)
 
 
+class Fails(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+class Branches(nn.Module):
+    """A third part that some calls use, and a backward that raises below the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(3)]
+        self.a, self.b, self.extra = parts
+
+    def forward(self, x: Tensor, extra: bool = False, fails: bool = False) -> Tensor:
+        h = self.a(x)
+        h = self.b(Fails.apply(h) if fails else h)
+        return self.extra(h) if extra else h
+
+
+def failed_body(rank: int, world_size: int) -> None:
+    """All ranks raise in one backward, of which they had reduced other parts."""
+    for stage in STAGES:
+        for told in (True, False):
+            one, two = (engine_of(Branches, stage, bucket_bytes=1) for _ in range(2))
+            # At stage 3 the first one tells the others.
+            with pytest.raises((ZeroDivisionError, AxisError)):
+                loss = one(Draw(rank, 0)(2, 3), rank == 0, True).sum()
+                one.backward(loss) if told else loss.backward()
+            for engine in (one, two):
+                engine(Draw(rank, 1)(2, 3)).square().sum().backward()
+            same(f"stage {stage}", one.full_gradients(), two.full_gradients(), 0)
+            for engine in (one, two):
+                engine.step()
+                engine.close()
+
+
+def served_body(rank: int, world_size: int) -> None:
+    """A window that raises, on ranks with other numbers of backwards, loses nobody else's."""
+    engine, x = engine_of(linear, 3), torch.ones(1, 3).double()
+    with pytest.raises(ZeroDivisionError), engine.coalesce():
+        for _ in range(2 * rank):
+            engine(x)
+        raise ZeroDivisionError
+    for _ in range(1 if rank else 2):
+        engine(x).sum().backward()
+    wanted = (world_size + 1) / world_size
+    assert engine.full_gradient("bias").tolist() == [wanted] * 2
+    engine.close()
+
+
+def alone_body(rank: int, world_size: int) -> None:
+    """One rank raises in its backward and goes on: below stage 3 all are told at the update."""
+    for stage in (0, 1, 2):
+        engine = engine_of(Branches, stage, bucket_bytes=1)
+        loss = engine(Draw(rank, 0)(2, 3), fails=rank == 0).sum()
+        if rank == 0:
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(loss)
+        else:
+            engine.backward(loss)
+        with pytest.raises(PhaseError, match="the gradients of the ranks differ"):
+            engine.step()
+        engine.zero_grad()
+        engine(Draw(rank, 1)(2, 3)).sum().backward()
+        assert engine.step()
+        engine.close()
+
+
 class TwoParts(nn.Module):
     """A part that is also run by itself."""
 
@@ -117,7 +192,7 @@ def test_engines_are_made_once_and_evaluation_leaves_what_waits_alone(
     run_ranks(body, world_size, timeout_s=60)
 
 
-@pytest.mark.parametrize("body", [apart_body, slopes_body])
+@pytest.mark.parametrize("body", [apart_body, slopes_body, failed_body, served_body, alone_body])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_are_apart_throw_away_and_keep_what_is_theirs(
     body: Any, world_size: int

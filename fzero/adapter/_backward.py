@@ -61,6 +61,8 @@ class Backward:
         self._expected_by_count = 0
         self._failures = 0  # that all ranks knew of when the last backward began
         self._ticket: weakref.ref[Callback] | None = None
+        if self._source is not None:
+            self._source.exchange.watch(self.settle_abandoned)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook_of(number, position))
             for p, number, position in learning

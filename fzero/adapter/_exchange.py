@@ -14,7 +14,7 @@ in another order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Protocol
@@ -59,7 +59,9 @@ class Exchange:
         self.axis = axis
         self._members: dict[int, weakref.ref[Serving]] = {}
         self._joined = 0
+        self._watched: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
         self._posted: tuple[InFlight, Sequence[int]] | None = None
+        self._telling = False
         self.failures = 0  # told or heard of, so far: the same on every rank
 
     def join(self, engine: Serving) -> Member:
@@ -71,9 +73,17 @@ class Exchange:
     def leave(self, number: int) -> None:
         """Take an engine out."""
         self._members.pop(number, None)
+        self._watched.pop(number, None)
+
+    def watch(self, number: int, look: Callable[[], None]) -> None:
+        """Call `look`, which may `fail`, before anything is posted: by whatever engine."""
+        self._watched[number] = weakref.WeakMethod(look)
 
     def post(self, mine: Sequence[int]) -> None:
         """Tell what this rank asks for; it starts with the next call here."""
+        for method in () if self._telling else tuple(self._watched.values()):
+            if look := method():
+                look()
         self.settle()
         self._posted = start_exchange(mine, self.axis, width=AT_ONCE), mine
 
@@ -114,9 +124,13 @@ class Exchange:
 
     def fail(self) -> None:
         """Tell the others that this rank raised, unless one of them did and has told."""
-        with suppress(PeerFailedError):
-            self.post([_FAILED])
-            self.settle()
+        self._telling = True
+        try:
+            with suppress(PeerFailedError):
+                self.post([_FAILED])
+                self.settle()
+        finally:
+            self._telling = False
 
     def _abandon(self) -> None:
         self.failures += 1
@@ -172,6 +186,10 @@ class Member:
         """How often a rank has raised, and all were told."""
         return self._exchange.failures
 
+    def watch(self, look: Callable[[], None]) -> None:
+        """Call `look` before any engine posts."""
+        self._exchange.watch(self._number, look)
+
     def leave(self) -> None:
         """The engine is closed."""
         self._exchange.leave(self._number)
@@ -204,6 +222,9 @@ class Lockstep:
 
     def fail(self) -> None:
         """Nobody listens: the others wait for this rank's collectives until it ends."""
+
+    def watch(self, look: Callable[[], None]) -> None:
+        """Nobody is told."""
 
     def leave(self) -> None:
         """Nobody knows of this engine."""

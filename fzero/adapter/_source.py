@@ -147,6 +147,7 @@ class Source:
         """End a `hold`. What was written is taken from rank 0, and each rank keeps its rows."""
         axis = self.plan.axis
         if written:
+            self.exchange.meet(0)  # the broadcast is not asked for
             self._writable -= frozenset(units)
             flats = broadcast_from_first([self._flats[unit] for unit in units], axis)
             for unit, flat in zip(units, flats, strict=True):

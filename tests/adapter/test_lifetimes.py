@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter import Engine
+from fzero.adapter import Engine, gathered
 from fzero.errors import AxisError, LayoutError, PhaseError
 from tests.adapter.plain import STAGES, Draw, check_program, engine_of, same
 from tests.ranks import run_ranks
@@ -164,6 +164,37 @@ def alone_body(rank: int, world_size: int) -> None:
         engine.close()
 
 
+def unreached_body(rank: int, world_size: int) -> None:
+    """A plain backward of two engines of stage 3 raises on rank 0 before it reaches the first."""
+    first, second = (engine_of(lambda: nn.Linear(3, 3, dtype=torch.float64), 3) for _ in range(2))
+    x = torch.ones(1, 3).double()
+    second(first(x)).sum().backward()  # a good one
+    wanted = [engine.full_gradients() for engine in (first, second)]
+    between = first(x)
+    loss = second(Fails.apply(between) if rank == 0 else between).sum()
+    with pytest.raises((ZeroDivisionError, AxisError)):
+        loss.backward()
+        first.full_gradients()  # a rank that was through hears of it here
+    for engine, gradients in zip((first, second), wanted, strict=True):
+        same("only the good one", engine.full_gradients(), gradients, 0)
+        engine.close()
+
+
+def written_body(rank: int, world_size: int) -> None:
+    """Ranks that hold other units come to a write together."""
+    engine = engine_of(linear, 3, persistence_threshold_numel=100)
+    if rank == 1:
+        with torch.no_grad():
+            engine(torch.ones(1, 3).double())
+    engine.full_parameters()
+    with gathered(engine.module, modify=True) as values, torch.no_grad():
+        for value in values:
+            value.fill_(7.0)
+    for value in engine.full_parameters().values():
+        assert value.unique().tolist() == [7.0]
+    engine.close()
+
+
 class TwoParts(nn.Module):
     """A part that is also run by itself."""
 
@@ -192,7 +223,13 @@ def test_engines_are_made_once_and_evaluation_leaves_what_waits_alone(
     run_ranks(body, world_size, timeout_s=60)
 
 
-@pytest.mark.parametrize("body", [apart_body, slopes_body, failed_body, served_body, alone_body])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(apart_body, slopes_body, failed_body, served_body, alone_body),
+        *(unreached_body, written_body),
+    ],
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_are_apart_throw_away_and_keep_what_is_theirs(
     body: Any, world_size: int

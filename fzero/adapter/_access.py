@@ -275,18 +275,18 @@ class Access:
             )
         return index, position, optimizer.state[self._parts.rows.of[index]]
 
-    def _whole(self, index: int, rows: Tensor) -> Tensor:
+    def _whole(self, rows: Tensor) -> Tensor:
         """The flat [W l] of a group of which this rank has `rows`."""
         plan, flat = self._parts.plan, rows.detach().reshape(-1)
         return gather_many([flat], plan.axis)[0] if plan.placement is Placement.SHARDED else flat
 
     def _leaves(self, index: int, rows: Tensor) -> list[Tensor]:
         """The full leaves of a group of which this rank has `rows`."""
-        return unpack(self._parts.plan.layout, index, self._whole(index, rows))
+        return unpack(self._parts.plan.layout, index, self._whole(rows))
 
     def _written(self, index: int, position: int, rows: Tensor, value: Tensor, path: str) -> Tensor:
         """This rank's new rows of a group: those of `rows`, but for `value` at one leaf."""
-        plan, whole = self._parts.plan, self._whole(index, rows).clone()
+        plan, whole = self._parts.plan, self._whole(rows).clone()
         leaf = unpack(plan.layout, index, whole)[position]
         _require_shape(leaf, value, path)
         leaf.copy_(value)

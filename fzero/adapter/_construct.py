@@ -153,7 +153,7 @@ def gathered(
     lazy = [p for p in wanted if isinstance(p, LazyParam)]
     units: dict[int, tuple[Any, list[int]]] = {}
     for p in lazy:
-        owner, ids = units.setdefault(id(p.gatherer), (p.gatherer, []))
+        _, ids = units.setdefault(id(p.gatherer), (p.gatherer, []))
         if p.where[0] not in ids:
             ids.append(p.where[0])
     held: list[tuple[Any, list[int]]] = []
@@ -180,14 +180,15 @@ def _take_firsts(params: Sequence[Tensor], axis: Axis) -> None:
 def _listed(params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    listed = [params] if isinstance(params, Tensor) else list(params)
+    several = isinstance(params, Iterable) and not isinstance(params, Tensor)
+    listed: list[Any] = list(params) if several else [params]
     for p in listed:
         if not isinstance(p, Tensor):
             raise LayoutError(
                 explain(
                     f"gathered: expected parameters, got a {type(p).__name__}.",
-                    cause="names, or named_parameters(), which has pairs.",
-                    fix="pass a module, a parameter, or a list of parameters.",
+                    cause="names, named_parameters(), which has pairs, or an engine.",
+                    fix="pass a module (engine.module), a parameter, or a list of parameters.",
                 )
             )
     return listed

@@ -53,6 +53,32 @@ class LeafSpec:
     name_suffixes: Sequence[str] | str = ()
     granularity_threshold_numel: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what names no module."""
+        kinds: dict[str, tuple[type, ...]] = {
+            "classes": (str, type),
+            "names": (str,),
+            "name_suffixes": (str,),
+        }
+        for field, allowed in kinds.items():
+            value = getattr(self, field)
+            several = isinstance(value, Iterable) and not isinstance(value, str | type)
+            if not all(isinstance(one, allowed) for one in (value if several else [value])):
+                raise _bad_spec(field, value, "names" + (" or classes" if type in allowed else ""))
+        numel = self.granularity_threshold_numel
+        if isinstance(numel, bool) or not isinstance(numel, int):
+            raise _bad_spec("granularity_threshold_numel", numel, "a number of elements")
+
+
+def _bad_spec(field: str, value: object, wanted: str) -> LayoutError:
+    return LayoutError(
+        explain(
+            f"LeafSpec: {field}={value!r}.",
+            cause="a module itself, or a number that is no int.",
+            fix=f"give {wanted}, one or a list.",
+        )
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafModules:

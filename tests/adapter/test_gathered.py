@@ -150,6 +150,8 @@ def raising_body(rank: int, world_size: int) -> None:
         same_update(label, engine.full_parameters(), reference.parameters(), begin, rtol=1e-7)
         with pytest.raises(LayoutError, match="expected parameters"):
             gathered(dict(engine.module.named_parameters())).__enter__()  # type: ignore[arg-type]
+        with pytest.raises(LayoutError, match=r"engine\.module"):
+            gathered(engine).__enter__()  # type: ignore[arg-type]
         engine.close()
 
 

@@ -189,3 +189,19 @@ def test_what_is_nowhere_in_the_model_is_refused_with_what_comes_near(
     with pytest.raises(LayoutError, match=f"(?m){message}") as caught:
         find_leaf_modules(TREE, spec)
     assert "Fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "seen"),
+    [
+        ({"names": 3}, "names=3"),
+        ({"classes": [3]}, r"classes=\[3\]"),
+        ({"name_suffixes": [list]}, "name_suffixes="),
+        ({"granularity_threshold_numel": 1.5}, "granularity_threshold_numel=1.5"),
+        ({"granularity_threshold_numel": True}, "granularity_threshold_numel=True"),
+    ],
+)
+def test_a_spec_that_names_no_module_is_refused(wrong: Any, seen: str) -> None:
+    with pytest.raises(LayoutError, match=seen):
+        LeafSpec(**wrong)
+    assert LeafSpec(classes=("MoE", nn.Linear), names="a").names == "a"

@@ -61,7 +61,8 @@ def shard(
         {'w': tensor([0.5000, 0.5000])}
     """
     stage, keep = check_stage(stage), as_keep(keep)
-    check_flags(donate=donate, lockstep=lockstep, ordered=ordered)
+    flags = {"lockstep": lockstep, "ordered": ordered, "donate": donate}
+    check_flags(**flags)
     init_state = functools.partial(
         init,
         stage=stage,
@@ -76,8 +77,7 @@ def shard(
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(mesh)
-        states, _ = flatten_states("shard", state)
-        for one in states:
+        for one in flatten_states("shard", state)[0]:
             _check_state(one, stage, axis)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
@@ -90,7 +90,6 @@ def shard(
             never_around=("shard", "simulate"),
             right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         )
-        flags = {"lockstep": lockstep, "ordered": ordered, "donate": donate}
         shown = _shown(stage, keep, bucket_bytes, flags)
         return Step("shard", inner, around, options=shown, init=init_state)
 

@@ -172,12 +172,11 @@ class Backward:
         ranks that raised at another place, or not at all, then go on in step.
         """
         running, self._ticket = self.hooks.backward_active_depth > 0, None
-        if running and self._sends and not self.accumulation.keeps:
+        if running and self._sends and not self.accumulation.window:
             self.accumulation = acc.saw_error(self.accumulation)
-            self._reducer.drop()
             with suppress(AxisError):
                 for effect in launching.finish(self.buckets)[1]:
-                    self._reducer.launch(effect.buckets)
+                    self._reducer.launch_nothing(effect.buckets)
         self._apply(hooks.reset_for_new_step)
         if running or self._source is not None:  # there, all in flight is of what is abandoned
             self._drop()

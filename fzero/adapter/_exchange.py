@@ -61,7 +61,6 @@ class Exchange:
         self._joined = 0
         self._watched: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
         self._posted: tuple[InFlight, Sequence[int]] | None = None
-        self._telling = False
         self.failures = 0  # told or heard of, so far: the same on every rank
 
     def join(self, engine: Serving) -> Member:
@@ -76,14 +75,17 @@ class Exchange:
         self._watched.pop(number, None)
 
     def watch(self, number: int, look: Callable[[], None]) -> None:
-        """Call `look`, which may `fail`, before anything is posted: by whatever engine."""
+        """Call `look`, which may `fail`, before whatever engine goes on."""
         self._watched[number] = weakref.WeakMethod(look)
+
+    def look(self) -> None:
+        """Have every engine look whether its last backward raised."""
+        for method in tuple(self._watched.values()):
+            if look := method():
+                look()
 
     def post(self, mine: Sequence[int]) -> None:
         """Tell what this rank asks for; it starts with the next call here."""
-        for method in () if self._telling else tuple(self._watched.values()):
-            if look := method():
-                look()
         self.settle()
         self._posted = start_exchange(mine, self.axis, width=AT_ONCE), mine
 
@@ -124,13 +126,9 @@ class Exchange:
 
     def fail(self) -> None:
         """Tell the others that this rank raised, unless one of them did and has told."""
-        self._telling = True
-        try:
-            with suppress(PeerFailedError):
-                self.post([_FAILED])
-                self.settle()
-        finally:
-            self._telling = False
+        with suppress(PeerFailedError):
+            self.post([_FAILED])
+            self.settle()
 
     def _abandon(self) -> None:
         self.failures += 1
@@ -144,7 +142,7 @@ class Member:
 
     def __init__(self, exchange: Exchange, number: int) -> None:
         self._exchange, self._number = exchange, number
-        self.fail, self.settle = exchange.fail, exchange.settle
+        self.fail, self.settle, self.look = exchange.fail, exchange.settle, exchange.look
 
     def ask(self, what: Ask, groups: Sequence[int]) -> None:
         """Post `what` for each of `groups`. It starts with `settle`, or whatever comes next."""
@@ -154,6 +152,7 @@ class Member:
 
     def finish(self) -> None:
         """Serve the other ranks until none asks for anything."""
+        self.look()
         self._exchange.post([])
         while any(_is_work(codes) for codes in self.settle()):
             self._exchange.post([])
@@ -163,6 +162,7 @@ class Member:
 
         Raises `PhaseError` if they have come here for different engines.
         """
+        self.look()
         mine = [_encode(self._number, value, Ask.MEET)]
         asked: list[list[int]] = [[0]]
         while not all(_is_meeting(codes) for codes in asked):
@@ -187,7 +187,7 @@ class Member:
         return self._exchange.failures
 
     def watch(self, look: Callable[[], None]) -> None:
-        """Call `look` before any engine posts."""
+        """Call `look` before any engine goes on: not between a transition and its effects."""
         self._exchange.watch(self._number, look)
 
     def leave(self) -> None:
@@ -225,6 +225,9 @@ class Lockstep:
 
     def watch(self, look: Callable[[], None]) -> None:
         """Nobody is told."""
+
+    def look(self) -> None:
+        """Nobody could be told."""
 
     def leave(self) -> None:
         """Nobody knows of this engine."""

@@ -45,6 +45,11 @@ class Reducer:
             groups = [self.buckets[number].index for number in numbers]
             self.source.exchange.ask(Ask.REDUCE, groups)
 
+    def launch_nothing(self, numbers: Sequence[int]) -> None:
+        """Take part, below stage 3, in what the other ranks reduce; keep all that is here."""
+        for number in numbers:
+            self._start(self.buckets[number], mine=False)
+
     def serve(self, what: Ask, group: int, mine: bool) -> None:
         """Start one collective that the ranks have agreed on."""
         if what is Ask.REDUCE:

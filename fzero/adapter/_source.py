@@ -78,6 +78,7 @@ class Source:
         """Return the full values of one parameter, gathering what its module needs."""
         leaves = self._leaves.get(unit)
         if leaves is None or not self._is_in_use(unit):
+            self.exchange.look()
             if self.in_step:
                 self._use(self._module[unit])
             else:
@@ -104,6 +105,7 @@ class Source:
 
     def begin_step(self) -> None:
         """A root forward starts."""
+        self.exchange.look()
         self._leave()
         self.in_step = True
         self._do(transitions.begin_step)
@@ -139,6 +141,7 @@ class Source:
 
     def hold(self, units: Sequence[int], *, writable: bool) -> list[list[Tensor]]:
         """Gather `units` until `let_go`; return the full leaves of each."""
+        self.exchange.look()
         self._do(transitions.hold, tuple(units))
         self._writable |= frozenset(units if writable else ())
         return [self._leaves[unit] for unit in units]

@@ -276,7 +276,7 @@ def _swap(op: str, values: Sequence[Tensor], axis: Axis) -> list[tuple[Tensor, .
     # Copies, as a wire would make: a rank that runs on may overwrite what it has handed in
     # before the others, whose turn comes later, have read it.
     handed = [v.clone() for v in values]
-    per_rank = _ranks(axis).exchange(f"{op}[{', '.join(shapes)}] {axis.group_name}", handed)
+    per_rank = _ranks(axis).exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), handed)
     return list(zip(*per_rank, strict=True))
 
 

@@ -57,7 +57,7 @@ class Backward:
         self._callbacks = autograd_has_callbacks()
         self._learning = [p for p, _, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _, _ in learning]
-        self._sends = False  # this backward launches all its buckets, one after the other
+        self._for_slopes = False  # this backward is one of torch.autograd.grad, on every rank
         self._expected_by_count = 0
         self._failures = 0  # that all ranks knew of when the last backward began
         self._ticket: weakref.ref[Callback] | None = None
@@ -99,8 +99,9 @@ class Backward:
         if self.hooks.backward_active_depth:
             return
         self._reducer.settle()
-        self._sends = self._early and self._source is None and not called_by_autograd_grad()
-        if self._source is not None:
+        if self._source is None:
+            self._for_slopes = called_by_autograd_grad()
+        else:
             self._source.in_step, self._failures = True, self._source.exchange.failures
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=self._task())
@@ -172,7 +173,8 @@ class Backward:
         ranks that raised at another place, or not at all, then go on in step.
         """
         running, self._ticket = self.hooks.backward_active_depth > 0, None
-        if running and self._sends and not self.accumulation.window:
+        sends = self._early and self._source is None and not self._for_slopes
+        if running and sends and not self.accumulation.window:
             self.accumulation = acc.saw_error(self.accumulation)
             with suppress(AxisError):
                 for effect in launching.finish(self.buckets)[1]:
@@ -268,7 +270,7 @@ class Backward:
             # torch.autograd.grad of an output brings no gradient, and every rank knows that (what
             # waits, on some of them perhaps, goes on waiting); a backward that passes every
             # parameter by may do so on this rank only.
-            if self._source is None and not fired and called_by_autograd_grad():
+            if self._for_slopes and not fired:
                 effects = ()
             counts = self._launch(effects)
             if counts:

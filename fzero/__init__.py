@@ -3,7 +3,7 @@
 import torch.distributed._functional_collectives  # noqa: F401 - without it raw functional
 
 # collectives in a user's loss would have zero gradients, without an error.
-from fzero import adapter as adapter
+# from fzero import adapter as adapter
 from fzero import checkpoint as checkpoint
 from fzero import optim as optim
 from fzero import state as state

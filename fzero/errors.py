@@ -21,6 +21,14 @@ class AxisError(FzeroError, RuntimeError):
     """The axis of ranks is missing, of another size, or its ranks do different things."""
 
 
+class PeerFailedError(AxisError):
+    """Another rank raised; no other rank needs to be told."""
+
+
+class MismatchError(AxisError, PhaseError):
+    """The ranks make different calls, or the same one with other options; all of them raise."""
+
+
 def explain(seen: str, *, cause: str, fix: str) -> str:
     """Return the house's error text: what was seen, its usual cause, and the fix.
 

@@ -7,7 +7,6 @@ import datetime
 import importlib
 import os
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -19,8 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fzero.errors import AxisError, explain
 from fzero.virtual import current_ranks
 
-_AMBIENT: ContextVar[Axis | None] = ContextVar("fzero_axis", default=None)
-"""The axis of the step that runs now, so that `pmean(x)` in a loss needs no argument."""
+_RUNNING: list[Axis] = []
+"""The axes of the steps that run now, so that `pmean(x)` in a loss needs no argument.
+
+They are the process's, not a thread's: on a GPU a backward, and what it recomputes, runs in a thread
+of autograd's own. Virtual ranks, which are threads, have one list each.
+"""
 
 
 class Runtime(Enum):
@@ -158,11 +161,11 @@ def axis_of(mesh: DeviceMesh | Axis | None) -> Axis:
     return _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
 
 
-def own_group(axis: Axis) -> Axis:
+def own_group(axis: Axis, *, backend: str | None = None) -> Axis:
     """Return an axis of the same ranks with a process group of its own. All of them call it.
 
     What goes over it has an order of its own: two engines under one loss, or a user's own
-    collectives, may come in another order on each rank.
+    collectives, may come in another order on each rank. `backend` is that of `axis` by default.
     """
     if axis.runtime is Runtime.LOCAL:
         return axis
@@ -174,7 +177,9 @@ def own_group(axis: Axis) -> Axis:
     ranks = dist.get_process_group_ranks(axis.group())
     local = len(ranks) < dist.get_world_size()  # only the ranks of the axis come here
     timeout = _timeout_of(axis.group())
-    group: Any = dist.new_group(ranks, timeout=timeout, use_local_synchronization=local)
+    group: Any = dist.new_group(
+        ranks, timeout=timeout, backend=backend, use_local_synchronization=local
+    )
     return _axis_of_group(group, name=axis.name)
 
 
@@ -198,17 +203,23 @@ def end_group(axis: Axis) -> None:
 
 def ambient() -> Axis:
     """Return the axis of the step that runs now, or else the world."""
-    return _AMBIENT.get() or world()
+    running = _running()
+    return running[-1] if running else world()
 
 
-def enter(axis: Axis | None) -> object:
-    """Make `axis` the ambient one; give the token that is returned to `leave`."""
-    return _AMBIENT.set(axis)
+def enter(axis: Axis) -> None:
+    """Make `axis` the ambient one."""
+    _running().append(axis)
 
 
-def leave(token: object) -> None:
+def leave() -> None:
     """Undo `enter`."""
-    _AMBIENT.reset(token)  # type: ignore[arg-type]
+    _running().pop()
+
+
+def _running() -> list[Axis]:
+    here = current_ranks()
+    return _RUNNING if here is None else here.kept.setdefault(_running, [])
 
 
 def axis_index() -> int:
@@ -233,7 +244,8 @@ def axis_size() -> int:
 
 def _axis_of_group(group: dist.ProcessGroup, name: str = "dp") -> Axis:
     size = dist.get_world_size(group)
-    if size == 1:  # nothing to say to anybody: the local axis spends no collective
+    alone = os.environ.get("FZERO_ONE_RANK_GROUP") != "1"  # set it to try a backend on one rank
+    if size == 1 and alone:  # nothing to say to anybody: the local axis spends no collective
         return Axis(name=name, size=1)
     return Axis(name=name, size=size, runtime=Runtime.PROCESSES, group_name=group.group_name)
 

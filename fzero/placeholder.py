@@ -7,35 +7,29 @@ kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fzero.errors import LayoutError, explain
-from fzero.state.layout import Layout
+from fzero.state.layout import Leaf
 from fzero.virtual import in_forward_mode
-
-
-class Unit(NamedTuple):
-    """One group of one state: what is gathered, and reduced, together."""
-
-    layout: Layout
-    index: int
-    shard: Tensor
-    ordered: bool
 
 
 class Gathers(Protocol):
     """What a placeholder needs: somebody who has, or gets, full values."""
 
-    @property
-    def units(self) -> Sequence[Unit]:
-        """What is gathered in one piece; a placeholder names its own by number."""
+    def leaf(self, group: int, position: int) -> Tensor:
+        """Return one full leaf of a group, gathering what is needed."""
         ...
 
-    def leaf(self, unit: int, position: int) -> Tensor:
-        """Return a full leaf of `unit`, gathering the unit if need be."""
+    def leaves_of(self, group: int) -> Sequence[Leaf]:
+        """Return the leaves of a group."""
+        ...
+
+    def device_of(self, group: int) -> torch.device:
+        """Return where the values of a group are."""
         ...
 
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
@@ -54,7 +48,7 @@ class LazyParam(torch.Tensor):
     """
 
     gatherer: Gathers
-    where: tuple[int, int]  # unit, position of the leaf in it
+    where: tuple[int, int]  # group, position of the leaf in it
     meta: Tensor
     views: tuple[Callable[[Tensor], Tensor], ...]
 
@@ -73,7 +67,7 @@ class LazyParam(torch.Tensor):
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device=gatherer.units[where[0]].shard.device,
+            device=gatherer.device_of(where[0]),
         )
         made.gatherer, made.where, made.meta, made.views = gatherer, where, meta, views
         return made
@@ -92,9 +86,8 @@ class LazyParam(torch.Tensor):
         return type(self)(self.gatherer, self.where, meta, (*self.views, *more))
 
     def __repr__(self) -> str:
-        number, position = self.where
-        unit = self.gatherer.units[number]
-        leaf = unit.layout.leaves[unit.layout.groups[unit.index].leaves[position]]
+        group, position = self.where
+        leaf = self.gatherer.leaves_of(group)[position]
         return f"LazyParam({leaf.path}, shape={tuple(self.shape)})"
 
     @property
@@ -198,12 +191,11 @@ def _is_view(func: Any) -> bool:
     return func.is_view or func is torch.ops.aten.detach.default
 
 
-def placeholders(gatherer: Gathers, unit: int) -> list[LazyParam]:
-    """Return a placeholder for each leaf of `unit`."""
-    layout, index = gatherer.units[unit].layout, gatherer.units[unit].index
-    leaves = [layout.leaves[i] for i in layout.groups[index].leaves]
+def placeholders(gatherer: Gathers, group: int) -> list[LazyParam]:
+    """Return a placeholder for each leaf of a group."""
+    leaves = gatherer.leaves_of(group)
     metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-    return [LazyParam(gatherer, (unit, i), meta) for i, meta in enumerate(metas)]
+    return [LazyParam(gatherer, (group, i), meta) for i, meta in enumerate(metas)]
 
 
 def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:

@@ -20,7 +20,7 @@ from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero._ambient import Ambient
-from fzero.errors import AxisError, PhaseError, explain
+from fzero.errors import AxisError, PeerFailedError, PhaseError, explain
 
 _LOCAL = threading.local()
 _BASE_NESTING = 1
@@ -103,7 +103,7 @@ class _Baton:
         self.turn = [threading.Semaphore(0) for _ in range(size)]
         self.globals = [_TorchGlobals(torch.get_rng_state(), _BASE_NESTING)] * size
         self.waiting: dict[int, tuple[str, Any]] = {}
-        self.met: list[Any] = []
+        self.met: dict[int, list[Any]] = {}  # what each rank is to get at the last meeting
         self.results: dict[int, Any] = {}
         self.error: BaseException | None = None
 
@@ -156,7 +156,9 @@ class _Baton:
             except BaseException as raised:
                 error = _clearer(raised)
                 error.add_note(f"(raised on virtual rank {rank} of {self.size})")
-                self.error = error
+                # A rank that raised because another one did says less than that other one.
+                if self.error is None or isinstance(self.error, PeerFailedError):
+                    self.error = error
         self.globals[rank] = _TorchGlobals.take()
         self.results.setdefault(rank, None)
         self._pass_on(rank)
@@ -167,9 +169,10 @@ class _Baton:
         self._pass_on(rank)
         self.turn[rank].acquire()
         self.globals[rank].put()
-        if self.error is not None:
+        met = self.met.pop(rank, None)
+        if met is None:
             raise _Aborted
-        return self.met
+        return met
 
     def _pass_on(self, rank: int) -> None:
         """Give the baton to a rank that can still run; complete the meeting if all are in it."""
@@ -196,7 +199,8 @@ class _Baton:
                 )
             )
             return
-        self.met = [self.waiting[rank][1] for rank in range(self.size)]
+        everyone = [self.waiting[rank][1] for rank in range(self.size)]
+        self.met = {rank: everyone for rank in range(self.size)}
         self.waiting = {}
 
     def _fail_unmatched(self) -> None:

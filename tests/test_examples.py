@@ -208,7 +208,7 @@ def test_the_bytes_are_those_of_the_readme(example: ModuleType, chunks: int) -> 
         (log, _, _), padded = sent(example, 3, chunks, wrap)
         assert log.wire_bytes(ops=ops) <= most * padded // 2 + loss
     for wrap, factor in ((fzero.coalesce, 3), (plain, 2 * n + 1)):
-        (log, _, _), padded = sent(example, 3, chunks, wrap, keep="window")
+        (log, _, _), padded = sent(example, 3, chunks, wrap, reshard_after_forward="window")
         assert log.wire_bytes(ops=ops) == factor * padded // 2 + loss
 
 

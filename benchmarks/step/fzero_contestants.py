@@ -12,7 +12,7 @@ import fzero
 from step.contestants import ADAMW, Contestant, Setup, Step
 from step.models import Batch, Task
 
-Keep = Literal["unit", "backward", "window"]
+Keep = Literal[True, False, "window"]
 
 
 def build(setup: Setup, *, stage: int, coalesce: bool = False, keep: Keep = "unit") -> Step:
@@ -30,7 +30,7 @@ def build(setup: Setup, *, stage: int, coalesce: bool = False, keep: Keep = "uni
         return fzero.apply_gradients(state), torch.stack(losses).sum()
 
     inner = fzero.coalesce(step_fn) if coalesce else step_fn
-    train_step = fzero.shard(inner, stage=stage, donate=True, keep=keep)
+    train_step = fzero.shard(inner, stage=stage, donate=True, reshard_after_forward=reshard)
     options = {key: ADAMW[key] for key in ("betas", "eps", "weight_decay")}
     held = [train_step.init(params, fzero.optim.adamw(ADAMW["lr"], **options))]
 
@@ -62,7 +62,7 @@ def fzero_contestants(task: Task) -> list[Contestant]:
             name="fzero3_keep",
             stage="3 keep",
             once=not several,
-            build=partial(build, stage=3, keep="backward"),
+            build=partial(build, stage=3, reshard_after_forward=False),
         )
     )
     if several:
@@ -71,7 +71,7 @@ def fzero_contestants(task: Task) -> list[Contestant]:
                 name="fzero3_keep_coal",
                 stage="3 keep",
                 once=True,
-                build=partial(build, stage=3, coalesce=True, keep="window"),
+                build=partial(build, stage=3, coalesce=True, reshard_after_forward="window"),
             )
         )
     return found

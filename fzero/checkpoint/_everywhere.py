@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from fzero.collectives._lowering import gather_objects
+from fzero.collectives import gather_objects
 from fzero.errors import FzeroError, explain
 from fzero.mesh import Axis
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
+from fzero.collectives._channel import channel_of
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
 
@@ -21,11 +22,13 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
     """
     if axis.runtime is Runtime.LOCAL:
         return
+    channel = channel_of(axis)
+    assert channel is not None
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    if len(set(lowering.exchange_ids(number, axis))) == 1:
+    if len(set(channel.values(number))) == 1:
         return
-    everyone = lowering.gather_objects(list(lines), axis)
+    everyone = channel.tell(list(lines))
     mine = everyone[0]
     rank, theirs = next((r, other) for r, other in enumerate(everyone) if other != mine)
     at = next(i for i in range(max(len(mine), len(theirs))) if mine[i : i + 1] != theirs[i : i + 1])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 
 from fzero.mesh import Axis
 
-_LOGS: ContextVar[tuple[CollectiveLog, ...]] = ContextVar("fzero_collective_logs", default=())
+_LOGS: list[CollectiveLog] = []
+"""Open logs: of the process, for a backward runs in a thread of autograd's own on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +65,19 @@ def count_collectives() -> Iterator[CollectiveLog]:
         (tensor([2., 2.]), {'all_reduce': 1})
     """
     log = CollectiveLog()
-    token = _LOGS.set((*_LOGS.get(), log))
+    _LOGS.append(log)
     try:
         yield log
     finally:
-        _LOGS.reset(token)
+        _LOGS[:] = [other for other in _LOGS if other is not log]
 
 
 def note(op: str, axis: Axis, numel: int, dtype: torch.dtype) -> None:
     """Tell every open log about one buffer; `numel` is that of the full (not sharded) side."""
-    logs = _LOGS.get()
-    if not logs:
+    if not _LOGS:
         return
     one_way = numel * dtype.itemsize * (axis.size - 1) // axis.size
     wire_bytes = 2 * one_way if op == "all_reduce" else one_way
     event = CollectiveEvent(op=op, rank=axis.rank, numel=numel, dtype=dtype, wire_bytes=wire_bytes)
-    for log in logs:
+    for log in _LOGS:
         log.events.append(event)

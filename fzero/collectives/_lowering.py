@@ -153,27 +153,19 @@ def broadcast_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     return outs
 
 
-def exchange_ids(code: int, axis: Axis) -> list[int]:
-    """Return every rank's `code` in rank order: eight bytes from each.
-
-    They go over the CPU where the group can do that, so that no rank waits for its GPU.
-    """
-    return begin_exchange([code], axis, width=1).wait()[0].flatten().tolist()
-
-
 def begin_exchange(codes: Sequence[int], axis: Axis, *, width: int) -> Started:
-    """Start to give [r, width]: every rank's `codes`, at most `width`, filled up with zeros."""
+    """Start to give [r, width]: every rank's `codes`, at most `width`, filled up with zeros.
+
+    `axis` is one of fzero's own, over gloo: so no rank waits for its GPU.
+    """
     note("agree", axis, width * axis.size, torch.int64)
     filled = [*codes, *(0 for _ in range(width - len(codes)))]
     if axis.runtime is Runtime.VIRTUAL:
         everyone = _ranks(axis).exchange(f"agree {width} {axis.group_name}", filled)
         return given([torch.tensor(everyone)], axis)
     group = axis.group()
-    device = torch.device("cpu")
-    if not _backend_of(group, device):
-        device = torch.device("cuda", torch.cuda.current_device())
-    mine = torch.tensor(filled, dtype=torch.int64, device=device)
-    out = torch.empty(axis.size * width, dtype=torch.int64, device=device)
+    mine = torch.tensor(filled, dtype=torch.int64)
+    out = torch.empty(axis.size * width, dtype=torch.int64)
     with _explained("agree", axis):
         work = _native("all_gather")(out, mine, group=group, async_op=True)
     return Started("agree", axis, [work], lambda: [out.view(axis.size, width)], [mine])

@@ -106,11 +106,6 @@ def start_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
         return InFlight(lowering.begin_gather_in_place(fulls, axis), {})
 
 
-def start_exchange(codes: Sequence[int], axis: Axis, *, width: int) -> InFlight:
-    """[W, width]: every rank's `codes`, at most `width` of them, filled up with zeros."""
-    return InFlight(lowering.begin_exchange(codes, axis, width=width), {})
-
-
 def _start(
     kind: str,
     begin: Callable[[Sequence[Tensor], Axis], lowering.Started],

@@ -2,15 +2,14 @@
 
 from fzero.state import accumulation as accumulation
 from fzero.state import buckets as buckets
-from fzero.state import coordinator as coordinator
 from fzero.state import effects as effects
 from fzero.state import hooks as hooks
+from fzero.state import schedule as schedule
 from fzero.state._record import NAMESPACE as NAMESPACE
 from fzero.state._record import record as record
 from fzero.state._record import static as static
 from fzero.state.buffers import Buffers as Buffers
 from fzero.state.buffers import Placement as Placement
-from fzero.state.coordinator import CoordinatorState as CoordinatorState
 from fzero.state.effects import DropBackward as DropBackward
 from fzero.state.effects import QueueCallback as QueueCallback
 from fzero.state.effects import RunEpilogue as RunEpilogue
@@ -20,8 +19,13 @@ from fzero.state.layout import Layout as Layout
 from fzero.state.layout import Leaf as Leaf
 from fzero.state.progress import Phase as Phase
 from fzero.state.progress import Progress as Progress
-from fzero.state.setup import Keep as Keep
+from fzero.state.schedule import Limits as Limits
+from fzero.state.schedule import Program as Program
+from fzero.state.schedule import Schedule as Schedule
+from fzero.state.setup import Gathering as Gathering
 from fzero.state.setup import Policy as Policy
+from fzero.state.setup import Reduction as Reduction
+from fzero.state.setup import Reshard as Reshard
 from fzero.state.setup import Setup as Setup
 from fzero.state.train import TrainState as TrainState
 from fzero.state.view import state_bytes as state_bytes

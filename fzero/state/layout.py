@@ -54,6 +54,14 @@ class Layout:
     ranks: int
 
     @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of each unit: what is gathered, and reduced, together. By their names."""
+        found: dict[str, list[int]] = {}
+        for i, group in enumerate(self.groups):
+            found.setdefault(group.name, []).append(i)
+        return tuple(map(tuple, found.values()))
+
+    @property
     def trainable(self) -> tuple[int, ...]:
         """Indices of the groups that have gradients and optimizer state."""
         return tuple(i for i, group in enumerate(self.groups) if group.trainable)

@@ -4,22 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from fzero.mesh import Axis
-from fzero.state.buffers import Placement
+from fzero.mesh import Axis, Runtime
+from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.layout import Layout
+from fzero.state.schedule import Limits
 
 
-class Keep(Enum):
-    """How long stage 3 keeps a unit's gathered parameters."""
+Reshard = bool | Literal["window"]
+"""Whether stage 3 lets a unit go after its use: True, or False: after the backward, or "window"."""
 
-    UNIT = "unit"  # while the unit runs: gathered in forward, and again in backward
-    BACKWARD = "backward"  # from before forward until after backward: gathered once a call
-    WINDOW = "window"  # over a coalescing window: gathered once, whatever the calls
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """How gradients cross ranks."""
+
+    ordered: bool = False  # sum in rank order on every backend
+    overlap: bool = True  # reduce beside the backward
+    contiguous_gradients: bool = False  # copy each gradient into its bucket as it comes
+    accumulate_dtype: torch.dtype | None = None  # None: fp32 for 16-bit parameters, else theirs
+    communication_dtype: torch.dtype | None = None  # None: that of the parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """How stage 3 gets full parameters."""
+
+    reshard_after_forward: Reshard = True
+    prefetch_numel: int = 1  # gathered early: the next unit, and more while they fit; 0: none
+    persistent: tuple[int, ...] = ()  # units that stay whole from one update to the next
+
+    @property
+    def limits(self) -> Limits:
+        """What the schedule is planned by."""
+        return Limits(
+            prefetch_numel=self.prefetch_numel, keeps=self.reshard_after_forward is not True
+        )
 
 
 class StatefulUpdate(Protocol):
@@ -45,6 +69,11 @@ class Policy:
     defer_update: bool = False  # accumulate: not the last micro-batch
     donate: bool = False  # shard: buffers may be overwritten
 
+    @property
+    def differentiates_as(self) -> str:
+        """What ranks must have in common to reduce a gradient together."""
+        return f"gradients x {self.grad_scale}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -54,15 +83,20 @@ class Setup:
     axis: Axis
     layout: Layout
     optimizer: StatefulUpdate
-    keep: Keep = Keep.UNIT
-    lockstep: bool = False  # stage 3: ranks promise to read the same units in the same order
-    ordered: bool = False
+    reduction: Reduction = field(default_factory=Reduction)
+    gathering: Gathering = field(default_factory=Gathering)
     policy: Policy = field(default_factory=Policy)
 
     @property
     def gathers_by_unit(self) -> bool:
         """Whether parameters are gathered as the loss reads them, unit by unit."""
-        return self.stage == 3 and self.axis.size > 1 and self.keep is Keep.UNIT
+        return self.stage == 3 and self.axis.runtime is not Runtime.LOCAL
+
+    def accumulate_dtype(self, index: int) -> torch.dtype:
+        """The dtype in which gradients of group `index` add up."""
+        dtype = self.layout.groups[index].dtype
+        wide = torch.float32 if dtype in SIXTEEN_BIT else dtype
+        return self.reduction.accumulate_dtype or wide
 
     @property
     def params(self) -> Placement:
@@ -71,8 +105,8 @@ class Setup:
 
     @property
     def gradients(self) -> Placement:
-        """Where reduced gradients live."""
-        return Placement.SHARDED if self.stage >= 2 else Placement.REPLICATED
+        """Where reduced gradients live: where the optimizer needs them."""
+        return self.optimizer_state
 
     @property
     def optimizer_state(self) -> Placement:

@@ -11,6 +11,7 @@ from fzero.state import view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
 from fzero.state.progress import Phase, Progress
+from fzero.state.schedule import Schedule
 from fzero.state.setup import Setup
 from fzero.state.window import Window
 
@@ -29,6 +30,7 @@ class TrainState:
     window: Window
     step: Tensor  # [] int64 on the CPU: updates made
     progress: Progress = static()
+    schedule: Schedule = static(default=Schedule())  # stage 3: in which order units are gathered
     setup: Setup = static()
 
     @property

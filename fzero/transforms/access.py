@@ -15,7 +15,7 @@ from fzero.partition import assemble
 from fzero.state import Group, Placement, TrainState, progress
 from fzero.transforms._donate import check_alive, without_donation
 from fzero.transforms._modes import in_transform
-from fzero.transforms._reduce import settle
+from fzero.transforms._receive import boundary, place, settle
 from fzero.transforms._states import flatten_states
 
 
@@ -33,6 +33,7 @@ def full_params(state: Any) -> Any:
         [tensor([1., 1.])]
     """
     states, treespec = flatten_states("full_params", state)
+    boundary("full_params", [one for one in states if _is_gathered(one)])
     return optree.tree_unflatten(treespec, [_full_params(one) for one in states])
 
 
@@ -53,18 +54,24 @@ def gradients(state: Any) -> Any:
         {'w': tensor([6.])}
     """
     states, treespec = flatten_states("gradients", state)
+    for one in states:
+        check_alive(one)
+        progress.require_gradients(one.progress, "gradients")
+    boundary("gradients", states)
     return optree.tree_unflatten(treespec, [_gradients(one) for one in states])
 
 
 full_gradients = gradients
 
 
+def _is_gathered(state: TrainState) -> bool:
+    return state.params.placement is Placement.SHARDED and state.setup.axis.size > 1
+
+
 def _full_params(state: TrainState) -> Any:
     check_alive(state)
-    flats = list(state.window.gathered or state.params.flats)
-    if state.window.gathered:  # kept for the length of a window
-        flats = [flat.clone() for flat in flats]
-    elif state.params.placement is Placement.SHARDED and state.setup.axis.size > 1:
+    flats = list(state.params.flats)
+    if _is_gathered(state):
         flats = gather_many(flats, state.setup.axis)
     elif not in_transform():
         flats = [flat.clone() for flat in flats]
@@ -84,10 +91,8 @@ def _marked(group: Group) -> Callable[[Tensor], Tensor]:
 
 
 def _gradients(state: TrainState) -> Any:
-    check_alive(state)
     layout = state.setup.layout
-    progress.require_gradients(state.progress, "gradients")
-    settled = settle(without_donation(state), to=Placement.REPLICATED).gradients
+    settled = place(state, settle(without_donation(state)).gradients, Placement.REPLICATED)
     found: dict[int, Any] = {}
     for index, flat in zip(layout.trainable, settled.flats, strict=True):
         flat = flat if in_transform() else flat.clone()

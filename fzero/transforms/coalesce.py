@@ -8,8 +8,8 @@ from typing import Any
 from fzero.state import TrainState, window
 from fzero.transforms._donate import check_alive
 from fzero.transforms._pipeline import Step, require_order, returned_pair
-from fzero.transforms._reduce import settle
-from fzero.transforms._states import map_states
+from fzero.transforms._receive import boundary, settle
+from fzero.transforms._states import flatten_states, map_states
 
 
 def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
@@ -41,6 +41,8 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         state = map_states("coalesce", _open, state)
         state, aux = returned_pair("coalesce", inner, inner(state, *args, **kwargs))
+        waiting = [one for one in flatten_states("coalesce", state)[0] if one.window.pending.held]
+        boundary("the end of coalesce", waiting)
         return map_states("coalesce", _close, state), aux
 
     def wrap(inner: Callable[..., Any]) -> Step:

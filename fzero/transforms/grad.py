@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from fzero.collectives import gather_many
-from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.lazy import Gatherer, PeerFailedError, defer
+from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis, enter, leave
-from fzero.packing import cut, seat_shape, unpack
+from fzero.packing import seat_shape, unpack
 from fzero.partition import assemble
-from fzero.placeholder import Unit, placeholders
-from fzero.state import NAMESPACE, Buffers, Keep, Layout, Placement, TrainState, progress, window
-from fzero.transforms._differentiate import LossOf, Result, Source, by_autograd, by_func
-from fzero.transforms._donate import check_alive, donates, take_over
+from fzero.state import NAMESPACE, Buffers, Placement, TrainState, progress
+from fzero.transforms._differentiate import (
+    LossOf,
+    Result,
+    Source,
+    by_func,
+    detached,
+    loss_and_aux,
+)
+from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
-from fzero.transforms._reduce import accumulate, mean_over_ranks, reduce_gradients
+from fzero.transforms._pass import Pass
+from fzero.transforms._receive import accumulate, mean_of, put
 from fzero.transforms._states import flatten_states
 
 
@@ -34,8 +42,8 @@ def grad_and_reduce(
     (`fzero.pmean` averages it); with `has_aux`, fn returns (loss, aux) and g returns
     (state', (value, aux)), the tensors of the pytree aux detached (one in an object that optree
     does not know is not seen, and stays as it is). Calls add up. While a coalescing window is open
-    the gradient stays local; otherwise it is reduced now: all-reduced at stages 0 and 1,
-    reduce-scattered at 2 and 3.
+    the gradient stays local; otherwise it is reduced beside the backward that makes it:
+    all-reduced at stage 0, reduce-scattered at stages 1 to 3.
 
     state: a `TrainState`, or a pytree of them (several models under one loss): then fn is given
         the matching pytree of params, and the pytree of states comes back.
@@ -75,11 +83,11 @@ def grad_and_reduce(
         require_autograd("grad_and_reduce")
         for one in states:  # again: a call of this function may have used them up
             check_alive(one)
-        token = enter(states[0].setup.axis)
+        enter(states[0].setup.axis)
         try:
             new, result = _differentiate(loss_of, states, (args, kwargs), has_aux=has_aux)
         finally:
-            leave(token)
+            leave()
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 
@@ -92,89 +100,57 @@ def _differentiate(
     tensors = [flat for state in states for flat in state.params.flats]
     given = optree.tree_leaves(arguments, namespace=NAMESPACE)
     if in_transform() or is_recorded(tensors) or wants_graph([*tensors, *given]):
-        held = [_with_full(state) for state in states]
-        result = by_func(loss_of, [_full_source(*one) for one in held], has_aux=has_aux)
-        pairs = zip(held, result.grads, strict=True)
-        return [_receive(state, grads) for (state, _), grads in pairs], result
+        return _by_func(loss_of, states, has_aux=has_aux)
     return _by_autograd(loss_of, states, has_aux=has_aux)
+
+
+# Ordinary autograd: gathers and reductions run beside it.
 
 
 def _by_autograd(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
-    """The fast path. States that gather unit by unit share one gatherer."""
-    lazy = [state for state in states if state.setup.gathers_by_unit]
-    gatherer = Gatherer(
-        [unit for state in lazy for unit in _units(state)],
-        _one_axis(lazy or states[:1]),
-        lockstep=all(state.setup.lockstep for state in lazy),
-    )
-    held, sources, firsts, first = [], [], [], 0
-    for state in states:
-        firsts.append(first)
-        if state.setup.gathers_by_unit:
-            held.append(state)
-            sources.append(_lazy_source(state, gatherer, first))
-            first += len(state.setup.layout.groups)
-        else:
-            state, fulls = _with_full(state)
-            held.append(state)
-            sources.append(_full_source(state, fulls, cut))
-    result, served = _run(loss_of, held, sources, gatherer, has_aux=has_aux)
-    result = _apart(result, held)
-    new = [
-        _receive_reduced(state, grads, served, first)
-        if state.setup.gathers_by_unit and not state.window.is_open
-        else _receive(state, grads, has_old=_adds_up_in_place(state), fresh=True)
-        for state, grads, first in zip(held, result.grads, firsts, strict=True)
-    ]
-    return new, result
-
-
-def _run(
-    loss_of: LossOf,
-    states: Sequence[TrainState],
-    sources: Sequence[Source],
-    gatherer: Gatherer,
-    *,
-    has_aux: bool,
-) -> tuple[Result, dict[int, Tensor]]:
-    """Forward and backward; then serve the other ranks. An error here ends them as well."""
+    passes, places = _passes_of(states)
     versions = _versions(states)
-
-    def into() -> list[Tensor | None]:
-        gatherer.begin_backward()
+    running = passes
+    try:
+        for one in passes:
+            one.begin()
+        with torch.enable_grad():
+            made = [passes[number].params(position) for number, position in places]
+            loss, aux = loss_and_aux(loss_of([params for params, _ in made]), has_aux=has_aux)
+        for one in passes:
+            one.end_forward()
         if _versions(states) != versions:
             raise PhaseError(_WROTE)
-        return [buffer for state in states for buffer in _own_sum(state)]
-
-    try:
-        result = by_autograd(loss_of, sources, has_aux=has_aux, into=into)
-    except PeerFailedError:
+        learning = [leaf for _, leaves in made for leaf in leaves]
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+            if learning and not any(one.reducer.received for one in passes):
+                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=5)
+        elif learning:
+            warnings.warn(_DETACHED, UserWarning, stacklevel=5)
+        aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
+        result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
+        new = [one.finish() for one in passes]
+    except BaseException as error:
+        for one in running:
+            one.fail(error)
+        if isinstance(error, RuntimeError) and _versions(states) != versions:
+            raise PhaseError(_WROTE) from error
         raise
-    except (Exception, KeyboardInterrupt) as error:
-        if gatherer.units:
-            gatherer.abort()
-        wrote = _versions(states) != versions or "_Cut" in str(error)
-        if isinstance(error, RuntimeError) and wrote:
-            raise PhaseError(_WROTE) from error  # autograd does not say whose views they are
-        raise
-    return result, gatherer.finish() if gatherer.units else {}
+    return [new[number][position] for number, position in places], result
 
 
-def _one_axis(states: Sequence[TrainState]) -> Axis:
-    """The axis of states that gather as the loss runs: their ranks agree on what comes next."""
-    first, *others = dict.fromkeys(state.setup.axis for state in states)
-    if others:
-        raise AxisError(
-            explain(
-                f"states of stage 3 on {first} and on {others[0]} under one loss.",
-                cause="models that are sharded over other groups of ranks.",
-                fix='make them with keep="backward", or at stages 0 to 2: those are gathered '
-                "before the loss runs.",
-            )
-        )
-    return first
+def _passes_of(states: Sequence[TrainState]) -> tuple[list[Pass], list[tuple[int, int]]]:
+    """One pass for each axis; and for each state its pass, and its place in it."""
+    by_axis: dict[Axis, list[TrainState]] = {}
+    places = []
+    for state in states:
+        some = by_axis.setdefault(state.setup.axis, [])
+        places.append((list(by_axis).index(state.setup.axis), len(some)))
+        some.append(state)
+    return [Pass(some) for some in by_axis.values()], places
 
 
 def _versions(states: Sequence[TrainState]) -> list[int]:
@@ -187,6 +163,18 @@ _WROTE = explain(
     "the loss wrote to a parameter in place; below stage 3 the state itself has changed.",
     cause="an in-place method (add_, copy_, ...) on a leaf, under no_grad or on a frozen one.",
     fix="clone the leaf first, and make the state anew: losses are pure.",
+)
+
+_BY_NOTHING = explain(
+    "the loss requires grad, and by no parameter of the state: its gradient is zero.",
+    cause="a loss that calls the module itself, model(x), in the place of apply(params, x).",
+    fix="use the `params` that the loss is given.",
+)
+
+_DETACHED = explain(
+    "the loss requires no grad: its gradient is zero for every parameter.",
+    cause="a loss that was detached, computed under no_grad, or made of numbers only.",
+    fix="return the loss as the `params` that it is given made it; loss.detach() belongs outside.",
 )
 
 
@@ -203,124 +191,60 @@ def _apart(result: Result, states: Sequence[TrainState]) -> Result:
     return dataclasses.replace(result, value=copied(result.value), aux=aux)
 
 
-def _adds_up_in_place(state: TrainState) -> bool:
-    """Whether backward itself may add to the sum that this state holds."""
-    if not donates(state) or state.setup.policy.grad_scale != 1.0:
-        return False
-    if state.window.is_open:
-        return state.window.pending.held
-    return state.setup.axis.size == 1 and state.gradients.held
+# torch.func: everything is gathered first, and the result can be differentiated again.
 
 
-def _own_sum(state: TrainState) -> list[Tensor | None]:
-    """The buffers for backward to add to; taking them uses the old sum up."""
-    layout = state.setup.layout
-    if not _adds_up_in_place(state):
-        return [None] * len(layout.trainable)
-    old = take_over(state.window.pending if state.window.is_open else state.gradients)
-    if state.setup.gathers_by_unit:
-        return list(old.flats)
-    pairs = zip(layout.trainable, old.flats, strict=True)
-    return [flat.view(seat_shape(layout, i)) for i, flat in pairs]
+def _by_func(
+    loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
+) -> tuple[list[TrainState], Result]:
+    held = [_with_full(state) for state in states]
+    result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux)
+    pairs = zip(held, result.grads, strict=True)
+    return [_received(state, grads) for (state, _), grads in pairs], result
 
 
 def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     """Return full flats of every group, and the state (which keeps them if asked to)."""
-    setup = state.setup
+    setup, layout = state.setup, state.setup.layout
     if setup.stage < 3:
         return state, state.params.flats
-    if state.window.gathered:
-        return state, state.window.gathered
+    kept = state.window.gathered
+    if kept and all(flat.numel() == layout.full_numel(i) for i, flat in enumerate(kept)):
+        return state, kept
     fulls = gather_many(state.params.flats, setup.axis)
-    if setup.keep is Keep.WINDOW and state.window.is_open:
+    if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
         state = state.replace(window=dataclasses.replace(state.window, gathered=tuple(fulls)))
     return state, fulls
 
 
-def _full_source(
-    state: TrainState,
-    fulls: Sequence[Tensor],
-    taken_apart: Callable[[Layout, int, Tensor], list[Tensor]] = unpack,
-) -> Source:
+def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
     layout = state.setup.layout
 
-    def build(seats: Sequence[Tensor]) -> Any:
+    def build(inputs: Sequence[Tensor]) -> Any:
         leaves: dict[int, Any] = {}
-        seat_of = dict(zip(layout.trainable, seats, strict=True))
+        input_of = dict(zip(layout.trainable, inputs, strict=True))
         for i, group in enumerate(layout.groups):
-            apart = taken_apart if i in seat_of else unpack
-            leaves.update(
-                zip(group.leaves, apart(layout, i, seat_of.get(i, fulls[i])), strict=True)
-            )
+            flat = input_of.get(i, fulls[i])
+            leaves.update(zip(group.leaves, unpack(layout, i, flat), strict=True))
         return assemble(layout, leaves)
 
-    seats = tuple(fulls[i].view(seat_shape(layout, i)) for i in layout.trainable)
-    return Source(seats=seats, build=build)
+    inputs = tuple(fulls[i].view(seat_shape(layout, i)) for i in layout.trainable)
+    return Source(inputs=inputs, build=build)
 
 
-def _units(state: TrainState) -> list[Unit]:
-    setup, flats = state.setup, state.params.flats
-    return [Unit(setup.layout, i, flat, setup.ordered) for i, flat in enumerate(flats)]
-
-
-def _lazy_source(state: TrainState, gatherer: Gatherer, first: int) -> Source:
-    """Seats are this rank's shards, or in a window stand-ins for the full flats."""
-    layout, shards = state.setup.layout, state.params.flats
-    reduces = not state.window.is_open
-
-    def build(seats: Sequence[Tensor]) -> Any:
-        leaves: dict[int, Any] = {}
-        seat_of = dict(zip(layout.trainable, seats, strict=True))
-        for i, group in enumerate(layout.groups):
-            if i in seat_of:
-                tensors = defer(seat_of[i], gatherer, first + i, reduces=reduces)
-            else:
-                tensors = placeholders(gatherer, first + i)
-            leaves.update(zip(group.leaves, tensors, strict=True))
-        return assemble(layout, leaves)
-
-    if reduces:
-        return Source(seats=tuple(shards[i] for i in layout.trainable), build=build)
-    # A stand-in takes no memory: one zero, expanded.
-    stand_ins = (shards[i].new_zeros(1).expand(layout.full_numel(i)) for i in layout.trainable)
-    return Source(seats=tuple(stand_ins), build=build)
-
-
-def _receive(
-    state: TrainState, local: Sequence[Tensor], *, has_old: bool = False, fresh: bool = False
-) -> TrainState:
-    """Add this rank's own gradients: leave them in the open window, or reduce them now.
-
-    `has_old`: backward has added them to what the state held; they replace it. `fresh`: nobody
-    else has these tensors.
-    """
-    setup = state.setup
-    counted = progress.saw_backward(state.progress, reduced=not state.window.is_open)
-    local = _scaled(state, [g.reshape(-1) for g in local])
-    if state.window.is_open:
-        before = window.take(state.window, keep_gathered=True)[0] if has_old else state.window
-        new = Buffers(flats=tuple(local), placement=Placement.PARTIAL)
-        return state.replace(window=window.put(before, new), progress=counted)
-    if has_old:
-        state = state.replace(gradients=Buffers())
-    state = accumulate(state, reduce_gradients(setup, local, setup.gradients, owned=fresh))
-    return state.replace(progress=counted)
-
-
-def _receive_reduced(
-    state: TrainState, summed: Sequence[Tensor], served: dict[int, Tensor], first: int
-) -> TrainState:
-    """Add gradients that backward has reduce-scattered already, and those only others had."""
-    groups = state.setup.layout.trainable
-    summed = [
-        g if (extra := served.get(first + i)) is None else g + extra
-        for i, g in zip(groups, summed, strict=True)
+def _received(state: TrainState, grads: Sequence[Tensor]) -> TrainState:
+    """Add this rank's own gradients: leave them in the open window, or reduce them now."""
+    setup, scale = state.setup, state.setup.policy.grad_scale
+    local = [
+        g.reshape(-1).to(setup.accumulate_dtype(i))
+        for i, g in zip(setup.layout.trainable, grads, strict=True)
     ]
-    mean = mean_over_ranks(state.setup, _scaled(state, summed))
-    state = accumulate(state, Buffers(flats=mean, placement=Placement.SHARDED))
-    return state.replace(progress=progress.saw_backward(state.progress, reduced=True))
-
-
-def _scaled(state: TrainState, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    scale = state.setup.policy.grad_scale
-    return grads if scale == 1.0 else [g * scale for g in grads]
+    waits = state.window.is_open
+    state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
+    if not waits:
+        local = mean_of(setup, local)
+    if scale != 1.0:
+        local = [g * scale for g in local]
+    placement = Placement.PARTIAL if waits else setup.gradients
+    new = Buffers(flats=tuple(local), placement=placement)
+    return put(state, new) if waits else accumulate(state, new)

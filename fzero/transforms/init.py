@@ -13,7 +13,16 @@ from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis, axis_of
 from fzero.optim import as_optimizer
 from fzero.partition import flatten, plan_layout, shard_rows, unit_of
-from fzero.state import Buffers, Keep, Placement, Progress, Setup, TrainState
+from fzero.state import (
+    Buffers,
+    Gathering,
+    Placement,
+    Progress,
+    Reduction,
+    Reshard,
+    Setup,
+    TrainState,
+)
 from fzero.state.window import CLOSED
 from fzero.transforms._modes import in_transform, require_autograd
 
@@ -28,8 +37,7 @@ def init(
     *,
     stage: int,
     mesh: DeviceMesh | Axis | None = None,
-    keep: str | Keep = Keep.UNIT,
-    lockstep: bool = False,
+    reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -37,11 +45,12 @@ def init(
 ) -> TrainState:
     """Return a train state for `params`, partitioned as `stage` says.
 
-    Elements a rank holds, for P parameters and K optimizer slots, over W ranks:
+    (Stage 1 is stage 2: a gradient that is reduce-scattered costs less on the wire than one that is
+    kept whole, and less memory.) Elements a rank holds, for P parameters and K optimizer slots, over W ranks:
 
         stage   parameters   gradients   optimizer
         0       P            P           K P
-        1       P            P           K P / W
+        1       P            P / W       K P / W
         2       P            P / W       K P / W
         3       P / W        P / W       K P / W
 
@@ -50,10 +59,9 @@ def init(
 
     optimizer: from `fzero.optim`, or any (init, update) pair.
     mesh: a one-dim DeviceMesh; default the world (what torchrun started; else one rank).
-    keep: stage 3 only, how long gathered parameters stay: "unit", "backward" or "window".
-    lockstep: stage 3 with keep="unit" only, a promise that all ranks read the same parameters in
-        the same order: they need not agree before each gather then (8 bytes each time). A
-        promise that is not kept hangs or mixes up values.
+    reshard_after_forward: stage 3 only. True: the full values of a unit go when another unit is
+        used, and are gathered again in backward. False: they stay until the backward is over.
+        "window": they stay over a coalescing window.
     units: path -> name of the stage-3 unit it is gathered with.
     trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
     bucket_bytes: stages 0 to 2, the size up to which leaves share a collective.
@@ -71,7 +79,8 @@ def init(
         (2, tensor([1., 1., 1., 1.]))
     """
     require_autograd("init")
-    check_flags(lockstep=lockstep, ordered=ordered)
+    check_flags(ordered=ordered)
+    reshard = check_reshard(reshard_after_forward)
     stage = check_stage(stage)
     _check_bucket(bucket_bytes)
     axis = axis_of(mesh)
@@ -90,11 +99,10 @@ def init(
             axis=axis,
             layout=layout,
             optimizer=chosen,
-            keep=as_keep(keep),
-            lockstep=lockstep,
-            ordered=ordered,
+            reduction=Reduction(ordered=ordered),
+            gathering=Gathering(reshard_after_forward=reshard),
         )
-        facts = [f"stage {stage}, keep {setup.keep.value}, lockstep {lockstep}, ordered {ordered}"]
+        facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}"]
         facts += [*chosen.describe(layout.leaves), *layout.describe()]
     assert_same_everywhere(facts, axis, what=what)
     return _state(setup, params)
@@ -146,15 +154,16 @@ def check_flags(**flags: Any) -> None:
             )
 
 
-def as_keep(keep: str | Keep) -> Keep:
-    """Return the `Keep` that a user's word means; raise `LayoutError` for another word."""
-    words = [k.value for k in Keep]
-    if isinstance(keep, Keep):
-        return keep
-    if keep in words:
-        return Keep(keep)
+def check_reshard(reshard: Any) -> Reshard:
+    """Return `reshard` if it is True, False or "window"; raise `LayoutError` otherwise."""
+    if reshard is True or reshard is False or reshard == "window":
+        return reshard
     raise LayoutError(
-        explain(f"keep={keep!r}.", cause="a mistyped option.", fix=f"use one of {words}.")
+        explain(
+            f"reshard_after_forward={reshard!r}.",
+            cause="a mistyped option.",
+            fix='use True (gather again in backward), False (keep until then) or "window".',
+        )
     )
 
 

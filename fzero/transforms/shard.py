@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, Runtime, axis_of
 from fzero.partition import unit_of
-from fzero.state import Keep, TrainState
+from fzero.state import Reshard, TrainState
 from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._pipeline import Step, require_order, returned_pair
 from fzero.transforms._states import flatten_states, map_states
-from fzero.transforms.init import BUCKET_BYTES, as_keep, check_flags, check_stage, init
+from fzero.transforms.init import BUCKET_BYTES, check_flags, check_reshard, check_stage, init
 
 
 def shard(
@@ -25,8 +25,7 @@ def shard(
     *,
     stage: int,
     mesh: DeviceMesh | Axis | None = None,
-    keep: str | Keep = Keep.UNIT,
-    lockstep: bool = False,
+    reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -60,15 +59,14 @@ def shard(
         >>> fzero.full_params(state)
         {'w': tensor([0.5000, 0.5000])}
     """
-    stage, keep = check_stage(stage), as_keep(keep)
-    flags = {"lockstep": lockstep, "ordered": ordered, "donate": donate}
+    stage, reshard = check_stage(stage), check_reshard(reshard_after_forward)
+    flags = {"ordered": ordered, "donate": donate}
     check_flags(**flags)
     init_state = functools.partial(
         init,
         stage=stage,
         mesh=mesh,
-        keep=keep,
-        lockstep=lockstep,
+        reshard_after_forward=reshard,
         units=units,
         trainable=trainable,
         bucket_bytes=bucket_bytes,
@@ -90,16 +88,18 @@ def shard(
             never_around=("shard", "simulate"),
             right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         )
-        shown = _shown(stage, keep, bucket_bytes, flags)
+        shown = _shown(stage, reshard, bucket_bytes, flags)
         return Step("shard", inner, around, options=shown, init=init_state)
 
     return wrap if fn is None else wrap(fn)
 
 
-def _shown(stage: int, keep: Keep, bucket_bytes: int, flags: dict[str, bool]) -> dict[str, Any]:
+def _shown(
+    stage: int, reshard: Reshard, bucket_bytes: int, flags: dict[str, bool]
+) -> dict[str, Any]:
     """The options that a pipeline shows: the stage, and what is not the default."""
     shown: dict[str, Any] = {"stage": stage}
-    shown |= {} if keep is Keep.UNIT else {"keep": keep.value}
+    shown |= {} if reshard is True else {"reshard_after_forward": reshard}
     shown |= {} if bucket_bytes == BUCKET_BYTES else {"bucket_bytes": bucket_bytes}
     return shown | {name: True for name, on in flags.items() if on}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import optree
 from torch import Tensor
 
 from fzero.collectives import gather_in_place, gather_many
@@ -14,8 +15,8 @@ from fzero.state import Buffers, Layout, Placement, Setup, TrainState, buffers, 
 from fzero.transforms._donate import check_alive, donates, take_over, without_donation
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
-from fzero.transforms._reduce import place, settle
-from fzero.transforms._states import map_states
+from fzero.transforms._receive import boundary, settle
+from fzero.transforms._states import flatten_states
 
 
 def apply_gradients(state: Any) -> Any:
@@ -36,7 +37,14 @@ def apply_gradients(state: Any) -> Any:
         >>> fzero.full_params(fzero.apply_gradients(state))
         {'w': tensor([0.])}
     """
-    return map_states("apply_gradients", _apply, state)
+    states, treespec = flatten_states("apply_gradients", state)
+    for one in states:
+        check_alive(one)
+    due = [one for one in states if not one.setup.policy.defer_update]
+    for one in due:
+        progress.saw_update(one.progress)
+    boundary("apply_gradients", due)
+    return optree.tree_unflatten(treespec, [_apply(one) for one in states])
 
 
 def global_norm(state: TrainState) -> Tensor:
@@ -56,17 +64,16 @@ def global_norm(state: TrainState) -> Tensor:
     """
     check_alive(state)
     progress.require_gradients(state.progress, "global_norm")
-    return _norm(state.setup, settle(without_donation(state)).gradients)
+    boundary("global_norm", [state])
+    return _norm(state, settle(without_donation(state)).gradients)
 
 
 def _apply(state: TrainState) -> TrainState:
-    check_alive(state)
     if state.setup.policy.defer_update:
         return state.replace(progress=progress.defer_update(state.progress))
     after = progress.saw_update(state.progress)
-    setup = state.setup
-    state = settle(state, to=setup.optimizer_state)
-    gradients = _clipped(setup, buffers.require_reduced(state.gradients))
+    state = settle(state)
+    gradients = _clipped(state, buffers.require_reduced(state.gradients))
     params, optimizer = _advance(state, gradients.flats)
     return state.replace(
         params=params,
@@ -104,19 +111,25 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
     return Buffers(flats=tuple(flats), placement=held.placement), optimizer
 
 
-def _clipped(setup: Setup, gradients: Buffers) -> Buffers:
-    """g min(1, max_norm / |g|)."""
-    max_norm = setup.policy.max_norm
+def _clipped(state: TrainState, gradients: Buffers) -> Buffers:
+    """g min(1, max_norm / |g|); in place where the gradients are used up anyway."""
+    max_norm = state.setup.policy.max_norm
     if max_norm is None:
         return gradients
-    factor = clip_factor(_norm(setup, gradients), max_norm)
+    factor = clip_factor(_norm(state, gradients), max_norm)
+    if donates(state):
+        owned: Buffers = take_over(gradients)
+        for flat in owned.flats:
+            flat.mul_(factor.to(flat.dtype))
+        return owned
     flats = tuple(flat * factor.to(flat.dtype) for flat in gradients.flats)
     return Buffers(flats=flats, placement=gradients.placement)
 
 
-def _norm(setup: Setup, gradients: Buffers) -> Tensor:
-    gradients = place(setup, gradients, gradients.placement)
-    return norm_of(gradients.flats, gradients.placement, setup.axis, ordered=setup.ordered)
+def _norm(state: TrainState, gradients: Buffers) -> Tensor:
+    setup = state.setup
+    flats, placement = gradients.flats, gradients.placement
+    return norm_of(flats, placement, setup.axis, ordered=setup.reduction.ordered)
 
 
 def _pieces(setup: Setup) -> list[Piece]:

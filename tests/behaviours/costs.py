@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fzero
-import fzero.lazy
-from fzero.collectives import gather_many
+import fzero.gather
+from fzero.collectives import InFlight, start_gather
 
 LAYERS, NUMEL = 4, 24  # NUMEL divides by 1, 2, 3 and 4: no padding
 P_BYTES = LAYERS * NUMEL * 8
@@ -101,11 +101,11 @@ def probe_gathers() -> Iterator[Probe]:
     """Watch what stage 3 gathers while the block runs. By storage: a view keeps it alive too."""
     probe = Probe()
 
-    def watched(shards: Any, axis: fzero.Axis) -> list[Tensor]:
-        fulls = gather_many(shards, axis)
-        for full in fulls:
+    def watched(shards: Any, axis: fzero.Axis) -> InFlight:
+        flight = start_gather(shards, axis)
+        for full in flight.wait():
             probe.saw(axis.rank, full)
-        return fulls
+        return flight
 
-    with mock.patch.object(fzero.lazy, "gather_many", watched):
+    with mock.patch.object(fzero.gather, "start_gather", watched):
         yield probe

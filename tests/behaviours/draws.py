@@ -49,7 +49,7 @@ def settings_of(ranks: int | None = None) -> st.SearchStrategy[Setting]:
         Setting,
         ranks=st.sampled_from([1, 2, 3, 4]) if ranks is None else st.just(ranks),
         stage=st.integers(0, 3),
-        keep=st.sampled_from(["unit", "backward", "window"]),
+        reshard=st.sampled_from([True, False, "window"]),
         bucket_bytes=st.sampled_from([1, 100, 2**20]),
         donate=st.booleans(),
         ordered=st.booleans(),

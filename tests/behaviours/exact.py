@@ -13,10 +13,10 @@ import fzero
 from tests.behaviours.networks import PLACES, mlp, squared_loss
 
 SAMPLES, FEATURES, OUTPUTS, STEPS, PASSES = 12, 4, 3, 3, 2
-World = tuple[int, str, bool, int]  # stage, keep, coalesced, bucket_bytes
+World = tuple[int, str, bool, int]  # stage, reshard, coalesced, bucket_bytes
 WORLDS: list[World] = [
-    (stage, keep, coalesced, size)
-    for stage, keep in PLACES
+    (stage, reshard, coalesced, size)
+    for stage, reshard in PLACES
     for coalesced in (False, True)
     for size in ((1, 2**20) if stage < 3 else (1,))
 ]
@@ -75,7 +75,7 @@ def train(
     donate: bool = False,
 ) -> Any:
     """`STEPS` updates of `PASSES` passes on this rank's rows; the parameters after them."""
-    stage, keep, coalesced, bucket_bytes = world
+    stage, reshard, coalesced, bucket_bytes = world
 
     def step(state: Any, x: Tensor, y: Tensor) -> tuple[Any, None]:
         for i in range(PASSES):
@@ -85,7 +85,7 @@ def train(
     sharded = fzero.shard(
         fzero.coalesce(step) if coalesced else step,
         stage=stage,
-        keep=keep,
+        reshard_after_forward=reshard,
         bucket_bytes=bucket_bytes,
         donate=donate,
     )

@@ -16,9 +16,9 @@ import fzero
 Tensors = dict[str, Tensor]
 Loss = Callable[..., Tensor]
 STAGES = (0, 1, 2, 3)
-KEEPS = ("unit", "backward", "window")
-PLACES = [(0, "unit"), (1, "unit"), (2, "unit"), *[(3, keep) for keep in KEEPS]]
-"""(stage, keep) pairs that differ: keep means nothing below stage 3."""
+KEEPS = (True, False, "window")
+PLACES = [(0, True), (1, True), (2, True), *[(3, reshard) for reshard in KEEPS]]
+"""(stage, reshard) pairs that differ: keep means nothing below stage 3."""
 
 
 def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
@@ -134,12 +134,12 @@ def virtual(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
 
 
 def gradient_on(
-    loss: Loss, params: Any, *args: Tensor, stage: int, keep: str = "unit", ranks: int = 2
+    loss: Loss, params: Any, *args: Tensor, stage: int, reshard: Any = True, ranks: int = 2
 ) -> Any:
     """The gradient that fzero makes at this stage, as every rank sees it: [ranks, ...]."""
 
     def run(*batch: Any) -> Any:
-        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, keep=keep)
+        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
         state, value = fzero.grad_and_reduce(loss, state)(*batch)
         return fzero.gradients(state), value
 

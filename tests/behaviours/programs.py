@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.lazy import PeerFailedError
+from fzero.errors import PeerFailedError
 from tests.behaviours.models import (
     Naive,
     Refused,
@@ -51,13 +51,13 @@ class Setting:
 
     ranks: int
     stage: int
-    keep: str = "unit"
+    reshard: Any = True
     bucket_bytes: int = 2**20
     donate: bool = False
     ordered: bool = False
 
     def __str__(self) -> str:
-        kept = f" keep={self.keep}" if self.stage == 3 else ""
+        kept = f" reshard={self.reshard}" if self.stage == 3 else ""
         return f"{self.ranks} ranks stage {self.stage}{kept}{' donating' if self.donate else ''}"
 
     def shard(self, fn: Callable[..., Any]) -> Any:
@@ -65,7 +65,7 @@ class Setting:
         return fzero.shard(
             fn,
             stage=self.stage,
-            keep=self.keep,
+            reshard_after_forward=self.reshard,
             bucket_bytes=self.bucket_bytes,
             donate=self.donate,
             ordered=self.ordered,

@@ -88,6 +88,12 @@ def test_31_modules_of_torch_need_no_edit(name: str) -> None:
         found = torch.autograd.grad(smooth_sum(module(rows)), [*named.values()])
         for k, g in zip(named, found, strict=True):
             mean[k] += g / len(x)
-    for stage, keep in PLACES:
-        got = gradient_on(lambda p, x: smooth_sum(apply(p, x)), params, x, stage=stage, keep=keep)
+    for stage, reshard in PLACES:
+        got = gradient_on(
+            lambda p, x: smooth_sum(apply(p, x)),
+            params,
+            x,
+            stage=stage,
+            reshard_after_forward=reshard,
+        )
         assert_every_rank(got, mean)

@@ -58,7 +58,7 @@ def walk_loss(params: Any, x: Tensor, walk: list[int], inner: bool) -> Tensor:
 @given(
     walks=st.lists(WALKS, min_size=RANKS, max_size=RANKS),
     inner=st.lists(st.booleans(), min_size=RANKS, max_size=RANKS),
-    place=st.sampled_from([*PLACES, (3, "unit"), (3, "unit")]),
+    place=st.sampled_from([*PLACES, (3, True), (3, True)]),
     window=st.booleans(),
 )
 def test_6_each_rank_walks_its_own_way(
@@ -74,7 +74,9 @@ def test_6_each_rank_walks_its_own_way(
         return state, None
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(walk_params(), fzero.optim.sgd(0.1), stage=place[0], keep=place[1])
+        state = fzero.init(
+            walk_params(), fzero.optim.sgd(0.1), stage=place[0], reshard_after_forward=place[1]
+        )
         return fzero.gradients((fzero.coalesce(step) if window else step)(state, x)[0])
 
     want = {name: torch.zeros_like(p) for name, p in walk_params().items()}
@@ -143,16 +145,16 @@ def plain_gradient(fn: Callable[..., Tensor]) -> dict[str, Tensor]:
     return mean
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("name", USES)
-def test_29_any_kernel_may_read_a_parameter(name: str, stage: int, keep: str) -> None:
-    got = gradient_on(USES[name], P, X, stage=stage, keep=keep)
+def test_29_any_kernel_may_read_a_parameter(name: str, stage: int, reshard: Any) -> None:
+    got = gradient_on(USES[name], P, X, stage=stage, reshard_after_forward=reshard)
     assert got.pop("frozen") is None
     assert_every_rank(got, plain_gradient(USES[name]))
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_29_what_leaves_the_loss_is_a_plain_value(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_29_what_leaves_the_loss_is_a_plain_value(stage: int, reshard: Any) -> None:
     """The loss may be a parameter, aux may hold some; an update does not change them."""
 
     def loss(params: Any, x: Tensor) -> tuple[Tensor, Any]:
@@ -160,7 +162,7 @@ def test_29_what_leaves_the_loss_is_a_plain_value(stage: int, keep: str) -> None
         return params["s"], {"all": w, "row": w[1], "frozen": params["frozen"], "sum": w.sum()}
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(P, fzero.optim.sgd(1.0), stage=stage, keep=keep)
+        state = fzero.init(P, fzero.optim.sgd(1.0), stage=stage, reshard_after_forward=reshard)
         state, (value, aux) = fzero.grad_and_reduce(loss, state, has_aux=True)(x)
         state, _ = fzero.grad_and_reduce(lambda p: (p["w"] ** 2).sum(), state)()
         state = fzero.apply_gradients(state)
@@ -176,8 +178,8 @@ def test_29_what_leaves_the_loss_is_a_plain_value(stage: int, keep: str) -> None
         assert aux["sum"][rank] == 15.0
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_8_a_loss_that_writes_to_a_parameter_is_refused(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_8_a_loss_that_writes_to_a_parameter_is_refused(stage: int, reshard: Any) -> None:
     """A state is immutable; its values are as before, also after a second try."""
 
     def writes(params: Any, x: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ def test_8_a_loss_that_writes_to_a_parameter_is_refused(stage: int, keep: str) -
         return (params["w"] * params["frozen"]).sum() * x
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(P, fzero.optim.sgd(1.0), stage=stage, keep=keep)
+        state = fzero.init(P, fzero.optim.sgd(1.0), stage=stage, reshard_after_forward=reshard)
         for _ in range(2):
             with pytest.raises((RuntimeError, ValueError), match=r"in[- ]?place"):
                 fzero.grad_and_reduce(writes, state)(x)
@@ -194,8 +196,8 @@ def test_8_a_loss_that_writes_to_a_parameter_is_refused(stage: int, keep: str) -
     assert all(torch.equal(row, P["w"]) for row in virtual(run, 2, X))
 
 
-@pytest.mark.parametrize(("stage", "keep"), [(0, "unit"), (1, "unit"), (2, "unit"), (3, "unit")])
-def test_8_a_write_to_a_frozen_parameter_is_never_silent(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), [(0, True), (1, True), (2, True), (3, True)])
+def test_8_a_write_to_a_frozen_parameter_is_never_silent(stage: int, reshard: Any) -> None:
     """torch allows it, so the buffer of stages 0 to 2 has changed by then: the error says so."""
 
     def writes(params: Any, x: Tensor) -> Tensor:
@@ -203,7 +205,7 @@ def test_8_a_write_to_a_frozen_parameter_is_never_silent(stage: int, keep: str) 
         return (params["w"] * params["frozen"]).sum() * x
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(P, fzero.optim.sgd(1.0), stage=stage, keep=keep)
+        state = fzero.init(P, fzero.optim.sgd(1.0), stage=stage, reshard_after_forward=reshard)
         with pytest.raises((RuntimeError, ValueError), match=r"in[- ]?place"):
             fzero.grad_and_reduce(writes, state)(x)
         return fzero.full_params(state)["w"]
@@ -242,8 +244,12 @@ def test_38_one_state_is_trained_inside_the_loss_of_another(
         return (torch.sigmoid(logits)[:, None] * (apply(params, x) - y).square()).mean()
 
     def run(x: Tensor, y: Tensor) -> Any:
-        learner = fzero.init(weights, fzero.optim.sgd(0.1), stage=outer[0], keep=outer[1])
-        model = fzero.init(params, fzero.optim.sgd(0.1), stage=inner[0], keep=inner[1])
+        learner = fzero.init(
+            weights, fzero.optim.sgd(0.1), stage=outer[0], reshard_after_forward=outer[1]
+        )
+        model = fzero.init(
+            params, fzero.optim.sgd(0.1), stage=inner[0], reshard_after_forward=inner[1]
+        )
 
         def validation(weights: Any, x: Tensor, y: Tensor) -> Tensor:
             new, _ = fzero.grad_and_reduce(weighted, model)(weights["logits"], x[:5], y[:5])

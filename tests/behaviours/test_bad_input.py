@@ -35,13 +35,13 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_is_not_a_scalar(name: str, stage: int, keep: str) -> None:
+def test_a_loss_that_is_not_a_scalar(name: str, stage: int, reshard: Any) -> None:
     bad, seen = LOSSES[name]
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, keep=keep)
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
         with refused(fzero.LayoutError, seen):
             fzero.grad_and_reduce(bad, state)(x)
         return fzero.full_params(good_step(state, x)[0])["w"]

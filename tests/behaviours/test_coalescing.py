@@ -44,11 +44,11 @@ def test_3_a_window_moves_2p_bytes_whatever_n(ranks: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", MOST)
-@pytest.mark.parametrize("keep", KEEPS)
-def test_3_a_window_at_stage_3_moves_what_keep_says(ranks: int, keep: str) -> None:
+@pytest.mark.parametrize("reshard", KEEPS)
+def test_3_a_window_at_stage_3_moves_what_keep_says(ranks: int, reshard: Any) -> None:
     for n in (1, 2, 5):
-        log = cost_of(steps_of(n), stage=3, ranks=ranks, keep=keep)
-        gathers = {"unit": 2 * n, "backward": n, "window": 1}[keep]
+        log = cost_of(steps_of(n), stage=3, ranks=ranks, reshard_after_forward=reshard)
+        gathers = {True: 2 * n, False: n, "window": 1}[reshard]
         assert payload_bytes(log) == (gathers + 1) * P_BYTES * (ranks - 1) // ranks, n
         assert counts(log) == {"all_gather": gathers * LAYERS, "reduce_scatter": LAYERS}, n
 
@@ -70,23 +70,36 @@ def test_3_without_a_window_each_pass_pays(stage: int, factor: int) -> None:
         assert payload_bytes(log) == (n * factor + update) * P_BYTES // 2
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_3_clipping_costs_one_number_and_no_second_reduction(stage: int, keep: str) -> None:
-    plain = cost_of(steps_of(2), stage=stage, ranks=2, keep=keep)
-    clipped = cost_of(fzero.clip(steps_of(2), max_norm=1.0), stage=stage, ranks=2, keep=keep)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_3_clipping_costs_one_number_and_no_second_reduction(stage: int, reshard: Any) -> None:
+    plain = cost_of(steps_of(2), stage=stage, ranks=2, reshard_after_forward=reshard)
+    clipped = cost_of(
+        fzero.clip(steps_of(2), max_norm=1.0), stage=stage, ranks=2, reshard_after_forward=reshard
+    )
     norm_bytes = 8 if stage > 0 else 0  # of one fp64 scalar; replicas need not ask each other
     assert payload_bytes(clipped) - payload_bytes(plain) == norm_bytes
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_4_an_empty_window_or_one_that_raises_reduces_nothing(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_4_an_empty_window_or_one_that_raises_reduces_nothing(stage: int, reshard: Any) -> None:
     def raises(state: Any, x: Tensor) -> Any:
         state, _ = fzero.grad_and_reduce(chain_loss, state)(x)
         raise ArithmeticError
 
-    log = cost_of(fzero.coalesce(lambda state, x: (state, None)), stage=stage, ranks=2, keep=keep)
+    log = cost_of(
+        fzero.coalesce(lambda state, x: (state, None)),
+        stage=stage,
+        ranks=2,
+        reshard_after_forward=reshard,
+    )
     assert not counts(log)
-    log = cost_of(fzero.coalesce(raises), stage=stage, ranks=2, keep=keep, error=ArithmeticError)
+    log = cost_of(
+        fzero.coalesce(raises),
+        stage=stage,
+        ranks=2,
+        reshard_after_forward=reshard,
+        error=ArithmeticError,
+    )
     assert {"reduce_scatter", "all_reduce"}.isdisjoint(counts(log))
 
 
@@ -134,8 +147,8 @@ def test_35_a_window_is_refused_with_its_reason() -> None:
         fzero.coalesce(lambda state: state)(state)
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_35_an_update_from_an_open_window_reduces_it_first(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_35_an_update_from_an_open_window_reduces_it_first(stage: int, reshard: Any) -> None:
     """Nothing can apply local gradients: apply_gradients settles; by hand it is refused."""
 
     def step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
@@ -150,7 +163,7 @@ def test_35_an_update_from_an_open_window_reduces_it_first(stage: int, keep: str
         return state, fzero.full_params(state)["layers"][0]["w"]
 
     sharded = fzero.simulate(
-        fzero.shard(fzero.coalesce(step), stage=stage, keep=keep), world_size=2
+        fzero.shard(fzero.coalesce(step), stage=stage, reshard_after_forward=reshard), world_size=2
     )
     state = sharded.init(chain_params(), fzero.optim.sgd(2.0**-8))
     _, after = sharded(state, torch.tensor([1.0, 3.0], dtype=torch.float64))

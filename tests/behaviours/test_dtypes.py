@@ -45,13 +45,15 @@ def test_13_sums_that_round_are_the_same_bits_at_every_stage(
 ) -> None:
     xs = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     want = None
-    for stage, keep in PLACES:
-        gradients, params, _ = accumulated(dtype, xs, window=window, stage=stage, keep=keep)
+    for stage, reshard in PLACES:
+        gradients, params, _ = accumulated(
+            dtype, xs, window=window, stage=stage, reshard_after_forward=reshard
+        )
         for tree in (gradients, params):
             assert {t.dtype for t in tree.values()} == {dtype}
         flat = torch.cat([t.reshape(-1) for t in (*gradients.values(), *params.values())])
         want = flat if want is None else want
-        assert torch.equal(flat, want), f"stage {stage}, keep {keep}"
+        assert torch.equal(flat, want), f"stage {stage}, reshard {reshard}"
 
 
 @pytest.mark.parametrize("stage", STAGES)

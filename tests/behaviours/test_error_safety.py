@@ -63,16 +63,18 @@ FAILURES = [in_forward, in_backward, in_the_body, in_the_update]
 
 
 @pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("failing", FAILURES)
 def test_8_after_an_error_the_state_is_the_one_before(
-    failing: Callable[..., Any], stage: int, keep: str, window: bool
+    failing: Callable[..., Any], stage: int, reshard: Any, window: bool
 ) -> None:
     """Twice in a row; the step after it gives what it gives without the error."""
     wrap = fzero.coalesce if window else lambda fn: fn
 
     def world(fn: Callable[..., Any]) -> Any:
-        return fzero.simulate(fzero.shard(wrap(fn), stage=stage, keep=keep), world_size=RANKS)
+        return fzero.simulate(
+            fzero.shard(wrap(fn), stage=stage, reshard_after_forward=reshard), world_size=RANKS
+        )
 
     step = world(good_step)
     state, _ = step(step.init(PARAMS, fzero.optim.sgd(0.5, momentum=0.5)), X)
@@ -85,8 +87,8 @@ def test_8_after_an_error_the_state_is_the_one_before(
     assert same(contents(step(state, X)[0]), want)
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_8_a_caught_error_inside_a_step_loses_nothing(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_8_a_caught_error_inside_a_step_loses_nothing(stage: int, reshard: Any) -> None:
     """All ranks catch it, and go on in the same step."""
 
     def step(state: Any, x: Tensor) -> tuple[Any, None]:
@@ -97,7 +99,7 @@ def test_8_a_caught_error_inside_a_step_loses_nothing(stage: int, keep: str) -> 
         return good_step(state, x)[0], None
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, keep=keep)
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
         state, _ = fzero.coalesce(step)(state, x)
         return fzero.full_params(state)
 
@@ -107,9 +109,9 @@ def test_8_a_caught_error_inside_a_step_loses_nothing(stage: int, keep: str) -> 
 
 
 @pytest.mark.parametrize("raiser", range(RANKS))
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 def test_8_an_error_on_one_rank_ends_all_with_that_error(
-    stage: int, keep: str, raiser: int
+    stage: int, reshard: Any, raiser: int
 ) -> None:
     def fails(params: Any, x: Tensor) -> Tensor:
         if fzero.axis_index() == raiser:
@@ -119,7 +121,9 @@ def test_8_an_error_on_one_rank_ends_all_with_that_error(
     def step(state: Any, x: Tensor) -> Any:
         return fzero.grad_and_reduce(fails, state)(x)
 
-    sharded = fzero.simulate(fzero.shard(step, stage=stage, keep=keep), world_size=RANKS)
+    sharded = fzero.simulate(
+        fzero.shard(step, stage=stage, reshard_after_forward=reshard), world_size=RANKS
+    )
     state = sharded.init(PARAMS, fzero.optim.sgd(0.5))
     before = contents(state)
     with pytest.raises(ArithmeticError, match="only here") as caught:

@@ -106,8 +106,8 @@ class _InTurn(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-def test_26_every_gather_is_matched_by_a_release_whatever_is_kept(keep: str) -> None:
+@pytest.mark.parametrize("reshard", KEEPS)
+def test_26_every_gather_is_matched_by_a_release_whatever_is_kept(reshard: Any) -> None:
     """After the update nothing full is left: resident bytes are those of the shards."""
     apply, params = fzero.functionalize(mlp(4, 16, 16, 2))
     x, y = regression(2, 3, 4, 2)
@@ -115,11 +115,14 @@ def test_26_every_gather_is_matched_by_a_release_whatever_is_kept(keep: str) -> 
     def step(state: Any, *batch: Tensor) -> tuple[Any, None]:
         for _ in range(2):
             state, _ = fzero.grad_and_reduce(squared_loss(apply), state)(*batch)
-        assert bool(state.window.gathered) == (keep == "window")
+        assert bool(state.window.gathered) == (reshard == "window")
         return fzero.apply_gradients(state), None
 
     sharded = fzero.simulate(
-        fzero.shard(fzero.coalesce(step), stage=3, keep=keep, units=apply.units), world_size=2
+        fzero.shard(
+            fzero.coalesce(step), stage=3, reshard_after_forward=reshard, units=apply.units
+        ),
+        world_size=2,
     )
     state, _ = sharded(sharded.init(params, fzero.optim.sgd(0.1)), x, y)
     assert fzero.state_bytes(state)["window"] == fzero.state_bytes(state)["gradients"] == 0
@@ -127,9 +130,9 @@ def test_26_every_gather_is_matched_by_a_release_whatever_is_kept(keep: str) -> 
     assert 0 <= fzero.state_bytes(state)["parameters"] - 8 * numel <= 8 * 3  # both ranks: padding
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-def test_26_a_window_never_reads_parameters_from_before_an_update(keep: str) -> None:
-    """keep="window" gathers anew after an update inside the window."""
+@pytest.mark.parametrize("reshard", KEEPS)
+def test_26_a_window_never_reads_parameters_from_before_an_update(reshard: Any) -> None:
+    """reshard_after_forward="window" gathers anew after an update inside the window."""
 
     def step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
         values = []
@@ -139,7 +142,9 @@ def test_26_a_window_never_reads_parameters_from_before_an_update(keep: str) -> 
             values.append(value)
         return state, torch.stack(values)
 
-    sharded = fzero.simulate(fzero.shard(fzero.coalesce(step), stage=3, keep=keep), world_size=2)
+    sharded = fzero.simulate(
+        fzero.shard(fzero.coalesce(step), stage=3, reshard_after_forward=reshard), world_size=2
+    )
     state = sharded.init({"w": torch.zeros(3)}, fzero.optim.sgd(1.0))
     _, values = sharded(state, torch.ones(2))
     assert values[:, 1].tolist() == [-3.0, -3.0]
@@ -184,10 +189,10 @@ REUSE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("name", REUSE)
 def test_31_modules_that_are_used_again_are_right_and_released(
-    name: str, stage: int, keep: str
+    name: str, stage: int, reshard: Any
 ) -> None:
     loss, params, ranks = REUSE[name], reuse_params(), 2
     x = regression(ranks, 3, 5, 1)[0]
@@ -197,7 +202,7 @@ def test_31_modules_that_are_used_again_are_right_and_released(
     want = unsharded(reference, params, x)
     torch.manual_seed(5)
     with probe_gathers() as probe:
-        got = gradient_on(loss, params, x, stage=stage, keep=keep, ranks=ranks)
+        got = gradient_on(loss, params, x, stage=stage, reshard_after_forward=reshard, ranks=ranks)
     assert probe.alive(0) == probe.alive(1) == 0
     assert_every_rank(got, want)
 
@@ -230,6 +235,6 @@ def test_31_a_whole_model_equals_the_unsharded_one_at_every_place() -> None:
     apply, params = fzero.functionalize(module)
     loss, batch = next_token_loss(apply), tokens(3)
     want = mean_gradient(loss, params, per_rank(batch))
-    for stage, keep in PLACES:
-        got = gradient_on(loss, params, batch, stage=stage, keep=keep, ranks=3)
+    for stage, reshard in PLACES:
+        got = gradient_on(loss, params, batch, stage=stage, reshard_after_forward=reshard, ranks=3)
         assert_every_rank(got, want)

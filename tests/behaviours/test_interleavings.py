@@ -23,9 +23,9 @@ from tests.behaviours.programs import (
 MANY = settings(max_examples=5 * settings().max_examples)
 EVERYTHING: Uses = ((2 ** len(RICH) - 1,) * 4, (0b0_0010_0011,) * 4, (1, 0, 0b1_0000_1000, 2))
 EVERYWHERE = [
-    Setting(ranks, stage, keep, donate=donate, bucket_bytes=100)
+    Setting(ranks, stage, reshard, donate=donate, bucket_bytes=100)
     for ranks, donate in ((2, True), (3, False))
-    for stage, keep in ((0, "unit"), (1, "unit"), (2, "unit"), (3, "unit"), (3, "window"))
+    for stage, reshard in ((0, True), (1, True), (2, True), (3, True), (3, "window"))
 ]
 
 

@@ -95,15 +95,15 @@ def clipped_update(max_norm: float | None, scale: float = 1.0, **place: Any) -> 
     return virtual(run, 3, X)
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("max_norm", [0.5, 10.0, 1e6])
-def test_19_the_factor_is_that_of_torch(stage: int, keep: str, max_norm: float) -> None:
+def test_19_the_factor_is_that_of_torch(stage: int, reshard: Any, max_norm: float) -> None:
     leaves = {k: torch.nn.Parameter(p) for k, p in PARAMS.items() if k not in ("tied too",)}
     value = clip_loss({**leaves, "tied too": leaves["tied"]}, X.mean())
     value.backward()
     norm = torch.nn.utils.clip_grad_norm_([leaves["tied"], leaves["odd"]], max_norm)
     assert (norm > max_norm) == (max_norm < 100)
-    got = clipped_update(max_norm, stage=stage, keep=keep)
+    got = clipped_update(max_norm, stage=stage, reshard_after_forward=reshard)
     for rank in range(3):
         for name in ("tied", "odd"):
             torch.testing.assert_close(got[name][rank], leaves[name].grad, rtol=1e-12, atol=1e-12)

@@ -21,9 +21,11 @@ def loss(params: Any, x: Tensor) -> Tensor:
     return x * (params["w"] ** 2).sum() / 2 + x * params["b"]
 
 
-def gradient(fn: Callable[..., Tensor], *, stage: int, keep: str, **options: Any) -> Any:
+def gradient(fn: Callable[..., Tensor], *, stage: int, reshard: Any, **options: Any) -> Any:
     def run(x: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(1.0), stage=stage, keep=keep, **options)
+        state = fzero.init(
+            PARAMS, fzero.optim.sgd(1.0), stage=stage, reshard_after_forward=reshard, **options
+        )
         state, value = fzero.grad_and_reduce(fn, state)(x)
         return fzero.gradients(state), value
 
@@ -48,24 +50,24 @@ SAME: dict[str, tuple[Callable[..., Tensor], float]] = {
 }
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("name", SAME)
-def test_25_sums_means_and_scales_agree_at_every_stage(name: str, stage: int, keep: str) -> None:
+def test_25_sums_means_and_scales_agree_at_every_stage(name: str, stage: int, reshard: Any) -> None:
     fn, factor = SAME[name]
     for ordered in (False, True):
-        got, _ = gradient(fn, stage=stage, keep=keep, ordered=ordered)
+        got, _ = gradient(fn, stage=stage, reshard=reshard, ordered=ordered)
         for leaf, want in WANT.items():
             assert all(torch.equal(row / factor, want) for row in got[leaf]), leaf
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_25_the_value_is_this_ranks_own(stage: int, keep: str) -> None:
-    _, value = gradient(loss, stage=stage, keep=keep)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_25_the_value_is_this_ranks_own(stage: int, reshard: Any) -> None:
+    _, value = gradient(loss, stage=stage, reshard=reshard)
     assert torch.equal(value, X * (14 / 2 + 1))
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_25_contrastive_losses_differentiate_through_the_gather(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_25_contrastive_losses_differentiate_through_the_gather(stage: int, reshard: Any) -> None:
     """The objective is the mean over ranks of losses that see every rank's embeddings."""
     x = torch.randn(RANKS, 2, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
@@ -82,7 +84,7 @@ def test_25_contrastive_losses_differentiate_through_the_gather(stage: int, keep
         return -total(own[r, :, r].sum() for r in range(RANKS)) / RANKS
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(1.0), stage=stage, keep=keep)
+        state = fzero.init(PARAMS, fzero.optim.sgd(1.0), stage=stage, reshard_after_forward=reshard)
         return fzero.gradients(fzero.grad_and_reduce(contrast, state)(x)[0])["w"]
 
     got, want = virtual(run, RANKS, x), torch.func.grad(whole)(PARAMS)["w"]

@@ -2,7 +2,7 @@
 
 stage   parameters   gradients   adam's two moments
 0       P            P           2 P
-1       P            P           2 P / W
+1       P            P / W       2 P / W
 2       P            P / W       2 P / W
 3       P / W        P / W       2 P / W
 """
@@ -27,7 +27,7 @@ def theory(stage: int, ranks: int) -> dict[str, float]:
     """Bytes by kind on each rank, without padding."""
     return {
         "parameters": P_BYTES / (ranks if stage == 3 else 1),
-        "gradients": P_BYTES / (ranks if stage >= 2 else 1),
+        "gradients": P_BYTES / (ranks if stage >= 1 else 1),
         "optimizer": 2 * P_BYTES / (ranks if stage >= 1 else 1),
     }
 

@@ -145,22 +145,24 @@ INSIDE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 """name -> (the loss that fzero is given, one that is known to be the same on whole parameters)."""
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("name", INSIDE)
-def test_38_second_order_inside_the_loss(name: str, stage: int, keep: str) -> None:
+def test_38_second_order_inside_the_loss(name: str, stage: int, reshard: Any) -> None:
     loss, known = INSIDE[name]
     want = mean_gradient(known, PARAMS, per_rank(X, Y))
-    assert_every_rank(gradient_on(loss, PARAMS, X, Y, stage=stage, keep=keep), want)
+    assert_every_rank(
+        gradient_on(loss, PARAMS, X, Y, stage=stage, reshard_after_forward=reshard), want
+    )
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_38_per_sample_gradients_come_out_as_aux(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_38_per_sample_gradients_come_out_as_aux(stage: int, reshard: Any) -> None:
     def loss(params: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
         each = torch.func.vmap(torch.func.grad(LOSS), in_dims=(None, 0, 0))(params, x, y)
         return LOSS(params, x, y), each
 
     def run(x: Tensor, y: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, keep=keep)
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
         state, (_, each) = fzero.grad_and_reduce(loss, state, has_aux=True)(x, y)
         return fzero.gradients(state), each
 
@@ -190,19 +192,19 @@ def _with(state: TrainState, flats: Any) -> TrainState:
     return state.replace(params=Buffers(flats=tuple(flats), placement=state.params.placement))
 
 
-def around(what: Callable[[TrainState, Any, Tensor, Tensor], Any], stage: int, keep: str) -> Any:
+def around(what: Callable[[TrainState, Any, Tensor, Tensor], Any], stage: int, reshard: Any) -> Any:
     """`what(state, tangents, x, y)` on virtual ranks: the result of each."""
 
     def run(x: Tensor, y: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, keep=keep)
-        moved = fzero.init(V, fzero.optim.sgd(0.1), stage=stage, keep=keep)
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
+        moved = fzero.init(V, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
         return what(state, moved.params.flats, x, y)
 
     return virtual(run, RANKS, X, Y)
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_38_hvp_around_grad_and_reduce_forward_over_reverse(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_38_hvp_around_grad_and_reduce_forward_over_reverse(stage: int, reshard: Any) -> None:
     def product(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
         def gradient(flats: Any) -> Any:
             new, _ = fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)
@@ -211,13 +213,13 @@ def test_38_hvp_around_grad_and_reduce_forward_over_reverse(stage: int, keep: st
         return torch.func.jvp(gradient, (state.params.flats,), (v,))[1]
 
     want = hvp(mean_loss, PARAMS, V)
-    assert_every_rank(around(product, stage, keep), want)
+    assert_every_rank(around(product, stage, reshard), want)
 
 
 @pytest.mark.parametrize("api", ["torch.func", "torch.autograd"])
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 def test_38_hvp_around_grad_and_reduce_reverse_over_reverse(
-    stage: int, keep: str, api: str
+    stage: int, reshard: Any, api: str
 ) -> None:
     def product(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
         def dotted(flats: Any) -> Tensor:
@@ -232,12 +234,12 @@ def test_38_hvp_around_grad_and_reduce_reverse_over_reverse(
         return whole(state, Buffers(flats=tuple(found), placement=state.params.placement))
 
     want = hvp(mean_loss, PARAMS, V)
-    assert_every_rank(around(product, stage, keep), want)
+    assert_every_rank(around(product, stage, reshard), want)
 
 
 @pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_38_maml_around_a_whole_step(stage: int, keep: str, window: bool) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_38_maml_around_a_whole_step(stage: int, reshard: Any, window: bool) -> None:
     """The inner step is a sharded update, over all ranks' support sets."""
 
     def inner(state: Any, x: Tensor, y: Tensor) -> Any:
@@ -261,7 +263,7 @@ def test_38_maml_around_a_whole_step(stage: int, keep: str, window: bool) -> Non
         params = {k: p - 0.1 * g[k] for k, p in params.items()}
         return total(LOSS(params, x[2:], y[2:]) for x, y in per_rank(X, Y)) / RANKS
 
-    assert_every_rank(around(maml, stage, keep), torch.func.grad(unsharded)(PARAMS))
+    assert_every_rank(around(maml, stage, reshard), torch.func.grad(unsharded)(PARAMS))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -280,8 +282,10 @@ def test_38_vmap_around_grad_and_reduce(stage: int) -> None:
         assert_every_rank({k: g[:, i] for k, g in got.items()}, want)
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_38_an_argument_that_requires_grad_is_differentiated_through(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_38_an_argument_that_requires_grad_is_differentiated_through(
+    stage: int, reshard: Any
+) -> None:
     """Data learned by gradient matching: d(g . v)/dx, with ordinary autograd around."""
 
     def by_data(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -289,7 +293,7 @@ def test_38_an_argument_that_requires_grad_is_differentiated_through(stage: int,
         new, _ = fzero.grad_and_reduce(LOSS, state)(x, y)
         return torch.autograd.grad(dot(fzero.gradients(new), V) / RANKS, x)[0]
 
-    got = around(by_data, stage, keep)
+    got = around(by_data, stage, reshard)
     for rank, (x, y) in enumerate(per_rank(X, Y)):
         want = torch.func.grad(lambda x, y=y: dot(torch.func.grad(LOSS)(PARAMS, x, y), V))(x)
         torch.testing.assert_close(got[rank], want / RANKS)

@@ -64,8 +64,12 @@ def test_one_loss_over_two_models_of_different_stages_and_optimizers(
 
     def run(x: Tensor, y: Tensor) -> Any:
         states = {
-            "body": fzero.init(params_a, fzero.optim.adamw(0.1), stage=place_a[0], keep=place_a[1]),
-            "head": fzero.init(params_b, fzero.optim.sgd(0.1), stage=place_b[0], keep=place_b[1]),
+            "body": fzero.init(
+                params_a, fzero.optim.adamw(0.1), stage=place_a[0], reshard_after_forward=place_a[1]
+            ),
+            "head": fzero.init(
+                params_b, fzero.optim.sgd(0.1), stage=place_b[0], reshard_after_forward=place_b[1]
+            ),
         }
         states, _ = (fzero.coalesce(step) if window else step)(states, x, y)
         return fzero.full_params(states)
@@ -81,8 +85,8 @@ def test_one_loss_over_two_models_of_different_stages_and_optimizers(
     assert_trees_close(virtual(run, RANKS, X, Y), want)
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_a_gan_updates_one_model_at_a_time(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_a_gan_updates_one_model_at_a_time(stage: int, reshard: Any) -> None:
     """The other model is a constant of the loss: its gathered values, by a state of its own."""
     apply_g, g_params = fzero.functionalize(mlp(3, 4, 2))
     apply_d, d_params = fzero.functionalize(mlp(2, 4, 1))
@@ -95,7 +99,7 @@ def test_a_gan_updates_one_model_at_a_time(stage: int, keep: str) -> None:
         return F.softplus(-apply_d(both["d"], apply_g(both["g"], x))).mean()
 
     def run(x: Tensor, y: Tensor) -> Any:
-        place = {"stage": stage, "keep": keep}
+        place = {"stage": stage, "reshard_after_forward": reshard}
         g = fzero.init(g_params, fzero.optim.sgd(0.1), **place)
         d = fzero.init(d_params, fzero.optim.sgd(0.1), **place)
         both, _ = fzero.grad_and_reduce(lambda p, *b: d_loss(p["d"], p["g"], *b), {"g": g, "d": d})(
@@ -121,8 +125,8 @@ def batch_norm_net() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_batch_norm_statistics_go_in_and_come_out(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_batch_norm_statistics_go_in_and_come_out(stage: int, reshard: Any) -> None:
     """Two passes; each rank's own statistics, as torch's BatchNorm has them on each rank."""
     module = batch_norm_net()
     apply, params, buffers = fzero.functionalize(module, buffers=True)
@@ -132,7 +136,10 @@ def test_batch_norm_statistics_go_in_and_come_out(stage: int, keep: str) -> None
         return (out - y).square().mean(), buffers
 
     def run(x: Tensor, y: Tensor) -> Any:
-        state, now = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, keep=keep), buffers
+        state, now = (
+            fzero.init(params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard),
+            buffers,
+        )
         for half in (slice(0, 3), slice(3, 6)):
             state, (_, now) = fzero.grad_and_reduce(loss, state, has_aux=True)(
                 now, x[half], y[half]
@@ -154,9 +161,9 @@ def test_batch_norm_statistics_go_in_and_come_out(stage: int, keep: str) -> None
 
 
 @pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
 def test_6_experts_that_the_data_of_some_ranks_never_reach(
-    stage: int, keep: str, window: bool
+    stage: int, reshard: Any, window: bool
 ) -> None:
     """Rank r uses expert r; one expert is for nobody; rank 2 uses no parameter at all."""
     ranks, names = 3, [f"expert{i}" for i in range(4)]
@@ -176,7 +183,9 @@ def test_6_experts_that_the_data_of_some_ranks_never_reach(
         return fzero.apply_gradients(state), fzero.gradients(state)
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(params, fzero.optim.sgd(0.25), stage=stage, keep=keep)
+        state = fzero.init(
+            params, fzero.optim.sgd(0.25), stage=stage, reshard_after_forward=reshard
+        )
         state, found = (fzero.coalesce(step) if window else step)(state, x)
         return found, fzero.full_params(state)
 

@@ -87,10 +87,10 @@ def test_a_path_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_other_files_at_the_path_stay(tmp_path: Path) -> None:
     (tmp_path / "data-mine").mkdir()
-    (tmp_path / "notes.txt").write_text("keep")
+    (tmp_path / "notes.txt").write_text("reshard")
     for _ in range(2):
         save(tmp_path, make(mixed(), stage=0, ranks=0))
-    assert (tmp_path / "notes.txt").read_text() == "keep"
+    assert (tmp_path / "notes.txt").read_text() == "reshard"
     assert (tmp_path / "data-mine").is_dir()
 
 

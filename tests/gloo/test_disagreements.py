@@ -56,15 +56,17 @@ def windows_body(rank: int, world_size: int) -> None:
         return state, None
 
     calls = sum(range(1, world_size + 1)) / world_size
-    for stage, keep in ((0, "unit"), (1, "unit"), (2, "unit"), (3, "window"), (3, "unit")):
-        state = fzero.init({"a": torch.ones(3)}, fzero.optim.sgd(0.1), stage=stage, keep=keep)
-        if (stage, keep) == (3, "unit"):
+    for stage, reshard in ((0, True), (1, True), (2, True), (3, "window"), (3, True)):
+        state = fzero.init(
+            {"a": torch.ones(3)}, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard
+        )
+        if (stage, reshard) == (3, True):
             with pytest.raises(AxisError, match="reduces its window while rank"):
                 uneven(state)
             state, _ = fzero.coalesce(step)(state, torch.ones(3))  # the old state is good
             continue
         state, _ = uneven(state)
-        assert fzero.gradients(state)["a"].tolist() == [calls] * 3, f"stage {stage}, {keep}"
+        assert fzero.gradients(state)["a"].tolist() == [calls] * 3, f"stage {stage}, {reshard}"
 
 
 def dtypes_body(rank: int, world_size: int) -> None:
@@ -114,9 +116,15 @@ def axes_body(rank: int, world_size: int) -> None:
     """Two models under one loss, on two axes of a mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = torch.arange(6.0)
-    for keep in ("unit", "backward"):
+    for reshard in (True, False):
         one, two = (
-            fzero.init({"w": x + 10}, fzero.optim.sgd(0.1), stage=3, keep=keep, mesh=mesh[name])
+            fzero.init(
+                {"w": x + 10},
+                fzero.optim.sgd(0.1),
+                stage=3,
+                reshard_after_forward=reshard,
+                mesh=mesh[name],
+            )
             for name in ("a", "b")
         )
 
@@ -124,7 +132,7 @@ def axes_body(rank: int, world_size: int) -> None:
             return (p[0]["w"] * x).sum() * (1 + rank) + (p[1]["w"] * x).sum() * (1 + rank)
 
         both = fzero.grad_and_reduce(loss, (one, two))
-        if keep == "unit":
+        if reshard is True:
             with pytest.raises(FzeroError, match="under one loss"):
                 both()
             continue

@@ -140,8 +140,8 @@ def test_8_an_error_on_one_rank_ends_the_others_at_stage_3(ranks: int) -> None:
 
 def raise_on_all(rank: int, world_size: int) -> None:
     """Errors on every rank, caught by each, at every place; nothing is left over."""
-    for stage, keep in PLACES:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, keep=keep)
+    for stage, reshard in PLACES:
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
         want = fzero.full_params(_step(state, torch.ones(())))
         for where in ("before a parameter", "after one", "after all", "in backward"):
             with pytest.raises((ArithmeticError, fzero.AxisError)):
@@ -153,7 +153,7 @@ def raise_on_all(rank: int, world_size: int) -> None:
                 fzero.apply_gradients(state)
         after = fzero.full_params(_step(state, torch.ones(())))
         pairs = zip(after["layers"], want["layers"], strict=True)
-        assert all(torch.equal(a["w"], b["w"]) for a, b in pairs), (stage, keep)
+        assert all(torch.equal(a["w"], b["w"]) for a, b in pairs), (stage, reshard)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

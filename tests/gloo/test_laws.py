@@ -83,13 +83,13 @@ def test_3_updates_are_those_of_the_unsharded_step(ranks: int) -> None:
 def count_everywhere(rank: int, world_size: int) -> dict[Any, Any]:
     """Counts and bytes of a coalesced step, by place and number of passes."""
     found = {}
-    for stage, keep in PLACES:
+    for stage, reshard in PLACES:
         for n in PASSES:
-            sharded = fzero.shard(steps_of(n), stage=stage, keep=keep)
+            sharded = fzero.shard(steps_of(n), stage=stage, reshard_after_forward=reshard)
             state = sharded.init(chain_params(), fzero.optim.sgd(2.0**-8))
             with fzero.count_collectives() as log:
                 sharded(state, torch.ones((), dtype=torch.float64))
-            found[stage, keep, n] = (
+            found[stage, reshard, n] = (
                 counts(log, rank),
                 payload_bytes(log, rank),
                 log.counts(rank),
@@ -103,16 +103,16 @@ def test_4_and_8_the_collectives_of_a_window_are_those_of_theory(ranks: int) -> 
     """And those that virtual ranks count, agreements included."""
     one_way = P_BYTES * (ranks - 1) // ranks
     for rank, found in enumerate(run_ranks(count_everywhere, ranks)):
-        for (stage, keep, n), (seen, moved, every, wire) in found.items():
-            where = f"rank {rank}, stage {stage}, keep {keep}, n {n}"
-            gathers = {"unit": 2 * n, "backward": n, "window": 1}[keep] if stage == 3 else 1
+        for (stage, reshard, n), (seen, moved, every, wire) in found.items():
+            where = f"rank {rank}, stage {stage}, reshard {reshard}, n {n}"
+            gathers = {True: 2 * n, False: n, "window": 1}[reshard] if stage == 3 else 1
             assert moved == (gathers + 1) * one_way, where
             if ranks == 1:
                 assert not every, where
                 continue
             stage_3 = {"all_gather": gathers * LAYERS, "reduce_scatter": LAYERS}
             assert seen == {0: {"all_reduce": 1}, 3: stage_3}.get(stage, STAGE_2_COUNTS), where
-            log = cost_of(steps_of(n), stage=stage, ranks=ranks, keep=keep)
+            log = cost_of(steps_of(n), stage=stage, ranks=ranks, reshard_after_forward=reshard)
             assert log.counts(rank) == every, where
             assert log.wire_bytes(rank) == wire, where
 
@@ -132,7 +132,10 @@ def numbers_of(batch: Tensor, **options: Any) -> list[Tensor]:
     return [*seen, *fzero.full_params(state).values()]
 
 
-OPTIONS = [{"stage": stage, "keep": keep, "bucket_bytes": 600} for stage, keep in PLACES]
+OPTIONS = [
+    {"stage": stage, "reshard_after_forward": reshard, "bucket_bytes": 600}
+    for stage, reshard in PLACES
+]
 
 
 def numbers_everywhere(rank: int, world_size: int) -> list[list[Tensor]]:

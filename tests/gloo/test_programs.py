@@ -46,14 +46,14 @@ def check_all(jobs: list[Job], ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_named_programs(ranks: int) -> None:
-    places = [(0, "unit"), (1, "unit"), (2, "unit"), (3, "unit"), (3, "backward"), (3, "window")]
+    places = [(0, True), (1, True), (2, True), (3, True), (3, False), (3, "window")]
     jobs = [
         (
-            Setting(ranks, stage, keep, bucket_bytes=100, donate=bool((i + stage) % 2)),
+            Setting(ranks, stage, reshard, bucket_bytes=100, donate=bool((i + stage) % 2)),
             Case(RICH, EVERYTHING, program),
         )
         for i, program in enumerate(NAMED.values())
-        for stage, keep in places[(i + ranks) % 2 :: 2]  # the other half with another world size
+        for stage, reshard in places[(i + ranks) % 2 :: 2]  # the other half with another world size
     ]
     check_all(jobs, ranks)
 

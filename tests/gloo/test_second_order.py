@@ -42,11 +42,13 @@ def inside_everywhere(rank: int, world_size: int) -> dict[Any, Tensors]:
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     x, y = (t[rank] for t in regression(world_size, 4, 3, 2))
     found = {}
-    for stage, keep in PLACES:
+    for stage, reshard in PLACES:
         for name, (loss, _) in INSIDE.items():
-            state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, keep=keep)
+            state = fzero.init(
+                PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard
+            )
             state, _ = fzero.grad_and_reduce(loss, state)(x, y)
-            found[stage, keep, name] = fzero.gradients(state)
+            found[stage, reshard, name] = fzero.gradients(state)
     return found
 
 
@@ -55,9 +57,9 @@ def test_38_inside_the_loss(ranks: int) -> None:
     batches = per_rank(*regression(ranks, 4, 3, 2))
     want = {name: mean_gradient(known, PARAMS, batches) for name, (_, known) in INSIDE.items()}
     for found in run_ranks(inside_everywhere, ranks):
-        for (stage, keep, name), got in found.items():
+        for (stage, reshard, name), got in found.items():
             for leaf, right in want[name].items():
-                where = f"{name}, stage {stage}, keep {keep}, {leaf}"
+                where = f"{name}, stage {stage}, reshard {reshard}, {leaf}"
                 torch.testing.assert_close(got[leaf], right, rtol=1e-9, atol=1e-12, msg=where)
 
 
@@ -66,9 +68,11 @@ def around_everywhere(rank: int, world_size: int) -> dict[Any, Tensors]:
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     x, y = (t[rank] for t in regression(world_size, 4, 3, 2))
     found = {}
-    for stage, keep in PLACES:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, keep=keep)
-        v = fzero.init(V, fzero.optim.sgd(0.1), stage=stage, keep=keep).params.flats
+    for stage, reshard in PLACES:
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
+        v = fzero.init(
+            V, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard
+        ).params.flats
         flats, placement = state.params.flats, state.params.placement
 
         def passed(
@@ -87,11 +91,11 @@ def around_everywhere(rank: int, world_size: int) -> dict[Any, Tensors]:
             new = fzero.apply_gradients(passed(flats, x[:2], y[:2]))
             return LOSS(fzero.full_params(new), x[2:], y[2:]) / world_size
 
-        found[stage, keep, "forward"] = torch.func.jvp(gradient, (flats,), (v,))[1]
+        found[stage, reshard, "forward"] = torch.func.jvp(gradient, (flats,), (v,))[1]
         scalars: dict[str, Any] = {"reverse": dotted, "maml": outer}
         for name, fn in scalars.items():
             rows = Buffers(flats=torch.func.grad(fn)(flats), placement=placement)
-            found[stage, keep, name] = whole(state, rows)
+            found[stage, reshard, name] = whole(state, rows)
     return found
 
 
@@ -109,7 +113,7 @@ def test_38_around_the_step(ranks: int) -> None:
     product = hvp(mean_loss, PARAMS, V)
     want = {"forward": product, "reverse": product, "maml": torch.func.grad(maml)(PARAMS)}
     for found in run_ranks(around_everywhere, ranks):
-        for (stage, keep, name), got in found.items():
+        for (stage, reshard, name), got in found.items():
             for leaf, right in want[name].items():
-                where = f"{name}, stage {stage}, keep {keep}, {leaf}"
+                where = f"{name}, stage {stage}, reshard {reshard}, {leaf}"
                 torch.testing.assert_close(got[leaf], right, rtol=1e-9, atol=1e-12, msg=where)

@@ -109,7 +109,9 @@ def test_parameters_kept_over_a_window_are_shown() -> None:
         state, _ = fzero.grad_and_reduce(loss_fn, state)()
         return state, state
 
-    step = fzero.simulate(fzero.shard(step_fn, stage=3, keep="window"), world_size=2)
+    step = fzero.simulate(
+        fzero.shard(step_fn, stage=3, reshard_after_forward="window"), world_size=2
+    )
     _, inside = step(step.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1)))
     found = partition_map(inside)
     assert dict(found.kinds) == {

@@ -30,12 +30,14 @@ from tests.strategies import (
 OPT = fzero.optim.sgd(0.5)
 
 
-@given(tree=trees(), ranks=worlds, stage=stages, keep=keeps, bucket_bytes=st.integers(1, 200))
+@given(tree=trees(), ranks=worlds, stage=stages, reshard=keeps, bucket_bytes=st.integers(1, 200))
 def test_full_params_of_init_are_the_parameters(
-    tree: Any, ranks: int, stage: int, keep: str, bucket_bytes: int
+    tree: Any, ranks: int, stage: int, reshard: Any, bucket_bytes: int
 ) -> None:
     def body() -> Any:
-        state = fzero.init(tree, OPT, stage=stage, keep=keep, bucket_bytes=bucket_bytes)
+        state = fzero.init(
+            tree, OPT, stage=stage, reshard_after_forward=reshard, bucket_bytes=bucket_bytes
+        )
         assert state.stage == stage
         assert state.phase is Phase.IDLE
         return fzero.full_params(state)
@@ -43,9 +45,9 @@ def test_full_params_of_init_are_the_parameters(
     everywhere(fzero.simulate(body, world_size=ranks)(), tree, ranks)
 
 
-@given(tree=trees(LEARNING), ranks=worlds, stage=stages, keep=keeps, seed=seeds)
+@given(tree=trees(LEARNING), ranks=worlds, stage=stages, reshard=keeps, seed=seeds)
 def test_gradients_are_the_mean_over_ranks(
-    tree: Any, ranks: int, stage: int, keep: str, seed: int
+    tree: Any, ranks: int, stage: int, reshard: Any, seed: int
 ) -> None:
     xs = integers((ranks,), seed, bound=1)
 
@@ -54,7 +56,9 @@ def test_gradients_are_the_mean_over_ranks(
         assert state.phase is (Phase.READY if state.setup.layout.trainable else Phase.IDLE)
         return state, (loss, fzero.gradients(state))
 
-    run = fzero.simulate(fzero.shard(step_fn, stage=stage, keep=keep), world_size=ranks)
+    run = fzero.simulate(
+        fzero.shard(step_fn, stage=stage, reshard_after_forward=reshard), world_size=ranks
+    )
     _, (losses, grads) = run(run.init(tree, OPT), xs)
     everywhere(grads, mean_gradient(linear_loss, tree, list(xs)), ranks)
     same(losses, torch.stack([linear_loss(tree, x).detach() for x in xs]))
@@ -125,7 +129,7 @@ def test_a_stage_that_does_not_exist_is_refused(stage: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
-        ({"keep": "forever"}, r"use one of \['unit', 'backward', 'window'\]"),
+        ({"reshard": "forever"}, r"use one of \['unit', 'backward', 'window'\]"),
         ({"bucket_bytes": 0}, "give bytes"),
         ({"bucket_bytes": 1.5}, "give bytes"),
         ({"bucket_bytes": True}, "give bytes"),
@@ -138,8 +142,11 @@ def test_bad_options_are_refused(options: dict[str, Any], fix: str) -> None:
 
 
 def test_keep_is_a_word_or_the_enum() -> None:
-    for keep in ("window", Keep.WINDOW):
-        assert fzero.init([torch.ones(2)], OPT, stage=3, keep=keep).setup.keep is Keep.WINDOW
+    for reshard in ("window", Keep.WINDOW):
+        assert (
+            fzero.init([torch.ones(2)], OPT, stage=3, reshard_after_forward=reshard).setup.keep
+            is Keep.WINDOW
+        )
 
 
 BAD_LOSSES = [

@@ -136,7 +136,7 @@ def test_bytes_per_rank_are_those_of_the_stage(stage: int) -> None:
     count = 8  # the optimizer's own counter
     want = {
         "parameters": shard if stage == 3 else full,
-        "gradients": shard if stage >= 2 else full,
+        "gradients": shard if stage >= 1 else full,
         "optimizer": 2 * (shard if stage >= 1 else full) + count,
         "window": 0,
     }

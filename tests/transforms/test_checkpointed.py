@@ -14,7 +14,7 @@ from fzero._skeleton import _pool
 from fzero.functional import functionalize
 
 PLACES = [(0, 1, "unit"), (0, 2, "unit"), (2, 2, "unit")] + [
-    (3, 2, keep) for keep in ("unit", "backward", "window")
+    (3, 2, reshard) for reshard in (True, False, "window")
 ]
 
 
@@ -34,11 +34,11 @@ class Blocks(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("stage", "ranks", "keep"), PLACES)
+@pytest.mark.parametrize(("stage", "ranks", "reshard"), PLACES)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_checkpointed_module_needs_no_edit(
-    stage: int, ranks: int, keep: str, reentrant: bool, whole: bool
+    stage: int, ranks: int, reshard: Any, reentrant: bool, whole: bool
 ) -> None:
     torch.manual_seed(3)
     module = Blocks(reentrant=reentrant, whole=whole)
@@ -49,7 +49,7 @@ def test_a_checkpointed_module_needs_no_edit(
     apply, params = functionalize(module)
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, keep=keep)
+        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
         for _ in range(2):  # the second call may not find what the first one left
             state, _ = fzero.grad_and_reduce(lambda p, x: apply(p, x).square().mean(), state)(x)
         return fzero.gradients(state)

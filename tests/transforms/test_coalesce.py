@@ -28,18 +28,23 @@ def summed_loss(params: Any, xs: Tensor) -> Tensor:
     tree=trees(WIDE),
     ranks=worlds,
     stage=stages,
-    keep=keeps,
+    reshard=keeps,
     calls=st.integers(1, 4),
     bucket_bytes=st.integers(1, 300),
     donate=st.booleans(),
     seed=seeds,
 )
 def test_a_window_changes_no_value(
-    tree: Any, ranks: int, stage: int, keep: str, calls: int, bucket_bytes: int, donate: bool,
+    tree: Any, ranks: int, stage: int, reshard: Any, calls: int, bucket_bytes: int, donate: bool,
     seed: int,
 ) -> None:  # fmt: skip
     xs = integers((2, ranks, calls), seed, bound=1)
-    options: Any = {"stage": stage, "keep": keep, "bucket_bytes": bucket_bytes, "donate": donate}
+    options: Any = {
+        "stage": stage,
+        "reshard_after_forward": reshard,
+        "bucket_bytes": bucket_bytes,
+        "donate": donate,
+    }
     want = train(summed_loss, tree, [list(x) for x in xs], torch_sgd)
     for wrap in (fzero.coalesce, lambda fn: fn):
         got, state, _ = run(wrap, many_backwards, tree, xs, ranks, **options)
@@ -50,7 +55,6 @@ def test_a_window_changes_no_value(
 
 REDUCTION = {  # (coalesced, stage) -> the op that a gradient crosses ranks with
     (False, 0): "all_reduce",
-    (False, 1): "all_reduce",
     (True, 0): "all_reduce",
 }
 
@@ -75,14 +79,14 @@ def test_n_reductions_become_one_for_each_bucket(stage: int, calls: int, coalesc
 def test_what_is_kept_over_a_window_is_gathered_once(ranks: int, calls: int, seed: int) -> None:
     params = {"a": [integers((3, 5), 1)], "b": [integers((4,), 2)]}
     gathers = {}
-    for keep in ("window", "backward", "unit"):
-        step = fzero.shard(fzero.coalesce(many_backwards), stage=3, keep=keep)
+    for reshard in ("window", False, True):
+        step = fzero.shard(fzero.coalesce(many_backwards), stage=3, reshard_after_forward=reshard)
         run_ = fzero.simulate(step, world_size=ranks)
         state = run_.init(params, sgd())
         with fzero.count_collectives() as log:
             run_(state, integers((ranks, calls), seed))
-        gathers[keep] = log.counts()["all_gather"]
-    assert gathers == {"window": 2, "backward": 2 * calls, "unit": 4 * calls}
+        gathers[reshard] = log.counts()["all_gather"]
+    assert gathers == {"window": 2, False: 2 * calls, True: 4 * calls}
 
 
 @given(tree=trees(WIDE), ranks=many, stage=stages, seed=seeds)

@@ -42,19 +42,20 @@ USES: dict[str, Callable[[Any, Tensor], Any]] = {
     tree=trees(WIDE),
     ranks=worlds,
     stage=stages,
-    keep=keeps,
+    reshard=keeps,
     coalesced=st.booleans(),
     seed=seeds,
 )
 def test_donation_changes_no_number(
-    tree: Any, ranks: int, stage: int, keep: str, coalesced: bool, seed: int
+    tree: Any, ranks: int, stage: int, reshard: Any, coalesced: bool, seed: int
 ) -> None:
     xs = integers((3, ranks, 2), seed, bound=1)
     fn = fzero.coalesce(many_backwards) if coalesced else many_backwards
     ends = []
     for donate in (True, False):
         run = fzero.simulate(
-            fzero.shard(fn, stage=stage, keep=keep, donate=donate), world_size=ranks
+            fzero.shard(fn, stage=stage, reshard_after_forward=reshard, donate=donate),
+            world_size=ranks,
         )
         state = run.init(tree, sgd())
         losses = []

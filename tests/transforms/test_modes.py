@@ -16,7 +16,7 @@ import fzero
 from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError
 
 PARAMS = {"a": torch.ones(3), "b": torch.ones(2)}
-KEEPS = [(0, "unit"), (1, "unit"), (2, "unit"), (3, "unit"), (3, "backward"), (3, "window")]
+KEEPS = [(0, True), (1, True), (2, True), (3, True), (3, False), (3, "window")]
 
 
 def linear(p: Any, x: Tensor) -> Tensor:
@@ -46,15 +46,15 @@ def test_inference_mode_is_refused_and_no_grad_is_not(stage: int, ranks: int) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("stage", "keep"), KEEPS)
-def test_a_loss_that_writes_to_a_parameter_is_refused(stage: int, keep: str, ranks: int) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), KEEPS)
+def test_a_loss_that_writes_to_a_parameter_is_refused(stage: int, reshard: Any, ranks: int) -> None:
     def writes(p: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             p["a"].mul_(2.0)
         return (p["a"] * x).sum()
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, keep=keep)
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
         with pytest.raises((PhaseError, LayoutError), match=r"to a parameter in|in place"):
             fzero.grad_and_reduce(writes, state)(x)
         return x

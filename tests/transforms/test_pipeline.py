@@ -95,8 +95,8 @@ def test_a_pipeline_prints_as_it_is_written() -> None:
     )
     clipped = fzero.clip(fzero.accumulate(step_fn, steps=2), max_norm=1.0)
     assert repr(clipped) == "clip(max_norm=1.0) . accumulate(steps=2) . step_fn"
-    kept = fzero.shard(step_fn, stage=3, keep="window", donate=True)
-    assert repr(kept) == "shard(stage=3, keep='window', donate=True) . step_fn"
+    kept = fzero.shard(step_fn, stage=3, reshard_after_forward="window", donate=True)
+    assert repr(kept) == "shard(stage=3, reshard_after_forward='window', donate=True) . step_fn"
 
 
 def test_the_decorator_form_is_the_call_form() -> None:

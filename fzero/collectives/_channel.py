@@ -1,0 +1,322 @@
+"""How the ranks of an axis agree on what comes next: short rounds over a CPU group of fzero's own.
+
+A round is one small all_gather: every rank posts one `Message`, and gets those of all ranks. Ranks
+that announce the same pass or the same call go on without asking each other again until it ends:
+so a step costs a constant number of rounds. Ranks that announce different things raise, or serve
+each other, collective by collective, until they meet again.
+
+    PASS   "my forward (or backward) begins"      replayed if all ranks announce the same
+    ASK    "I need this collective now"           every rank takes part in it
+    DONE   "my pass is over"                      waits until no rank is in a pass
+    CALL   "step(), full_params(), ..."           waits until every rank makes the same call
+    FAILED "I raised"                             every other rank raises, too
+
+The rounds go over a gloo group whatever the backend of the axis is, so no rank waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from fzero.collectives import _lowering as lowering
+from fzero.errors import AxisError, MismatchError, PeerFailedError, PhaseError, explain
+from fzero.mesh import Axis, Runtime, own_group
+from fzero.virtual import current_ranks
+
+CODES = 8
+"""How many collectives a rank may ask for in one round."""
+
+FUNCTIONAL = 0
+"""The number of the functional pass that runs."""
+
+_MANY = 2**24
+"""More units than a state has."""
+
+
+class Kind(IntEnum):
+    """What a rank says in a round."""
+
+    FAILED = 0
+    DONE = 1
+    ASK = 2
+    PASS = 3
+    CALL = 4
+
+
+class What(IntEnum):
+    """Which collective of a unit a rank asks for."""
+
+    GATHER = 0
+    REDUCE = 1
+
+
+class Message(NamedTuple):
+    """What one rank says in one round.
+
+    `digest` stands for what must be equal to go together, `hint` for the order of collectives that
+    the rank expects. `served`: ranks that make a call take part in this pass.
+    """
+
+    kind: Kind
+    digest: int
+    hint: int
+    served: int
+    codes: tuple[int, ...]
+
+
+class Member(Protocol):
+    """Whoever has units: the channel asks it to take part in a collective that a rank needs."""
+
+    def serve(self, what: What, unit: int) -> None:
+        """Take part in that collective with what this rank has of the unit."""
+        ...
+
+
+class Channel:
+    """The rounds of one axis. Every rank makes the same rounds in the same order."""
+
+    def __init__(self, axis: Axis, data: Axis) -> None:
+        self.axis, self.data = axis, data  # for rounds; for gathers and reductions
+        self._members: dict[int, weakref.ref[Member]] = {}
+        self._joined = 0
+        self._posted: lowering.Started | None = None
+        self._text = ""  # what this rank said last
+        self._unread: list[Message] | None = None
+        self._announced: dict[str, Any] = {}
+        self.rounds = 0
+
+    # Members.
+
+    def join(self, member: Member, number: int | None = None) -> int:
+        """Add somebody who has units; return its number, which is the same on every rank.
+
+        `FUNCTIONAL` is that of the one functional pass that can run at a time.
+        """
+        if number is None:
+            self._joined = number = self._joined + 1
+        self._members[number] = weakref.ref(member)
+        return number
+
+    def leave(self, number: int) -> None:
+        """Remove it."""
+        self._members.pop(number, None)
+
+    # Rounds.
+
+    def post(
+        self,
+        kind: Kind,
+        text: str = "",
+        *,
+        hint: int = 0,
+        served: bool = True,
+        codes: Sequence[int] = (),
+    ) -> None:
+        """Say `kind`; nobody waits. `text` is what is announced: equal texts go together."""
+        self._complete()
+        row = [kind, zlib.crc32(text.encode()), hint, served, *codes]
+        self._posted = lowering.begin_exchange(row, self.axis, width=4 + CODES)
+        self._text, self._unread = text, None
+        self.rounds += 1
+
+    def read(self) -> list[Message]:
+        """Return what every rank said in the last round, in rank order.
+
+        Raises `PeerFailedError` if a rank said that it raised, again each time it is asked.
+        """
+        self._complete()
+        assert self._unread is not None
+        failed = [r for r, message in enumerate(self._unread) if message.kind is Kind.FAILED]
+        if failed:
+            raise PeerFailedError(
+                explain(
+                    f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
+                    f"{failed}, so its gradients cannot be reduced.",
+                    cause="an error in the loss, the forward or the backward, on that rank only.",
+                    fix=f"see the error of rank {failed[0]}; here nothing was changed.",
+                )
+            )
+        return self._unread
+
+    def _complete(self) -> None:
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            rows = posted.wait()[0].tolist()
+            self._unread = [
+                Message(Kind(row[0]), *row[1:4], tuple(code for code in row[4:] if code))
+                for row in rows
+            ]
+
+    def exchange(self, kind: Kind, text: str = "", *, codes: Sequence[int] = ()) -> list[Message]:
+        """Post and read."""
+        self.post(kind, text, codes=codes)
+        return self.read()
+
+    # What is made of rounds.
+
+    def announce(self, text: str, *, hint: int = 0, served: bool = False) -> None:
+        """Begin a pass: post it. `served`: ranks that make a call meanwhile take part in it."""
+        self._announced = {"hint": hint, "served": served}
+        self.post(Kind.PASS, text, **self._announced)
+
+    def answer(self) -> bool:
+        """Whether every rank announced the pass that this rank did, in the same order.
+
+        Then nobody needs to ask for a collective. Takes part in what ranks ask for that are still
+        in the pass before. Raises `MismatchError`, on every rank, if the ranks announce what cannot
+        go together, naming it.
+        """
+        while True:
+            messages = self.read()
+            kinds = {message.kind for message in messages}
+            if kinds <= {Kind.PASS, Kind.CALL}:
+                same = len({message.digest for message in messages}) == 1
+                if not same and not all(message.served for message in messages):
+                    self._raise_mismatch()
+                return same and len({message.hint for message in messages}) == 1
+            self._serve(messages)
+            self.post(Kind.PASS, self._text, **self._announced)
+
+    def ask(self, number: int, what: What, units: Sequence[int]) -> None:
+        """Have every rank take part in `what` of each unit; so does this one, here."""
+        codes = [1 + what + len(What) * (unit + number * _MANY) for unit in units]
+        for begin in range(0, len(codes), CODES):
+            self._serve(self.exchange(Kind.ASK, codes=codes[begin : begin + CODES]))
+
+    def finish(self, *, asked: bool) -> bool:
+        """Take part in what other ranks ask for until no rank is in a pass.
+
+        Returns whether any rank has `asked`, the same on every rank.
+        """
+        while True:
+            self.post(Kind.DONE, hint=int(asked))
+            messages = self.read()
+            if all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages):
+                return any(m.hint for m in messages if m.kind is Kind.DONE)
+            self._serve(messages)
+
+    def values(self, number: int) -> list[int]:
+        """Return the `number` of every rank, in rank order."""
+        return lowering.begin_exchange([number], self.axis, width=1).wait()[0].flatten().tolist()
+
+    def tell(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank, in rank order."""
+        return lowering.gather_objects(value, self.axis)
+
+    def call(self, text: str, value: int = 0) -> list[int]:
+        """Wait until every rank makes this call; return the `value` of each.
+
+        Ranks that are in a pass are served until they come here. Raises `MismatchError` on every
+        rank if the ranks make calls that differ, naming them.
+        """
+        while True:
+            messages = self.exchange(Kind.CALL, text, codes=[1 + value])
+            kinds = {message.kind for message in messages}
+            if kinds <= {Kind.PASS, Kind.CALL}:
+                same = len({message.digest for message in messages}) == 1
+                if not same and (kinds == {Kind.CALL} or not all(m.served for m in messages)):
+                    self._raise_mismatch()
+                if kinds == {Kind.CALL}:
+                    return [message.codes[0] - 1 for message in messages]
+            self._serve(messages)
+
+    def fail(self) -> None:
+        """Say that this rank raised. The others raise where they read it; nothing is raised here."""
+        with suppress(AxisError):
+            self.exchange(Kind.FAILED)
+
+    def _serve(self, messages: Sequence[Message]) -> None:
+        asked = {code for m in messages if m.kind is Kind.ASK for code in m.codes}
+        for code in sorted(asked):
+            rest, what = divmod(code - 1, len(What))
+            number, unit = divmod(rest, _MANY)
+            self._member(number).serve(What(what), unit)
+
+    def _member(self, number: int) -> Member:
+        member = self._members.get(number, lambda: None)()
+        if member is None:
+            raise PhaseError(
+                explain(
+                    f"rank {self.axis.rank}: another rank uses model {number} of this axis, which "
+                    "is closed or gone here.",
+                    cause="close(), or the last reference to an engine or a state, on some ranks "
+                    "only.",
+                    fix="keep it on every rank for as long as any rank uses it.",
+                )
+            )
+        return member
+
+    def _raise_mismatch(self) -> None:
+        texts = lowering.gather_objects(self._text, self.axis)
+        lines = [text.splitlines() for text in texts]
+        first = lines[0]
+        rank, other = next((r, t) for r, t in enumerate(lines) if t != first)
+        at = next(
+            i for i in range(max(len(first), len(other))) if first[i : i + 1] != other[i : i + 1]
+        )
+        raise MismatchError(
+            explain(
+                f"the ranks make different calls: rank 0 {_named(first, at)}, "
+                f"rank {rank} {_named(other, at)}.",
+                cause="a call under `if rank == 0:`, one step more on some ranks, or an option "
+                "that differs by rank.",
+                fix="make the same calls, with the same options, on every rank. Nothing was "
+                "changed.",
+            )
+        )
+
+
+def _named(lines: Sequence[str], at: int) -> str:
+    """The call, and the line of it that differs."""
+    if at == 0:
+        return lines[0] if lines else "nothing"
+    return f"{lines[0]} with {lines[at] if at < len(lines) else 'nothing'}"
+
+
+_OPEN: dict[tuple[int, ...], Channel] = {}
+"""The channel of each set of processes: a handle, like torch's own table of groups. It lives as
+long as the process group, for garbage is collected at another time on each rank."""
+
+
+def channel_of(axis: Axis) -> Channel | None:
+    """Return the channel of the ranks of `axis`; None on one local rank. A collective at first.
+
+    States and engines on the same ranks share it.
+    """
+    if axis.runtime is Runtime.LOCAL:
+        return None
+    here = current_ranks()
+    if here is not None:  # virtual ranks: it lives for one run
+        return _of_run(here.kept, axis)
+    ranks = tuple(dist.get_process_group_ranks(axis.group()))
+    found = _OPEN.get(ranks)
+    if found is None or not _is_alive(found):
+        found = _OPEN[ranks] = Channel(own_group(axis, backend="gloo"), own_group(axis))
+    return found
+
+
+def _is_alive(channel: Channel) -> bool:
+    """Whether its group is there: torch.distributed may have been started anew."""
+    with suppress(AxisError):
+        channel.axis.group()
+        return True
+    return False
+
+
+def _of_run(kept: dict[Any, Any], axis: Axis) -> Channel:
+    if Channel not in kept:
+        kept[Channel] = Channel(axis, axis)
+    return kept[Channel]
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Return every rank's picklable `value` in rank order. A collective."""
+    channel = channel_of(axis)
+    return [value] if channel is None else channel.tell(value)

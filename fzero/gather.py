@@ -1,0 +1,200 @@
+"""Full values of sharded parameters for as long as they are wanted: what placeholders read.
+
+    placeholder read by a kernel -> Gatherer.leaf -> held | Sequencer.use -> start, wait
+    the Sequencer goes on        -> free
+
+The gatherer holds full values and starts gathers. When to start and when to free is decided by the
+`Sequencer` (fzero/sequence.py), in an order that is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import InFlight, start_gather
+from fzero.errors import AxisError, LayoutError, explain
+from fzero.mesh import Axis
+from fzero.packing import unpack
+from fzero.placeholder import LazyParam
+from fzero.state.layout import Layout, Leaf
+
+
+class GroupShard(NamedTuple):
+    """One group of a layout, and this rank's shard of it."""
+
+    layout: Layout
+    index: int
+    shard: Tensor
+
+
+class Gatherer:
+    """The full values of groups, gathered unit by unit.
+
+    Groups are numbered over all the states of a pass, in order; so are units.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], axis: Axis) -> None:
+        self.axis = axis
+        self.groups: list[GroupShard] = []
+        self.units: list[tuple[int, ...]] = []
+        self._unit_of: list[int] = []
+        self._layouts = layouts
+        first = 0
+        for layout in layouts:
+            for unit in layout.units:
+                self.units.append(tuple(first + index for index in unit))
+            first += len(layout.groups)
+        owners = {group: number for number, unit in enumerate(self.units) for group in unit}
+        self._unit_of = [owners[group] for group in range(first)]
+        self.held: dict[int, list[list[Tensor]]] = {}  # unit -> the leaves of each of its groups
+        self.flats: dict[int, list[Tensor]] = {}  # unit -> the full flat of each of its groups
+        self.kept: set[int] = set()  # units that no plan frees
+        self.use: Callable[[int], None] = self.fetch  # set by the sequencer of a pass
+        self.writable: Collection[int] = ()
+        self._flights: dict[int, InFlight] = {}
+
+    def hold_shards(self, flats: Sequence[Sequence[Tensor]]) -> None:
+        """Take the shards of each state as they are now."""
+        pairs = zip(self._layouts, flats, strict=True)
+        self.groups = [
+            GroupShard(layout, i, flat.detach())
+            for layout, some in pairs
+            for i, flat in enumerate(some)
+        ]
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each unit, with its padding."""
+        flat = [layout.full_numel(i) for layout in self._layouts for i in range(len(layout.groups))]
+        return tuple(sum(flat[group] for group in unit) for unit in self.units)
+
+    # What placeholders call.
+
+    def leaf(self, group: int, position: int) -> Tensor:
+        """Return one full leaf of a group, gathering its unit unless it is here."""
+        unit = self._unit_of[group]
+        self.use(unit)
+        return self.held[unit][self.units[unit].index(group)][position]
+
+    def device_of(self, group: int) -> torch.device:
+        """Return where the values of a group are."""
+        return self.groups[group].shard.device
+
+    def leaves_of(self, group: int) -> list[Leaf]:
+        """Return the leaves of a group."""
+        layout, index, _ = self.groups[group]
+        return [layout.leaves[i] for i in layout.groups[index].leaves]
+
+    def begin_write(self, placeholder: LazyParam, func: Any) -> None:
+        """Refuse: a write would reach the gathered copy only, and be forgotten."""
+        if self._unit_of[placeholder.where[0]] in self.writable:
+            return
+        raise LayoutError(
+            explain(
+                f"{placeholder!r} is written in place ({func}); this rank holds a shard of it.",
+                cause="an in-place method (add_, copy_, ...) or an initializer on a parameter of "
+                "stage 3.",
+                fix="in a loss, clone it first: losses are pure. To change a parameter of a "
+                "module, use `with fzero.adapter.gathered(module, modify=True)`.",
+            )
+        )
+
+    def end_write(self, placeholder: LazyParam) -> None:
+        """Nothing to do: what was written is sharded where `gathered(modify=True)` ends."""
+
+    # What is carried from one pass to the next.
+
+    def adopt(self, gathered: Sequence[Sequence[Tensor]]) -> None:
+        """Keep the full flats that each state brings, where it brings all of a unit."""
+        flats: dict[int, Tensor] = {}
+        first = 0
+        for layout, some in zip(self._layouts, gathered, strict=True):
+            for i, flat in enumerate(some):
+                if flat.numel() == layout.full_numel(i):
+                    flats[first + i] = flat
+            first += len(layout.groups)
+        for unit, groups in enumerate(self.units):
+            if all(group in flats for group in groups):
+                self._hold(unit, [flats[group] for group in groups])
+                self.kept.add(unit)
+
+    def kept_flats(self) -> list[tuple[Tensor, ...]]:
+        """Return, for each state, the full flat of each group that is kept; of others, empty."""
+        whole = {
+            group: flat
+            for unit in self.kept
+            for group, flat in zip(self.units[unit], self.flats[unit], strict=True)
+        }
+        found, first = [], 0
+        for layout in self._layouts:
+            numbers = range(first, first + len(layout.groups))
+            found.append(tuple(whole.get(n, self.groups[n].shard.new_empty(0)) for n in numbers))
+            first += len(layout.groups)
+        return found
+
+    # What the sequencer calls.
+
+    def start(self, unit: int) -> None:
+        """Start to gather a unit, unless it is whole or on the way. A collective."""
+        if unit not in self.held and unit not in self._flights:
+            shards = [self.groups[group].shard for group in self.units[unit]]
+            self._flights[unit] = start_gather(shards, self.axis)
+
+    def wait(self, unit: int) -> None:
+        """Wait until a unit that was started is whole."""
+        flight = self._flights.pop(unit, None)
+        if flight is not None:
+            self._hold(unit, flight.wait())
+
+    def _hold(self, unit: int, flats: list[Tensor]) -> None:
+        self.flats[unit] = flats
+        self.held[unit] = [
+            unpack(self.groups[group].layout, self.groups[group].index, flat)
+            for group, flat in zip(self.units[unit], flats, strict=True)
+        ]
+
+    def fetch(self, unit: int) -> None:
+        """Gather a unit unless it is here, and wait for it."""
+        if unit not in self.held:
+            self.start(unit)
+            self.wait(unit)
+
+    def take_part(self, unit: int, *, keep: bool) -> None:
+        """Gather a unit because a rank asks for it; `keep` it, or drop it."""
+        shards = [self.groups[group].shard for group in self.units[unit]]
+        flight = start_gather(shards, self.axis)
+        if keep and unit not in self.held:
+            self._flights[unit] = flight
+            self.wait(unit)
+        else:
+            flight.wait()
+
+    def touch(self, unit: int) -> bool:
+        """Return whether a unit is whole; it is then the one that was used last."""
+        leaves = self.held.pop(unit, None)
+        if leaves is not None:
+            self.held[unit] = leaves
+        return leaves is not None
+
+    def free(self, unit: int) -> None:
+        """Let go of a unit, unless it is kept; one that is on the way is waited for."""
+        if unit in self.kept:
+            return
+        self.held.pop(unit, None)
+        self.flats.pop(unit, None)
+        flight = self._flights.pop(unit, None)
+        if flight is not None:
+            with suppress(AxisError):  # nobody wants it any more, whether it comes or not
+                flight.wait()
+
+    def release(self, *, all_of_them: bool = False) -> None:
+        """Let go of every unit that is not kept, or of all of them."""
+        if all_of_them:
+            self.kept = set()
+        for unit in [*self.held, *self._flights]:
+            self.free(unit)

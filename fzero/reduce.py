@@ -1,0 +1,265 @@
+"""Gradients of leaves -> buckets -> collectives that run beside the backward -> this rank's shard.
+
+    put(state, leaf, gradient)      autograd made one
+      the bucket is full            pack -> [W l] in the dtype of the wire
+      it may start                  reduce-scatter (or all-reduce), at most two at a time
+      it is over                    / W -> rows, in the dtype in which gradients add up
+
+A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered together.
+Below stage 3 buckets start in one fixed order on every rank, so ranks may use other parameters, or use
+them in another order. At stage 3 the `Sequencer` says when.
+
+Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3 (buckets in one order).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import InFlight, start_reduce, start_scatter
+from fzero.errors import AxisError
+from fzero.mesh import Axis, Runtime
+from fzero.packing import pack_copied, unpack
+from fzero.state.buffers import Placement
+from fzero.state.layout import Layout
+from fzero.state.setup import Setup
+
+IN_FLIGHT = 2
+"""Reductions whose inputs are alive at once, as in FSDP2."""
+
+
+class _Group:
+    """The gradients of one group that this backward has brought, and not handed on."""
+
+    __slots__ = ("_contiguous", "_flat", "_gradients", "_views", "index", "layout")
+
+    def __init__(self, layout: Layout, index: int, *, contiguous: bool) -> None:
+        self.layout, self.index = layout, index
+        self._contiguous = contiguous and len(layout.groups[index].leaves) > 1
+        self._gradients: dict[int, Tensor] = {}
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    def put(self, position: int, gradient: Tensor) -> None:
+        """Add the gradient of one leaf."""
+        if self._contiguous:
+            gradient = self._copied(position, gradient)
+        elif position in self._gradients:
+            gradient = self._gradients[position] + gradient
+        self._gradients[position] = gradient
+
+    def _copied(self, position: int, gradient: Tensor) -> Tensor:
+        """Copy it to its place in one buffer, so that autograd's own tensor can go at once."""
+        if self._flat is None:
+            self._flat = gradient.new_zeros(self.layout.full_numel(self.index))
+            self._views = unpack(self.layout, self.index, self._flat)
+        return self._views[position].add_(gradient)
+
+    def give(self, flat: Tensor) -> None:
+        """Take the gradients of all leaves, packed."""
+        self._flat, self._gradients = flat, {0: flat}
+
+    @property
+    def full(self) -> bool:
+        """Whether every leaf has its gradient."""
+        return len(self._gradients) == len(self.layout.groups[self.index].leaves)
+
+    @property
+    def some(self) -> bool:
+        """Whether any leaf has."""
+        return bool(self._gradients)
+
+    def take(self) -> Tensor | None:
+        """Return [W l], and forget it; None if there is nothing."""
+        gradients, self._gradients = self._gradients, {}
+        flat, self._flat, self._views = self._flat, None, []
+        if not gradients or flat is not None:
+            return flat
+        count = len(self.layout.groups[self.index].leaves)
+        return pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
+
+
+class Reducer:
+    """The gradients of some states on one axis, for one backward after another.
+
+    `rows[state][group]` are the means over ranks that are there. Gradients of a state that `keeps`
+    stay on this rank, for a coalescing window: see `local`.
+    """
+
+    def __init__(
+        self, setups: Sequence[Setup], axis: Axis, devices: Sequence[torch.device]
+    ) -> None:
+        self.setups, self.axis, self._devices = setups, axis, devices
+        self.keeps = [False for _ in setups]
+        self.bounded = True
+        self.before_first: Callable[[], None] | None = None  # asked once, before anything starts
+        self.on_full: Callable[[int], None] = self._in_turn
+        self.rows: list[dict[int, Tensor]] = [{} for _ in setups]
+        self.received = 0  # gradients of leaves since `begin`
+        self._groups: list[dict[int, _Group]] = []
+        self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
+        self._where: list[dict[int, tuple[int, _Group, int]]] = []
+        for number, setup in enumerate(setups):
+            self._add(number, setup)
+        backwards = range(len(self._units) - 1, -1, -1)  # the last layers come first
+        self._order = list(backwards)
+        self._turn = 0
+        self._full: set[int] = set()
+        self._flights: deque[tuple[int, InFlight]] = deque()
+        self._local = axis.runtime is Runtime.LOCAL
+
+    def _add(self, number: int, setup: Setup) -> None:
+        layout = setup.layout
+        groups = {
+            i: _Group(layout, i, contiguous=setup.reduction.contiguous_gradients)
+            for i in layout.trainable
+        }
+        where: dict[int, tuple[int, _Group, int]] = {}
+        for unit in layout.units:
+            learning = tuple(i for i in unit if i in groups)
+            for i in learning:
+                for position, leaf in enumerate(layout.groups[i].leaves):
+                    where[leaf] = len(self._units), groups[i], position
+            self._units.append((number, learning))
+        self._groups.append(groups)
+        self._where.append(where)
+
+    # Events.
+
+    def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
+        """Return a hook for a leaf: takes its gradient as soon as autograd has made it."""
+        unit, group, position = self._where[state][leaf]
+
+        def on_gradient(p: Tensor) -> None:
+            gradient, p.grad = p.grad, None
+            if gradient is not None:
+                self._put(unit, group, position, gradient.detach())
+
+        return on_gradient
+
+    def put(self, state: int, leaf: int, gradient: Tensor) -> None:
+        """Add the gradient of one leaf of a state."""
+        unit, group, position = self._where[state][leaf]
+        self._put(unit, group, position, gradient)
+
+    def _put(self, unit: int, group: _Group, position: int, gradient: Tensor) -> None:
+        group.put(position, gradient)
+        self.received += 1
+        state, indices = self._units[unit]
+        if self._local or self.keeps[state] or not group.full:
+            return
+        if len(indices) == 1 or all(self._groups[state][i].full for i in indices):
+            self.on_full(unit)
+
+    def _in_turn(self, unit: int) -> None:
+        """Start what is full, as far as all that comes before it in the order is, too."""
+        self._full.add(unit)
+        while self._turn < len(self._order) and self._order[self._turn] in self._full:
+            self._turn += 1
+            self.start(self._order[self._turn - 1])
+
+    # Collectives.
+
+    def start(self, unit: int, *, mine: bool = True) -> None:
+        """Start the reduction of a unit, with zeros where this rank has nothing. A collective."""
+        state, indices = self._units[unit]
+        if not indices or self.keeps[state]:
+            return
+        if self.before_first is not None:
+            first, self.before_first = self.before_first, None
+            first()
+        while self.bounded and len(self._flights) >= IN_FLIGHT:
+            self._land()
+        setup = self.setups[state]
+        taken = [self._groups[state][i].take() if mine else None for i in indices]
+        local = [
+            self._zeros(setup, state, i) if x is None else x.to(_wire(setup, x.dtype))
+            for i, x in zip(indices, taken, strict=True)
+        ]
+        ordered = setup.reduction.ordered
+        if setup.gradients is Placement.SHARDED:
+            flight = start_scatter(local, self.axis, ordered=ordered)
+        else:  # in place: a gradient that was not packed may be somebody's own tensor
+            owned = [x.clone() if x is y else x for x, y in zip(local, taken, strict=True)]
+            flight = start_reduce(owned, self.axis, ordered=ordered)
+        self._flights.append((unit, flight))
+        if not setup.reduction.overlap:
+            self._land()
+
+    def _zeros(self, setup: Setup, state: int, index: int) -> Tensor:
+        dtype = setup.layout.groups[index].dtype
+        numel = setup.layout.full_numel(index)
+        return torch.zeros(numel, dtype=_wire(setup, dtype), device=self._devices[state])
+
+    def _land(self) -> None:
+        """Wait for the oldest reduction, and add its mean to the rows."""
+        unit, flight = self._flights.popleft()
+        state, indices = self._units[unit]
+        rows, setup = self.rows[state], self.setups[state]
+        for index, summed in zip(indices, flight.wait(), strict=True):
+            mean = summed.div_(self.axis.size).to(setup.accumulate_dtype(index))
+            held = rows.get(index)
+            rows[index] = mean if held is None else held.add_(mean)
+
+    # The end of a backward.
+
+    def flush(self) -> None:
+        """Below stage 3: start every bucket that has not started, in the order."""
+        while self._turn < len(self._order):
+            self._turn += 1
+            self.start(self._order[self._turn - 1])
+
+    def give(self, state: int, flats: dict[int, Tensor]) -> None:
+        """Take whole local gradients of a state, {group: [W l]}: what has waited in a window."""
+        for index, flat in flats.items():
+            self._groups[state][index].give(flat)
+
+    def land(self) -> None:
+        """Wait for all that was started."""
+        while self._flights:
+            self._land()
+
+    def left(self) -> list[int]:
+        """The units with gradients that have not been handed on."""
+        return [
+            unit
+            for unit, (state, indices) in enumerate(self._units)
+            if not self.keeps[state] and any(self._groups[state][i].some for i in indices)
+        ]
+
+    def local(self, state: int) -> dict[int, Tensor]:
+        """Return, and forget, this rank's own gradients that are still here: {group: [W l]}."""
+        setup = self.setups[state]
+        found = {}
+        for index, group in self._groups[state].items():
+            flat = group.take()
+            if flat is not None:
+                found[index] = flat.to(setup.accumulate_dtype(index))
+        return found
+
+    def take_rows(self, state: int) -> dict[int, Tensor]:
+        """Return, and forget, the rows of a state."""
+        rows, self.rows[state] = self.rows[state], {}
+        return rows
+
+    def begin(self) -> None:
+        """A backward begins: nothing is here, and it is the first bucket's turn."""
+        self._turn, self._full, self.received = 0, set(), 0
+
+    def drop(self) -> None:
+        """Forget what this backward has brought. Starts nothing; waits for what was started."""
+        for state in range(len(self.setups)):
+            self.local(state)
+        while self._flights:
+            with suppress(AxisError):
+                self._flights.popleft()[1].wait()
+        self.rows = [{} for _ in self.setups]
+
+
+def _wire(setup: Setup, dtype: torch.dtype) -> torch.dtype:
+    return setup.reduction.communication_dtype or dtype

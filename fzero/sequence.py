@@ -1,0 +1,265 @@
+"""In which order stage 3 gathers and reduces: by a recorded program, or by asking the other ranks.
+
+    begin(...)             announce a pass to the other ranks; nobody waits yet
+    use(unit)              a kernel reads a unit: go on to it in the plan, or ask for it
+    full(unit)             a gradient is complete: reduce it where the plan has it, or ask
+    end_forward, finish    the phase, or the pass, is over
+
+All ranks that announce the same program run its collectives in its order, whatever they use
+themselves: a rank that does not need a unit takes part and drops it; one that reads a unit that lies
+further on goes there, taking part on the way. A rank that needs what the rest of the plan does not
+have runs the plan to its end, with zeros where it has nothing (a sum is linear: what it has later is
+reduced later), and asks there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from contextlib import suppress
+
+from fzero.collectives import Channel, What
+from fzero.errors import FzeroError
+from fzero.gather import Gatherer
+from fzero.reduce import Reducer
+from fzero.state.schedule import Limits, Plan, Program, Schedule, expected, plan, union
+
+_LIVE = 2
+"""Units whole at once while a rank asks: the one in use, and the one before it."""
+
+
+class Sequencer:
+    """Drives one gatherer and one reducer through passes, in step with the other ranks."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        limits: Limits,
+        persistent: Collection[int] = (),
+        *,
+        number: int | None = None,
+    ) -> None:
+        self.channel, self.gatherer, self.reducer = channel, gatherer, reducer
+        self.limits, self._numels = limits, gatherer.numels
+        self._persistent = tuple(persistent)
+        self.stays = False  # what `limits.keeps` keeps stays beyond the backward, until `changed`
+        self.number = channel.join(self, number)
+        self._recorded: dict[tuple[int, int], list[int]] = {}  # (pass, phase) -> what it did
+        self._events: list[int] = []
+        self._asked = False  # since the last `finish`
+        self._program: Program | None = None
+        self._plan: Plan | None = None
+        self._at = self._reduced = 0
+        self._ready: set[int] = set()
+        self._seen = set(gatherer.kept)  # units that stay, and are here or were used in this pass
+        self._mine: frozenset[int] = frozenset()
+        self._current = -1
+        self._open = False  # announced, and not known yet what the others announce
+        gatherer.use, reducer.on_full = self.use, self.full
+
+    def close(self) -> None:
+        """No pass will follow."""
+        self.channel.leave(self.number)
+
+    # A pass.
+
+    def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
+        """Announce pass `index` in `phase` (0 forward, 1 backward); `schedule` expects its order."""
+        self._events = self._recorded[index, phase] = []
+        self._program, self._plan, self._current = expected(schedule, index, phase), None, -1
+        self._at = self._reduced = 0
+        self._ready = set()
+        self._open = True
+        # What is here already is part of what ranks must have in common to follow one plan.
+        facts = self._program and (self._program.digest, sorted(self.gatherer.kept))
+        hint = zlib.crc32(repr(facts).encode())
+        self.channel.announce(f"{text}\nphase {phase}", hint=hint, served=served)
+
+    def use(self, unit: int) -> None:
+        """Make sure that a unit is whole: a kernel reads it."""
+        if unit == self._current:
+            return
+        self._settle()
+        held, self._current = self.gatherer.touch(unit), unit
+        if unit not in self._seen:
+            self._events.append(unit)
+            if self.limits.keeps:
+                self._seen.add(unit)
+        if self._plan is not None:
+            place = self._plan.next_use(unit, self._at)
+            if place is not None and (place == self._at + 1 or not held):
+                self._go_to(place)
+            elif not held:
+                self._leave_plan()
+        if self._plan is None and unit not in self.gatherer.held:
+            self._ask_for(unit)
+        self.gatherer.wait(unit)
+
+    def full(self, unit: int) -> None:
+        """The gradient of a unit is complete on this rank."""
+        self._settle()
+        self._events.append(~unit)
+        if self._plan is None:
+            self._ask(What.REDUCE, [unit])
+            return
+        self._ready.add(unit)
+        self._start_ready()
+
+    def end_forward(self) -> None:
+        """The forward is over: finish its plan, and let go of what was gathered."""
+        self._settle()
+        self._end_plan()
+        self._current = -1
+        if not self.limits.keeps:
+            self.gatherer.release()
+
+    def finish(self) -> list[tuple[int, int, Program]]:
+        """End the pass on every rank; return what its phases are from now on, if that is new.
+
+        Serves the others until none is in the pass. What is left here is reduced on the way. If any
+        rank has asked, the programs become the union of what the ranks did.
+        """
+        self._settle()
+        self._end_plan()
+        left = self.reducer.left()
+        if left:
+            self._events += [~unit for unit in left]
+            self._asked = True
+            self._ask(What.REDUCE, left)
+        asked = self.channel.finish(asked=self._asked)
+        self.reducer.land()
+        recorded, self._recorded, self._asked = self._recorded, {}, False
+        self._current = -1
+        if not self.stays:
+            self.gatherer.kept.intersection_update(self._persistent)
+            self._seen.intersection_update(self._persistent)
+        self.gatherer.release()
+        if not asked:
+            return []
+        done = {key: tuple(events) for key, events in recorded.items()}
+        everyone = self.channel.tell(done)
+        keys = sorted({key for one in everyone for key in one})
+        return [(*key, union([one[key] for one in everyone if key in one])) for key in keys]
+
+    def fail(self, *, tell: bool) -> None:
+        """The pass raised here. `tell`: keep in step with the others to its end, and tell them."""
+        self.reducer.drop()
+        if tell:
+            with suppress(FzeroError):
+                self._settle()
+                self._end_plan()
+            self.channel.fail()
+        self.forget()
+
+    def forget(self) -> None:
+        """The pass is given up, on every rank. Starts nothing."""
+        self._open, self._plan, self._current = False, None, -1
+        self._recorded, self._asked = {}, False
+        self.reducer.drop()
+        self.gatherer.release(all_of_them=True)
+        self._seen = set()
+
+    def changed(self) -> None:
+        """The parameters changed: what was gathered of them is stale."""
+        self.gatherer.release(all_of_them=True)
+        self._seen = set()
+
+    # The plan.
+
+    def _settle(self) -> None:
+        """Learn what the other ranks announced: the plan counts if all have the same."""
+        if not self._open:
+            return
+        same = self.channel.answer()
+        self._open = False
+        if same and self._program is not None:
+            for unit in self._persistent:
+                self.gatherer.start(unit)
+            self._stay(self._persistent)
+            held = frozenset(self.gatherer.kept)
+            self._plan = plan(self._program, self._numels, held, self.limits)
+            self._start_ready()
+        else:
+            self._asked = True
+            missing = [unit for unit in self._persistent if unit not in self.gatherer.held]
+            if missing:
+                self._ask(What.GATHER, missing)
+                self._stay(missing)
+
+    def _stay(self, units: Collection[int]) -> None:
+        self.gatherer.kept.update(units)
+        self._seen.update(units)
+        for unit in units:
+            self.gatherer.wait(unit)
+
+    def _go_to(self, place: int) -> None:
+        assert self._plan is not None
+        while self._at < place:
+            self._end_step()
+            self._at += 1
+            self._reduced = 0
+            step = self._plan.steps[self._at]
+            for unit in step.frees:
+                self.gatherer.free(unit)
+            for unit in (*step.gathers, *step.ahead):
+                self.gatherer.start(unit)
+            if self.limits.keeps:
+                self.gatherer.kept.update(step.gathers, step.ahead)
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        """Start the reductions of this step that are ready, in its order."""
+        assert self._plan is not None
+        reduces = self._plan.steps[self._at].reduces
+        while self._reduced < len(reduces) and reduces[self._reduced] in self._ready:
+            self._ready.discard(reduces[self._reduced])
+            self._reduced += 1
+            self.reducer.start(reduces[self._reduced - 1])
+
+    def _end_step(self) -> None:
+        """Start the other reductions of this step, ready or not."""
+        assert self._plan is not None
+        reduces = self._plan.steps[self._at].reduces
+        while self._reduced < len(reduces):
+            self._ready.discard(reduces[self._reduced])
+            self._reduced += 1
+            self.reducer.start(reduces[self._reduced - 1])
+
+    def _end_plan(self) -> None:
+        """Run what is left of the plan."""
+        if self._plan is not None:
+            self._go_to(len(self._plan.steps) - 1)
+            self._end_step()
+            self._plan = None
+
+    def _leave_plan(self) -> None:
+        """The rest of the plan does not have what is needed: ask for it, behind its end."""
+        self._end_plan()
+        self._asked = True
+
+    # Asking.
+
+    def _ask_for(self, unit: int) -> None:
+        here = [u for u in self.gatherer.held if u not in self.gatherer.kept]
+        for old in here[: max(0, len(here) - _LIVE + 1)]:  # those that were used first
+            self.gatherer.free(old)
+        self._ask(What.GATHER, [unit])
+
+    def _ask(self, what: What, units: list[int]) -> None:
+        self._mine = frozenset(units)
+        try:
+            self.channel.ask(self.number, what, units)
+        finally:
+            self._mine = frozenset()
+
+    def serve(self, what: What, unit: int) -> None:
+        """Take part in a collective that this rank or another one asked for."""
+        mine = unit in self._mine
+        if what is What.REDUCE:
+            self.reducer.start(unit, mine=mine)
+            return
+        self.gatherer.take_part(unit, keep=mine or self.limits.keeps)
+        if self.limits.keeps:
+            self.gatherer.kept.add(unit)

@@ -1,0 +1,202 @@
+"""The schedule of stage 3: in which order units are gathered and reduced, recorded and replayed.
+
+One pass of a program, a forward or a backward, is a `Program`: the units that it used and the
+gradients that it reduced, in that order. The first pass records it; all ranks hold the same record.
+Later passes replay its `Plan`, which says when each collective starts, so that no rank has to ask
+the others what comes next.
+
+A schedule decides when a unit is gathered, never whether: a pass that does something else is still
+right, and costs more.
+
+Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 6.2 (a prefetcher that
+follows the order it has traced).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import cached_property, lru_cache
+
+Events = tuple[int, ...]
+"""`u` is a use of unit u, `~u` (negative) the reduction of its gradient."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one pass did, in order. Equal on every rank of an axis."""
+
+    events: Events = ()
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that differs, almost surely, between programs that differ."""
+        return zlib.crc32(repr(self.events).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The programs that a state has recorded: pass by pass between two updates.
+
+    `passes[i]` are the forward and the backward of the i-th pass since the last update, as far as
+    they are known. A pass beyond the last one is expected to be like it.
+
+    Example:
+        >>> schedule = record(Schedule(), 0, 1, Program((0, 1, ~1, ~0)))
+        >>> expected(schedule, 7, 1).events
+        (0, 1, -2, -1)
+        >>> expected(schedule, 0, 0) is None
+        True
+    """
+
+    passes: tuple[tuple[Program | None, Program | None], ...] = ()
+
+
+def expected(schedule: Schedule, index: int, phase: int) -> Program | None:
+    """Return the program of pass `index` in `phase` (0 forward, 1 backward); None if unknown."""
+    known = schedule.passes[: index + 1]
+    return next((one[phase] for one in reversed(known) if one[phase] is not None), None)
+
+
+def record(schedule: Schedule, index: int, phase: int, program: Program) -> Schedule:
+    """Return the schedule that expects `program` for pass `index` in `phase`."""
+    passes = list(schedule.passes)
+    while len(passes) <= index:
+        passes.append((None, None))
+    forward, backward = passes[index]
+    passes[index] = (forward, program) if phase else (program, backward)
+    return replace(schedule, passes=tuple(passes))
+
+
+def union(programs: Sequence[Events]) -> Program:
+    """Return a program of which each of `programs` is a part, in the same order.
+
+    Example:
+        >>> union([(0, 1, 3), (0, 2, 3)]).events
+        (0, 1, 2, 3)
+    """
+    whole: list[int] = []
+    for events in dict.fromkeys(programs):
+        merged: list[int] = []
+        matcher = SequenceMatcher(None, whole, events, autojunk=False)
+        for tag, low, high, begin, end in matcher.get_opcodes():
+            merged += whole[low:high]
+            if tag != "equal":
+                merged += events[begin:end]
+        whole = merged
+    return Program(tuple(whole))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One use of a unit, and the collectives around it, all in this order.
+
+    frees: units whose full values go before anything starts.
+    gathers: units whose gather starts now because this use needs them.
+    ahead: units whose gather starts now because the uses that follow need them.
+    reduces: units whose gradients are reduced before the next step begins.
+    """
+
+    unit: int
+    frees: tuple[int, ...]
+    gathers: tuple[int, ...]
+    ahead: tuple[int, ...]
+    reduces: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a program. Step 0 is before the first use."""
+
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def _places(self) -> dict[int, list[int]]:
+        places: dict[int, list[int]] = {}
+        for place, step in enumerate(self.steps):
+            places.setdefault(step.unit, []).append(place)
+        return places
+
+    def next_use(self, unit: int, after: int) -> int | None:
+        """Return the first step after step `after` that uses `unit`; None if there is none."""
+        return next((at for at in self._places.get(unit, ()) if at > after), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How many elements stage 3 gathers early, and what it never lets go between updates.
+
+    prefetch_numel: gathered before it is needed: the unit that comes next, and those after it while
+        they fit. 0 gathers nothing early.
+    keeps: whether a unit that was gathered stays until the end of the backward, so that it is
+        gathered once; else it goes when another unit is used.
+    """
+
+    prefetch_numel: int = 1
+    keeps: bool = False
+
+
+@lru_cache(maxsize=256)
+def plan(program: Program, numels: tuple[int, ...], held: frozenset[int], limits: Limits) -> Plan:
+    """Return when each collective of `program` starts and when full values go.
+
+    `held` are units that are whole before the pass and stay so. Without `keeps` at most two units
+    that are not held are whole at once if one is gathered early: the one in use and the next.
+
+    Example:
+        >>> steps = plan(Program((0, 1, 2)), (4, 4, 4), frozenset(), Limits()).steps
+        >>> [(s.unit, s.frees, s.gathers, s.ahead) for s in steps]
+        [(-1, (), (), ()), (0, (), (0,), (1,)), (1, (0,), (), (2,)), (2, (1,), (), ())]
+    """
+    uses = [event for event in program.events if event >= 0]
+    reduces = _reduces_after(program.events)
+    steps = [Step(-1, (), (), (), reduces[0])]
+    live: list[int] = []  # whole or on the way, and not held
+    early: list[int] = []  # those of them that were asked for early and not used yet
+    for place, unit in enumerate(uses):
+        soon = {unit, *early, *uses[place + 1 : place + 2]}
+        frees = () if limits.keeps else tuple(u for u in live if u not in soon)
+        live = [u for u in live if u not in frees]
+        gathers = () if unit in held or unit in live else (unit,)
+        live += gathers
+        early = [u for u in early if u != unit]
+        room_numel = limits.prefetch_numel - sum(numels[u] for u in early)
+        ahead = _ahead(uses, place + 1, held.union(live), numels, room_numel, bool(early))
+        live += ahead
+        early += ahead
+        steps.append(Step(unit, frees, gathers, ahead, reduces[place + 1]))
+    return Plan(tuple(steps))
+
+
+def _reduces_after(events: Events) -> list[tuple[int, ...]]:
+    """The reductions before the first use, after it, after the second use, and so on."""
+    found: list[list[int]] = [[]]
+    for event in events:
+        if event >= 0:
+            found.append([])
+        else:
+            found[-1].append(~event)
+    return [tuple(units) for units in found]
+
+
+def _ahead(
+    uses: Sequence[int],
+    place: int,
+    here: Collection[int],
+    numels: Sequence[int],
+    room_numel: int,
+    some: bool,
+) -> tuple[int, ...]:
+    """The next units that are not here, while they fit; the first one always, if there are none."""
+    chosen: list[int] = []
+    while place < len(uses) and room_numel > 0 and len(here) + len(chosen) < len(numels):
+        unit, place = uses[place], place + 1
+        if unit in here or unit in chosen:
+            continue
+        if (some or chosen) and numels[unit] > room_numel:
+            break
+        chosen.append(unit)
+        room_numel -= numels[unit]
+    return tuple(chosen)

@@ -1,0 +1,138 @@
+"""A gradient's way into a state: what a backward brought -> the window, or the reduced gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import channel_of, gather_many, reduce_many, scatter_many
+from fzero.mesh import Axis, Runtime
+from fzero.partition import shard_rows
+from fzero.reduce import Reducer
+from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
+from fzero.transforms._donate import add_donated, donates, take_over
+from fzero.transforms._modes import in_transform, is_recorded
+
+
+def receive(state: TrainState, found: Mapping[int, Tensor]) -> TrainState:
+    """Add the gradients of one backward: {group: mean over ranks}, or in a window this rank's own.
+
+    A group that is absent has a gradient of zero.
+    """
+    scale = state.setup.policy.grad_scale
+    new = _as_buffers(state, found, partial=state.window.is_open)
+    if scale != 1.0:
+        new = Buffers(flats=tuple(flat * scale for flat in new.flats), placement=new.placement)
+    waits = state.window.is_open
+    state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
+    return put(state, new) if waits else accumulate(state, new)
+
+
+def put(state: TrainState, new: Buffers) -> TrainState:
+    """Return `state` with `new` added to what waits in its window."""
+    pending = state.window.pending
+    if pending.held and donates(state):
+        emptied, _ = window.take(state.window, keep_gathered=True)
+        return state.replace(window=window.put(emptied, add_donated(pending, new)))
+    return state.replace(window=window.put(state.window, new))
+
+
+def accumulate(state: TrainState, new: Buffers) -> TrainState:
+    """Return `state` with `new` added to its reduced gradients."""
+    old = state.gradients
+    if old.held and donates(state):
+        return state.replace(gradients=add_donated(old, new))
+    return state.replace(gradients=buffers.add(old, new))
+
+
+def settle(state: TrainState) -> TrainState:
+    """Reduce what waits in the window of a state and add it to its gradients. A collective."""
+    emptied, pending = window.take(state.window)
+    state = state.replace(window=emptied)
+    if not pending.held:
+        return state
+    flats = take_over(pending).flats if donates(state) else pending.flats
+    if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
+        new = Buffers(flats=tuple(mean_of(state.setup, flats)), placement=state.setup.gradients)
+    else:
+        rows = reduced(state, dict(zip(state.setup.layout.trainable, flats, strict=True)))
+        new = _as_buffers(state, rows, partial=False)
+    state = accumulate(state, new)
+    return state.replace(progress=progress.saw_reduction(state.progress))
+
+
+def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
+    """mean_r(local_r), bucket by bucket: {group: [W l]} -> {group: [l], or [W l] at stage 0}.
+
+    `local` is used up: the full gradient of a bucket is freed when it has been reduced.
+    """
+    setup, channel = state.setup, channel_of(state.setup.axis)
+    if channel is None:
+        return local
+    device = next((flat.device for flat in local.values()), torch.device("cpu"))
+    reducer = Reducer([setup], channel.data, [device])
+    reducer.give(0, local)
+    local.clear()
+    reducer.flush()
+    reducer.land()
+    return reducer.take_rows(0)
+
+
+def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
+    """mean_r(local_r) by collectives that torch.func differentiates: [W l] -> [l], or [W l]."""
+    across = scatter_many if setup.gradients is Placement.SHARDED else reduce_many
+    summed = across(local, setup.axis, ordered=setup.reduction.ordered)
+    return [x / setup.axis.size for x in summed]
+
+
+def boundary(name: str, states: Sequence[TrainState]) -> None:
+    """Wait until every rank makes this call, with the same options, on states that stand alike.
+
+    Raises `MismatchError` on every rank otherwise, before anything was changed. Nothing happens
+    under a torch.func transform or a trace, where ranks are not asked.
+    """
+    by_axis: dict[Axis, list[str]] = {}
+    for state in states:
+        flats = state.params.flats
+        if state.setup.axis.runtime is Runtime.LOCAL or in_transform() or is_recorded(flats):
+            continue
+        lines = by_axis.setdefault(state.setup.axis, [name])
+        policy, counted = state.setup.policy, state.progress
+        lines += [
+            f"stage {state.setup.stage}, {policy}",
+            f"{counted.backwards} gradients, {counted.reductions} reductions since the update",
+            *state.setup.optimizer.describe(()),
+        ]
+    for axis, lines in by_axis.items():
+        channel = channel_of(axis)
+        if channel is not None:
+            channel.call("\n".join(lines))
+
+
+def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
+    """Return the same values REPLICATED or SHARDED."""
+    buffers.require_reduced(held)
+    axis = state.setup.axis
+    if held.placement is to:
+        return held
+    if to is Placement.REPLICATED:
+        return Buffers(flats=tuple(gather_many(held.flats, axis)), placement=to)
+    rows = tuple(shard_rows(flat, axis.size, axis.rank) for flat in held.flats)
+    return Buffers(flats=rows, placement=to)
+
+
+def _as_buffers(state: TrainState, found: Mapping[int, Tensor], *, partial: bool) -> Buffers:
+    setup, layout = state.setup, state.setup.layout
+    placement = Placement.PARTIAL if partial else setup.gradients
+    flats = []
+    for index in layout.trainable:
+        flat = found.get(index)
+        if flat is None:
+            whole = placement is not Placement.SHARDED
+            numel = layout.full_numel(index) if whole else layout.groups[index].shard_numel
+            device = state.params.flats[index].device
+            flat = torch.zeros(numel, dtype=setup.accumulate_dtype(index), device=device)
+        flats.append(flat)
+    return Buffers(flats=tuple(flats), placement=placement)

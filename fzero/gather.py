@@ -125,6 +125,8 @@ class Gatherer:
 
     def kept_flats(self) -> list[tuple[Tensor, ...]]:
         """Return, for each state, the full flat of each group that is kept; of others, empty."""
+        for unit in self.kept:
+            self.wait(unit)
         whole = {
             group: flat
             for unit in self.kept

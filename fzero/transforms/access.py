@@ -33,6 +33,8 @@ def full_params(state: Any) -> Any:
         [tensor([1., 1.])]
     """
     states, treespec = flatten_states("full_params", state)
+    for one in states:
+        check_alive(one)
     boundary("full_params", [one for one in states if _is_gathered(one)])
     return optree.tree_unflatten(treespec, [_full_params(one) for one in states])
 

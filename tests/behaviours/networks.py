@@ -18,7 +18,7 @@ Loss = Callable[..., Tensor]
 STAGES = (0, 1, 2, 3)
 KEEPS = (True, False, "window")
 PLACES = [(0, True), (1, True), (2, True), *[(3, reshard) for reshard in KEEPS]]
-"""(stage, reshard) pairs that differ: keep means nothing below stage 3."""
+"""(stage, reshard) pairs that differ: resharding means nothing below stage 3."""
 
 
 def mlp(*widths: int, bias: bool = True) -> nn.Sequential:

@@ -13,7 +13,7 @@ import fzero
 from fzero._skeleton import _pool
 from fzero.functional import functionalize
 
-PLACES = [(0, 1, "unit"), (0, 2, "unit"), (2, 2, "unit")] + [
+PLACES: list[tuple[int, int, Any]] = [(0, 1, True), (0, 2, True), (2, 2, True)] + [
     (3, 2, reshard) for reshard in (True, False, "window")
 ]
 

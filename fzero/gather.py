@@ -107,6 +107,11 @@ class Gatherer:
     def end_write(self, placeholder: LazyParam) -> None:
         """Nothing to do: what was written is sharded where `gathered(modify=True)` ends."""
 
+    @property
+    def has_everything(self) -> bool:
+        """Whether every unit is kept."""
+        return len(self.kept) == len(self.units)
+
     # What is carried from one pass to the next.
 
     def adopt(self, gathered: Sequence[Sequence[Tensor]]) -> None:

@@ -64,7 +64,7 @@ class Pass:
                 number=number,
             )
             self._adopt()
-        self._speaks = self._running = False
+        self._speaks = self._running = self._gathered = False
 
     def close(self) -> None:
         """No pass will follow."""
@@ -78,6 +78,7 @@ class Pass:
         self._decide()
         if self.sequencer is not None and self._speaks:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self._gathered = True
             self._announce(0)
 
     def end_forward(self) -> None:
@@ -106,7 +107,7 @@ class Pass:
     def finish(self) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients."""
         self._finish_collectives()
-        self._running = False
+        self._running = self._gathered = False
         new = []
         for number, state in enumerate(self.states):
             found = self.reducer.take_rows(number) or self.reducer.local(number)
@@ -120,10 +121,12 @@ class Pass:
         """A forward is over that no backward follows: what is gathered goes."""
         if self.sequencer is not None and self._speaks:
             self._with_programs(self.sequencer.finish())
+        self._gathered = False
         return self.states
 
     def fail(self, error: BaseException) -> None:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
+        self._gathered = False
         tell = self._speaks and not isinstance(error, AxisError)
         if self.sequencer is not None:
             self.sequencer.fail(tell=tell)
@@ -149,6 +152,7 @@ class Pass:
             reshard = state.setup.gathering.reshard_after_forward
             self.sequencer.stays = reshard == "window" and state.window.is_open
         reads = self.sequencer is not None and not self.gatherer.has_everything
+        reads = reads or self._gathered  # what this forward has gathered is finished with it
         self._speaks = self._channel is not None and (reads or not all(waits))
 
     def _announce(self, phase: int) -> None:

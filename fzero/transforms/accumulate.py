@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import optree
 import torch
@@ -12,10 +12,14 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, Policy, TrainState, progress
-from fzero.transforms._pipeline import Step, require_order, returned_pair
+from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
 from fzero.transforms._states import flatten_states, is_state, map_states
 
 
+@overload
+def accumulate(fn: Callable[P, R], /, *, steps: int) -> Step[P, R]: ...
+@overload
+def accumulate(*, steps: int) -> Transform: ...
 def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
     """Run `fn(state, *batch) -> (state, aux)` on each of `steps` equal parts of the batch.
 
@@ -72,7 +76,7 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
         # accumulation further out, must not add to its gradients.
         return _with_policies(state, before), _join(auxes)
 
-    def wrap(inner: Callable[..., Any]) -> Step:
+    def wrap(inner: Callable[P, R]) -> Step[P, R]:
         require_order(
             "accumulate",
             inner,

@@ -22,7 +22,7 @@ class Progress:
 
     backwards: int = 0  # grad_and_reduce calls
     reductions: int = 0  # times that gradients crossed ranks
-    deferred: bool = False  # an update waits for the last micro-batch; reset by the next part
+    deferred: bool = False  # an update waits for the last micro-batch; see `next_part`
 
 
 def saw_backward(progress: Progress, *, reduced: bool) -> Progress:
@@ -49,9 +49,13 @@ def defer_update(progress: Progress) -> Progress:
     return replace(progress, deferred=True)
 
 
-def next_part(progress: Progress) -> Progress:
-    """Go on with the next micro-batch."""
-    return replace(progress, deferred=False)
+def next_part(progress: Progress, *, deferred: bool) -> Progress:
+    """Go on with the next micro-batch; `deferred` is as it was before the first one.
+
+    An update that waited before the micro-batches began is another update: it waits for the last
+    micro-batch of an accumulation further out.
+    """
+    return replace(progress, deferred=deferred)
 
 
 def saw_update(progress: Progress) -> Progress:

@@ -114,7 +114,7 @@ def test_the_engine_and_the_functional_step_give_the_same_bits(
 def test_delays_around_every_collective_change_nothing(
     nccl: World, stage: int, where: str, backwards: int
 ) -> None:
-    nccl(bodies.numbers_with_delays, Task(stage=stage, backwards=backwards), where)
+    nccl(bodies.numbers_with_delays, Task(stage=stage, backwards=backwards, steps=2), where)
 
 
 @every_stage

@@ -113,7 +113,7 @@ def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, in
     found: dict[str, int] = {}
     for number, group in enumerate(instance.param_groups):
         for p in group["params"]:
-            mine = next((paths[key] for key in _keys(p) if key in paths), [])
+            mine = list(dict.fromkeys(path for key in _keys(p) for path in paths.get(key, ())))
             if not mine:
                 raise LayoutError(
                     explain(

@@ -110,7 +110,7 @@ def _taken(
     """Write what the step made anew into the tensors that hold it."""
     held = {name: list(flats) for name, flats in slots.items()}
     counted: set[int] = set()
-    for unit, values, parameter, given in loans:
+    for unit, values, parameter, _ in loans:
         kept, state = unit.kept, instance.state.get(parameter, {})
         if len(state) != kept.size:
             raise _other_state(instance, state, kept)
@@ -123,8 +123,9 @@ def _taken(
         if parameter.data_ptr() != values.data_ptr():  # `p.data = ...` in the rule
             values.copy_(parameter.detach())
         for name in kept.slots:
-            if (made := state[name]) is not given.get(name):
-                unit.of(held[name][unit.index]).copy_(made)
+            home = held[name][unit.index]
+            if (made := state[name]) is not home:
+                unit.of(home).copy_(made)
         for name in kept.odd:
             held[name][unit.index] = state[name].detach()
     return {name: tuple(flats) for name, flats in held.items()}

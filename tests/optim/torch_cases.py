@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
-from fzero.optim import Piece
-from fzero.state import Leaf
 from tests.optim.cases import Lion
 
 ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -89,41 +85,3 @@ NOT_ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "clipped": (Clipped, {"lr": 0.1}),
     "noisy": (Noisy, {"lr": 0.1}),
 }
-
-
-class Flats(NamedTuple):
-    """Leaves as flats: with `init` and `advance` of an optimizer, what a core would hold."""
-
-    params: list[Tensor]
-    pieces: list[Piece]
-
-    def grads(self, named: dict[str, Tensor]) -> list[Tensor]:
-        """Gradients by path, laid out as the parameters are."""
-        found = [torch.zeros_like(p) for p in self.params]
-        for index, leaf, start, stop in self.pieces:
-            found[index][start:stop] = named[leaf.path].flatten()
-        return found
-
-    def named(self, flats: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Flats -> leaves by path."""
-        flats = list(flats)
-        return {
-            leaf.path: flats[index][start:stop].view(leaf.shape)
-            for index, leaf, start, stop in self.pieces
-        }
-
-
-def leaf_of(path: str, p: Tensor) -> Leaf:
-    return Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
-
-
-def flats_of(*groups: dict[str, Tensor]) -> Flats:
-    """One flat for each of `groups`."""
-    flats, pieces = [], []
-    for index, group in enumerate(groups):
-        start = 0
-        for path, p in group.items():
-            pieces.append(Piece(index, leaf_of(path, p), start, start + p.numel()))
-            start += p.numel()
-        flats.append(torch.cat([p.detach().flatten() for p in group.values()]))
-    return Flats(flats, pieces)

@@ -54,7 +54,6 @@ def bind(source: Any, params: Mapping[str, Tensor], *, masters: bool) -> Bound:
         _require_new(instance)
         group_at = _group_at(instance, params)
         earlies = [early_of_group(instance, g) for g in range(len(instance.param_groups))]
-        instance.state.clear()  # what the constructor made; it is made again for the shards
     else:
         instance, early = _made_by(source, params)
         group_at = {path: 0 for path, p in params.items() if _learns(p)}
@@ -72,6 +71,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, masters: bool) -> Bound:
         if _learns(p) and (g, dtype, dims) not in kept:
             like = torch.empty(0, dtype=dtype, device=p.device)
             kept[g, dtype, dims] = _learned(instance, g, earlies[g], like, dims)
+    instance.state.clear()  # what the constructor made; it is made again for the shards
     return Bound(
         instance=instance,
         groups=len(instance.param_groups),
@@ -100,7 +100,6 @@ def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer,
             )
         )
     early = early_of(made, small)
-    made.state.clear()
     made.param_groups[0]["params"] = []
     return made, early
 

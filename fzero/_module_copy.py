@@ -120,12 +120,13 @@ class Template:
 
     def changed(self, copies: list[nn.Module]) -> list[str]:
         """Name the buffers that are no longer the constants, or were written to in any call."""
+        counted = not torch.compiler.is_compiling()  # a count is nothing that a graph can hold
         return [
             name
             for name, value in self.buffers_of(copies).items()
             if value is None
             or value is not self.constants.get(name)
-            or value._version != self._versions[name]
+            or (counted and value._version != self._versions[name])
         ]
 
     def _part(

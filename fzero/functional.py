@@ -139,9 +139,9 @@ def functionalize(
     last call. All else is as it is now: buffers are cloned, and a later change of, say, a dropout
     rate is not seen.
 
-    A forward that updates constant buffers is refused. Two ways of updating one are not seen: a
-    write through `.data` or NumPy, and `F.batch_norm(training=True)` called by a module that is not
-    one of torch's norms; both go without torch's counting of writes.
+    A forward that updates constant buffers is refused. Torch counts the writes to a tensor, and the
+    ones that it does not count are not seen: through `.data` or NumPy, by `F.batch_norm` outside
+    of torch's own norms, and in place inside a function that torch.compile has compiled.
 
     Args:
         module: any module, except one in which several processes or devices are already at work.

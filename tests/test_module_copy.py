@@ -115,3 +115,29 @@ def test_what_a_forward_appends_to_its_own_containers_is_forgotten() -> None:
     x = torch.ones(3, 2)
     assert len({apply(params, x).item() for _ in range(3)}) == 1
     assert module.losses == [] and module.seen == {"x": []}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import
+def test_a_compiled_loss_is_one_graph() -> None:
+    class Masked(nn.Module):
+        mask: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.order = [self.layer]
+            self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.order[0](x) * self.mask
+
+    apply, params = functionalize(Masked())
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return apply(params, x).square().sum()
+
+    x = torch.randn(2, 3)
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(params, x), loss(params, x))
+    moved = {name: value + 1 for name, value in params.items()}
+    assert torch.equal(compiled(moved, x), loss(moved, x))

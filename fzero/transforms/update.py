@@ -9,12 +9,12 @@ import optree
 from torch import Tensor
 
 from fzero.collectives import gather_in_place, gather_many
-from fzero.optim import Piece
 from fzero.partition import shard_rows
 from fzero.state import Buffers, Layout, Placement, Setup, TrainState, buffers, progress
 from fzero.transforms._donate import check_alive, donates, take_over, without_donation
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
+from fzero.transforms._pieces import pieces_of
 from fzero.transforms._receive import boundary, settle
 from fzero.transforms._states import flatten_states
 
@@ -96,7 +96,7 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
     rows = [shard_rows(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
     general = in_transform() or is_recorded(rows) or wants_graph([*rows, *gradients])
     new, optimizer = setup.optimizer.advance(
-        rows, gradients, optimizer, _pieces(setup), differentiable=general, owned=owned
+        rows, gradients, optimizer, pieces_of(setup), differentiable=general, owned=owned
     )
     if splits and setup.axis.size > 1:
         if owned:  # the rows were written where they stand
@@ -130,27 +130,3 @@ def _norm(state: TrainState, gradients: Buffers) -> Tensor:
     setup = state.setup
     flats, placement = gradients.flats, gradients.placement
     return norm_of(flats, placement, setup.axis, ordered=setup.reduction.ordered)
-
-
-def _pieces(setup: Setup) -> list[Piece]:
-    """Which elements of this rank's rows belong to which leaf; padding goes with its neighbour."""
-    layout = setup.layout
-    sharded = setup.optimizer_state is Placement.SHARDED
-    found = []
-    for number, index in enumerate(layout.trainable):
-        numel = layout.groups[index].shard_numel if sharded else layout.full_numel(index)
-        start = setup.axis.rank * numel if sharded else 0
-        found.extend(_pieces_of(layout, index, number, start, numel))
-    return found
-
-
-def _pieces_of(layout: Layout, index: int, number: int, start: int, numel: int) -> list[Piece]:
-    group = layout.groups[index]
-    bounds = [*group.offsets[1:], layout.full_numel(index)]
-    begins = [0, *group.offsets[1:]]
-    pieces = []
-    for leaf, begin, end in zip(group.leaves, begins, bounds, strict=True):
-        low, high = max(begin - start, 0), min(end - start, numel)
-        if low < high:
-            pieces.append(Piece(number, layout.leaves[leaf], low, high))
-    return pieces

@@ -4,7 +4,7 @@
 # without an error.
 import torch.distributed._functional_collectives  # noqa: F401
 
-from fzero import checkpoint, optim, plot, state  # adapter
+from fzero import adapter, checkpoint, optim, plot, state
 from fzero.collectives import (
     CollectiveLog,
     all_gather,

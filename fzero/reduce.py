@@ -112,7 +112,7 @@ class Reducer:
             self._add(number, setup)
         backwards = range(len(self._units) - 1, -1, -1)  # the last layers come first
         self._order = list(backwards)
-        self._turn = 0
+        self._turn = len(self._order)
         self._full: set[int] = set()
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._local = axis.runtime is Runtime.LOCAL
@@ -253,6 +253,10 @@ class Reducer:
     def begin(self) -> None:
         """A backward begins: nothing is here, and it is the first bucket's turn."""
         self._turn, self._full, self.received = 0, set(), 0
+
+    def end(self) -> None:
+        """The backward is over: what comes now waits for the next one."""
+        self._turn, self._full = len(self._order), set()
 
     def drop(self) -> None:
         """Forget what this backward has brought. Starts nothing; waits for what was started."""

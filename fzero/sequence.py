@@ -15,7 +15,7 @@ reduced later), and asks there.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from fzero.collectives import Channel, What
@@ -58,6 +58,7 @@ class Sequencer:
         self._current = -1
         self._open = False  # announced, and not known yet what the others announce
         gatherer.use, reducer.on_full = self.use, self.full
+        gatherer.on_hold = self.hold
 
     def close(self) -> None:
         """No pass will follow."""
@@ -137,10 +138,7 @@ class Sequencer:
         self.reducer.land()
         recorded, self._recorded, self._asked = self._recorded, {}, False
         self._current, self._events = -1, []
-        if not self.stays:
-            self.gatherer.kept.intersection_update(self._persistent)
-            self._seen.intersection_update(self._persistent)
-        self.gatherer.release()
+        self.let_go()
         if not asked:
             return []
         done = {key: tuple(events) for key, events in recorded.items()}
@@ -165,6 +163,19 @@ class Sequencer:
         self.reducer.drop()
         self.gatherer.release(all_of_them=True)
         self._seen = set()
+
+    def hold(self, units: Sequence[int]) -> None:
+        """Gather units that are to stay for a while: every rank that comes here asks for them."""
+        missing = [unit for unit in units if unit not in self.gatherer.held]
+        if missing:
+            self._ask(What.GATHER, missing)
+
+    def let_go(self) -> None:
+        """The backward is over: what is kept for it alone goes."""
+        if not self.stays:
+            self.gatherer.kept.intersection_update(self._persistent)
+            self._seen.intersection_update(self._persistent)
+        self.gatherer.release()
 
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""

@@ -22,6 +22,7 @@ class Progress:
 
     backwards: int = 0  # grad_and_reduce calls
     reductions: int = 0  # times that gradients crossed ranks
+    calls: int = 0  # step() calls of an engine
     deferred: bool = False  # an update waits for the last micro-batch; see `next_part`
 
 
@@ -84,6 +85,30 @@ def require_gradients(progress: Progress, name: str) -> None:
                 fix="ask the state that grad_and_reduce returned.",
             )
         )
+
+
+def call_step(progress: Progress, every: int) -> tuple[Progress, bool]:
+    """Count a step() call: is the update due? It is at every `every`-th call.
+
+    Example:
+        >>> progress, due = call_step(Progress(), 2)
+        >>> due, call_step(progress, 2)[1]
+        (False, True)
+    """
+    progress = replace(progress, calls=progress.calls + 1)
+    return progress, progress.calls >= every
+
+
+def thrown_away(progress: Progress, every: int) -> str:
+    """What to warn of before gradients are cleared: an accumulation starts again; "" if nothing."""
+    if not progress.calls:
+        return ""
+    return explain(
+        f"zero_grad() throws away the gradients of {progress.calls} of {every} micro-batches; the "
+        "accumulation starts again.",
+        cause="a training loop that clears before every micro-batch.",
+        fix="leave zero_grad() out: step() clears after each update.",
+    )
 
 
 def _require_not_deferred(progress: Progress, name: str) -> None:

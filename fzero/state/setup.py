@@ -68,6 +68,8 @@ class Policy:
     grad_scale: float = 1.0  # accumulate: 1 / micro-batches
     defer_update: bool = False  # accumulate: not the last micro-batch
     donate: bool = False  # shard: buffers may be overwritten
+    unscale: float = 1.0  # 1 / loss scale: what the update multiplies gradients by
+    averages: bool = False  # the update divides by the number of backwards
 
     @property
     def differentiates_as(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from fzero.collectives import Channel, Kind, channel_of
+from fzero.collectives import FUNCTIONAL, Channel, Kind, channel_of
 from fzero.errors import AxisError, FzeroError
 from fzero.gather import Gatherer
 from fzero.mesh import Axis
@@ -44,19 +44,20 @@ class Pass:
     ) -> None:
         self.states = list(states)
         self._name, self._served = name, served
+        self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
-        self._channel: Channel | None = channel_of(data)
+        self.channel: Channel | None = channel_of(data)
         devices = [_device(state) for state in states]
         self.reducer = Reducer(setups, data, devices)
         self.gatherer = Gatherer([setup.layout for setup in setups], data)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
         self.sequencer: Sequencer | None = None
-        if lazy and self._channel is not None:
+        if lazy and self.channel is not None:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
             gathering = setups[self._owner].gathering
             self.sequencer = Sequencer(
-                self._channel,
+                self.channel,
                 self.gatherer,
                 self.reducer,
                 gathering.limits,
@@ -96,18 +97,19 @@ class Pass:
                 self.reducer.give(number, dict(waited))
         self.reducer.begin()
         self._running = True
-        if not self._speaks or self._channel is None:
+        if not self._speaks or self.channel is None:
             return
         if self.sequencer is not None:
             self._announce(1)
         else:
-            self._channel.announce(self._text())
+            self.channel.announce(self._text())
             self.reducer.before_first = self._agree
 
     def finish(self) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients."""
         self._finish_collectives()
         self._running = self._gathered = False
+        self.reducer.end()
         new = []
         for number, state in enumerate(self.states):
             found = self.reducer.take_rows(number) or self.reducer.local(number)
@@ -128,18 +130,36 @@ class Pass:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
         self._gathered = False
         tell = self._speaks and not isinstance(error, AxisError)
+        self._speaks = False
         if self.sequencer is not None:
             self.sequencer.fail(tell=tell)
             return
         self.reducer.drop()
-        if tell and self._channel is not None:
+        if tell and self.channel is not None:
             if self._running:
                 with suppress(FzeroError):
                     self._agree()
                     self.reducer.flush()
-            self._channel.fail()
+            self.channel.fail()
         self.reducer.drop()
         self.reducer.before_first, self._running = None, False
+
+    def changed(self) -> None:
+        """The parameters changed: what was gathered of them is stale."""
+        if self.sequencer is not None:
+            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self.sequencer.changed()
+
+    def window_ends(self) -> None:
+        """Nothing is kept any longer than a backward."""
+        if self.sequencer is not None:
+            self.sequencer.stays = False
+            self.sequencer.let_go()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether this pass has gathered, so that ranks must end it together."""
+        return self._gathered
 
     # How.
 
@@ -153,7 +173,7 @@ class Pass:
             self.sequencer.stays = reshard == "window" and state.window.is_open
         reads = self.sequencer is not None and not self.gatherer.has_everything
         reads = reads or self._gathered  # what this forward has gathered is finished with it
-        self._speaks = self._channel is not None and (reads or not all(waits))
+        self._speaks = self.channel is not None and (reads or not all(waits))
 
     def _announce(self, phase: int) -> None:
         assert self.sequencer is not None
@@ -173,12 +193,12 @@ class Pass:
 
     def _agree(self) -> None:
         """Raise unless all ranks announced this pass. Below stage 3 it has one order anyway."""
-        if self.reducer.before_first is not None and self._channel is not None:
+        if self.reducer.before_first is not None and self.channel is not None:
             self.reducer.before_first = None
-            self._channel.answer()
+            self.channel.answer()
 
     def _finish_collectives(self) -> None:
-        if not self._speaks or self._channel is None:
+        if not self._speaks or self.channel is None:
             return
         if self.sequencer is not None:
             self._with_programs(self.sequencer.finish())
@@ -186,9 +206,9 @@ class Pass:
         late = True
         while late:  # a weight used inside and outside of a reentrant checkpoint comes twice
             self.reducer.flush()
-            self._channel.post(Kind.DONE, hint=int(bool(self.reducer.left())))
+            self.channel.post(Kind.DONE, hint=int(bool(self.reducer.left())))
             self.reducer.land()
-            late = any(message.hint for message in self._channel.read())
+            late = any(message.hint for message in self.channel.read())
             self.reducer.begin()
 
     def _with_programs(self, found: Sequence[tuple[int, int, schedule.Program]]) -> None:
@@ -198,7 +218,7 @@ class Pass:
             known = schedule.record(known, index, phase, program)
         if known is not owner.schedule:
             self.states[self._owner] = owner.replace(schedule=known)
-        if self.sequencer is not None and self.sequencer.stays:
+        if self._carries and self.sequencer is not None and self.sequencer.stays:
             for number, gathered in enumerate(self.gatherer.kept_flats()):
                 state = self.states[number]
                 window = replace(state.window, gathered=gathered)

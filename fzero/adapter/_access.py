@@ -355,5 +355,3 @@ class Access:
         if isinstance(value, LazyParam):
             value = value.full()
         return value.detach().clone() if isinstance(value, Tensor) else value
-
-

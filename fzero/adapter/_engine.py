@@ -58,9 +58,9 @@ from fzero.state import (
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms._modes import require_autograd
+from fzero.transforms._norm import clip_factor
 from fzero.transforms._pass import Pass
 from fzero.transforms._receive import accumulate, as_buffers, reduced
-from fzero.transforms._norm import clip_factor
 from fzero.transforms.init import BUCKET_BYTES, check_reshard, check_stage, fill, plan
 from fzero.transforms.update import norm_of_state, scaled, share, update
 
@@ -372,7 +372,9 @@ class Engine(Access):
             now = self.state
             waited = before.window.pending
             if good and now.window.pending.held:
-                waited = buffers.add(waited, now.window.pending) if waited.held else now.window.pending
+                waited = (
+                    buffers.add(waited, now.window.pending) if waited.held else now.window.pending
+                )
             window = replace(CLOSED, pending=waited)
             counted = now.progress if good else before.progress
             self._put(now.replace(window=window, progress=counted))
@@ -579,7 +581,11 @@ class Engine(Access):
     def _reduced(self, state: TrainState) -> TrainState:
         """Reduce what waits on any rank. Every rank comes here, or none."""
         if not self._some_wait:
-            return state if state.gradients.held else accumulate(state, as_buffers(state, {}, partial=False))
+            return (
+                state
+                if state.gradients.held
+                else accumulate(state, as_buffers(state, {}, partial=False))
+            )
         local = self._pass.reducer.local(0)
         pending = state.window.pending
         for index, flat in zip(state.setup.layout.trainable, pending.flats, strict=False):

@@ -76,10 +76,7 @@ class Events:
         self._handles = [
             module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
             module.register_forward_hook(_Hook(self._after_forward), always_call=True),
-            *[
-                p.register_post_accumulate_grad_hook(self._hook_of(leaf))
-                for p, leaf in learning
-            ],
+            *[p.register_post_accumulate_grad_hook(self._hook_of(leaf)) for p, leaf in learning],
         ]
 
     def remove(self) -> None:

@@ -90,7 +90,14 @@ class ModuleParameters:
     def remember(self) -> None:
         """Note where every parameter is, for `require_same`."""
         self._known = [
-            (owner._parameters, name, p, p.data_ptr(), f"{prefix}.{name}".lstrip("."), p.requires_grad)
+            (
+                owner._parameters,
+                name,
+                p,
+                p.data_ptr(),
+                f"{prefix}.{name}".lstrip("."),
+                p.requires_grad,
+            )
             for prefix, owner in self.module.named_modules()
             for name, p in owner._parameters.items()
             if p is not None

@@ -14,7 +14,6 @@ from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.layout import Layout
 from fzero.state.schedule import Limits
 
-
 Reshard = bool | Literal["window"]
 """Whether stage 3 lets a unit go after its use: True, or False: after the backward, or "window"."""
 

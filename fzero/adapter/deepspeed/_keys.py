@@ -13,7 +13,7 @@ class Used(NamedTuple):
     """What a key is when it is left out, and what may be given."""
 
     default: Any
-    kind: str  # of fzero.adapter._config.KINDS
+    kind: str  # of KINDS in _read.py
 
 
 class Only(NamedTuple):
@@ -55,7 +55,6 @@ USED = {
     "zero_optimization.allgather_bucket_size": Used(500_000_000, "some"),
     "zero_optimization.stage3_prefetch_bucket_size": Used(50_000_000, "numel"),
     "zero_optimization.stage3_param_persistence_threshold": Used(100_000, "numel"),
-    "zero_optimization.stage3_model_persistence_threshold": Used(sys.maxsize, "numel"),
     "zero_optimization.stage3_max_live_parameters": Used(1_000_000_000, "numel"),
     "zero_optimization.stage3_max_reuse_distance": Used(1_000_000_000, "numel"),
     "zero_optimization.stage3_module_granularity_threshold": Used(0, "numel"),
@@ -124,6 +123,9 @@ ONLY = {
     "zero_optimization.zero_quantized_gradients": Only(False, _QUANTIZED),
     "zero_optimization.memory_efficient_linear": Only(
         False, "leave it out: autograd saves a placeholder in the place of a weight"
+    ),
+    "zero_optimization.stage3_model_persistence_threshold": Only(
+        sys.maxsize, "leave it out: what persists is bounded by stage3_param_persistence_threshold"
     ),
     "zero_optimization.pipeline_loading_checkpoint": Only(False, _OUT),
     "zero_optimization.log_trace_cache_warnings": Only(True, "leave it out: it always warns"),

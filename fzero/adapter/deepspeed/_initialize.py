@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,32 +10,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fzero.adapter._assemble import checked_plan
-from fzero.adapter._config import (
+from fzero.adapter._engine import Engine, Factory
+from fzero.adapter.deepspeed._keys import MOE_CLASSES
+from fzero.adapter.deepspeed._optimizer import Schedule, check_schedule, configured, follow
+from fzero.adapter.deepspeed._read import (
     Config,
     config_error,
     micro_batches,
     read_config,
     with_defaults,
 )
-from fzero.adapter._config_keys import MOE_CLASSES
-from fzero.adapter._config_optimizer import Schedule, check_schedule, configured, follow
-from fzero.adapter._engine import Engine
-from fzero.adapter._optimizer import Factory
-from fzero.adapter._options import Gathering, make_options
-from fzero.adapter._plan import unit_of_leaves
 from fzero.collectives import assert_same_everywhere
 from fzero.mesh import Axis, axis_of
 from fzero.placeholder import LazyParam
 from fzero.state.leaf_modules import LeafSpec, class_name
 
 _ZERO = "zero_optimization."
-_LIMITS = {
-    "prefetch_bucket_numel": "stage3_prefetch_bucket_size",
-    "max_live_parameters_numel": "stage3_max_live_parameters",
-    "max_reuse_distance_numel": "stage3_max_reuse_distance",
+_NUMELS = {
+    "prefetch_numel": "stage3_prefetch_bucket_size",
     "persistence_threshold_numel": "stage3_param_persistence_threshold",
-    "model_persistence_threshold_numel": "stage3_model_persistence_threshold",
 }
 
 
@@ -76,9 +68,9 @@ def initialize(
                                                                 an element (Engine: 4 MiB)
           stage3_prefetch_bucket_size               5e7
           stage3_param_persistence_threshold        1e5         (Engine: 0)
-          stage3_model_persistence_threshold        no limit
-          stage3_max_live_parameters                1e9
-          stage3_max_reuse_distance                 1e9
+          stage3_max_live_parameters                1e9         full parameters stay from forward
+          stage3_max_reuse_distance                 1e9         to backward if the model fits into
+                                                                the first, and twice into the other
           stage3_module_granularity_threshold       0
           leaf_module.{classes, names, name_suffixes}           three of transformers' mixtures
                                                                 of experts, if the model has any
@@ -129,10 +121,14 @@ def initialize(
         **_options(values, model, micro_batches(given, axis.size)),
     }
     stage = values[_ZERO + "stage"]
-    if values["bf16.enabled"] or values["data_types.buffer_dtype"] is not None:
-        _check(model, optimizer, stage, axis, options, values)
-        _convert(model, values)
-    engine = Engine(model, optimizer, stage=stage, mesh=axis, **options)
+    _require_convertible(model, values)
+    originals = _convert(model, values)
+    try:
+        engine = Engine(model, optimizer, stage=stage, mesh=axis, **options)
+    except BaseException:
+        for x, data in originals:  # the model is as it was
+            x.data = data
+        raise
     if lr_scheduler is not None:
         follow(engine, lr_scheduler)
     return engine
@@ -181,31 +177,28 @@ def _widest(model: nn.Module) -> torch.dtype:
 
 
 @torch.no_grad()
-def _convert(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give parameters and buffers the dtypes asked for; what shares memory goes on sharing it."""
+def _convert(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Give parameters and buffers the dtypes asked for; what shares memory goes on sharing it.
+
+    Returns what was there before.
+    """
     wanted: list[tuple[list[Tensor], torch.dtype | None]] = [
         (list(model.parameters()), torch.bfloat16 if values["bf16.enabled"] else None),
         (list(model.buffers()), values["data_types.buffer_dtype"]),
     ]
+    originals = []
     for tensors, dtype in wanted:
         made: dict[Any, Tensor] = {}
         for x in tensors if dtype is not None else ():
             if x.is_floating_point() and x.dtype is not dtype:
+                originals.append((x, x.data))
                 x.grad = None
                 key = (x.data_ptr(), x.shape, x.stride())
                 x.data = made.setdefault(key, x.data.to(dtype))
+    return originals
 
 
-def _check(
-    model: nn.Module,
-    optimizer: Optimizer | Factory | None,
-    stage: int,
-    axis: Axis,
-    options: Mapping[str, Any],
-    values: Mapping[str, Any],
-) -> None:
-    """Raise what the engine would raise, while the model is still as it was."""
-    made = make_options(options)
+def _require_convertible(model: nn.Module, values: Mapping[str, Any]) -> None:
     if values["bf16.enabled"] and any(isinstance(p, LazyParam) for p in model.parameters()):
         raise config_error(
             "config: bf16.enabled, and a model made under sharded_init.",
@@ -213,8 +206,6 @@ def _check(
             fix="leave bf16.enabled out, and make the model under "
             "torch.set_default_dtype(torch.bfloat16).",
         )
-    unit_of_leaves(model, made.gathering.leaf_modules)  # without the warnings: they come once
-    checked_plan(model, optimizer, stage, axis, replace(made, gathering=Gathering()))
 
 
 # The other options.
@@ -241,8 +232,19 @@ def _options(
         "gradient_accumulation_steps": count,
         "average_micro_batches": count > 1 if managed else micro_batches is None,
         "leaf_modules": _leaf_modules(values, model),
-        **{option: values[_ZERO + key] for option, key in _LIMITS.items()},
+        "reshard_after_forward": not _fits_whole(values, model),
+        **{option: values[_ZERO + key] for option, key in _NUMELS.items()},
     }
+
+
+def _fits_whole(values: Mapping[str, Any], model: nn.Module) -> bool:
+    """Whether gathered parameters may stay for the backward: DeepSpeed's two bounds allow it.
+
+    The first parameters are used again after a forward and a backward of all the others.
+    """
+    numel = sum(p.numel() for p in model.parameters())
+    live, reuse = (values[_ZERO + "stage3_max_" + k] for k in ("live_parameters", "reuse_distance"))
+    return numel <= live and 2 * numel <= reuse
 
 
 def _leaf_modules(values: Mapping[str, Any], model: nn.Module) -> LeafSpec:

@@ -13,10 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fzero.adapter._config import config_error
-from fzero.adapter._config_keys import OPTIMIZER_PARAMS
-from fzero.adapter._engine import Engine
-from fzero.adapter._optimizer import WHOLE, Factory
+from fzero.adapter._engine import Engine, Factory
+from fzero.adapter.deepspeed._keys import OPTIMIZER_PARAMS
+from fzero.adapter.deepspeed._read import config_error
 
 Schedule = LRScheduler | Callable[[Optimizer], LRScheduler]
 
@@ -69,9 +68,13 @@ def _try(factory: Factory) -> None:
     """Make one, and one update of a scalar: some values are found out only by that."""
     p = nn.Parameter(torch.zeros(1))
     made = factory([p])
-    if not isinstance(made, WHOLE):  # those are refused later, by name
+    if not isinstance(made, _NEED_MORE):  # those are refused later, by name
         p.grad = torch.zeros_like(p)
         made.step()
+
+
+_NEED_MORE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
+"""Optimizers that a scalar with a dense gradient cannot try."""
 
 
 def _adam(kind: str, params: dict[str, Any]) -> str:

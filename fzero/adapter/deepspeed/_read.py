@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fzero.adapter._config_keys import ALIASES, OFF, ONLY, REFUSED, USED
+from fzero.adapter.deepspeed._keys import ALIASES, OFF, ONLY, REFUSED, USED
 from fzero.errors import LayoutError, explain
 
 Config = Mapping[str, Any] | str | os.PathLike[str]

@@ -4,6 +4,9 @@
 #   make test                      lint, types, tests, doctests, notebooks
 #   make train ARGS="--steps 50"   the demo job, in one process
 #   make lint | nightly | notebooks | bench
+#   make test-gpu                  tests/gpu; skipped where there is no GPU
+#   make test-torch-2.11 | test-torch-newest    the tests on the oldest and the newest torch, each
+#                                  in an environment of its own (.venv-2.11, .venv-newest)
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv, PIP_ARGS goes to pip, ARGS to the
 # program that the target runs.
@@ -24,9 +27,30 @@ EXTRAS_bench := bench,plots
 ONE_THREAD := OMP_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
-.PHONY: test lint nightly notebooks train bench clean
+# The torch of `make test-torch-<name>`, and its Python unless PYTHON is given: those of the GPU
+# machines at hand.
+TORCH_2.11 := torch==2.11.*
+PYTHON_2.11 := python3.12
+TORCH_newest := torch
+
+.PHONY: test test-gpu test-torch-2.11 test-torch-newest test-with-torch
+.PHONY: lint nightly notebooks train bench clean
 
 test: lint
+	$(PYTEST) -n 2 --dist loadgroup $(ARGS)
+
+test-gpu: $(VENV)/.installed-test
+	$(PYTEST) tests/gpu $(ARGS)
+
+test-torch-2.11 test-torch-newest: test-torch-%:
+	$(MAKE) test-with-torch VENV=.venv-$* TORCH='$(TORCH_$*)' \
+		PYTHON='$(if $(filter file,$(origin PYTHON)),$(or $(PYTHON_$*),$(PYTHON)),$(PYTHON))'
+
+# Asks pip each time, for what is newest changes. All but torch is as in constraints.txt.
+test-with-torch: | $(BIN)/pip
+	grep -v '^torch==' constraints.txt >$(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --upgrade $(PIP_ARGS) \
+		-c $(VENV)/constraints.txt -e ".[$(EXTRAS_test)]" '$(TORCH)'
 	$(PYTEST) -n 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed-test
@@ -48,7 +72,7 @@ bench: $(VENV)/.installed-bench
 	DS_ACCELERATOR=cpu $(BIN)/python benchmarks/bench_step.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-2.11 .venv-newest .pytest_cache .ruff_cache .hypothesis
 
 # bin/pip is the last thing that `python -m venv` writes: where it is, the environment is whole.
 $(BIN)/pip:

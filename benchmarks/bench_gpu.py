@@ -1,182 +1,104 @@
-"""Time a step of a GPT at W = 1 on one GPU: plain PyTorch, the adapter, the functional step.
+"""Time training steps of a GPT of about 1 billion parameters on one GPU, beside the peers.
 
-    python benchmarks/bench_gpu.py                          # about 1 billion parameters, bf16
-    python benchmarks/bench_gpu.py --device cpu --layers 2 --width 64 --tokens 32   # a smoke test
+    python benchmarks/bench_gpu.py --out benchmarks/results
+    python benchmarks/bench_gpu.py --world 2 --layers 4 --rounds 3 --blocks 1    # two nccl ranks
+    python benchmarks/bench_gpu.py --device cpu --layers 2 --width 64 --vocabulary 512 --tokens 32
 
-On one rank nothing crosses ranks, so the difference is what the shell costs. Every contestant has
-the same weights and data and a fused AdamW on the bf16 parameters themselves; they are stepped in
-turn, and a ratio compares steps of one run.
+Everyone has the same weights, batches and fused AdamW. Contestants are built one after the other,
+for a billion parameters of each would not fit side by side; all of it is done in two passes, and
+a difference that is smaller than that between the passes says nothing. Losses of the first steps
+must be those of plain PyTorch on the batches of all ranks; if not, the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+import os
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.nn.functional as F
+from gpu.contestants import contestants
+from gpu.measure import BLOCK, CHECKED, Plan, Row, measure
+from gpu.model import Task
+from gpu.table import disagreements, markdown
+from ranks import run_ranks
 from report import write_report
-from torch import Tensor, nn
 
-import fzero
-from fzero.adapter import Engine
-
-VOCABULARY = 32_000
-
-Step = Callable[[Tensor], Tensor]
-
-
-class Block(nn.Module):
-    """Pre-norm attention and feed-forward of width d."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        """Draw the weights."""
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [n, t, d] -> [n, t, d], causal."""
-        heads = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+LEGEND = f"""\
+{{numel:.1f}} M parameters, {{precision}}, {{samples}} x {{tokens}} tokens a rank, W = {{world}}.
+"bf16": parameters, gradients and moments in bf16. "masters": arithmetic in bf16, all else in fp32.
+"Step" is a step between two syncs, "of {BLOCK}" a step of {BLOCK} with one sync at their end, and
+"host" the same when the host was done: where it is near "of {BLOCK}", the device waited for Python.
+Medians over all passes, in ms, and in brackets the medians of each pass; the ratio is to plain
+PyTorch ("of {BLOCK}"). Resident bytes are those after a step, peak bytes those in a step,
+activations included. The loss error is the largest relative difference from plain PyTorch over the
+first {CHECKED} steps; at W > 1 plain PyTorch has the batches of all ranks, so its times and bytes
+are not those of one. Two ranks on one GPU share its time and talk over loopback sockets: their
+times say nothing about two GPUs, their bytes and losses do.
+"""
 
 
-class Gpt(nn.Module):
-    """Embedding, blocks, tied head; forward(symbols [n, t + 1]) -> mean cross-entropy, []."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        """Draw the weights."""
-        super().__init__()
-        self.symbols = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.Sequential(*(Block(width, max(width // 128, 1)) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.symbols.weight, std=0.02)
-
-    def forward(self, symbols: Tensor) -> Tensor:
-        """See the class."""
-        h = self.norm(self.blocks(self.symbols(symbols[:, :-1])))
-        logits = F.linear(h, self.symbols.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), symbols[:, 1:].flatten())
-
-
-def plain(model: nn.Module) -> Step:
-    """loss.backward() and a fused AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(batch: Tensor) -> Tensor:
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def adapter(model: nn.Module, stage: int) -> Step:
-    """The same loop under the engine."""
-    engine = Engine(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-4),
-        stage=stage,
-        master_weights=False,
-        accumulate_dtype=next(model.parameters()).dtype,
+def main() -> int:
+    """Measure, print, and write a file with --out; 1 if losses disagree or somebody failed."""
+    given = _parser().parse_args()
+    os.environ["FZERO_ONE_RANK_GROUP"] = "1"  # one rank runs its collectives, as DDP and FSDP2 do
+    known = contestants(given.world)
+    names = given.contestants.split(",") if given.contestants else list(known)
+    if unknown := sorted(set(names) - set(known)):
+        raise SystemExit(f"no contestant is called {unknown}.\nFix: choose from {sorted(known)}.")
+    names = ["plain", *(name for name in names if name != "plain")]
+    task = Task(
+        layers=given.layers,
+        width=given.width,
+        vocabulary=given.vocabulary,
+        samples=given.samples,
+        tokens=given.tokens,
+        precision=given.precision,
+        device=given.device,
     )
-
-    def step(batch: Tensor) -> Tensor:
-        loss = engine(batch)
-        loss.backward()
-        engine.step()
-        return loss.detach()
-
-    return step
-
-
-def functional(model: nn.Module, stage: int) -> Step:
-    """The functional step, donating."""
-    apply, params = fzero.functionalize(model)
-
-    def step_fn(state: Any, batch: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(apply, state)(batch)
-        return fzero.apply_gradients(state), loss
-
-    train_step = fzero.shard(step_fn, stage=stage, donate=True)
-    held = [train_step.init(params, fzero.optim.adamw(1e-4, master_weights=False))]
-
-    def step(batch: Tensor) -> Tensor:
-        held[0], loss = train_step(held[0], batch)
-        return loss
-
-    return step
+    plan = Plan(task=task, names=names, rounds=given.rounds, blocks=given.blocks)
+    backend = "nccl" if given.device == "cuda" else "gloo"
+    rows: list[Row] = []
+    wrong: list[str] = []
+    for number in range(given.passes):
+        print(f"pass {number + 1} of {given.passes}", flush=True)
+        more, failed = run_ranks(measure, given.world, plan, backend=backend)
+        rows += more
+        wrong += [f"{name} failed: {error}" for name, error in failed.items()]
+        plan = replace(plan, names=[name for name in plan.names if name not in failed])
+        _report(given, rows, wrong)  # after each pass: the next may be cut short
+    return 1 if wrong + disagreements(rows) else 0
 
 
-def measure(steps: dict[str, Step], batches: list[Tensor], device: str) -> dict[str, list[float]]:
-    """Milliseconds of each contestant's steps, stepped in turn; the first three do not count."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for number, batch in enumerate(batches):
-        for name, step in steps.items():
-            _wait(device)
-            begin = time.perf_counter()
-            step(batch)
-            _wait(device)
-            if number >= 3:
-                found[name].append(1e3 * (time.perf_counter() - begin))
-    return found
+def _report(given: argparse.Namespace, rows: list[Row], failed: list[str]) -> None:
+    numel = 12 * given.layers * given.width**2 + given.vocabulary * given.width
+    intro = LEGEND.format(numel=numel / 1e6, **vars(given))
+    lines = [markdown(rows), *(f"**{line}**\n" for line in failed + disagreements(rows))]
+    print(intro, *lines, sep="\n", flush=True)
+    if given.out is not None:
+        theme = f"gpu-{given.device}-{given.precision}-w{given.world}"
+        path = write_report(given.out, theme, lines, intro=intro, device=given.device)
+        print(f"wrote {path}", flush=True)
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def main() -> None:
-    """Measure, print, and write a file with --out."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--world", type=int, default=1, help="ranks; they share the GPUs")
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "masters"])
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--stages", default="0,3")
+    parser.add_argument("--rounds", type=int, default=10, help="steps that are timed one by one")
+    parser.add_argument("--blocks", type=int, default=2, help=f"blocks of {BLOCK} steps")
+    parser.add_argument("--passes", type=int, default=2, help="how often all of it is done")
+    parser.add_argument("--contestants", default="", help="names; default: all")
     parser.add_argument("--out", type=Path, default=None, help="folder for a Markdown file")
-    given = parser.parse_args()
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return Gpt(given.layers, given.width).to(given.device, torch.bfloat16)
-
-    steps = {"plain": plain(model())}
-    for stage in map(int, given.stages.split(",")):
-        steps[f"adapter, stage {stage}"] = adapter(model(), stage)
-        steps[f"functional, stage {stage}"] = functional(model(), stage)
-    shape = (given.samples, given.tokens + 1)
-    batches = [
-        torch.randint(VOCABULARY, shape, device=given.device) for _ in range(given.rounds + 3)
-    ]
-    times = measure(steps, batches, given.device)
-    numel = sum(p.numel() for p in model().parameters())
-    base = statistics.median(times["plain"])
-    rows = ["| contestant | ms, median | ms, min | of plain |", "|---|---|---|---|"]
-    for name, each in times.items():
-        middle = statistics.median(each)
-        rows.append(f"| {name} | {middle:.2f} | {min(each):.2f} | {middle / base:.3f} |")
-    intro = f"{numel / 1e6:.1f} M parameters, bf16, {shape[0]} x {given.tokens} tokens, W = 1.\n"
-    print(intro, *rows, sep="\n")
-    if given.out is not None:
-        write_report(given.out, f"gpu-step-{given.device}", ["\n".join(rows)], intro=intro)
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,6 +23,18 @@ import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(minutes=5)
 
+# NCCL below 2.30 refuses two ranks on one GPU of one host. NCCL_HOSTID, which differs by rank, lets
+# each rank pass for a host of its own; they then talk over loopback sockets. From 2.30 on
+# NCCL_MULTI_RANK_GPU_ENABLE allows it. (tests/rank_process.py sets the same.)
+_SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+}
+
 
 def set_environment(world_size: int) -> None:
     """Set what the child processes must find in their environment before torch is imported.
@@ -43,6 +55,8 @@ def set_environment(world_size: int) -> None:
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> Any:
     """Run `fn(*args)` on `world_size` fresh processes that share a process group.
+
+    With nccl, ranks share a GPU where there are more of them than GPUs.
 
     Args:
         fn: a module-level function (it is pickled for the spawned processes).
@@ -69,6 +83,8 @@ def _entry(
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+        if world_size > torch.cuda.device_count():
+            os.environ.update(_SHARED_GPU, NCCL_HOSTID=f"fzero-rank{rank}")
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/store",

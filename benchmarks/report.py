@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 
-def hardware() -> str:
-    """Cores and processor, short enough for a file name: `2core-amd-epyc-9r14`."""
+def hardware(device: str = "cpu") -> str:
+    """The GPU, or cores and processor, short enough for a file name: `2core-amd-epyc-9r14`."""
+    if device == "cuda":
+        return "-".join(torch.cuda.get_device_name().lower().split())
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -28,6 +30,8 @@ def hardware() -> str:
 def versions() -> str:
     """Versions of everything that was compared, in one line."""
     found = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    if torch.cuda.is_available():
+        found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     for package in ("deepspeed", "optree"):
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")
@@ -36,7 +40,9 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def write_report(folder: Path, theme: str, tables: Sequence[str], *, intro: str) -> Path:
+def write_report(
+    folder: Path, theme: str, tables: Sequence[str], *, intro: str, device: str = "cpu"
+) -> Path:
     """Write `<theme>_<hardware>_<date>.md`, replacing one of the same day.
 
     Args:
@@ -44,16 +50,20 @@ def write_report(folder: Path, theme: str, tables: Sequence[str], *, intro: str)
         theme: what was measured.
         tables: Markdown, in order.
         intro: what the columns mean.
+        device: "cuda" names the file after the GPU.
 
     Returns:
         The path of the file.
     """
     date = datetime.date.today().isoformat()
-    path = folder / f"{theme}_{hardware()}_{date}.md"
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    machine = hardware(device)
+    path = folder / f"{theme}_{machine}_{date}.md"
+    script = Path(sys.argv[0]).resolve()
+    inside = script.relative_to(Path(__file__).resolve().parent)
+    command = shlex.join(["python", f"benchmarks/{inside}", *sys.argv[1:]])
     load = " / ".join(f"{value:.1f}" for value in os.getloadavg())
     head = (
-        f"# {theme}, {hardware()}, {date}\n\n    {command}\n\n{versions()}; "
+        f"# {theme}, {machine}, {date}\n\n    {command}\n\n{versions()}; "
         f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}; load average at the end {load}.\n"
     )
     folder.mkdir(parents=True, exist_ok=True)

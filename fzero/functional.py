@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fzero._skeleton import Pool, update_error
+from fzero._module_copy import Template, update_error
 from fzero.errors import LayoutError, explain
 from fzero.partition import unit_of
 
@@ -24,7 +24,7 @@ class _Apply(ABC):
     parameters: dict[str, torch.Size]
     buffers: dict[str, torch.Size]
     chosen: frozenset[str]  # submodules that the `units` predicate picked
-    pool: Pool
+    template: Template
 
     @property
     def __name__(self) -> str:
@@ -56,11 +56,13 @@ class Apply(_Apply):
     __slots__ = ()
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with `params` in place of its parameters; writes to nothing.
+        """Run a copy of the module with `params` in place of its parameters.
 
         Raises:
             LayoutError: `params` has other names or shapes than the module; the module gained or
-                lost submodules or parameters; its forward updates a buffer.
+                lost submodules; a forward has updated a buffer. The constants are then no longer
+                what they were, and each later call raises too. (Inside a torch.func transform
+                torch itself refuses the write, with a RuntimeError, before it is made.)
         """
         if "buffers" in kwargs:
             raise LayoutError(
@@ -71,15 +73,10 @@ class Apply(_Apply):
                 )
             )
         _check("params", self.parameters, params)
-        try:
-            out, changed = self.pool.call(params, {}, args, kwargs)
-        except RuntimeError as error:
-            # Inside torch.func.grad torch itself refuses to change a constant in place.
-            if self.buffers and "mutate a captured Tensor" in str(error):
-                raise update_error("one of its buffers in place", [*self.buffers]) from error
-            raise
-        if changed:
-            raise update_error("buffers", [*changed])
+        copies = self.template.bind(params, {})
+        out = copies[0](*args, **kwargs)
+        if changed := self.template.changed(copies):
+            raise update_error("buffers", changed)
         return out
 
 
@@ -92,20 +89,22 @@ class StatefulApply(_Apply):
     def __call__(
         self, params: Mapping[str, Tensor], /, *args: Any, buffers: Tensors, **kwargs: Any
     ) -> tuple[Any, Tensors]:
-        """Run the module with `params` and `buffers` in place of its own; writes to nothing.
+        """Run a copy of the module with `params` and `buffers` in place of its own.
 
         `new_buffers` are new tensors of the same names, detached: no gradient flows through them.
 
         Raises:
             LayoutError: `params` or `buffers` have other names or shapes than the module; the
-                module gained or lost submodules or parameters; its forward adds or drops a buffer.
+                module gained or lost submodules; its forward adds or drops a buffer.
         """
         _check("params", self.parameters, params)
         _check("buffers", self.buffers, buffers)
         own = {path: value.detach().clone() for path, value in buffers.items()}
-        out, changed = self.pool.call(params, own, args, kwargs)
-        for path, value in changed.items():
-            if path not in own or not isinstance(value, Tensor):
+        copies = self.template.bind(params, own)
+        out = copies[0](*args, **kwargs)
+        new: Tensors = {}
+        for path, value in self.template.buffers_of(copies).items():
+            if path not in own or value is None:
                 raise LayoutError(
                     explain(
                         f"the forward of {self.name} added or dropped the buffer {path!r}.",
@@ -113,8 +112,8 @@ class StatefulApply(_Apply):
                         fix="run the module once, then functionalize it.",
                     )
                 )
-        # Not only the changed ones: F.batch_norm writes to its statistics without counting it.
-        return out, {path: changed.get(path, own[path]).detach() for path in buffers}
+            new[path] = value.detach()
+        return out, {path: new[path] for path in buffers}
 
 
 @overload
@@ -130,10 +129,19 @@ def functionalize(
 ) -> tuple[Apply, Tensors] | tuple[StatefulApply, Tensors, Tensors]:
     """Split a module into a pure function and its parameters: `apply(params, x) == module(x)`.
 
-    `apply` follows the train/eval mode that the module has when it is called, dropout included. All
-    else is as it is now: constant buffers are cloned, and a later change of, say, a dropout rate is
-    not seen. What the forward stores on its `self` is forgotten after the call. Threads may be
-    inside `apply` at once. It does not keep the module alive.
+    Each call of `apply` runs a copy of the module of its own, which holds `params` in place of the
+    parameters: threads may be inside `apply` at once, and a checkpoint inside the module
+    (`torch.utils.checkpoint`, both kinds) is recomputed in backward with the parameters of its own
+    call, whatever was called in between. What the forward stores on its `self` stays on that copy.
+
+    `apply` follows the train/eval mode that the module has when it is called, dropout included;
+    it does not keep the module alive, and once the module is gone it goes on in the mode of the
+    last call. All else is as it is now: buffers are cloned, and a later change of, say, a dropout
+    rate is not seen.
+
+    A forward that updates constant buffers is refused. Torch counts the writes to a tensor, and the
+    ones that it does not count are not seen: through `.data` or NumPy, by `F.batch_norm` outside
+    of torch's own norms, and in place inside a function that torch.compile has compiled.
 
     Args:
         module: any module, except one in which several processes or devices are already at work.
@@ -148,9 +156,9 @@ def functionalize(
         `nn.Parameter` that requires no gradient, all others as plain tensors. `buffers` are clones.
 
     Raises:
-        LayoutError: not a module, or one that is lazy, wrapped, cannot be copied, writes to its
-            weights in the forward (`max_norm`), has sparse gradients, or updates buffers while
-            `buffers` is False.
+        LayoutError: not a module, or one that is lazy, wrapped, compiled, cannot be copied, writes
+            to its weights in the forward (`max_norm`), has sparse gradients, or updates buffers
+            while `buffers` is False.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -179,7 +187,7 @@ def functionalize(
         "parameters": {path: value.shape for path, value in module.named_parameters()},
         "buffers": {path: value.shape for path, value in given.items()},
         "chosen": frozenset(picked),
-        "pool": Pool(module, stateful=buffers),
+        "template": Template(module, stateful=buffers),
     }
     params = {
         path: value.detach() if value.requires_grad else nn.Parameter(value.detach(), False)
@@ -231,6 +239,11 @@ def _refuse(module: nn.Module) -> None:
         elif isinstance(part, nn.DataParallel | DistributedDataParallel):
             seen, cause = "already spreads a module over devices", "it was wrapped before."
             fix = "pass the module inside it (`.module`)."
+        elif "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+            seen, cause = "is compiled", "torch.compile was called on it, or its `compile()`."
+            fix = (
+                "functionalize the module as it was before; compile the function that uses `apply`."
+            )
         elif isinstance(part, torch.jit.ScriptModule):
             seen, cause = "is a ScriptModule", "its parameters cannot be replaced from outside."
             fix = "pass the module that it was scripted from."

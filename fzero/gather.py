@@ -9,17 +9,18 @@ The gatherer holds full values and starts gathers. When to start and when to fre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.collectives import InFlight, start_gather
+from fzero.collectives import InFlight, broadcast, start_gather
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
+from fzero.partition import shard_rows
 from fzero.placeholder import LazyParam
 from fzero.state.layout import Layout, Leaf
 
@@ -42,21 +43,29 @@ class Gatherer:
         self.axis = axis
         self.groups: list[GroupShard] = []
         self.units: list[tuple[int, ...]] = []
-        self._unit_of: list[int] = []
-        self._layouts = layouts
-        first = 0
+        self._unit_of: dict[int, int] = {}  # group -> its unit
+        self._layouts: list[Layout] = []
+        self._count = 0  # of groups
         for layout in layouts:
-            for unit in layout.units:
-                self.units.append(tuple(first + index for index in unit))
-            first += len(layout.groups)
-        owners = {group: number for number, unit in enumerate(self.units) for group in unit}
-        self._unit_of = [owners[group] for group in range(first)]
+            self.add(layout)
         self.held: dict[int, list[list[Tensor]]] = {}  # unit -> the leaves of each of its groups
         self.flats: dict[int, list[Tensor]] = {}  # unit -> the full flat of each of its groups
         self.kept: set[int] = set()  # units that no plan frees
         self.use: Callable[[int], None] = self.fetch  # set by the sequencer of a pass
-        self.writable: Collection[int] = ()
+        self.writable: set[int] = set()
+        self.on_hold: Callable[[Sequence[int]], None] = self._fetch_all
+        self.on_written: Callable[[Sequence[int]], None] = _nothing
         self._flights: dict[int, InFlight] = {}
+
+    def add(self, layout: Layout) -> int:
+        """Add the units of one more layout; return the number of its first group."""
+        first, self._count = self._count, self._count + len(layout.groups)
+        for unit in layout.units:
+            groups = tuple(first + index for index in unit)
+            self._unit_of.update(dict.fromkeys(groups, len(self.units)))
+            self.units.append(groups)
+        self._layouts.append(layout)
+        return first
 
     def hold_shards(self, flats: Sequence[Sequence[Tensor]]) -> None:
         """Take the shards of each state as they are now."""
@@ -106,6 +115,46 @@ class Gatherer:
 
     def end_write(self, placeholder: LazyParam) -> None:
         """Nothing to do: what was written is sharded where `gathered(modify=True)` ends."""
+
+    @property
+    def has_everything(self) -> bool:
+        """Whether every unit is kept."""
+        return len(self.kept) == len(self.units)
+
+    # What `gathered` calls.
+
+    def unit_of(self, group: int) -> int:
+        """Return the unit of a group."""
+        return self._unit_of[group]
+
+    def hold(self, units: Sequence[int], *, writable: bool) -> None:
+        """Gather units, and keep them until `let_go`. A collective."""
+        self.on_hold(units)
+        self.kept.update(units)
+        if writable:
+            self.writable.update(units)
+
+    def let_go(self, units: Sequence[int], source: int | None) -> None:
+        """End a `hold`; with a `source`, the values of that rank are written to all shards."""
+        self.writable.difference_update(units)
+        if source is not None:
+            self._share(units, source)
+        self.kept.difference_update(units)
+        for unit in units:
+            self.free(unit)
+
+    @torch.no_grad()
+    def _share(self, units: Sequence[int], source: int) -> None:
+        for unit in units:
+            flats = broadcast(self.flats[unit], self.axis, source)
+            for group, flat in zip(self.units[unit], flats, strict=True):
+                shard = self.groups[group].shard
+                shard.copy_(shard_rows(flat, self.axis.size, self.axis.rank))
+        self.on_written(units)
+
+    def _fetch_all(self, units: Sequence[int]) -> None:
+        for unit in units:
+            self.fetch(unit)
 
     # What is carried from one pass to the next.
 
@@ -200,3 +249,7 @@ class Gatherer:
             self.kept = set()
         for unit in [*self.held, *self._flights]:
             self.free(unit)
+
+
+def _nothing(units: Sequence[int]) -> None:
+    """What follows a write where nothing else depends on the values."""

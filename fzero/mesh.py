@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fzero._launch import describes_several_ranks, local_rank, timeout
 from fzero.errors import AxisError, explain
 from fzero.virtual import current_ranks
 
@@ -106,9 +107,13 @@ class Axis:
 def world() -> Axis:
     """Return the default axis: every rank that this program was started with.
 
-    Inside `fzero.simulate` these are the virtual ranks; with a process group, its ranks; under
-    torchrun without one, the group is started here (gloo for CPU tensors, and with GPUs nccl for
-    CUDA tensors); else one local rank.
+    Inside `fzero.simulate` these are the virtual ranks; with a process group, its ranks. Without
+    one, the group is started here (gloo for CPU tensors, and with GPUs nccl for CUDA tensors)
+    under torchrun, and where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe several
+    ranks; else one local rank.
+
+    Raises `AxisError` where srun or mpirun started several processes, and the variables that say
+    how they find each other are not all set.
 
     Example:
         >>> world().size
@@ -120,7 +125,7 @@ def world() -> Axis:
     if not dist.is_available():
         return Axis(size=1)
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched():
+        if not dist.is_torchelastic_launched() and not describes_several_ranks(os.environ):
             return Axis(size=1)
         _start_group()
     everyone: Any = dist.group.WORLD
@@ -255,11 +260,11 @@ def _start_group() -> None:
     # that is after the start, the group outlives destroy_process_group, and a gloo thread that
     # then frees a tensor while the interpreter ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
+    limit = timeout(os.environ)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    timeout = datetime.timedelta(seconds=float(os.environ.get("FZERO_TIMEOUT_S", "600")))
-    dist.init_process_group(_backends(on_gpu), timeout=timeout)
+        torch.cuda.set_device(local_rank(os.environ) % torch.cuda.device_count())
+    dist.init_process_group(_backends(on_gpu), timeout=limit)
     atexit.register(_stop_group)
 
 

@@ -67,6 +67,7 @@ def plan_layout(
     *,
     ranks: int,
     bucket_bytes: int | None = None,
+    grouped: bool | None = None,
     unit: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
@@ -76,8 +77,8 @@ def plan_layout(
 
     Groups hold leaves of one dtype and one `kind(path)`, all trainable or all frozen. With
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
-    (stage 3) the leaves of one `unit(path)` share a group. On one rank each leaf is a group of
-    its own: there is no collective to save, and so no copy to make.
+    (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
+    on one rank) each leaf is a group of its own: there is no collective to save, and no copy to make.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -102,7 +103,7 @@ def plan_layout(
             )
     paths, tensors, treespec = named_leaves(params)
     leaves, slots = _unique_leaves(paths, tensors, trainable)
-    if ranks == 1:
+    if not (ranks > 1 if grouped is None else grouped):
         members = [[i] for i in range(len(leaves))]
         names = [leaf.path for leaf in leaves]
     elif bucket_bytes is None:
@@ -122,6 +123,12 @@ def flatten(layout: Layout, params: Any) -> list[Tensor]:
 
     Raises `LayoutError` when `params` has another structure, shape or dtype than the layout.
     """
+    by_leaf = leaves_of(layout, params)
+    return [pack(layout, i, [by_leaf[j] for j in g.leaves]) for i, g in enumerate(layout.groups)]
+
+
+def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
+    """Return the tensor of each leaf of `layout`. Raises as `flatten` does."""
     paths, tensors, treespec = named_leaves(params)
     if treespec != layout.treespec:
         raise LayoutError(
@@ -145,7 +152,7 @@ def flatten(layout: Layout, params: Any) -> list[Tensor]:
                 )
             )
         by_leaf.append(tensor)
-    return [pack(layout, i, [by_leaf[j] for j in g.leaves]) for i, g in enumerate(layout.groups)]
+    return by_leaf
 
 
 def unflatten(layout: Layout, flats: Sequence[Tensor]) -> Any:

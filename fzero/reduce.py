@@ -36,7 +36,7 @@ IN_FLIGHT = 2
 class _Group:
     """The gradients of one group that this backward has brought, and not handed on."""
 
-    __slots__ = ("_contiguous", "_flat", "_gradients", "_views", "index", "layout")
+    __slots__ = ("_contiguous", "_flat", "_gradients", "_views", "_waited", "index", "layout")
 
     def __init__(self, layout: Layout, index: int, *, contiguous: bool) -> None:
         self.layout, self.index = layout, index
@@ -44,6 +44,7 @@ class _Group:
         self._gradients: dict[int, Tensor] = {}
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
+        self._waited: Tensor | None = None
 
     def put(self, position: int, gradient: Tensor) -> None:
         """Add the gradient of one leaf."""
@@ -61,8 +62,8 @@ class _Group:
         return self._views[position].add_(gradient)
 
     def give(self, flat: Tensor) -> None:
-        """Take the gradients of all leaves, packed."""
-        self._flat, self._gradients = flat, {0: flat}
+        """Add what has waited for this reduction, [W l]. It is not written to."""
+        self._waited = flat
 
     @property
     def full(self) -> bool:
@@ -71,17 +72,20 @@ class _Group:
 
     @property
     def some(self) -> bool:
-        """Whether any leaf has."""
-        return bool(self._gradients)
+        """Whether any leaf has, or anything has waited."""
+        return bool(self._gradients) or self._waited is not None
 
     def take(self) -> Tensor | None:
         """Return [W l], and forget it; None if there is nothing."""
         gradients, self._gradients = self._gradients, {}
         flat, self._flat, self._views = self._flat, None, []
-        if not gradients or flat is not None:
-            return flat
-        count = len(self.layout.groups[self.index].leaves)
-        return pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
+        waited, self._waited = self._waited, None
+        if gradients and flat is None:
+            count = len(self.layout.groups[self.index].leaves)
+            flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
+        if flat is None or waited is None:
+            return waited if flat is None else flat
+        return waited + flat
 
 
 class Reducer:
@@ -108,7 +112,7 @@ class Reducer:
             self._add(number, setup)
         backwards = range(len(self._units) - 1, -1, -1)  # the last layers come first
         self._order = list(backwards)
-        self._turn = 0
+        self._turn = len(self._order)
         self._full: set[int] = set()
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._local = axis.runtime is Runtime.LOCAL
@@ -178,7 +182,7 @@ class Reducer:
         setup = self.setups[state]
         taken = [self._groups[state][i].take() if mine else None for i in indices]
         local = [
-            self._zeros(setup, state, i) if x is None else x.to(_wire(setup, x.dtype))
+            self._zeros(setup, state, i) if x is None else x.to(_wire(setup, i))
             for i, x in zip(indices, taken, strict=True)
         ]
         ordered = setup.reduction.ordered
@@ -192,9 +196,8 @@ class Reducer:
             self._land()
 
     def _zeros(self, setup: Setup, state: int, index: int) -> Tensor:
-        dtype = setup.layout.groups[index].dtype
         numel = setup.layout.full_numel(index)
-        return torch.zeros(numel, dtype=_wire(setup, dtype), device=self._devices[state])
+        return torch.zeros(numel, dtype=_wire(setup, index), device=self._devices[state])
 
     def _land(self) -> None:
         """Wait for the oldest reduction, and add its mean to the rows."""
@@ -251,6 +254,10 @@ class Reducer:
         """A backward begins: nothing is here, and it is the first bucket's turn."""
         self._turn, self._full, self.received = 0, set(), 0
 
+    def end(self) -> None:
+        """The backward is over: what comes now waits for the next one."""
+        self._turn, self._full = len(self._order), set()
+
     def drop(self) -> None:
         """Forget what this backward has brought. Starts nothing; waits for what was started."""
         for state in range(len(self.setups)):
@@ -261,5 +268,5 @@ class Reducer:
         self.rows = [{} for _ in self.setups]
 
 
-def _wire(setup: Setup, dtype: torch.dtype) -> torch.dtype:
-    return setup.reduction.communication_dtype or dtype
+def _wire(setup: Setup, index: int) -> torch.dtype:
+    return setup.reduction.communication_dtype or setup.layout.groups[index].dtype

@@ -15,7 +15,7 @@ reduced later), and asks there.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from fzero.collectives import Channel, What
@@ -53,11 +53,12 @@ class Sequencer:
         self._plan: Plan | None = None
         self._at = self._reduced = 0
         self._ready: set[int] = set()
-        self._seen = set(gatherer.kept)  # units that stay, and are here or were used in this pass
+        self._seen: set[int] = set()  # units that stay, and are here or were used in this pass
         self._mine: frozenset[int] = frozenset()
         self._current = -1
         self._open = False  # announced, and not known yet what the others announce
         gatherer.use, reducer.on_full = self.use, self.full
+        gatherer.on_hold = self.hold
 
     def close(self) -> None:
         """No pass will follow."""
@@ -72,10 +73,15 @@ class Sequencer:
         self._at = self._reduced = 0
         self._ready = set()
         self._open = True
+        self.gatherer.release()
         # What is here already is part of what ranks must have in common to follow one plan.
         facts = self._program and (self._program.digest, sorted(self.gatherer.kept))
         hint = zlib.crc32(repr(facts).encode())
         self.channel.announce(f"{text}\nphase {phase}", hint=hint, served=served)
+
+    def adopted(self) -> None:
+        """Some units were whole before: they are used without a gather."""
+        self._seen = set(self.gatherer.kept)
 
     def use(self, unit: int) -> None:
         """Make sure that a unit is whole: a kernel reads it."""
@@ -111,7 +117,7 @@ class Sequencer:
         """The forward is over: finish its plan, and let go of what was gathered."""
         self._settle()
         self._end_plan()
-        self._current = -1
+        self._current, self._events = -1, []  # what is read between is no part of the pass
         if not self.limits.keeps:
             self.gatherer.release()
 
@@ -131,11 +137,8 @@ class Sequencer:
         asked = self.channel.finish(asked=self._asked)
         self.reducer.land()
         recorded, self._recorded, self._asked = self._recorded, {}, False
-        self._current = -1
-        if not self.stays:
-            self.gatherer.kept.intersection_update(self._persistent)
-            self._seen.intersection_update(self._persistent)
-        self.gatherer.release()
+        self._current, self._events = -1, []
+        self.let_go()
         if not asked:
             return []
         done = {key: tuple(events) for key, events in recorded.items()}
@@ -160,6 +163,19 @@ class Sequencer:
         self.reducer.drop()
         self.gatherer.release(all_of_them=True)
         self._seen = set()
+
+    def hold(self, units: Sequence[int]) -> None:
+        """Gather units that are to stay for a while: every rank that comes here asks for them."""
+        missing = [unit for unit in units if unit not in self.gatherer.held]
+        if missing:
+            self._ask(What.GATHER, missing)
+
+    def let_go(self) -> None:
+        """The backward is over: what is kept for it alone goes."""
+        if not self.stays:
+            self.gatherer.kept.intersection_update(self._persistent)
+            self._seen.intersection_update(self._persistent)
+        self.gatherer.release()
 
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""

@@ -35,7 +35,22 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def serve(rank: int, world_size: int, folder: str, stack: Path, pipe: Connection) -> None:
+# NCCL below 2.30 refuses two ranks on one GPU of one host. NCCL_HOSTID, which differs by rank, lets
+# each rank pass for a host of its own; they then talk over sockets, here over loopback only. From
+# 2.30 on NCCL_MULTI_RANK_GPU_ENABLE allows it.
+SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": LOOPBACK,
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+}
+
+
+def serve(
+    rank: int, world_size: int, backend: str, folder: str, stack: Path, pipe: Connection
+) -> None:
     """Join the process group, then answer calls until the pipe closes.
 
     Every answer is a tuple: ("returned", value) or ("raised", (type name, message), traceback).
@@ -44,7 +59,7 @@ def serve(rank: int, world_size: int, folder: str, stack: Path, pipe: Connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that runs the tests
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
-        pipe.send_bytes(_answer(_join, rank, world_size, folder))
+        pipe.send_bytes(_answer(_join, rank, world_size, backend, folder))
         while True:
             try:
                 request = pipe.recv_bytes()
@@ -55,7 +70,8 @@ def serve(rank: int, world_size: int, folder: str, stack: Path, pipe: Connection
 
 def ping(rank: int, world_size: int) -> float:
     """Return 2**world_size - 1 if every rank, and no stale message, takes part in a sum."""
-    x = torch.tensor(2.0**rank)
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    x = torch.tensor(2.0**rank, device=device)
     dist.all_reduce(x)
     return x.item()
 
@@ -84,12 +100,21 @@ def _answer(do: Callable[..., Any], *args: Any) -> bytes:
         return to_bytes(("raised", seen, traceback.format_exc()))
 
 
-def _join(rank: int, world_size: int, folder: str) -> None:
+def share_gpu(rank: int, world_size: int) -> None:
+    """Choose this rank's GPU and set what NCCL must find before its first call in this process."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if world_size > torch.cuda.device_count():
+        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"fzero-rank{rank}")
+
+
+def _join(rank: int, world_size: int, backend: str, folder: str) -> None:
     filter_warnings(pytest_filters())
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if "nccl" in backend:
+        share_gpu(rank, world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def _run(rank: int, world_size: int, request: bytes) -> Any:

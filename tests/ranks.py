@@ -64,6 +64,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     raises: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call `body(rank, world_size, *args)` on every rank; return the results in rank order.
 
@@ -77,12 +78,14 @@ def run_ranks(
         *args: the same for every rank, picklable.
         timeout_s: of the call, without the start of the processes.
         raises: expect an exception on every rank, and return its (type name, message) per rank.
+        backend: of the process group; with "nccl" in it every rank uses a GPU, several ranks the
+            same one if there are fewer GPUs than ranks.
 
     Fails the test (`pytest.fail`) with the traceback of every rank that raised, the exit code of
     every rank that died, and the stack of every rank that did not answer in time. One that waits
     for a failed rank is given 3 s, with `raises=True` the whole of `timeout_s`.
     """
-    pool = _pool(world_size)
+    pool = _pool(world_size, backend)
     answers = pool.call(body, args, timeout_s, grace_s=timeout_s if raises else GRACE_S)
     wanted = "raised" if raises else "returned"
     if any(answer.status != wanted for answer in answers):
@@ -123,10 +126,11 @@ def spawn_script(
 
 
 class Pool:
-    """The warm processes of one world size; started when first called."""
+    """The warm processes of one world size and backend; started when first called."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self._world_size = world_size
+        self._backend = backend
         self._folder = ""
         self._members: list[Member] = []
         atexit.register(self.stop)
@@ -173,7 +177,7 @@ class Pool:
             stack = Path(self._folder, f"stack{rank}")
             process = context.Process(
                 target=serve,
-                args=(rank, self._world_size, self._folder, stack, theirs),
+                args=(rank, self._world_size, self._backend, self._folder, stack, theirs),
                 name=f"fzero-rank{rank}-of-{self._world_size}",
                 daemon=True,
             )
@@ -205,8 +209,8 @@ class Pool:
 
 
 @functools.cache
-def _pool(world_size: int) -> Pool:
-    return Pool(world_size)
+def _pool(world_size: int, backend: str) -> Pool:
+    return Pool(world_size, backend)
 
 
 def _read(member: Member) -> Answer:

@@ -164,7 +164,7 @@ def sent(
     batch, (apply, params) = small_batch(example, 16), towers(example)
     step = wrap(example.with_update(example.make_grad_cache(apply)))
 
-    def one_step() -> int:
+    def one_step() -> Any:
         state = fzero.init(params, fzero.optim.adamw(0.1), stage=stage, **options)
         with fzero.count_collectives() as log:
             step(state, example.my_chunks(batch, chunks))

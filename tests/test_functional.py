@@ -2,10 +2,8 @@
 
 import functools
 import gc
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -227,47 +225,6 @@ def test_apply_keeps_neither_the_module_nor_what_a_call_bound() -> None:
     del module, moved
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
-
-
-def test_two_threads_inside_one_forward_keep_their_own_parameters() -> None:
-    meeting = threading.Barrier(2)
-
-    class Meet(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            meeting.wait(timeout=20)
-            return x
-
-    module = nn.Sequential(nn.Linear(3, 3), Meet(), nn.Linear(3, 3), Meet(), nn.LSTM(3, 2), First())
-    apply, params = functionalize(module)
-    x = torch.randn(4, 1, 3)
-
-    def rank(number: int) -> tuple[dict[str, Tensor], Tensor]:
-        mine = {name: value * (number + 1) for name, value in params.items()}
-        return torch.func.grad_and_value(lambda p: apply(p, x).sum())(mine)
-
-    with ThreadPoolExecutor(2) as threads:
-        both = list(threads.map(rank, range(2)))
-    meeting = threading.Barrier(1)
-    for number, (grads, value) in enumerate(both):
-        want_grads, want = rank(number)
-        assert torch.equal(value, want)
-        assert all(torch.equal(grads[name], want_grads[name]) for name in params)
-    assert not torch.equal(both[0][1], both[1][1])
-
-
-def test_calls_in_a_row_use_one_copy() -> None:
-    copies = []
-
-    class Counted(nn.Identity):
-        def __deepcopy__(self, memo: dict[int, Any]) -> "Counted":
-            copies.append(self)
-            return Counted()
-
-    apply, params = functionalize(nn.Sequential(Counted(), nn.Linear(2, 2)))
-    made = len(copies)
-    for _ in range(3):
-        torch.func.grad(lambda p: apply(p, torch.ones(2)).sum())(params)
-    assert len(copies) == made
 
 
 def test_an_rnn_does_not_move_the_weights_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,13 @@ ROOT = Path(__file__).parent.parent
 # The straight way: a part imports parts of the rows above its own, and itself.
 LEVELS = (
     ("errors", "_ambient"),
-    ("_skeleton", "virtual"),
+    ("_launch", "_module_copy", "virtual"),
     ("mesh",),
     ("state",),
     ("packing", "placeholder"),
     ("collectives", "partition"),
-    ("functional", "lazy", "optim"),
+    ("gather", "reduce", "functional", "optim"),
+    ("sequence",),
     ("transforms",),
     ("adapter",),
 )

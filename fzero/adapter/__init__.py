@@ -3,7 +3,6 @@
 from fzero.adapter._construct import gathered as gathered
 from fzero.adapter._construct import sharded_init as sharded_init
 from fzero.adapter._engine import Engine as Engine
-from fzero.adapter._engine import EngineState as EngineState
-from fzero.adapter._initialize import initialize as initialize
 from fzero.adapter._report import MemoryReport as MemoryReport
+from fzero.adapter.deepspeed import initialize as initialize
 from fzero.state.leaf_modules import LeafSpec as LeafSpec

@@ -10,89 +10,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from fzero.collectives import broadcast_from_first, gather_many
-from fzero.errors import LayoutError, explain
-from fzero.mesh import Axis, axis_of
-from fzero.packing import pack, unpack
+from fzero.collectives import broadcast, broadcast_from_first
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.gather import Gatherer
+from fzero.gather import GroupShard as GroupShard
+from fzero.mesh import Axis, Runtime, axis_of
+from fzero.packing import pack
 from fzero.partition import plan_layout, shard_rows
-from fzero.placeholder import LazyParam, Unit, in_place_of, placeholders
+from fzero.placeholder import LazyParam, in_place_of, placeholders
 
 
-class Nursery:
-    """Parameters between their construction and their engine: one unit each, always writable.
+class _Unowned(Gatherer):
+    """Parameters between their construction and their engine: a unit each, always writable.
 
     A write (an initializer) gathers the parameter, runs on the full values, and leaves each rank
-    its rows of what rank 0 has: the same model that rank 0 alone would have made.
+    its shard of what rank 0 has: the same model that rank 0 alone would have made.
     """
 
     def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.units: list[Unit] = []
-        self._open: dict[int, list[Tensor]] = {}
-        self._held: dict[int, int] = {}
+        super().__init__([], axis)
+        self._writes: dict[int, int] = {}
 
-    def adopt(self, name: str, p: nn.Parameter) -> nn.Parameter:
-        """Return the placeholder of `p`, of which only this rank's rows stay."""
-        layout = plan_layout(OrderedDict({name: p}), ranks=self.axis.size, bucket_bytes=2**62)
+    def take(self, module: nn.Module) -> None:
+        """Shard the parameters of a module, and of those in it, that are whole."""
+        for part in module.modules():
+            for name, p in list(part._parameters.items()):
+                whole = p is not None and not isinstance(p, LazyParam | nn.UninitializedParameter)
+                if whole and not p.is_meta:
+                    setattr(part, name, self._sharded(name, p))
+
+    @torch.no_grad()
+    def _sharded(self, name: str, p: nn.Parameter) -> nn.Parameter:
+        size = self.axis.size
+        layout = plan_layout(OrderedDict({name: p}), ranks=size, bucket_bytes=2**62)
         flat = broadcast_from_first([pack(layout, 0, [p.detach()])], self.axis)[0]
-        rows = shard_rows(flat, self.axis.size, self.axis.rank).clone()
-        self.units.append(Unit(layout, 0, rows, False))
+        self.groups.append(GroupShard(layout, 0, shard_rows(flat, size, self.axis.rank).clone()))
         # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
-        return in_place_of(p, placeholders(self, len(self.units) - 1)[0])
+        return in_place_of(p, placeholders(self, self.add(layout))[0])
 
-    def leaf(self, unit: int, position: int) -> Tensor:
-        """Return the full values of one parameter; a collective unless it is held."""
-        if unit in self._open:
-            return self._open[unit][position]
-        return self._gathered(unit)[position]
+    def leaf(self, group: int, position: int) -> Tensor:
+        """Return the full values; they go at once unless they are held."""
+        self.fetch(group)
+        values = self.held[group][0][position]
+        self.free(group)
+        return values
 
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
-        """Open the parameter for one write."""
-        self.hold([placeholder.where[0]], writable=True)
+        """Gather the parameter for one write."""
+        if placeholder.where[0] not in self.writable:
+            self._writes[placeholder.where[0]] = 1
+            self.hold([placeholder.where[0]], writable=True)
 
     def end_write(self, placeholder: LazyParam) -> None:
-        """Keep this rank's rows of what was written."""
-        self.let_go([placeholder.where[0]], written=True)
-
-    def hold(self, units: Sequence[int], *, writable: bool) -> list[list[Tensor]]:
-        """Gather `units` until `let_go`; return the leaf of each."""
-        for unit in units:
-            self._held[unit] = self._held.get(unit, 0) + 1
-            if unit not in self._open:
-                self._open[unit] = self._gathered(unit)
-        return [self._open[unit] for unit in units]
-
-    def let_go(self, units: Sequence[int], *, written: bool) -> None:
-        """End a `hold`; what was written is rank 0's."""
-        for unit in units:
-            self._held[unit] -= 1
-            if self._held[unit]:
-                continue
-            del self._held[unit]
-            values = self._open.pop(unit)
-            if written:
-                layout = self.units[unit].layout
-                flat = broadcast_from_first([pack(layout, 0, values)], self.axis)[0]
-                self.units[unit].shard.copy_(shard_rows(flat, self.axis.size, self.axis.rank))
-
-    def _gathered(self, unit: int) -> list[Tensor]:
-        layout = self.units[unit].layout
-        with torch.no_grad():
-            flat = gather_many([self.units[unit].shard], self.axis)[0]
-        return unpack(layout, 0, flat)
+        """Keep this rank's shard of what was written."""
+        if self._writes.pop(placeholder.where[0], 0):
+            self.let_go([placeholder.where[0]], 0)
 
 
 @contextmanager
 def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
-    """Modules made inside keep only this rank's rows of each parameter, as soon as it is made.
+    """Modules made inside keep only this rank's shard of each parameter.
 
-    No rank holds more than one full parameter at a time, so a model may be larger than a rank's
-    memory. The values are those that rank 0 alone would have made. Initializers may write to the
-    parameters, inside and after the block, until an `Engine` takes them over; every rank must
-    make the same modules in the same order. On one rank nothing is different.
-
-    Patches `nn.Module.register_parameter` for the length of the block, in the whole process.
+    A module is sharded when it has been made: when it becomes a part of another one, or at the end of
+    the block. So no rank holds more than one module's own parameters at a time, and a model may be
+    larger than a rank's memory. The values are rank 0's. Initializers that run later write to the
+    placeholders, inside and after the block, until an `Engine` takes them over: on every rank.
+    Every rank must make the same modules in the same order. On one rank nothing is different.
 
     Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2.
 
@@ -104,24 +92,30 @@ def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
         >>> engine = Engine(model, torch.optim.AdamW, stage=3)
     """
     axis = axis_of(mesh)
-    if axis.size == 1:
+    if axis.runtime is Runtime.LOCAL:
         yield
         return
-    nursery = Nursery(axis)
-    register = nn.Module.register_parameter
+    unowned = _Unowned(axis)
+    made: dict[int, nn.Module] = {}
 
-    def register_sharded(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if isinstance(param, nn.Parameter) and not isinstance(
-            param, LazyParam | nn.UninitializedParameter
-        ):
-            param = param if param.is_meta else nursery.adopt(name, param)
-        register(self, name, param)
+    def on_parameter(module: nn.Module, name: str, param: Any) -> None:
+        made[id(module)] = module
 
-    nn.Module.register_parameter = register_sharded
+    def on_module(module: nn.Module, name: str, child: Any) -> None:
+        if isinstance(child, nn.Module):
+            unowned.take(child)
+
+    handles = [
+        register_module_parameter_registration_hook(on_parameter),
+        register_module_module_registration_hook(on_module),
+    ]
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
+        for handle in handles:
+            handle.remove()
+    for module in list(made.values()):
+        unowned.take(module)
 
 
 @contextmanager
@@ -129,16 +123,21 @@ def gathered(
     params: nn.Module | Tensor | Iterable[Tensor],
     *,
     modify: bool = False,
+    from_rank: int = 0,
     mesh: DeviceMesh | Axis | None = None,
 ) -> Iterator[list[Tensor]]:
     """Full parameters for a while, at every stage: yields them, in the order given. A collective.
 
-    Without `modify` they are for reading, and a write to a placeholder raises. With it they may
-    be written, in the yielded tensors or through the module; when the block ends, the values of
-    rank 0 become those of all ranks, also if the block raises.
+    Args:
+        params: a module (all of its parameters), a parameter, or several.
+        modify: they may be written, in the yielded tensors or through the module; when the block
+            ends, the values of rank `from_rank` become those of all ranks, also if the block raises.
+        from_rank: whose values count.
+        mesh: whose ranks, for parameters that are whole (stages 0 to 2); default the world.
 
-    params: a module (all of its parameters), a parameter, or several. mesh: whose ranks, for
-    parameters that are whole (stages 0 to 2); default the world.
+    Raises:
+        PhaseError: at the end of the block, if a parameter was written without `modify`.
+        LayoutError: for what is no parameter, or a rank that is not there.
 
     Example:
         >>> import torch
@@ -150,31 +149,51 @@ def gathered(
         tensor([[1., 1.]])
     """
     wanted = _listed(params)
-    lazy = [p for p in wanted if isinstance(p, LazyParam)]
+    axis = axis_of(mesh)
+    if not 0 <= from_rank < axis.size:
+        raise LayoutError(
+            explain(
+                f"gathered: from_rank={from_rank}, and there are {axis.size} ranks.",
+                cause="a global rank, or one of another mesh.",
+                fix=f"give a rank of the mesh, in range({axis.size}).",
+            )
+        )
+    held = _hold([p for p in wanted if isinstance(p, LazyParam)], writable=modify)
+    full = [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
+    before = [x._version for x in full]
+    try:
+        yield full
+    finally:
+        written = [i for i, x in enumerate(full) if x._version != before[i]]
+        for owner, units in held:
+            owner.let_go(units, from_rank if modify else None)
+        whole = [p for p in wanted if not isinstance(p, LazyParam)]
+        if modify and whole:
+            with torch.no_grad():  # `copy_` tells the engine that they were written
+                for p, value in zip(whole, broadcast(whole, axis, from_rank), strict=True):
+                    p.copy_(value)
+    if written and not modify:
+        raise PhaseError(
+            explain(
+                f"gathered: parameter {written[0]} of {len(full)} was written, without modify.",
+                cause="an initializer or a load inside `with gathered(params):`.",
+                fix="write `with gathered(params, modify=True):`; what was written here is lost at "
+                "stage 3, and is on this rank alone below.",
+            )
+        )
+
+
+def _hold(lazy: Sequence[LazyParam], *, writable: bool) -> list[tuple[Any, list[int]]]:
+    """Gather the units of placeholders, by their gatherers."""
     units: dict[int, tuple[Any, list[int]]] = {}
     for p in lazy:
-        _, ids = units.setdefault(id(p.gatherer), (p.gatherer, []))
-        if p.where[0] not in ids:
-            ids.append(p.where[0])
-    held: list[tuple[Any, list[int]]] = []
-    try:
-        for owner, ids in units.values():
-            owner.hold(ids, writable=modify)
-            held.append((owner, ids))
-        yield [p.full() if isinstance(p, LazyParam) else p.data for p in wanted]
-    finally:
-        with torch.no_grad():
-            for owner, ids in held:
-                owner.let_go(ids, written=modify)
-            if modify:
-                whole = [p for p in wanted if not isinstance(p, LazyParam)]
-                _take_firsts(whole, axis_of(mesh))
-
-
-def _take_firsts(params: Sequence[Tensor], axis: Axis) -> None:
-    """Give every rank the values of rank 0. `copy_` tells the engine that they were written."""
-    for p, value in zip(params, broadcast_from_first(params, axis), strict=True):
-        p.copy_(value)
+        owner, ids = units.setdefault(id(p.gatherer), (p.gatherer, []))
+        unit = owner.unit_of(p.where[0])
+        if unit not in ids:
+            ids.append(unit)
+    for owner, ids in units.values():
+        owner.hold(ids, writable=writable)
+    return list(units.values())
 
 
 def _listed(params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""Keeps an optimizer to the engine that runs it: it has rows, and gradients only in step()."""
+"""Keeps a torch.optim optimizer to the engine that runs it, by its public hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,14 @@ from fzero.errors import PhaseError, explain
 
 
 class Guard:
-    """What an optimizer's methods do while an engine has it."""
+    """What `step` and `state_dict` of an optimizer do while an engine has it: they raise."""
 
-    def __init__(self, optimizer: Optimizer, zero_grad: Callable[..., None]) -> None:
-        self._optimizer, self._steps = optimizer, False
-        self._handle = optimizer.register_step_pre_hook(self._require_engine)
-        vars(optimizer).update(zero_grad=zero_grad, add_param_group=_refuse_group)
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._steps = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._require_engine),
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+        ]
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -30,28 +32,28 @@ class Guard:
 
     def remove(self) -> None:
         """It is an ordinary optimizer again."""
-        self._handle.remove()
-        for name in ("zero_grad", "add_param_group"):
-            vars(self._optimizer).pop(name, None)
+        for handle in self._handles:
+            handle.remove()
 
     def _require_engine(self, *_: Any) -> None:
         if not self._steps:
             raise PhaseError(
                 explain(
                     "optimizer.step() of an optimizer that an engine runs.",
-                    cause="the training loop of before the engine; the optimizer has this rank's "
-                    "rows, and their gradients come at engine.step().",
+                    cause="the training loop of before the engine; the optimizer steps this "
+                    "rank's shards, with the gradients that the engine holds.",
                     fix="call engine.step(). A scheduler's step() stays as it is.",
                 )
             )
 
 
-def _refuse_group(param_group: Any) -> None:
+def _refuse_state_dict(optimizer: Optimizer) -> None:
     raise PhaseError(
         explain(
-            "add_param_group() of an optimizer that an engine runs.",
-            cause="unfreezing step by step: the new group would have no rows and no gradients.",
-            fix="give all groups before Engine(...), and freeze with requires_grad_(False) for "
-            "now; or close() the engine, add the group, and make a new one.",
+            "optimizer.state_dict() of an optimizer that an engine runs.",
+            cause="saving it in the usual way: its state is sharded over the ranks, in "
+            "engine.state, and one rank's part is no checkpoint.",
+            fix="save with fzero.checkpoint.save(path, engine.state), or take whole values: "
+            "engine.full_optimizer_states().",
         )
     )

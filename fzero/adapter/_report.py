@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
-from fzero.adapter._assemble import Parts
+from fzero.state import NAMESPACE, TrainState
+from fzero.transforms._pass import Pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +20,13 @@ class MemoryReport:
     """Bytes of one rank, each {dtype: bytes}; nothing is counted twice.
 
     `parameters`: the module's own (stages 0 to 2), or this rank's shards (stage 3).
-    `live_parameters`: full parameters that are gathered now (stage 3). `buckets`: gradients,
-    pending, waiting and reduced. `masters`: fp32 copies. `optimizer`: its state.
+    `live_parameters`: full parameters that are gathered now (stage 3). `gradients`: those that wait
+    and those that are reduced. `masters`: fp32 copies. `optimizer`: its state.
     """
 
     parameters: dict[torch.dtype, int]
     live_parameters: dict[torch.dtype, int]
-    buckets: dict[torch.dtype, int]
+    gradients: dict[torch.dtype, int]
     masters: dict[torch.dtype, int]
     optimizer: dict[torch.dtype, int]
 
@@ -37,7 +39,7 @@ class MemoryReport:
         return [
             ("parameters", self.parameters),
             ("live parameters", self.live_parameters),
-            ("buckets", self.buckets),
+            ("gradients", self.gradients),
             ("masters", self.masters),
             ("optimizer", self.optimizer),
         ]
@@ -51,23 +53,22 @@ class MemoryReport:
         return "\n".join([*lines, f"{'total':<16}{self.total_bytes:,} bytes"])
 
 
-def report(parts: Parts, optimizer: Any) -> MemoryReport:
-    """Add up what `parts` and the optimizer hold."""
-    masters = [parts.rows.of[index] for index in parts.rows.masters]
-    held = parts.parameters.flats or parts.parameters.rows
-    states = optimizer.state.values() if optimizer is not None else ()
+def report(state: TrainState, running: Pass) -> MemoryReport:
+    """Add up what a state, and the gatherer of a pass, hold."""
+    masters = getattr(state.optimizer, "masters", ())
+    rest = replace(state.optimizer, masters=()) if masters else state.optimizer
     return MemoryReport(
-        parameters=_bytes(held),
-        live_parameters=_bytes(parts.source.flats if parts.source is not None else ()),
-        buckets=_bytes(x for bucket in parts.buckets for x in bucket.tensors),
+        parameters=_bytes(state.params.flats),
+        live_parameters=_bytes(x for flats in running.gatherer.flats.values() for x in flats),
+        gradients=_bytes([*state.gradients.flats, *state.window.pending.flats]),
         masters=_bytes(masters),
-        optimizer=_bytes(x for state in states for x in state.values()),
+        optimizer=_bytes(optree.tree_leaves(rest, namespace=NAMESPACE)),
     )
 
 
 def _bytes(values: Iterable[Any]) -> dict[torch.dtype, int]:
     found: Counter[torch.dtype] = Counter()
     for x in values:
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and x.numel():
             found[x.dtype] += x.numel() * x.element_size()
     return dict(found)

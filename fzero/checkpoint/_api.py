@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._everywhere import everywhere, first_of, gathered
-from fzero.checkpoint._files import digest, require_whole, sweep
+from fzero.checkpoint._files import digest, require_path, require_whole, sweep
 from fzero.checkpoint._held import Held, held_states, require_closed, require_idle, restack
 from fzero.checkpoint._manifest import (
     Manifest,
@@ -59,8 +59,9 @@ def save(path: PathLike, state: TrainState, *, extra: Mapping[str, Any] | None =
     With virtual ranks, save the stacked state, outside `fzero.simulate`.
 
     Raises `PhaseError` for a state between gradient and update, `DonatedError` for a used-up
-    one, `LayoutError` for an `extra` or an optimizer state that cannot be saved, `AxisError` when
-    the ranks save at different steps or paths, `CheckpointError` when the disk does not take it.
+    one, `LayoutError` for an empty path, or an `extra` or an optimizer state that cannot be saved,
+    `AxisError` when the ranks save at different steps or paths, `CheckpointError` when the disk
+    does not take it.
 
     Example:
         >>> import tempfile, torch, fzero
@@ -71,9 +72,10 @@ def save(path: PathLike, state: TrainState, *, extra: Mapping[str, Any] | None =
         {'w': tensor([1., 1., 1.])}
         >>> folder.cleanup()
     """
-    held, path = held_states("save", state), Path(path)
+    held, given, path = held_states("save", state), path, Path(path)
 
     def prepare() -> tuple[Manifest, list[Piece]]:
+        require_path("save", given)
         for one in held.states:
             require_idle(one)
         roles = [optimizer_roles(one) for one in held.states]
@@ -121,9 +123,10 @@ def load(path: PathLike, state: TrainState) -> TrainState:
         Usual cause: another model, dtype, or choice of what is trainable.
         Fix: make the state from the model that was saved. Nothing was changed.
     """
-    held, path = held_states("load", state), Path(path)
+    held, given, path = held_states("load", state), path, Path(path)
     axis = held.axis
     assert_same_everywhere([f"path {path}"], axis, what="the checkpoint")
+    require_path("load", given)
     saved = first_of(axis, lambda: read_manifest(path), what=f"read {path}")
 
     def prepare() -> list[list[Role]]:
@@ -151,6 +154,7 @@ def read_extra(path: PathLike) -> dict[str, Any]:
 
     Raises `CheckpointError` if there is no good checkpoint at `path`.
     """
+    require_path("read_extra", path)
     return read_manifest(Path(path)).extra
 
 

@@ -17,16 +17,20 @@ class CheckpointError(FzeroError, OSError):
 
 
 def could_not(what: str, error: Exception) -> CheckpointError:
-    """Return the error that says what the disk, or torch, did not let us do."""
-    made = CheckpointError(
+    """Return the error that says what the disk, or torch, did not let us do.
+
+    It has the first line of `error` and not its traceback, which is torch's own: tens of frames,
+    and advice about other programs.
+    """
+    first = next(iter(str(error).splitlines()), "")
+    return CheckpointError(
         explain(
-            f"could not {what}: {type(error).__name__}: {error}",
-            cause="a full disk, no permission, or a path that not all ranks share.",
-            fix="free the space or choose another path; what was saved before is still there.",
+            f"could not {what}: {type(error).__name__}: {first}",
+            cause="a full disk, no permission, a damaged file, or a path that not all ranks share.",
+            fix="free the space, or choose another path or copy; what was saved before is still "
+            "there.",
         )
     )
-    made.__cause__ = error
-    return made
 
 
 def said_by(error: FzeroError, rank: int, axis: Axis) -> FzeroError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import zlib
@@ -9,10 +10,22 @@ from pathlib import Path
 
 from fzero.checkpoint._everywhere import CheckpointError
 from fzero.checkpoint._manifest import MANIFEST, read_manifest
-from fzero.errors import explain
+from fzero.errors import LayoutError, explain
 
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 _BLOCK_BYTES = 2**20
+
+
+def require_path(name: str, path: str | os.PathLike[str]) -> None:
+    """Raise `LayoutError` for an empty path: as a folder, it would be the current one."""
+    if not os.fspath(path):
+        raise LayoutError(
+            explain(
+                f"{name}: the path is empty.",
+                cause="an option or a variable that was not set.",
+                fix='give the folder of the checkpoint; "." is the current one.',
+            )
+        )
 
 
 def digest(file: Path) -> list[int]:

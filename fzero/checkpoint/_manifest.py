@@ -133,16 +133,16 @@ def read_manifest(path: Path) -> Manifest:
         outer = json.loads((path / MANIFEST).read_text())
         body = outer["checkpoint"]
         whole = _crc32(body) == outer["crc32"]
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             explain(
                 f"there is no checkpoint at {path}: no {MANIFEST} in it.",
                 cause="a mistyped path, or a save that was cut off before it was complete.",
                 fix="pass the path that was given to fzero.checkpoint.save.",
             )
-        ) from error
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
     if not whole:
         raise _damaged(path, "its checksum is wrong")
     if body.pop("format") != FORMAT:

@@ -127,4 +127,4 @@ def _with_dcp(run: Callable[..., None], pieces: Sequence[Piece], axis: Axis, *, 
         rank, (error, _) = min(failed.failures.items())
         if not isinstance(error, Exception):
             raise error from None  # Ctrl-C and its like: DCP catches those, too
-        raise said_by(could_not(doing, error), rank, axis) from error
+        raise said_by(could_not(doing, error), rank, axis) from None

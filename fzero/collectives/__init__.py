@@ -1,6 +1,7 @@
 """Collectives that are each other's exact adjoint, and their lowering per backend."""
 
 from fzero.collectives._agree import assert_same_everywhere as assert_same_everywhere
+from fzero.collectives._agree import broadcast as broadcast
 from fzero.collectives._agree import broadcast_from_first as broadcast_from_first
 from fzero.collectives._agree import told_everywhere as told_everywhere
 from fzero.collectives._api import all_gather as all_gather

@@ -6,18 +6,22 @@ import torch
 from torch import Tensor
 
 from fzero.collectives._functions import gather_many, reduce_many, scatter_many
-from fzero.errors import LayoutError, explain
+from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, ambient
 
+AxisLike = Axis | str
+"""An axis, or the name of the one that the running step is on."""
 
-def all_gather(x: Tensor, axis: Axis | None = None, *, dim: int = 0) -> Tensor:
+
+def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tensor:
     """y = concat_r(x_r): [.., l, ..] -> [.., W l, ..] along `dim`, in rank order.
 
     transpose   dx = reduce_scatter(dy): the cotangents of all ranks are summed.
     valid when  every rank calls it with the same shape. Differentiable in every mode of
     torch.func, to any order; `torch.func.linearize` raises `AxisError`.
 
-    `axis` defaults to the axis of the step that runs now, or else the world.
+    `axis` defaults to the axis of the step that runs now, or else the world; its name, "dp" if
+    the mesh gives no other, says the same. Raises `AxisError` for another name.
 
     Example:
         >>> import torch, fzero
@@ -26,11 +30,11 @@ def all_gather(x: Tensor, axis: Axis | None = None, *, dim: int = 0) -> Tensor:
                 [1., 2.]])
     """
     front = _at_least_1d("all_gather", x).movedim(dim, 0)
-    return gather_many([front], axis or ambient())[0].movedim(0, dim)
+    return gather_many([front], _axis("all_gather", axis))[0].movedim(0, dim)
 
 
 def reduce_scatter(
-    x: Tensor, axis: Axis | None = None, *, dim: int = 0, ordered: bool = False
+    x: Tensor, axis: AxisLike | None = None, *, dim: int = 0, ordered: bool = False
 ) -> Tensor:
     """y_r = rows r of sum_s(x_s): [.., W l, ..] -> [.., l, ..] along `dim`.
 
@@ -47,7 +51,7 @@ def reduce_scatter(
         tensor([[4.],
                 [6.]])
     """
-    axis = axis or ambient()
+    axis = _axis("reduce_scatter", axis)
     front = _at_least_1d("reduce_scatter", x).movedim(dim, 0)
     if front.shape[0] % axis.size:
         raise LayoutError(
@@ -61,21 +65,21 @@ def reduce_scatter(
     return scatter_many([front], axis, ordered=ordered)[0].movedim(0, dim)
 
 
-def all_reduce(x: Tensor | float, axis: Axis | None = None, *, ordered: bool = False) -> Tensor:
+def all_reduce(x: Tensor | float, axis: AxisLike | None = None, *, ordered: bool = False) -> Tensor:
     """y = sum_r(x_r): the same shape, on every rank. transpose: all_reduce.
 
     Always a sum; `pmean` is the visible division. See `reduce_scatter` for `ordered` and 16-bit
-    floats.
+    floats, `all_gather` for `axis`.
 
     Example:
         >>> import torch, fzero
         >>> fzero.simulate(fzero.all_reduce, world_size=3)(torch.tensor([1.0, 2.0, 3.0]))
         tensor([6., 6., 6.])
     """
-    return reduce_many([_as_tensor(x)], axis or ambient(), ordered=ordered)[0]
+    return reduce_many([_as_tensor(x)], _axis("all_reduce", axis), ordered=ordered)[0]
 
 
-def pmean(x: Tensor | float, axis: Axis | None = None) -> Tensor:
+def pmean(x: Tensor | float, axis: AxisLike | None = None) -> Tensor:
     """y = sum_r(x_r) / W, for floating tensors; also for the loss that a step returns.
 
     Example:
@@ -83,12 +87,28 @@ def pmean(x: Tensor | float, axis: Axis | None = None) -> Tensor:
         >>> fzero.simulate(fzero.pmean, world_size=2)(torch.tensor([1.0, 2.0]))
         tensor([1.5000, 1.5000])
     """
-    axis = axis or ambient()
+    axis = _axis("pmean", axis)
     return all_reduce(x, axis) / axis.size
 
 
 psum = all_reduce
 psum_scatter = reduce_scatter
+
+
+def _axis(name: str, axis: AxisLike | None) -> Axis:
+    """Return the axis that a caller means; by name, it can be the ambient one only."""
+    if isinstance(axis, Axis):
+        return axis
+    here = ambient()
+    if axis is None or axis == here.name:
+        return here
+    raise AxisError(
+        explain(
+            f"{name}: axis={axis!r}, and the axis here is {here}.",
+            cause="the name of another mesh dim, or a mesh or a group in place of an axis.",
+            fix=f'leave it out, write "{here.name}", or pass an fzero.Axis.',
+        )
+    )
 
 
 def _as_tensor(x: Tensor | float) -> Tensor:

@@ -99,10 +99,14 @@ class Channel:
 
         `FUNCTIONAL` is that of the one functional pass that can run at a time.
         """
-        if number is None:
-            self._joined = number = self._joined + 1
+        number = self.number() if number is None else number
         self._members[number] = weakref.ref(member)
         return number
+
+    def number(self) -> int:
+        """Return the next number, the same on every rank that makes the same engines."""
+        self._joined += 1
+        return self._joined
 
     def leave(self, number: int) -> None:
         """Remove it."""

@@ -138,17 +138,17 @@ def given(outs: Sequence[Tensor], axis: Axis) -> Started:
     return Started("nothing", axis, (), lambda: list(outs))
 
 
-def broadcast_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Each [*t] -> [*t]: the values of rank 0 of the axis, on every rank."""
+def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]:
+    """Each [*t] -> [*t]: the values of one rank of the axis, on every rank."""
     for value in values:
         note("broadcast", axis, value.numel(), value.dtype)
     if axis.runtime is Runtime.VIRTUAL:
         # A copy for each rank: ranks may write into what they hold.
-        return [per_rank[0].clone() for per_rank in _swap("broadcast", values, axis)]
+        return [per_rank[source].clone() for per_rank in _swap("broadcast", values, axis)]
     group = axis.group()
     outs = [value.contiguous().clone() for value in values]
-    source = dist.get_global_rank(group, 0)
-    works = [dist.broadcast(_bytes(out), source, group=group, async_op=True) for out in outs]
+    root = dist.get_global_rank(group, source)
+    works = [dist.broadcast(_bytes(out), root, group=group, async_op=True) for out in outs]
     _wait(works, "broadcast", axis)
     return outs
 

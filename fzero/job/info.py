@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-PACKAGES = ("fzero", "optree", "einops", "numpy", "matplotlib", "tqdm")
+import fzero
+
+PACKAGES = ("optree", "einops", "numpy", "matplotlib", "tqdm")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 
 
@@ -26,7 +28,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": {"version": platform.python_version(), "platform": platform.platform()},
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {"fzero": fzero.__version__, **{name: _version(name) for name in PACKAGES}},
         "backends": _backends(),
         "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
@@ -65,7 +67,7 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None  # fzero itself too, when it is run from a checkout
+        return None
 
 
 def _launched() -> bool:

@@ -5,6 +5,7 @@ A run writes into its folder OUT:
     step-000400/   a checkpoint of fzero.checkpoint, for any number of ranks and any stage; its
                    `extra` holds the settings, the digest of the text and the losses so far
     latest         the name of the newest of them
+    loss.png       the loss curve, after the last step
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fzero.checkpoint import CheckpointError, read_extra, save
 from fzero.errors import LayoutError, explain
 
 LATEST = "latest"
+OF_A_RUN = (LATEST, "step-*", "loss.png")  # what a run writes into its folder
 
 
 def save_run(out: Path, state: fzero.TrainState, facts: dict[str, Any]) -> Path:
@@ -54,6 +56,21 @@ def require_writable(out: Path) -> None:
                 fix="give another --out.",
             )
         ) from error
+
+
+def require_free(out: Path) -> None:
+    """Raise `LayoutError` if `out` holds files of a run: a new one would mix its own with them."""
+    found = sorted(path.name for pattern in OF_A_RUN for path in out.glob(pattern))
+    if found:
+        more = f" and {len(found) - 1} more" if found[1:] else ""
+        raise LayoutError(
+            explain(
+                f"--out {out} holds files of another run: {found[0]}{more}.",
+                cause="a second run was started with the same --out, or without one.",
+                fix=f"give another --out; --resume {out} to continue that run; or --overwrite to "
+                "write into this folder, where files of the same name are replaced.",
+            )
+        )
 
 
 def find_checkpoint(resume: Path) -> Path:

@@ -58,6 +58,7 @@ class Output:
 
     out: Path = Path("runs/gpt")
     resume: Path | None = None
+    overwrite: bool = False
     save_every: int = 0
     sample_bytes: int = 400
     plot: bool = True
@@ -234,6 +235,11 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="DIR",
         help="continue the run in DIR (an --out, or one checkpoint in it), on any number of ranks",
+    )
+    group.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="write into an --out that holds files of another run; same names are replaced",
     )
     group.add_argument(
         "--save-every",

@@ -19,7 +19,7 @@ from fzero.checkpoint import load
 from fzero.errors import FzeroError, explain
 from fzero.job.finish import finish
 from fzero.job.progress import make_progress
-from fzero.job.saving import find_checkpoint, read_facts, require_writable, save_run
+from fzero.job.saving import find_checkpoint, read_facts, require_free, require_writable, save_run
 from fzero.job.settings import changed_course, saved_form, settle
 from fzero.job.step import Job, make_batches, make_job, make_optimizer
 from fzero.job.stop import StopSignals
@@ -36,7 +36,8 @@ def train(given: dict[str, Any]) -> int:
     bit for bit on as many ranks, within rounding on another number of them.
 
     Raises:
-        LayoutError: options that do not fit together, to the text, or to the saved run.
+        LayoutError: options that do not fit together, to the text, or to the saved run; a folder
+            that holds another run, without `overwrite`.
         CheckpointError: there is nothing to resume, or the disk does not take a checkpoint.
         AxisError: the ranks were given different options or texts.
         LossError: the loss is no finite number.
@@ -45,6 +46,9 @@ def train(given: dict[str, Any]) -> int:
     facts = read_facts(folder) if folder else {}
     place = {"out": folder.parent} if folder else {}  # a resumed run goes on where it was
     settings = settle({**place, **given}, facts.get("settings"))
+    goes_on = folder is not None and settings.output.out.resolve() == folder.parent.resolve()
+    if not (goes_on or settings.output.overwrite):
+        require_free(settings.output.out)
     require_writable(settings.output.out)
     job, params = make_job(settings)
     state = job.step.init(params, make_optimizer(settings))

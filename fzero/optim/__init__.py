@@ -1,6 +1,7 @@
 """Optimizers on shards: pure (init, update) pairs over torch's own fused kernels."""
 
 from fzero.optim import schedules as schedules
+from fzero.optim._elementwise import require_elementwise as require_elementwise
 from fzero.optim._make import adam as adam
 from fzero.optim._make import adamw as adamw
 from fzero.optim._make import lion as lion
@@ -9,3 +10,6 @@ from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._optimizer import Piece as Piece
 from fzero.optim._pair import as_optimizer as as_optimizer
+from fzero.optim._torch import TorchOptimizer as TorchOptimizer
+from fzero.optim._torch import TorchState as TorchState
+from fzero.optim._torch import from_torch as from_torch

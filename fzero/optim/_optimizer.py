@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, explain
+from fzero.optim._masters import copy_back, make_masters, work_tensors
 from fzero.optim._rules import Rule, has_kernel
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
-from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf
 
 LeafTest = Callable[[Leaf], bool]
@@ -52,18 +52,25 @@ class Optimizer:
     overrides: tuple[tuple[LeafTest, tuple[tuple[str, Any], ...]], ...] = ()
     master_weights: bool = True
 
-    def init(self, params: Any) -> OptimizerState:
+    @property
+    def elementwise(self) -> bool:
+        """Whether a part of a leaf may be updated alone: each rule is a formula of elements."""
+        return True
+
+    def group_of(self, path: str) -> int:
+        """Return 0: options may differ inside of a flat buffer, so all leaves may share one."""
+        return 0
+
+    def bind(self, params: Any) -> Optimizer:
+        """Return itself: the rule does not depend on which parameters there are."""
+        return self
+
+    def init(self, params: Any, pieces: Sequence[Piece] = ()) -> OptimizerState:
         """Return the state for `params`: zero moments, fp32 masters of 16-bit leaves."""
         flats = optree.tree_leaves(params, namespace=NAMESPACE)
-        masters = tuple(
-            p.detach().float() if self._has_master(p) else p.new_empty(0) for p in flats
-        )
-        moments = tuple(
-            tuple(
-                torch.zeros_like(m if m.numel() else p) for p, m in zip(flats, masters, strict=True)
-            )
-            for _ in self.rule.moments
-        )
+        masters = make_masters(flats, [self.master_weights] * len(flats))
+        work = work_tensors(flats, masters)
+        moments = tuple(tuple(map(torch.zeros_like, work)) for _ in self.rule.moments)
         return OptimizerState(
             count=torch.zeros((), dtype=torch.int64), moments=moments, masters=masters
         )
@@ -105,18 +112,13 @@ class Optimizer:
         count = int(state.count) + 1
         if not owned:
             params = [p.clone() for p in params]
-            state = _copied(state)
-        has_master = [bool(m.numel()) for m in state.masters]
-        work = [
-            m if has else p for p, m, has in zip(params, state.masters, has_master, strict=True)
-        ]
+            state = copied(state)
+        work = work_tensors(params, state.masters)
         gs = [g.to(w.dtype) for g, w in zip(grads, work, strict=True)]
         for options, chosen in self._by_options(work, pieces, state.count):
             slots = tuple([_cut(m, chosen) for m in state.moments])
             self.rule.kernel(_cut(work, chosen), _cut(gs, chosen), slots, count, options)
-        for p, w, has in zip(params, work, has_master, strict=True):
-            if has:
-                p.copy_(w)
+        copy_back(params, state.masters)
         return list(params), OptimizerState(
             count=state.count + 1, moments=state.moments, masters=state.masters
         )
@@ -130,10 +132,7 @@ class Optimizer:
     ) -> tuple[list[Tensor], OptimizerState]:
         # A tensor, so that a traced step does not freeze it; fp64, as Python's own numbers are.
         count = (state.count + 1).double()
-        has_master = [bool(m.numel()) for m in state.masters]
-        work = [
-            m if has else p for p, m, has in zip(params, state.masters, has_master, strict=True)
-        ]
+        work = work_tensors(params, state.masters)
         parts: list[list[tuple[int, Tensor, tuple[Tensor, ...]]]] = [[] for _ in work]
         for options, chosen in self._by_options(work, pieces, state.count):
             for span in chosen:
@@ -149,8 +148,7 @@ class Optimizer:
             tuple(moved[k] for _, moved in joined) for k in range(len(self.rule.moments))
         )
         masters = tuple(
-            n if has else m
-            for (n, _), m, has in zip(joined, state.masters, has_master, strict=True)
+            n if m.numel() else m for (n, _), m in zip(joined, state.masters, strict=True)
         )
         return new, OptimizerState(count=state.count + 1, moments=moments, masters=masters)
 
@@ -186,9 +184,6 @@ class Optimizer:
     def _changes(self, which: int) -> dict[str, Any]:
         return dict(self.overrides[which][1]) if which >= 0 else {}
 
-    def _has_master(self, p: Tensor) -> bool:
-        return self.master_weights and p.dtype in SIXTEEN_BIT
-
     def __repr__(self) -> str:
         shown = [f"{key}={_shown(value)}" for key, value in self.options]
         shown += [f"groups={len(self.overrides)}"] if self.overrides else []
@@ -218,7 +213,8 @@ def _shown(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
-def _copied(state: Any) -> Any:
+def copied(state: Any) -> Any:
+    """Return the same state in memory of its own."""
     return optree.tree_map(torch.clone, state, namespace=NAMESPACE)
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from fzero.errors import LayoutError, explain
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise `LayoutError` for the first option that is no number in its range."""
     lr = options["lr"]
+    if isinstance(lr, Tensor):
+        fix = "pass float(lr), or a schedule step -> number if it changes from step to step"
+        raise bad_option(name, f"a tensor as lr ({lr!r})", fix)
     if not callable(lr) and not _at_least_zero(lr):
         raise bad_option(name, f"lr={lr!r}", "use a number >= 0 or a schedule step -> number")
     for key in ("weight_decay", "eps"):

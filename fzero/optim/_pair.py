@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, explain
+from fzero.optim._elementwise import is_elementwise
 from fzero.optim._optimizer import Optimizer, Piece
+from fzero.optim._torch import TorchOptimizer
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Leaf
 
@@ -21,13 +24,39 @@ class Pair:
     """A foreign pair, called on the list of this rank's flat shards.
 
     Right for elementwise rules. One that looks at whole matrices or at global norms sees only
-    this rank's flat slices; clip with `fzero.clip` instead.
+    this rank's flat shards; `require_elementwise` refuses it.
     """
 
-    init: Callable[..., Any]
+    first: Callable[..., Any]
     update: Callable[..., Any]
     keywords: tuple[tuple[str, Any], ...]
     takes_params: bool = True
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether it may update a part of a leaf; found out by a trial, each time it is asked."""
+        return is_elementwise(self._changes, torch.device("cpu"))
+
+    def group_of(self, path: str) -> int:
+        """Return 0: all leaves have the same options."""
+        return 0
+
+    def bind(self, params: Any) -> Pair:
+        """Return itself: the rule does not depend on which parameters there are."""
+        return self
+
+    def init(self, params: Sequence[Tensor], pieces: Sequence[Piece] = ()) -> Any:
+        """Return what the foreign `init` gives for the list of flats."""
+        return self.first(list(params))
+
+    def _changes(self, params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+        state, sums = self.init(params), [torch.zeros_like(p) for p in params]
+        for gs in grads:
+            given, state = self._call(gs, state, params)
+            updates = self._fitting(given, params)
+            sums = [s + u for s, u in zip(sums, updates, strict=True)]
+            params = [p + u for p, u in zip(params, updates, strict=True)]
+        return [s.detach() for s in sums]
 
     def __repr__(self) -> str:
         return f"pair({getattr(self.update, '__qualname__', type(self.update).__name__)})"
@@ -89,20 +118,30 @@ class Pair:
         )
 
 
-def as_optimizer(optimizer: Any) -> Optimizer | Pair:
+def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer:
     """Return `optimizer` if it is fzero's, or wrap an (init, update) pair.
 
     Raises `LayoutError` for anything else, a `torch.optim.Optimizer` among it.
     """
-    if isinstance(optimizer, Optimizer | Pair):
+    if isinstance(optimizer, Optimizer | Pair | TorchOptimizer):
         return optimizer
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, torch.optim.Optimizer):
+        raise LayoutError(
+            explain(
+                f"the optimizer is torch.optim's {kind.__name__}.",
+                cause="torch.optim steps parameters of a module; a state has shards.",
+                fix="use fzero.optim.from_torch(...) of it, or fzero.optim.adamw(lr) and its like.",
+            )
+        )
     init, update = _pair_of(optimizer)
     if not (callable(init) and callable(update)):
         raise LayoutError(
             explain(
                 f"the optimizer is a {type(optimizer).__name__}.",
-                cause="a torch.optim class or instance was passed.",
-                fix="use fzero.optim.adamw(lr) and its like, or any (init, update) pair.",
+                cause="the name of an optimizer, or a function that makes one.",
+                fix="use fzero.optim.adamw(lr) and its like, fzero.optim.from_torch(...) of a "
+                "class, factory or instance of torch.optim, or any (init, update) pair.",
             )
         )
     names = inspect.signature(update).parameters
@@ -112,7 +151,7 @@ def as_optimizer(optimizer: Any) -> Optimizer | Pair:
     if "inplace" in names:  # TorchOpt updates gradients in place unless told otherwise
         keywords["inplace"] = False
     takes = "params" in keywords or _takes_three(names.values())
-    return Pair(init=init, update=update, keywords=tuple(keywords.items()), takes_params=takes)
+    return Pair(first=init, update=update, keywords=tuple(keywords.items()), takes_params=takes)
 
 
 def _takes_three(parameters: Iterable[inspect.Parameter]) -> bool:

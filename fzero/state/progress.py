@@ -22,7 +22,8 @@ class Progress:
 
     backwards: int = 0  # grad_and_reduce calls
     reductions: int = 0  # times that gradients crossed ranks
-    deferred: bool = False  # an update waits for the last micro-batch; reset by the next part
+    calls: int = 0  # step() calls of an engine
+    deferred: bool = False  # an update waits for the last micro-batch; see `next_part`
 
 
 def saw_backward(progress: Progress, *, reduced: bool) -> Progress:
@@ -49,9 +50,13 @@ def defer_update(progress: Progress) -> Progress:
     return replace(progress, deferred=True)
 
 
-def next_part(progress: Progress) -> Progress:
-    """Go on with the next micro-batch."""
-    return replace(progress, deferred=False)
+def next_part(progress: Progress, *, deferred: bool) -> Progress:
+    """Go on with the next micro-batch; `deferred` is as it was before the first one.
+
+    An update that waited before the micro-batches began is another update: it waits for the last
+    micro-batch of an accumulation further out.
+    """
+    return replace(progress, deferred=deferred)
 
 
 def saw_update(progress: Progress) -> Progress:
@@ -80,6 +85,30 @@ def require_gradients(progress: Progress, name: str) -> None:
                 fix="ask the state that grad_and_reduce returned.",
             )
         )
+
+
+def call_step(progress: Progress, every: int) -> tuple[Progress, bool]:
+    """Count a step() call: is the update due? It is at every `every`-th call.
+
+    Example:
+        >>> progress, due = call_step(Progress(), 2)
+        >>> due, call_step(progress, 2)[1]
+        (False, True)
+    """
+    progress = replace(progress, calls=progress.calls + 1)
+    return progress, progress.calls >= every
+
+
+def thrown_away(progress: Progress, every: int) -> str:
+    """What to warn of before gradients are cleared: an accumulation starts again; "" if nothing."""
+    if not progress.calls:
+        return ""
+    return explain(
+        f"zero_grad() throws away the gradients of {progress.calls} of {every} micro-batches; the "
+        "accumulation starts again.",
+        cause="a training loop that clears before every micro-batch.",
+        fix="leave zero_grad() out: step() clears after each update.",
+    )
 
 
 def _require_not_deferred(progress: Progress, name: str) -> None:

@@ -14,7 +14,6 @@ from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.layout import Layout
 from fzero.state.schedule import Limits
 
-
 Reshard = bool | Literal["window"]
 """Whether stage 3 lets a unit go after its use: True, or False: after the backward, or "window"."""
 
@@ -68,6 +67,8 @@ class Policy:
     grad_scale: float = 1.0  # accumulate: 1 / micro-batches
     defer_update: bool = False  # accumulate: not the last micro-batch
     donate: bool = False  # shard: buffers may be overwritten
+    unscale: float = 1.0  # 1 / loss scale: what the update multiplies gradients by
+    averages: bool = False  # the update divides by the number of backwards
 
     @property
     def differentiates_as(self) -> str:

@@ -1,168 +1,235 @@
-"""One forward and backward over some states of one axis: who gathers, who reduces, in which order."""
+"""A forward and a backward over states of one axis: who gathers, who reduces, and in which order.
+
+Both drivers use it: a functional step makes one for each gradient call, an engine one for its life.
+
+    begin_forward -> reads of placeholders -> end_forward
+    begin_backward -> gradients of leaves -> finish | fail
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from fzero.collectives import FUNCTIONAL, Channel, Kind, channel_of
 from fzero.errors import AxisError, FzeroError
 from fzero.gather import Gatherer
-from fzero.packing import unpack
-from fzero.partition import assemble
-from fzero.placeholder import placeholders
+from fzero.mesh import Axis
 from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
 from fzero.state import TrainState, schedule
+from fzero.state.window import CLOSED
 from fzero.transforms._receive import receive
 
 
 class Pass:
-    """The states of one axis in one gradient call."""
+    """The gatherer, the reducer and the sequencer of some states, and what they do in one pass.
 
-    def __init__(self, states: Sequence[TrainState]) -> None:
+    name: what the other ranks are told that runs. data: the axis that gathers and reductions go
+    over. number: of the sequencer among those of the channel; None for the next one. served: ranks
+    that make a call while others are in this pass take part in it (stage 3).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        states: Sequence[TrainState],
+        data: Axis,
+        *,
+        number: int | None = None,
+        served: bool = False,
+    ) -> None:
         self.states = list(states)
-        self._axis = states[0].setup.axis
-        self._lazy = any(state.setup.gathers_by_unit for state in states)
-        self._waits = [state.window.is_open for state in states]
+        self._name, self._served = name, served
+        self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
-        self._channel: Channel | None = channel_of(self._axis)
-        data = self._channel.data if self._channel is not None else self._axis
-        self.reducer = Reducer(setups, data, [_device(state) for state in states])
-        self.reducer.keeps = self._waits
-        self._gatherer = Gatherer([setup.layout for setup in setups], data)
-        self._sequencer = self._sequence() if self._lazy else None
-        self._speaks = self._channel is not None and (self._lazy or not all(self._waits))
+        self.channel: Channel | None = channel_of(data)
+        devices = [_device(state) for state in states]
+        self.reducer = Reducer(setups, data, devices)
+        self.gatherer = Gatherer([setup.layout for setup in setups], data)
+        lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
+        self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
+        self.sequencer: Sequencer | None = None
+        if lazy and self.channel is not None:
+            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            gathering = setups[self._owner].gathering
+            self.sequencer = Sequencer(
+                self.channel,
+                self.gatherer,
+                self.reducer,
+                gathering.limits,
+                gathering.persistent,
+                number=number,
+            )
+            self._adopt()
+        self._speaks = self._running = self._gathered = False
 
-    def _sequence(self) -> Sequencer:
-        """Units of all states have one order; the first that is gathered by unit says how early."""
-        assert self._channel is not None
-        lazy = next(state for state in self.states if state.setup.gathers_by_unit)
-        gathering = lazy.setup.gathering
-        self._gatherer.hold_shards([state.params.flats for state in self.states])
-        made = Sequencer(
-            self._channel, self._gatherer, self.reducer, gathering.limits, number=FUNCTIONAL
-        )
-        made.stays = gathering.reshard_after_forward == "window" and lazy.window.is_open
-        self._owner = self.states.index(lazy)
-        self._gatherer.adopt([state.window.gathered for state in self.states])
-        return made
+    def close(self) -> None:
+        """No pass will follow."""
+        if self.sequencer is not None:
+            self.sequencer.close()
 
-    # The call, in its order.
+    # The pass, in its order.
 
-    def begin(self) -> None:
-        """Announce the call to the other ranks."""
-        if not self._speaks or self._channel is None:
-            return
-        if self._sequencer is not None:
+    def begin_forward(self) -> None:
+        """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
+        self._decide()
+        if self.sequencer is not None and self._speaks:
+            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self._gathered = True
             self._announce(0)
-        else:
-            self._channel.announce(self._text())
-            self.reducer.before_first = self._agree
-
-    def params(self, number: int) -> tuple[Any, list[Tensor]]:
-        """Return the pytree of one state for the loss, and its leaves that are differentiated."""
-        state = self.states[number]
-        layout = state.setup.layout
-        by_leaf: dict[int, Tensor] = {}
-        first = sum(len(s.setup.layout.groups) for s in self.states[:number])
-        for i, group in enumerate(layout.groups):
-            if state.setup.gathers_by_unit:
-                tensors: Sequence[Tensor] = placeholders(self._gatherer, first + i)
-            else:
-                tensors = unpack(layout, i, state.params.flats[i].detach())
-            by_leaf.update(zip(group.leaves, tensors, strict=True))
-        learning = []
-        for index, leaf in enumerate(layout.leaves):
-            if leaf.trainable:
-                x = by_leaf[index].requires_grad_()
-                x.register_post_accumulate_grad_hook(self.reducer.hook(number, index))
-                learning.append(x)
-        return assemble(layout, by_leaf), learning
 
     def end_forward(self) -> None:
-        """The loss is made: what it gathered is not kept for the backward."""
-        if self._sequencer is not None:
-            self._sequencer.end_forward()
+        """What the forward gathered is not kept for the backward, unless that is asked for."""
+        if self.sequencer is not None and self._speaks:
+            self.sequencer.end_forward()
+
+    def begin_backward(self) -> None:
+        """Announce that gradients will be reduced."""
+        self._decide()
+        for number, state in enumerate(self.states):
+            pending = state.window.pending
+            if pending.held and not state.window.is_open:
+                waited = zip(state.setup.layout.trainable, pending.flats, strict=True)
+                self.reducer.give(number, dict(waited))
+        self.reducer.begin()
+        self._running = True
+        if not self._speaks or self.channel is None:
+            return
+        if self.sequencer is not None:
             self._announce(1)
+        else:
+            self.channel.announce(self._text())
+            self.reducer.before_first = self._agree
 
     def finish(self) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients."""
-        states = self.states
-        if self._sequencer is not None:
-            states = self._with_programs(self._sequencer.finish())
-        elif self._speaks:
-            self._finish_in_turn()
+        self._finish_collectives()
+        self._running = self._gathered = False
+        self.reducer.end()
         new = []
-        for number, state in enumerate(states):
-            rows = self.reducer.take_rows(number) or self.reducer.local(number)
-            new.append(receive(state, rows))
+        for number, state in enumerate(self.states):
+            found = self.reducer.take_rows(number) or self.reducer.local(number)
+            if state.window.pending.held and not state.window.is_open:
+                state = state.replace(window=CLOSED)
+            new.append(receive(state, found))
+        self.states = new
         return new
 
+    def finish_forward(self) -> list[TrainState]:
+        """A forward is over that no backward follows: what is gathered goes."""
+        if self.sequencer is not None and self._speaks:
+            self._with_programs(self.sequencer.finish())
+        self._gathered = False
+        return self.states
+
     def fail(self, error: BaseException) -> None:
-        """The call raised: keep in step with the other ranks, and tell those that do not know."""
+        """The pass raised: keep in step with the other ranks, and tell those that do not know."""
+        self._gathered = False
         tell = self._speaks and not isinstance(error, AxisError)
-        if self._sequencer is not None:
-            self._sequencer.fail(tell=tell)
+        self._speaks = False
+        if self.sequencer is not None:
+            self.sequencer.fail(tell=tell)
             return
         self.reducer.drop()
-        if tell and self._channel is not None:
-            with suppress(FzeroError):
-                self._agree()
-                self.reducer.flush()
-            self._channel.fail()
-            self.reducer.drop()
+        if tell and self.channel is not None:
+            if self._running:
+                with suppress(FzeroError):
+                    self._agree()
+                    self.reducer.flush()
+            self.channel.fail()
+        self.reducer.drop()
+        self.reducer.before_first, self._running = None, False
+
+    def changed(self) -> None:
+        """The parameters changed: what was gathered of them is stale."""
+        if self.sequencer is not None:
+            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self.sequencer.changed()
+
+    def window_ends(self) -> None:
+        """Nothing is kept any longer than a backward."""
+        if self.sequencer is not None:
+            self.sequencer.stays = False
+            self.sequencer.let_go()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether this pass has gathered, so that ranks must end it together."""
+        return self._gathered
 
     # How.
 
+    def _decide(self) -> None:
+        """Whether anything of the next phase crosses ranks, so that they must agree on it."""
+        waits = [state.window.is_open for state in self.states]
+        self.reducer.keeps = waits
+        if self.sequencer is not None:
+            state = self.states[self._owner]
+            reshard = state.setup.gathering.reshard_after_forward
+            self.sequencer.stays = reshard == "window" and state.window.is_open
+        reads = self.sequencer is not None and not self.gatherer.has_everything
+        reads = reads or self._gathered  # what this forward has gathered is finished with it
+        self._speaks = self.channel is not None and (reads or not all(waits))
+
     def _announce(self, phase: int) -> None:
-        assert self._sequencer is not None
-        owner = self.states[self._owner]
-        self._sequencer.begin(
-            self._text(), owner.progress.backwards, phase, owner.schedule, served=False
-        )
+        assert self.sequencer is not None
+        state = self.states[self._owner]
+        index, known = state.progress.backwards, state.schedule
+        self.sequencer.begin(self._text(), index, phase, known, served=self._served)
 
     def _text(self) -> str:
-        lines = ["grad_and_reduce"]
+        lines = [self._name]
         for state in self.states:
             setup = state.setup
             place = "in a window" if state.window.is_open else "at once"
             lines.append(f"stage {setup.stage}, reduced {place}, {setup.policy.differentiates_as}")
-        return "\n".join([*lines, f"gradient {self.states[0].progress.backwards} of this update"])
+            if not self._served:
+                lines.append(f"gradient {state.progress.backwards} of this update")
+        return "\n".join(lines)
 
     def _agree(self) -> None:
-        """Raise unless all ranks announced this call. Below stage 3 it has one order anyway."""
-        if self._channel is not None and self.reducer.before_first is not None:
+        """Raise unless all ranks announced this pass. Below stage 3 it has one order anyway."""
+        if self.reducer.before_first is not None and self.channel is not None:
             self.reducer.before_first = None
-            self._channel.answer()
+            self.channel.answer()
 
-    def _finish_in_turn(self) -> None:
-        assert self._channel is not None
+    def _finish_collectives(self) -> None:
+        if not self._speaks or self.channel is None:
+            return
+        if self.sequencer is not None:
+            self._with_programs(self.sequencer.finish())
+            return
         late = True
-        while late:
+        while late:  # a weight used inside and outside of a reentrant checkpoint comes twice
             self.reducer.flush()
-            self._channel.post(Kind.DONE, hint=int(bool(self.reducer.left())))
+            self.channel.post(Kind.DONE, hint=int(bool(self.reducer.left())))
             self.reducer.land()
-            late = any(message.hint for message in self._channel.read())
+            late = any(message.hint for message in self.channel.read())
             self.reducer.begin()
 
-    def _with_programs(self, found: Sequence[tuple[int, int, Any]]) -> list[TrainState]:
-        states = list(self.states)
-        owner = states[self._owner]
+    def _with_programs(self, found: Sequence[tuple[int, int, schedule.Program]]) -> None:
+        owner = self.states[self._owner]
         known = owner.schedule
         for index, phase, program in found:
             known = schedule.record(known, index, phase, program)
-        states[self._owner] = owner.replace(schedule=known)
-        if self._sequencer is not None and self._sequencer.stays:
-            for number, gathered in enumerate(self._gatherer.kept_flats()):
-                window = replace(states[number].window, gathered=gathered)
-                states[number] = states[number].replace(window=window)
-        return states
+        if known is not owner.schedule:
+            self.states[self._owner] = owner.replace(schedule=known)
+        if self._carries and self.sequencer is not None and self.sequencer.stays:
+            for number, gathered in enumerate(self.gatherer.kept_flats()):
+                state = self.states[number]
+                window = replace(state.window, gathered=gathered)
+                self.states[number] = state.replace(window=window)
+
+    def _adopt(self) -> None:
+        """Go on with what a window has gathered."""
+        assert self.sequencer is not None
+        gathered = [state.window.gathered for state in self.states]
+        self.gatherer.adopt(gathered)
+        self.sequencer.adopted()
 
 
 def _device(state: TrainState) -> torch.device:

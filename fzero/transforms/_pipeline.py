@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from fzero.errors import LayoutError, PhaseError, explain
 
+P = ParamSpec("P")  # the arguments of a step
+R = TypeVar("R")  # what it returns
 Around = Callable[..., Any]  # (inner, state, *args, **kwargs) -> what inner returns
 
 
-class Step:
+class Step(Generic[P, R]):
     """`around(fn)`: calls like `fn`, prints as `name(options) . fn`, gives `init` if it shards.
 
-    Immutable; `inner` is what it was put around, `__wrapped__` too.
+    Immutable; `inner` is what it was put around, `__wrapped__` too. To a type checker it has the
+    arguments and the result of `fn`.
     """
 
     __slots__ = ("__dict__", "_around", "_init", "inner", "name", "options")
@@ -22,7 +25,7 @@ class Step:
     def __init__(
         self,
         name: str,
-        inner: Callable[..., Any],
+        inner: Callable[P, R],
         around: Around,
         *,
         options: dict[str, Any],
@@ -40,7 +43,7 @@ class Step:
         self._around, self._init = around, init
         functools.update_wrapper(self, inner, updated=())
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the transformed function, with its own calling convention."""
         return self._around(self.inner, *args, **kwargs)
 
@@ -72,6 +75,14 @@ class Step:
         shown = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
         head = f"{self.name}({shown})" if shown else self.name
         return f"{head} . {describe(self.inner)}"
+
+
+class Transform(Protocol):
+    """A transform that has its options and waits for its function: what `@clip(...)` applies."""
+
+    def __call__(self, fn: Callable[P, R], /) -> Step[P, R]:
+        """Return the step."""
+        ...
 
 
 def describe(fn: Any) -> str:

@@ -22,7 +22,7 @@ def receive(state: TrainState, found: Mapping[int, Tensor]) -> TrainState:
     A group that is absent has a gradient of zero.
     """
     scale = state.setup.policy.grad_scale
-    new = _as_buffers(state, found, partial=state.window.is_open)
+    new = as_buffers(state, found, partial=state.window.is_open)
     if scale != 1.0:
         new = Buffers(flats=tuple(flat * scale for flat in new.flats), placement=new.placement)
     waits = state.window.is_open
@@ -58,7 +58,7 @@ def settle(state: TrainState) -> TrainState:
         new = Buffers(flats=tuple(mean_of(state.setup, flats)), placement=state.setup.gradients)
     else:
         rows = reduced(state, dict(zip(state.setup.layout.trainable, flats, strict=True)))
-        new = _as_buffers(state, rows, partial=False)
+        new = as_buffers(state, rows, partial=False)
     state = accumulate(state, new)
     return state.replace(progress=progress.saw_reduction(state.progress))
 
@@ -75,6 +75,7 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
     reducer = Reducer([setup], channel.data, [device])
     reducer.give(0, local)
     local.clear()
+    reducer.begin()
     reducer.flush()
     reducer.land()
     return reducer.take_rows(0)
@@ -123,7 +124,8 @@ def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
     return Buffers(flats=rows, placement=to)
 
 
-def _as_buffers(state: TrainState, found: Mapping[int, Tensor], *, partial: bool) -> Buffers:
+def as_buffers(state: TrainState, found: Mapping[int, Tensor], *, partial: bool) -> Buffers:
+    """{group: flat} as buffers, with zeros for a group that is absent; `partial`: not reduced."""
     setup, layout = state.setup, state.setup.layout
     placement = Placement.PARTIAL if partial else setup.gradients
     flats = []

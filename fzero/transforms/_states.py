@@ -13,9 +13,9 @@ from fzero.state import NAMESPACE, TrainState
 
 def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTreeSpec]:
     """Return the states in `tree` and its structure; raise `LayoutError` for other leaves."""
-    leaves, treespec = optree.tree_flatten(tree, is_leaf=_is_state, namespace=NAMESPACE)
+    leaves, treespec = optree.tree_flatten(tree, is_leaf=is_state, namespace=NAMESPACE)
     for leaf in leaves:
-        if not _is_state(leaf):
+        if not is_state(leaf):
             raise LayoutError(
                 explain(
                     f"{name}: expected a TrainState or a pytree of them, got a "
@@ -41,5 +41,6 @@ def map_states(name: str, fn: Callable[[TrainState], TrainState], tree: Any) -> 
     return optree.tree_unflatten(treespec, [fn(state) for state in states])
 
 
-def _is_state(node: Any) -> bool:
+def is_state(node: Any) -> bool:
+    """Whether a node of a pytree is a state: a leaf, where states are mapped over."""
     return isinstance(node, TrainState)

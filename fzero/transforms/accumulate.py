@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import optree
 import torch
@@ -12,10 +12,14 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, Policy, TrainState, progress
-from fzero.transforms._pipeline import Step, require_order, returned_pair
-from fzero.transforms._states import flatten_states, map_states
+from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
+from fzero.transforms._states import flatten_states, is_state, map_states
 
 
+@overload
+def accumulate(fn: Callable[P, R], /, *, steps: int) -> Step[P, R]: ...
+@overload
+def accumulate(*, steps: int) -> Transform: ...
 def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
     """Run `fn(state, *batch) -> (state, aux)` on each of `steps` equal parts of the batch.
 
@@ -29,9 +33,12 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
 
     Without `coalesce` each part is reduced as it comes; `coalesce(accumulate(fn))` reduces once.
 
-    Raises `LayoutError`, naming the argument, when a batch does not divide by `steps`;
-    `PhaseError` when `fn` updates twice, or goes on to another gradient after its update: those
-    would be lost in one sum.
+    Accumulations may be nested: the update then waits for the last part of the outermost one.
+
+    Raises `LayoutError`, naming the argument, when a batch does not divide by `steps`, or when a
+    state is among the arguments after the first; `PhaseError` when `fn` updates twice, or goes on
+    to another gradient after its update, also where that update ends an `accumulate` inside `fn`:
+    those would be lost in one sum.
 
     Example:
         >>> import torch, fzero
@@ -55,16 +62,21 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         parts = _split((args, kwargs), steps)
-        before = [one.setup.policy for one in flatten_states("accumulate", state)[0]]
+        states = flatten_states("accumulate", state)[0]
+        before = [one.setup.policy for one in states]
+        deferred = [one.progress.deferred for one in states]
         auxes = []
         for i, (part_args, part_kwargs) in enumerate(parts):
             state = _with_policies(state, [_part(p, steps, i == steps - 1) for p in before])
+            state = _next_part(state, deferred)
             returned = inner(state, *part_args, **part_kwargs)
             state, aux = returned_pair("accumulate", inner, returned)
             auxes.append(aux)
+        # Whether an update waits stays as the last part left it: what comes next, inside an
+        # accumulation further out, must not add to its gradients.
         return _with_policies(state, before), _join(auxes)
 
-    def wrap(inner: Callable[..., Any]) -> Step:
+    def wrap(inner: Callable[P, R]) -> Step[P, R]:
         require_order(
             "accumulate",
             inner,
@@ -88,13 +100,23 @@ def _with_policies(state: Any, policies: list[Policy]) -> Any:
     rest = iter(policies)
 
     def put(one: TrainState) -> TrainState:
-        setup = replace(one.setup, policy=next(rest))
-        return one.replace(setup=setup, progress=progress.next_part(one.progress))
+        return one.replace(setup=replace(one.setup, policy=next(rest)))
+
+    return map_states("accumulate", put, state)
+
+
+def _next_part(state: Any, deferred: list[bool]) -> Any:
+    rest = iter(deferred)
+
+    def put(one: TrainState) -> TrainState:
+        return one.replace(progress=progress.next_part(one.progress, deferred=next(rest)))
 
     return map_states("accumulate", put, state)
 
 
 def _split(arguments: Any, steps: int) -> list[Any]:
+    if steps > 1:
+        _require_no_state(arguments)
     accessors, leaves, treespec = optree.tree_flatten_with_accessor(arguments, namespace=NAMESPACE)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % steps:
@@ -115,6 +137,24 @@ def _split(arguments: Any, steps: int) -> list[Any]:
     return [
         optree.tree_unflatten(treespec, [column[i] for column in columns]) for i in range(steps)
     ]
+
+
+def _require_no_state(arguments: Any) -> None:
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(
+        arguments, is_leaf=is_state, namespace=NAMESPACE
+    )
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        if is_state(leaf):
+            raise LayoutError(
+                explain(
+                    f"accumulate: argument {accessor.codify('arguments')} is a TrainState, which "
+                    "is no batch to be split.",
+                    cause="the state is the first argument of a step, and stood further back, or "
+                    "a second state was passed beside it.",
+                    fix="write step(state, *batch), with a dict or tuple of states as the first "
+                    "argument if there are several; close over a state that is only read.",
+                )
+            )
 
 
 def _join(auxes: list[Any]) -> Any:

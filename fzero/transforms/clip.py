@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from fzero.errors import LayoutError, explain
 from fzero.state import TrainState
-from fzero.transforms._pipeline import Step, require_order, returned_pair
+from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
 from fzero.transforms._states import flatten_states, map_states
 
 
+@overload
+def clip(fn: Callable[P, R], /, *, max_norm: float | None) -> Step[P, R]: ...
+@overload
+def clip(*, max_norm: float | None) -> Transform: ...
 def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> Any:
     """Let every `apply_gradients` in `fn(state, *args)` use g min(1, max_norm / (|g| + 1e-6)).
 
@@ -49,7 +53,7 @@ def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> 
         state, aux = returned_pair("clip", inner, inner(state, *args, **kwargs))
         return map_states("clip", lambda one: _bounded(one, before), state), aux
 
-    def wrap(inner: Callable[..., Any]) -> Step:
+    def wrap(inner: Callable[P, R]) -> Step[P, R]:
         require_order(
             "clip",
             inner,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 from fzero.state import TrainState, window
 from fzero.transforms._donate import check_alive
-from fzero.transforms._pipeline import Step, require_order, returned_pair
+from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
 from fzero.transforms._receive import boundary, settle
 from fzero.transforms._states import flatten_states, map_states
 
 
+@overload
+def coalesce(fn: Callable[P, R], /) -> Step[P, R]: ...
+@overload
+def coalesce() -> Transform: ...
 def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
     """Run `fn(state, *args) -> (state, aux)` in a window: N gradients, one reduction.
 
@@ -45,7 +49,7 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
         boundary("the end of coalesce", waiting)
         return map_states("coalesce", _close, state), aux
 
-    def wrap(inner: Callable[..., Any]) -> Step:
+    def wrap(inner: Callable[P, R]) -> Step[P, R]:
         require_order(
             "coalesce",
             inner,

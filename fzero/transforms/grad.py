@@ -12,11 +12,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import gather_many
+from fzero.collectives import FUNCTIONAL, channel_of, gather_many
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis, enter, leave
 from fzero.packing import seat_shape, unpack
 from fzero.partition import assemble
+from fzero.placeholder import placeholders
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState, progress
 from fzero.transforms._differentiate import (
     LossOf,
@@ -112,15 +113,15 @@ def _by_autograd(
 ) -> tuple[list[TrainState], Result]:
     passes, places = _passes_of(states)
     versions = _versions(states)
-    running = passes
     try:
         for one in passes:
-            one.begin()
+            one.begin_forward()
         with torch.enable_grad():
-            made = [passes[number].params(position) for number, position in places]
+            made = [_leaves(passes[number], position) for number, position in places]
             loss, aux = loss_and_aux(loss_of([params for params, _ in made]), has_aux=has_aux)
         for one in passes:
             one.end_forward()
+            one.begin_backward()
         if _versions(states) != versions:
             raise PhaseError(_WROTE)
         learning = [leaf for _, leaves in made for leaf in leaves]
@@ -134,7 +135,7 @@ def _by_autograd(
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]
     except BaseException as error:
-        for one in running:
+        for one in passes:
             one.fail(error)
         if isinstance(error, RuntimeError) and _versions(states) != versions:
             raise PhaseError(_WROTE) from error
@@ -150,7 +151,34 @@ def _passes_of(states: Sequence[TrainState]) -> tuple[list[Pass], list[tuple[int
         some = by_axis.setdefault(state.setup.axis, [])
         places.append((list(by_axis).index(state.setup.axis), len(some)))
         some.append(state)
-    return [Pass(some) for some in by_axis.values()], places
+    return [_pass_of(axis, some) for axis, some in by_axis.items()], places
+
+
+def _pass_of(axis: Axis, states: Sequence[TrainState]) -> Pass:
+    channel = channel_of(axis)
+    data = axis if channel is None else channel.data
+    return Pass("grad_and_reduce", states, data, number=FUNCTIONAL)
+
+
+def _leaves(one: Pass, number: int) -> tuple[Any, list[Tensor]]:
+    """The pytree of one state for the loss, and those of its leaves that are differentiated by."""
+    state = one.states[number]
+    layout = state.setup.layout
+    by_leaf: dict[int, Tensor] = {}
+    first = sum(len(other.setup.layout.groups) for other in one.states[:number])
+    for i, group in enumerate(layout.groups):
+        if state.setup.gathers_by_unit:
+            tensors: Sequence[Tensor] = placeholders(one.gatherer, first + i)
+        else:
+            tensors = unpack(layout, i, state.params.flats[i].detach())
+        by_leaf.update(zip(group.leaves, tensors, strict=True))
+    learning = []
+    for index, leaf in enumerate(layout.leaves):
+        if leaf.trainable:
+            x = by_leaf[index].requires_grad_()
+            x.register_post_accumulate_grad_hook(one.reducer.hook(number, index))
+            learning.append(x)
+    return assemble(layout, by_leaf), learning
 
 
 def _versions(states: Sequence[TrainState]) -> list[int]:

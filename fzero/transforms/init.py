@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.collectives import assert_same_everywhere, broadcast_from_first, told_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.mesh import Axis, axis_of
-from fzero.optim import as_optimizer
-from fzero.partition import flatten, plan_layout, shard_rows, unit_of
+from fzero.mesh import Axis, Runtime, axis_of
+from fzero.optim import as_optimizer, require_elementwise
+from fzero.packing import pack
+from fzero.partition import leaves_of, named_leaves, plan_layout, shard_rows, unit_of
 from fzero.state import (
     Buffers,
     Gathering,
+    Leaf,
     Placement,
     Progress,
     Reduction,
@@ -25,6 +29,9 @@ from fzero.state import (
 )
 from fzero.state.window import CLOSED
 from fzero.transforms._modes import in_transform, require_autograd
+from fzero.transforms._pieces import pieces_of
+
+Initializer = Callable[[str, Tensor], Tensor]
 
 BUCKET_BYTES = 4 * 2**20
 """Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
@@ -42,6 +49,7 @@ def init(
     trainable: Callable[[str], bool] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     ordered: bool = False,
+    initializer: Initializer | None = None,
 ) -> TrainState:
     """Return a train state for `params`, partitioned as `stage` says.
 
@@ -66,6 +74,8 @@ def init(
     trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
     bucket_bytes: stages 0 to 2, the size up to which leaves share a collective.
     ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
+    initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes only
+        (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
 
     Raises `LayoutError` for bad options and for parameters that are no tensors (by path);
     `AxisError` when the ranks disagree about the layout (the first rank and line that differ).
@@ -80,47 +90,139 @@ def init(
     """
     require_autograd("init")
     check_flags(ordered=ordered)
-    reshard = check_reshard(reshard_after_forward)
-    stage = check_stage(stage)
-    _check_bucket(bucket_bytes)
-    axis = axis_of(mesh)
+    setup = plan(
+        params,
+        optimizer,
+        stage=check_stage(stage),
+        axis=axis_of(mesh),
+        units=units,
+        trainable=trainable,
+        bucket_bytes=_check_bucket(bucket_bytes),
+        reduction=Reduction(ordered=ordered),
+        gathering=Gathering(reshard_after_forward=check_reshard(reshard_after_forward)),
+    )
+    layout, tensors = setup.layout, leaves_of(setup.layout, params)
+
+    def make(index: int) -> list[Tensor]:
+        ids = layout.groups[index].leaves
+        return [_made(layout.leaves[i], tensors[i], initializer) for i in ids]
+
+    return fill(setup, make)
+
+
+def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
+    """The full values of one leaf: given, or made by the initializer."""
+    if initializer is None:
+        if given.is_meta:
+            raise LayoutError(
+                explain(
+                    f"{leaf.path} is on the meta device: it has a shape and no values.",
+                    cause="a model that was built under torch.device('meta').",
+                    fix="give initializer=(path, leaf) -> values, which makes one leaf at a time.",
+                )
+            )
+        return given
+    made = initializer(leaf.path, given)
+    if not isinstance(made, Tensor) or tuple(made.shape) != leaf.shape or made.dtype != leaf.dtype:
+        seen = f"{tuple(made.shape)} {made.dtype}" if isinstance(made, Tensor) else f"{made!r:.80}"
+        raise LayoutError(
+            explain(
+                f"the initializer made {seen} for {leaf.path}, which is {leaf.shape} {leaf.dtype}.",
+                cause="an initializer that writes in place and returns nothing, or another dtype.",
+                fix="return a tensor of the leaf's shape and dtype.",
+            )
+        )
+    return made.detach()
+
+
+def plan(
+    params: Any,
+    optimizer: Any,
+    *,
+    stage: int,
+    axis: Axis,
+    units: Callable[[str], str],
+    trainable: Callable[[str], bool] | None,
+    bucket_bytes: int,
+    reduction: Reduction,
+    gathering: Gathering,
+    persistence_threshold_numel: int = 0,
+) -> Setup:
+    """Return what a state of `params` will be, the same on every rank. Touches no value.
+
+    Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
+    whole from one update to the next (stage 3).
+
+    Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
+    """
     what = "the layout of the parameters"
+    local = axis.runtime is Runtime.LOCAL
     with told_everywhere(axis, what=what):
+        named = dict(zip(*named_leaves(params)[:2], strict=True))
+        chosen = as_optimizer(optimizer).bind(named)
+        if stage and axis.size > 1:
+            require_elementwise(chosen)
+        numels = {path: x.numel() for path, x in named.items()}
+
+        def small(path: str) -> bool:
+            return stage == 3 and not local and numels[path] <= persistence_threshold_numel
+
         layout = plan_layout(
             params,
             ranks=axis.size,
+            grouped=not local,
             bucket_bytes=None if stage == 3 else bucket_bytes,
-            unit=units,
+            unit=lambda path: f"{units(path)} (small)" if small(path) else units(path),
             trainable=trainable,
+            kind=chosen.group_of,
         )
-        chosen = as_optimizer(optimizer)
+        kept = tuple(
+            number
+            for number, unit in enumerate(layout.units)
+            if all(small(layout.leaves[i].path) for g in unit for i in layout.groups[g].leaves)
+        )
         setup = Setup(
             stage=stage,
             axis=axis,
             layout=layout,
             optimizer=chosen,
-            reduction=Reduction(ordered=ordered),
-            gathering=Gathering(reshard_after_forward=reshard),
+            reduction=reduction,
+            gathering=replace(gathering, persistent=kept),
         )
         facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}"]
         facts += [*chosen.describe(layout.leaves), *layout.describe()]
     assert_same_everywhere(facts, axis, what=what)
-    return _state(setup, params)
+    return setup
 
 
-def _state(setup: Setup, params: Any) -> TrainState:
+Make = Callable[[int], Sequence[Tensor]]
+"""Group -> its full leaves; called once for each group, in order."""
+
+
+def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = None) -> TrainState:
+    """Return the state of which `make` gives the values, group by group: rank 0's on every rank.
+
+    No rank holds more than one group beyond its part. `done(group, flat)` is called as soon as
+    the group's part is there.
+    """
     layout, axis = setup.layout, setup.axis
-    fulls = [flat.clone() for flat in flatten(layout, params)]
-    if not in_transform():  # inside one, the state goes on depending on `params`
-        fulls = broadcast_from_first([full.detach() for full in fulls], axis)
-    rows = [shard_rows(full, axis.size, axis.rank).clone() for full in fulls]
-    held = rows if setup.params is Placement.SHARDED else fulls
-    stepped = rows if setup.optimizer_state is Placement.SHARDED else fulls
-    optimizer = setup.optimizer.init([stepped[i] for i in layout.trainable])
+    held = []
+    for index in range(len(layout.groups)):
+        flat = pack(layout, index, make(index))
+        if not in_transform():  # inside one, the state goes on depending on `params`
+            flat = broadcast_from_first([flat.detach()], axis)[0]
+        if setup.params is Placement.SHARDED:
+            flat = shard_rows(flat, axis.size, axis.rank)
+        held.append(flat.clone())
+        if done is not None:
+            done(index, held[-1])
+    fulls = [held[i] for i in layout.trainable]
+    splits = setup.params is not setup.optimizer_state
+    stepped = [shard_rows(x, axis.size, axis.rank) for x in fulls] if splits else fulls
     return TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
-        optimizer=optimizer,
+        optimizer=setup.optimizer.init(stepped, pieces_of(setup)),
         window=CLOSED,
         step=torch.zeros((), dtype=torch.int64),
         progress=Progress(),
@@ -167,7 +269,7 @@ def check_reshard(reshard: Any) -> Reshard:
     )
 
 
-def _check_bucket(bucket_bytes: Any) -> None:
+def _check_bucket(bucket_bytes: Any) -> int:
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise LayoutError(
             explain(
@@ -176,3 +278,4 @@ def _check_bucket(bucket_bytes: Any) -> None:
                 fix=f"give bytes, e.g. the default {BUCKET_BYTES}.",
             )
         )
+    return bucket_bytes

@@ -8,13 +8,19 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch import Tensor, nn
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+)
+from torch.func import functional_call
 
 from fzero._ambient import Autocast
+from fzero._module_copy import tracks
+from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE
-from fzero.transforms._capture import Captured, Watch, captured
 from fzero.transforms._pipeline import Step, describe, require_order
+from fzero.transforms._watch import Watch
 
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
 
@@ -22,18 +28,28 @@ _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
 def remat(fn: Callable[..., Any] | None = None, /) -> Any:
     """Return `fn` with its activations recomputed in backward: y = fn(x), saving x only.
 
-    For a part of a loss (a layer, a block), not for a step. Any pytree in and out; tensors that
-    `fn` closes over count as inputs (in cells, defaults, partials and modules); one reached in
-    another way is refused: pass it as an argument. Random numbers are drawn again as they were
-    (those of torch's own generators; a torch.Generator of yours is not set back).
-    First and higher order, reverse and forward mode, under every torch.func transform, where
-    torch.utils.checkpoint fails.
+    For a part of a loss (a layer, a block), not for a step. First and higher order, reverse and
+    forward mode, under every torch.func transform, where torch.utils.checkpoint fails. Random
+    numbers are drawn again as they were (those of torch's own generators; a torch.Generator of
+    yours is not set back), under the autocast of the call.
+
+    What is differentiated by must be an argument: any pytree of tensors. Of an `nn.Module`, or of a
+    bound method of one, the parameters are arguments too: `fzero.remat(block)(x)`. A tensor that
+    `fn` reaches in another way (a closure, a global, an attribute) is a constant if it has no
+    gradient, and refused if it has one, for that gradient would be missing.
 
     At stage 3 the parameters that `fn` uses are gathered in forward, let go, and gathered again
     in backward with or without `remat`; with it the activations are not kept either.
 
-    Raises `LayoutError` when it is put around a train step, when `fn` reads a tensor that requires
-    grad and cannot be found, and for a module that updates its buffers.
+    Args:
+        fn: a function, an `nn.Module` or a bound method of one.
+
+    Returns:
+        A function that is called as `fn` is. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: `fn` is a train step, or no function. In a call: it reads a tensor that
+            requires grad and is no argument; a norm of the module updates running statistics.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
@@ -43,6 +59,10 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
         >>> w = {"w": torch.eye(2)}
         >>> torch.func.grad(lambda p: layer(p, torch.zeros(1, 2)).sum())(w)["w"].shape
         torch.Size([2, 2])
+        >>> block = torch.nn.Linear(2, 1)
+        >>> fzero.remat(block)(torch.ones(3, 2)).sum().backward()
+        >>> block.bias.grad
+        tensor([3.])
     """
 
     def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,19 +71,29 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
         )
         if not callable(inner):
             return Step("remat", inner, inner, options={})  # raises, and says what to write
-
-        @functools.wraps(inner, updated=())
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if _forward_over_forward():
-                return inner(*args, **kwargs)
-            call = _Call(captured(inner), (args, kwargs))
-            outputs = _Remat.apply(call, *call.held, *call.tensors)
-            return call.unflatten(outputs)
-
-        recomputed.__name__ = recomputed.__qualname__ = f"remat . {describe(inner)}"
-        return recomputed
+        # A partial is copied along with the module that holds it, and then runs the copy's layer;
+        # a function may be a method of a class.
+        bound: Any = functools.partial(_recomputed, inner)
+        plain: Any = lambda *args, **kwargs: _recomputed(inner, *args, **kwargs)  # noqa: E731
+        made = plain if _owner(inner) is None else bound
+        functools.update_wrapper(made, inner, updated=())
+        made.__name__ = made.__qualname__ = f"remat . {describe(inner)}"
+        return made
 
     return wrap if fn is None else wrap(fn)
+
+
+def _recomputed(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if _forward_over_forward():
+        return fn(*args, **kwargs)
+    call = _Call(fn, (args, kwargs))
+    return call.unflatten(_Remat.apply(call, *call.tensors))
+
+
+def _owner(fn: Callable[..., Any]) -> nn.Module | None:
+    """The module whose parameters are arguments of `fn`."""
+    owner = getattr(fn, "__self__", fn)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _forward_over_forward() -> bool:
@@ -75,17 +105,51 @@ def _forward_over_forward() -> bool:
     return sum(level.key() == TransformType.Jvp for level in levels) > 1
 
 
+class _Held(nn.Module):
+    """A module that is run by one of its methods."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        vars(self)["method"] = method
+
+    def call_with(self, params: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        """Run it on other parameters, given by the names that `named_parameters` gives.
+
+        Each place of a tied parameter is named once, and a module that occurs twice is one place:
+        with `tie_weights=True`, torch puts the wrong tensors back into such a module.
+        """
+        first = {id(value): name for name, value in self.named_parameters()}
+        places = {
+            f"{path}.{name}": params[first[id(value)]]
+            for path, part in self.named_modules()
+            for name, value in part.named_parameters(recurse=False, remove_duplicate=False)
+        }
+        return functional_call(self, places, args, kwargs, tie_weights=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["method"](*args, **kwargs)
+
+
 class _Call:
     """One call of a function as a map from tensors to tensors, with its random state."""
 
-    def __init__(self, holds: Captured, args: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Any) -> None:
+        owner = _owner(fn)
+        if owner is None:
+            self._run: Callable[..., Any] = lambda args, kwargs: fn(*args, **kwargs)
+        else:
+            _refuse_updates(owner)
+            held = _Held(owner, fn)
+            self._run = held.call_with
+            args = dict(held.named_parameters()), *args
         leaves, self._treespec = optree.tree_flatten(args, namespace=NAMESPACE)
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self._others = [
             None if is_t else x for x, is_t in zip(leaves, self._is_tensor, strict=True)
         ]
         self.tensors = [x for x in leaves if isinstance(x, Tensor)]
-        self._holds, self.held = holds, holds.inputs()
+        self.records = torch.is_grad_enabled()
         self._rng = torch.get_rng_state()
         self._cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._autocast = Autocast.take()
@@ -93,14 +157,11 @@ class _Call:
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the function on other tensors in the same places."""
-        held = tensors[: len(self.held)]
-        rest = iter(tensors[len(self.held) :])
+        rest = iter(tensors)
         pairs = zip(self._is_tensor, self._others, strict=True)
         leaves = [next(rest) if is_tensor else other for is_tensor, other in pairs]
         arguments: Any = optree.tree_unflatten(self._treespec, leaves)
-        args, kwargs = arguments
-        returned = self._holds.call(held, args, kwargs)
-        out, treespec = optree.tree_flatten(returned, namespace=NAMESPACE)
+        out, treespec = optree.tree_flatten(self._run(*arguments), namespace=NAMESPACE)
         self._out = treespec, [None if isinstance(x, Tensor) else x for x in out]
         # An output that is an input must be a tensor of its own for autograd.
         own = [
@@ -133,6 +194,7 @@ class _Mapped:
 
     def __init__(self, call: Any, in_dims: tuple[Any, ...], randomness: str) -> None:
         self.call, self.in_dims, self.randomness = call, in_dims, randomness
+        self.records = call.records
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return torch.func.vmap(self.call, self.in_dims, randomness=self.randomness)(*tensors)
@@ -146,8 +208,11 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with Watch(tensors):
-            return call(*tensors)
+        with Watch(tensors, records=call.records) as watch:
+            outputs = call(*tensors)
+        for y in outputs:
+            watch.refuse(y)
+        return outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -189,6 +254,19 @@ class _Remat(torch.autograd.Function):
         mapped = _Mapped(call, tuple(in_dims[1:]), info.randomness)
         outputs = _Remat.apply(mapped, *tensors)
         return outputs, tuple(0 for _ in outputs)
+
+
+def _refuse_updates(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if tracks(part) and part.training:
+            raise LayoutError(
+                explain(
+                    f"remat: {name or 'the module'} ({type(part).__name__}) updates its running "
+                    "statistics, and would do so again when it is recomputed.",
+                    cause="a batch norm in train mode inside remat.",
+                    fix="leave it out of remat, or put it in eval mode.",
+                )
+            )
 
 
 def _smooth(y: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import optree
 import torch
@@ -13,17 +13,22 @@ from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state import NAMESPACE
 from fzero.transforms._donate import empty
 from fzero.transforms._modes import in_transform, is_recorded
-from fzero.transforms._pipeline import Step, require_order
+from fzero.transforms._pipeline import P, R, Step, Transform, require_order
 from fzero.virtual import current_ranks, run_ranks
 
 
+@overload
+def simulate(fn: Callable[P, R], /, *, world_size: int) -> Step[P, R]: ...
+@overload
+def simulate(*, world_size: int) -> Transform: ...
 def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any:
     """Run `fn` on `world_size` virtual ranks: y[r] = fn(x[r]) with collectives between the r.
 
     Every tensor leaf of each argument and of the result has a leading dim of length W, the rank,
-    as with jax.pmap; numbers in the result become such tensors; other leaves go to every rank,
-    and must come back the same from all. `simulate(step, world_size=W).init(params, optimizer)`
-    takes plain, full parameters and gives the stacked state, where every rank's shard is visible.
+    as with jax.pmap; numbers in the result become such tensors, though a type checker sees the
+    types of `fn`; other leaves go to every rank, and must come back the same from all.
+    `simulate(step, world_size=W).init(params, optimizer)` takes plain, full parameters and gives
+    the stacked state, where every rank's shard is visible.
 
     The ranks are threads that take turns (see `fzero.virtual`): exact, deterministic, any Python.
     Each starts from the caller's random state, as processes with one seed do. Without
@@ -66,7 +71,7 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
         finally:  # also when a rank raised after its update
             _use_up(leaves, per_rank)
 
-    def wrap(inner: Callable[..., Any]) -> Step:
+    def wrap(inner: Callable[P, R]) -> Step[P, R]:
         require_order(
             "simulate", inner, never_around=("simulate",), right="one fzero.simulate, outermost"
         )

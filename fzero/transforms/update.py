@@ -9,12 +9,12 @@ import optree
 from torch import Tensor
 
 from fzero.collectives import gather_in_place, gather_many
-from fzero.optim import Piece
 from fzero.partition import shard_rows
-from fzero.state import Buffers, Layout, Placement, Setup, TrainState, buffers, progress
+from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.transforms._donate import check_alive, donates, take_over, without_donation
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
+from fzero.transforms._pieces import pieces_of
 from fzero.transforms._receive import boundary, settle
 from fzero.transforms._states import flatten_states
 
@@ -65,23 +65,38 @@ def global_norm(state: TrainState) -> Tensor:
     check_alive(state)
     progress.require_gradients(state.progress, "global_norm")
     boundary("global_norm", [state])
-    return _norm(state, settle(without_donation(state)).gradients)
+    return norm_of_state(state, settle(without_donation(state)).gradients)
 
 
 def _apply(state: TrainState) -> TrainState:
     if state.setup.policy.defer_update:
         return state.replace(progress=progress.defer_update(state.progress))
+    return update(settle(state))[0]
+
+
+def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
+    """Return the state after one update from its reduced gradients, and their norm if clipped.
+
+    Both drivers come here: no rank is asked, the window is settled. Raises `PhaseError` if there
+    are no gradients.
+    """
     after = progress.saw_update(state.progress)
-    state = settle(state)
-    gradients = _clipped(state, buffers.require_reduced(state.gradients))
+    gradients, norm = _prepared(state, buffers.require_reduced(state.gradients))
     params, optimizer = _advance(state, gradients.flats)
-    return state.replace(
+    new = state.replace(
         params=params,
         optimizer=optimizer,
         gradients=Buffers(),
         step=state.step + 1,
         progress=after,
     )
+    return new, norm
+
+
+def share(state: TrainState) -> float:
+    """What an update multiplies gradients by: 1 / (loss scale x backwards, if it averages)."""
+    policy = state.setup.policy
+    return policy.unscale / (max(state.progress.backwards, 1) if policy.averages else 1)
 
 
 def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, Any]:
@@ -96,7 +111,7 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
     rows = [shard_rows(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
     general = in_transform() or is_recorded(rows) or wants_graph([*rows, *gradients])
     new, optimizer = setup.optimizer.advance(
-        rows, gradients, optimizer, _pieces(setup), differentiable=general, owned=owned
+        rows, gradients, optimizer, pieces_of(setup), differentiable=general, owned=owned
     )
     if splits and setup.axis.size > 1:
         if owned:  # the rows were written where they stand
@@ -111,46 +126,35 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
     return Buffers(flats=tuple(flats), placement=held.placement), optimizer
 
 
-def _clipped(state: TrainState, gradients: Buffers) -> Buffers:
-    """g min(1, max_norm / |g|); in place where the gradients are used up anyway."""
-    max_norm = state.setup.policy.max_norm
-    if max_norm is None:
-        return gradients
-    factor = clip_factor(_norm(state, gradients), max_norm)
+def _prepared(state: TrainState, gradients: Buffers) -> tuple[Buffers, Tensor | None]:
+    """g share min(1, max_norm / |g share|); in place where the gradients are used up anyway."""
+    max_norm, norm = state.setup.policy.max_norm, None
+    factor: Any = share(state)
+    if max_norm is not None:
+        norm = norm_of_state(state, gradients) * factor
+        factor = factor * clip_factor(norm, max_norm)
+    elif factor == 1.0:
+        return gradients, None
+    return scaled(state, gradients, factor), norm
+
+
+def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buffers:
+    """g factor, in place if the state donates."""
+
+    def of(flat: Tensor) -> Any:
+        return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
+
     if donates(state):
         owned: Buffers = take_over(gradients)
         for flat in owned.flats:
-            flat.mul_(factor.to(flat.dtype))
+            flat.mul_(of(flat))
         return owned
-    flats = tuple(flat * factor.to(flat.dtype) for flat in gradients.flats)
+    flats = tuple(flat * of(flat) for flat in gradients.flats)
     return Buffers(flats=flats, placement=gradients.placement)
 
 
-def _norm(state: TrainState, gradients: Buffers) -> Tensor:
+def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:
+    """Return the norm of a state's reduced gradients, before any division. A collective."""
     setup = state.setup
     flats, placement = gradients.flats, gradients.placement
     return norm_of(flats, placement, setup.axis, ordered=setup.reduction.ordered)
-
-
-def _pieces(setup: Setup) -> list[Piece]:
-    """Which elements of this rank's rows belong to which leaf; padding goes with its neighbour."""
-    layout = setup.layout
-    sharded = setup.optimizer_state is Placement.SHARDED
-    found = []
-    for number, index in enumerate(layout.trainable):
-        numel = layout.groups[index].shard_numel if sharded else layout.full_numel(index)
-        start = setup.axis.rank * numel if sharded else 0
-        found.extend(_pieces_of(layout, index, number, start, numel))
-    return found
-
-
-def _pieces_of(layout: Layout, index: int, number: int, start: int, numel: int) -> list[Piece]:
-    group = layout.groups[index]
-    bounds = [*group.offsets[1:], layout.full_numel(index)]
-    begins = [0, *group.offsets[1:]]
-    pieces = []
-    for leaf, begin, end in zip(group.leaves, begins, bounds, strict=True):
-        low, high = max(begin - start, 0), min(end - start, numel)
-        if low < high:
-            pieces.append(Piece(number, layout.leaves[leaf], low, high))
-    return pieces

@@ -128,7 +128,8 @@ def test_a_batch_of_another_structure(stage: int) -> None:
         with pytest.raises(TypeError, match="missing"):
             fzero.grad_and_reduce(loss, state)()
         with refused(fzero.LayoutError, "(3,) does not divide into 2"):
-            fzero.accumulate(good_step, steps=2)(state, {"x": x.expand(3)})
+            batch: Any = {"x": x.expand(3)}
+            fzero.accumulate(good_step, steps=2)(state, batch)
         return fzero.full_params(good_step(state, x)[0])["w"]
 
     assert torch.equal(virtual(run, RANKS, X), torch.zeros(RANKS, 5))

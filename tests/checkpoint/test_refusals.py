@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,45 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     assert issubclass(CheckpointError, FzeroError) and issubclass(CheckpointError, OSError)
 
 
+def test_an_empty_path_is_refused_and_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, call in {
+        "save": lambda: save("", _state()),
+        "load": lambda: load("", _state()),
+        "read_extra": lambda: read_extra(""),
+    }.items():
+        with pytest.raises(LayoutError, match=f"{name}: the path is empty"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+    save(".", _state())  # the current folder, by its name
+    assert read_extra(".") == {}
+
+
+def _shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("damage", ["no checkpoint", "manifest", "data that torch cannot read"])
+def test_a_failed_load_shows_one_error(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if damage != "no checkpoint":
+        save(tmp_path, _state())
+    if damage == "manifest":
+        (tmp_path / "checkpoint.json").write_text("not JSON")
+    if damage.startswith("data"):  # as it happens when a file changes after it was checked
+        monkeypatch.setattr("fzero.checkpoint._api.require_whole", lambda *_: None)
+        (file,) = tmp_path.glob("data-*/*.distcp")
+        file.write_text("no tensors")
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path, _state())
+    text = _shown(raised.value)
+    assert text.count("Traceback") == 1 and "site-packages/torch" not in text
+    assert text.count("Usual cause") == 1 and len(str(raised.value).splitlines()) == 3
+
+
 def _flip(file: Path, at: float) -> None:
     data = bytearray(file.read_bytes())
     data[int(at * len(data))] ^= 1
@@ -228,6 +268,11 @@ def _out_of_step(rank: int, size: int, folder: Path) -> None:
     save(folder, state.replace(step=state.step + rank))
 
 
+def _one_path_is_empty(rank: int, size: int, folder: Path, name: str) -> None:
+    path = "" if rank == 1 else folder
+    save(path, _state()) if name == "save" else load(path, _state())
+
+
 def _one_is_not_ready(rank: int, size: int, folder: Path, how: str) -> None:
     fresh = _state()
     held = _with_gradient(fresh)
@@ -246,6 +291,10 @@ def test_every_rank_hears_what_one_rank_found(tmp_path: Path) -> None:
         assert f"rank 0 has path {tmp_path}/0, rank 1 has path {tmp_path}/1" in message
     for _, message in run_ranks(_out_of_step, 2, tmp_path / "x", raises=True):
         assert "rank 0 has step 0, rank 1 has step 1" in message
+    for _, message in run_ranks(_one_path_is_empty, 2, tmp_path / "x", "save", raises=True):
+        assert "save: the path is empty" in message
+    for _, message in run_ranks(_one_path_is_empty, 2, tmp_path / "x", "load", raises=True):
+        assert "rank 1 has path ." in message
     for how, seen in (("phase", "1 backwards"), ("extra", "Tensor is not JSON")):
         for _, message in run_ranks(_one_is_not_ready, 2, tmp_path / "x", how, raises=True):
             assert seen in message

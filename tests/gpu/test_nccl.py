@@ -1,64 +1,194 @@
-"""NCCL: one rank, and two ranks on one GPU, against one process; with delays that show races."""
+"""NCCL: one rank, and two ranks that share a GPU; worlds of fzero's and of the user's making.
+
+The bodies are in bodies.py and costs.py; test_bodies_on_cpu.py runs them without a GPU. A world
+that cannot be started fails once and is not tried again.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.ranks import spawn_script
+from tests.gpu import bodies, costs
+from tests.gpu.bodies import DRIVERS, STAGES
+from tests.gpu.training import Task
+from tests.ranks import run_ranks, spawn_script
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-WORKER = Path(__file__).parent / "worker.py"
-CASES = 4 * 3  # stages x (overlap, no overlap, lockstep)
-
-# NCCL refuses two ranks on one GPU of one host: each rank passes for a host of its own, and
-# talks over loopback. From 2.30 on NCCL_MULTI_RANK_GPU_ENABLE says that it is meant.
-SHARED = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "1",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-}
-
-# The environment of a rank must be set in its own process, before its first NCCL call.
-START = """
-import os, runpy, sys
-os.environ["NCCL_HOSTID"] = "fzero-rank" + os.environ["RANK"]
-sys.argv = sys.argv[1:]
-sys.path.insert(0, os.getcwd())
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu"), pytest.mark.timeout(300)]
 
 
-def run(tmp_path: Path, ranks: int, where: str) -> str:
-    start = tmp_path / "start.py"
-    start.write_text(START)
-    done = spawn_script(start, ranks, [str(WORKER), where], timeout_s=500)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+class World(NamedTuple):
+    """`size` ranks on one GPU. fzero makes "cpu:gloo,cuda:nccl"; "nccl" has no CPU backend."""
+
+    size: int
+    backend: str
+
+    def __call__(self, body: Callable[..., Any], *args: Any) -> list[Any]:
+        options: Any = {"timeout_s": 120.0, "backend": self.backend}
+        return run_ranks(bodies.run, self.size, "cuda", body, *args, **options)
 
 
-@pytest.mark.gpu
-@pytest.mark.xdist_group("gpu")
-@pytest.mark.timeout(600)
-@needs_gpu
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("where", ["nothing", "gathers", "reductions"])
-def test_nccl_gives_the_numbers_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, where: str
+NCCL = [World(1, "nccl"), World(2, "nccl")]
+WORLDS = [*NCCL, World(1, "cpu:gloo,cuda:nccl"), World(2, "cpu:gloo,cuda:nccl"), World(2, "gloo")]
+
+
+def _name(world: World) -> str:
+    return f"{world.size} on {world.backend}"
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=_name)
+def world(request: pytest.FixtureRequest) -> World:
+    """Every kind of world, started; pytest runs the tests of one after the other."""
+    request.param(bodies.start_of_world)
+    return request.param
+
+
+@pytest.fixture(scope="module", params=NCCL, ids=_name)
+def nccl(request: pytest.FixtureRequest) -> World:
+    """A world that the user made with "nccl"."""
+    request.param(bodies.start_of_world)
+    return request.param
+
+
+every_stage = pytest.mark.parametrize("stage", STAGES)
+every_driver = pytest.mark.parametrize("driver", DRIVERS)
+
+
+@every_stage
+@every_driver
+def test_the_numbers_are_those_of_one_process(world: World, stage: int, driver: str) -> None:
+    world(bodies.numbers, Task(stage=stage), driver)
+
+
+@every_stage
+@every_driver
+def test_a_window_with_clipping_gives_the_numbers_of_one_process(
+    world: World, stage: int, driver: str
 ) -> None:
-    for name, value in SHARED.items():
-        monkeypatch.setenv(name, value)
-    told = run(tmp_path, ranks, where)
-    assert told.count("right: ") == ranks * (CASES + 4 * (where == "nothing")), told
+    world(bodies.numbers, Task(stage=stage, backwards=3, max_norm=0.5), driver)
 
 
-@pytest.mark.xdist_group("gloo")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the same as above")
-def test_the_program_that_waits_for_a_gpu_is_right_on_gloo(tmp_path: Path) -> None:
-    assert run(tmp_path, 2, "nothing").count("right: ") == 2 * (CASES + 4)
+@every_stage
+@pytest.mark.parametrize(
+    ("kind", "driver"),
+    [
+        ("reentrant", "engine"),
+        ("nonreentrant", "engine"),
+        ("nonreentrant", "functional step"),
+        ("remat", "functional step"),
+    ],
+)
+def test_activation_checkpointing_changes_nothing(
+    nccl: World, stage: int, kind: str, driver: str
+) -> None:
+    nccl(bodies.numbers, Task(stage=stage, checkpoint=kind), driver)
+
+
+@every_stage
+@pytest.mark.parametrize("kind", ["user's group", "sub-mesh of this rank"])
+def test_meshes_and_groups_that_the_user_made(nccl: World, stage: int, kind: str) -> None:
+    nccl(bodies.numbers_on_a_mesh, stage, kind)
+
+
+@every_stage
+def test_bf16_with_masters_and_clipping(world: World, stage: int) -> None:
+    world(bodies.bf16_with_masters, stage)
+
+
+@every_stage
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_engine_and_the_functional_step_give_the_same_bits(
+    nccl: World, stage: int, dtype: torch.dtype
+) -> None:
+    nccl(bodies.drivers_agree, stage, dtype)
+
+
+@every_stage
+@pytest.mark.parametrize("where", ["before", "after", "rank 0"])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_delays_around_every_collective_change_nothing(
+    nccl: World, stage: int, where: str, backwards: int
+) -> None:
+    nccl(bodies.numbers_with_delays, Task(stage=stage, backwards=backwards, steps=2), where)
+
+
+@every_stage
+@every_driver
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_steady_step_never_waits_for_the_gpu(
+    nccl: World, stage: int, driver: str, dtype: torch.dtype
+) -> None:
+    nccl(bodies.no_reads_in_a_steady_step, stage, driver, dtype)
+
+
+@every_stage
+@every_driver
+def test_peak_bytes_are_within_the_bound(nccl: World, stage: int, driver: str) -> None:
+    stack = costs.Stack(layers=8, width=2048, samples=4)
+    options = {"reshard_after_forward": True} if stage == 3 else {}
+    nccl(costs.peak_of, stack, stage, driver, options)
+
+
+@every_stage
+@every_driver
+def test_collectives_run_beside_computation(stage: int, driver: str, tmp_path: Path) -> None:
+    """Of what can overlap in two ranks on one GPU, a fifth does; nothing does without a stream."""
+    stack = costs.Stack(layers=6, width=2048, samples=32_768)
+    found = World(2, "nccl")(costs.overlap, stack, stage, driver, str(tmp_path))
+    for collectives, hidden in found:
+        assert collectives >= stack.layers
+        assert hidden >= 0.2, f"{hidden:.3f} of {collectives} collectives is hidden"
+
+
+def test_collectives_have_derivatives_on_the_threads_of_autograd(world: World) -> None:
+    world(bodies.derivatives)
+
+
+@every_stage
+def test_collectives_that_backward_starts_are_counted(nccl: World, stage: int) -> None:
+    """As many as on as many gloo ranks, where backward runs on the thread that calls it."""
+    found = nccl(bodies.counted, stage)
+    assert found == run_ranks(bodies.run, nccl.size, "cpu", bodies.counted, stage)
+
+
+def test_a_checkpoint_of_stage_3_is_loaded_at_stage_0(world: World, tmp_path: Path) -> None:
+    world(bodies.saved_and_loaded, str(tmp_path))
+
+
+@every_stage
+def test_virtual_ranks_on_cuda_tensors(stage: int) -> None:
+    World(1, "nccl")(bodies.virtual_ranks, stage)
+
+
+def test_a_kernel_that_takes_the_address_of_a_placeholder(nccl: World) -> None:
+    pytest.importorskip("triton")
+    nccl(costs.placeholder_by_pointer)
+
+
+@every_stage
+def test_a_rank_that_raises_ends_the_step_of_the_others(stage: int) -> None:
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        first, last = World(2, backend)(bodies.one_rank_raises, stage)
+        assert any("rank 1 raised" in error for error in first), first
+        assert "ZeroDivisionError: on purpose" in last
+
+
+@every_stage
+def test_a_rank_that_is_killed_ends_the_others(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_killed(stage, "cuda", tmp_path, monkeypatch)
+
+
+def check_killed(stage: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FZERO_TIMEOUT_S", "15")
+    script = ["tests.gpu.killed", str(stage), device, str(tmp_path / "died")]
+    done = spawn_script("-m", 2, script, timeout_s=100.0)
+    line = re.search(r"^rank 0 after ([\d.]+) s: AxisError: .*$", done.stdout, re.MULTILINE)
+    assert line is not None, done.stdout + done.stderr
+    assert float(line[1]) < 10.0, line[0]

@@ -86,6 +86,17 @@ def test_options_that_do_not_fit_end_with_2_and_no_traceback(
     assert "Fix: --global-batch 6 or 9" in told
 
 
+def test_a_second_run_with_the_same_out_is_refused_unless_it_overwrites(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["train", "--steps", "1", "--no-plot", "--quiet", "--out", str(tmp_path), *SMALL]
+    assert main(args) == 0
+    assert main(args) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"fzero, rank 0: --out {tmp_path} holds files of another run: latest")
+    assert main([*args, "--overwrite"]) == 0
+
+
 @pytest.mark.parametrize("argv", [["train", "--unknown"], ["info", "--unknown"], ["unknown"]])
 def test_what_is_unknown_is_an_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -117,6 +117,30 @@ def test_a_resumed_run_goes_on_in_its_folder_unless_told_otherwise(tmp_path: Pat
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["loss.png"]
 
 
+def test_a_folder_of_another_run_is_refused_unless_told(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(small(one, steps=2))
+    train(small(two, steps=2, seed=1))
+    before = sorted(path.name for path in two.iterdir())
+    for given in (small(two), small(two, resume=one)):
+        with pytest.raises(LayoutError, match=rf"(?s)--out {two} holds .*: latest.*--overwrite"):
+            train(given)
+    assert sorted(path.name for path in two.iterdir()) == before
+    train(small(two, resume=two, steps=3))
+    train(small(two, resume=two / "step-000002", steps=3))  # the same folder by another name
+    train(small(two, steps=1, overwrite=True))
+    assert find_checkpoint(two).name == "step-000001"
+
+
+def test_a_loss_curve_alone_is_a_file_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "loss.png").touch()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(LayoutError, match=r"holds files of another run: loss.png\."):
+        train(small(tmp_path))
+    (tmp_path / "loss.png").unlink()
+    assert train(small(tmp_path, steps=1)) == 0  # a file of the user's own is in nobody's way
+
+
 def test_a_change_of_course_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(small(tmp_path, steps=2))
     train(small(tmp_path, resume=tmp_path, steps=3, text_mb=0.2, quiet=False))

@@ -111,18 +111,18 @@ def test_fzeros_own_are_pairs_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    ("optimizer", "fix"),
     [
-        torch.optim.SGD,
-        torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1),
-        "adamw",
-        0.1,
-        None,
-        (init,),
-        (init, 3),
-        fzero.optim.adam,
+        (torch.optim.SGD, r"use fzero.optim.from_torch\("),
+        (torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), r"use fzero.optim.from_tor"),
+        ("adamw", "use fzero.optim.adamw"),
+        (0.1, "use fzero.optim.adamw"),
+        (None, "use fzero.optim.adamw"),
+        ((init,), "use fzero.optim.adamw"),
+        ((init, 3), "use fzero.optim.adamw"),
+        (fzero.optim.adam, "use fzero.optim.adamw"),
     ],
 )
-def test_what_is_no_pair_is_refused(optimizer: Any) -> None:
-    with pytest.raises(LayoutError, match=r"the optimizer is a[\s\S]*Fix: use fzero.optim.adamw"):
+def test_what_is_no_pair_is_refused(optimizer: Any, fix: str) -> None:
+    with pytest.raises(LayoutError, match=rf"the optimizer is [\s\S]*Fix: {fix}"):
         fzero.init(PARAMS, optimizer, stage=0)

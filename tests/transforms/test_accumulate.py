@@ -144,6 +144,83 @@ def test_a_step_that_goes_on_after_its_update_is_refused(fn: Any) -> None:
     fzero.accumulate(fn, steps=1)(state, torch.ones(4))  # one part: nothing is deferred
 
 
+IN_PARTS = fzero.accumulate(one_backward, steps=2)
+
+
+def update_in_parts_then_a_gradient(state: Any, xs: Tensor) -> Any:
+    state, _ = IN_PARTS(state, xs)
+    return fzero.grad_and_reduce(mean_loss, state)(xs)
+
+
+def update_in_parts_twice(state: Any, xs: Tensor) -> Any:
+    state, _ = IN_PARTS(state, xs)
+    return IN_PARTS(state, xs)
+
+
+def update_then_an_update_in_parts(state: Any, xs: Tensor) -> Any:
+    state, _ = one_backward(state, xs)
+    return IN_PARTS(state, xs)
+
+
+def update_in_one_part_twice(state: Any, xs: Tensor) -> Any:
+    once = fzero.accumulate(one_backward, steps=1)
+    state, _ = once(state, xs)
+    return once(state, xs)
+
+
+def update_in_parts_then_an_update(state: Any, xs: Tensor) -> Any:
+    state, loss = IN_PARTS(state, xs)
+    return fzero.apply_gradients(state), loss
+
+
+@pytest.mark.parametrize("outer", ["accumulate", "around coalesce", "inside coalesce"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        update_in_parts_then_a_gradient,
+        update_in_parts_twice,
+        update_then_an_update_in_parts,
+        update_in_one_part_twice,
+        update_in_parts_then_an_update,
+    ],
+)
+def test_a_step_that_goes_on_after_an_update_in_parts_is_refused(fn: Any, outer: str) -> None:
+    """The update of the inner accumulation waits for the outer one: nothing may be added to it."""
+    state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
+    want = one_backward(state, torch.ones(4))
+    step = fzero.accumulate(fzero.coalesce(fn) if outer == "around coalesce" else fn, steps=2)
+    step = fzero.coalesce(step) if outer == "inside coalesce" else step
+    with pytest.raises(PhaseError, match=r"after apply_gradients, inside fzero.accumulate"):
+        step(state, torch.ones(4))
+    same(one_backward(state, torch.ones(4)), want)  # the state is whole
+
+
+def test_two_updates_in_parts_after_each_other_are_two_updates() -> None:
+    """Without an accumulation around them nothing waits."""
+    params, xs = {"w": torch.ones(2).double()}, integers((4,), 1)
+    got, _ = update_in_parts_twice(fzero.init(params, sgd(), stage=0), xs)
+    same(fzero.full_params(got), train(mean_loss, params, [[xs], [xs]], torch_sgd))
+
+
+@given(ranks=worlds, stage=stages, seed=seeds)
+def test_gradients_before_an_update_in_parts_are_part_of_it(
+    ranks: int, stage: int, seed: int
+) -> None:
+    def step_fn(state: Any, xs: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(mean_loss, state)(xs)
+        return IN_PARTS(state, xs)
+
+    def whole(state: Any, xs: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(mean_loss, state)(xs)
+        return one_backward(state, xs)
+
+    xs, params = integers((2, ranks, 4), seed, bound=1), {"w": integers((5,), 1)}
+    in_parts = lambda fn: fzero.accumulate(fn, steps=2)  # noqa: E731
+    got, _, _ = run(in_parts, step_fn, params, xs, ranks, stage=stage)
+    want, _, _ = run(lambda fn: fn, whole, params, xs, ranks, stage=stage)
+    same(got, want)
+
+
 def test_an_error_leaves_the_state_and_its_policy() -> None:
     def broken(state: Any, xs: Tensor) -> Any:
         fzero.grad_and_reduce(mean_loss, state)(xs)
@@ -169,6 +246,19 @@ def test_a_batch_that_does_not_divide_is_named() -> None:
     message = r"b.* of shape \(3, 2\) does not divide into 2 parts[\s\S]*Fix: use batches of a mult"
     with pytest.raises(LayoutError, match=message):
         step(state, torch.ones(4), b={"deep": torch.ones(3, 2)})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_behind_the_first_argument_is_named(nested: bool) -> None:
+    state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
+    batch = {"teacher": state} if nested else state
+    calls: list[Any] = []
+    step = fzero.accumulate(lambda state, x, b: (state, calls.append(b)), steps=2)
+    place = r"arguments\[0\]\[1\]\['teacher'\]" if nested else r"arguments\[0\]\[1\]"
+    message = rf"argument {place} is a TrainState.*\n.*first argument.*\nFix: write step\(state, "
+    with pytest.raises(LayoutError, match=message):
+        step(state, torch.ones(4), batch)
+    assert calls == []
 
 
 @pytest.mark.parametrize(

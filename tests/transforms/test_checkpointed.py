@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero._skeleton import _pool
 from fzero.functional import functionalize
 
 PLACES: list[tuple[int, int, Any]] = [(0, 1, True), (0, 2, True), (2, 2, True)] + [
@@ -60,53 +60,35 @@ def test_a_checkpointed_module_needs_no_edit(
         assert torch.allclose(found[0], 2 * want, rtol=1e-11), path
 
 
-def test_a_skeleton_is_lent_again_unless_a_checkpoint_holds_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_backward_recomputes_with_the_parameters_of_its_own_forward(
+    reentrant: bool, whole: bool
 ) -> None:
-    made: list[int] = []
-    make = _pool.Pool._make
-    monkeypatch.setattr(_pool.Pool, "_make", lambda pool: made.append(1) or make(pool))
-    modules: list[nn.Module] = [
-        nn.Sequential(nn.Conv1d(2, 3, 1), nn.GroupNorm(1, 3)),
-        nn.LSTM(4, 3, 2),
-        nn.TransformerEncoderLayer(4, 2, 8),
-        Blocks(reentrant=False, whole=True),
-    ]
-    counts = []
-    for module, shape in zip(modules, [(1, 2, 4), (2, 1, 4), (2, 1, 4), (2, 4)], strict=True):
-        dtype = next(module.parameters()).dtype
-        apply, params = functionalize(module)
-        made.clear()
-        for _ in range(4):
-            out = apply(params, torch.ones(shape, dtype=dtype))
-            (out[0] if isinstance(out, tuple) else out).sum()
-        counts.append(len(made))
-    assert counts[:3] == [0, 0, 0]
-    assert counts[3] > 0
+    """Two forwards, then two backwards, as cached contrastive learning does; on two threads."""
+    apply, params = functionalize(Blocks(reentrant=reentrant, whole=whole))
+    x = torch.randn(3, 4, dtype=torch.float64)
 
+    def leaves(scale: float) -> dict[str, Tensor]:
+        return {k: (v * scale).requires_grad_() for k, v in params.items()}
 
-class Remembers(nn.Module):
-    """Appends to its own lists, as mixtures of experts and caches do."""
+    def alone(scale: float) -> list[Tensor | None]:
+        own = leaves(scale)
+        apply(own, x).square().sum().backward()
+        return [p.grad for p in own.values()]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.losses: list[Tensor] = []
-        self.seen: dict[str, list[Tensor]] = {"x": []}
+    def together(scale: float) -> list[list[Tensor | None]]:
+        both = [leaves(scale), leaves(scale + 1)]
+        losses = [apply(own, x).square().sum() for own in both]
+        for loss in losses:
+            loss.backward()
+        return [[p.grad for p in own.values()] for own in both]
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.losses.append(y.square().mean())
-        self.seen["x"].append(x)
-        return y.sum() + sum(self.losses) + len(self.seen["x"])
-
-
-def test_what_a_forward_appends_to_its_own_containers_is_forgotten() -> None:
-    module = Remembers()
-    apply, params = functionalize(module)
-    x = torch.ones(3, 2)
-    assert len({apply(params, x).item() for _ in range(3)}) == 1
-    assert module.losses == [] and module.seen == {"x": []}
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(together, (1.0, 3.0)))
+    for scale, grads in zip((1.0, 2.0, 3.0, 4.0), [*found[0], *found[1]], strict=True):
+        for got, want in zip(grads, alone(scale), strict=True):
+            assert got is not None and want is not None and torch.equal(got, want)
 
 
 class Inner(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -94,7 +95,16 @@ def test_autocast_inside_a_loss_on_virtual_ranks_does_not_lock_them_up() -> None
     assert found.tolist() == [[[2.0, 2.0], [2.0, 2.0]]] * 2
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, also where tests inherit that it is ignored (nohup)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.timeout(60)
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_virtual_ranks() -> None:
     ticks: list[int] = []
 

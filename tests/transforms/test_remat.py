@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import fzero
 from fzero.errors import LayoutError
 from tests.strategies import LEARNING, Block, Pair, integers, same, seeds, tensors, trees
-from tests.transforms.captures import HIDDEN, MODULES, TENSORS, Layer
 
 X = integers((3,), 1)
 V = integers((3,), 2)
@@ -127,49 +126,6 @@ def test_inputs_that_are_integers_or_need_no_gradient() -> None:
     table, ids = integers((4, 2), 1).requires_grad_(), torch.tensor([1, 3, 1])
     rows(table, ids, torch.tensor([True])).sum().backward()
     same(table.grad, torch.tensor([[0.0, 0], [2, 2], [0, 0], [1, 1]]).double())
-
-
-@pytest.mark.parametrize("name", list(TENSORS))
-def test_tensors_that_a_function_holds_are_inputs_too(name: str) -> None:
-    def loss(w: Tensor, wrap: Any) -> Tensor:
-        return (wrap(TENSORS[name](w))(X) ** 3).sum()
-
-    w = integers((3,), 4)
-    for derivative in (torch.func.grad, torch.func.hessian):
-        same(derivative(loss)(w, fzero.remat), derivative(loss)(w, plain))
-    own = w.clone().requires_grad_()
-    same(torch.autograd.grad(loss(own, fzero.remat), own)[0], torch.func.grad(loss)(w, plain))
-
-
-@pytest.mark.parametrize("name", list(HIDDEN))
-def test_a_tensor_that_cannot_be_found_is_refused_if_it_has_a_gradient(name: str) -> None:
-    make, w = HIDDEN[name], integers((3,), 4)
-
-    def loss(w: Tensor) -> Tensor:
-        return fzero.remat(make(w))(X).sum()
-
-    message = r"requires grad and was not given to it[\s\S]*Fix: pass it as an argument"
-    with pytest.raises(LayoutError, match=message):
-        torch.func.grad(loss)(w)
-    with pytest.raises(LayoutError, match=message):
-        loss(w.clone().requires_grad_())
-    same(loss(w), (w * X).sum())
-
-
-def test_a_module_that_updates_its_statistics_is_refused() -> None:
-    norm = torch.nn.BatchNorm1d(3)
-    with pytest.raises(LayoutError, match=r"running statistics[\s\S]*Fix: leave it out of remat"):
-        fzero.remat(norm)(torch.randn(4, 3))
-    x = torch.randn(4, 3)
-    same(fzero.remat(norm.eval())(x), norm(x))
-
-
-@pytest.mark.parametrize("name", list(MODULES))
-def test_parameters_of_modules_that_a_function_holds_are_inputs_too(name: str) -> None:
-    layer = Layer(integers((3,), 4))
-    (fzero.remat(MODULES[name](layer))(X) ** 3).sum().backward()
-    assert layer.w.grad is not None
-    same(layer.w.grad, 3 * layer.w.detach() ** 2 * X**3)
 
 
 def test_activations_are_not_kept_only_inputs_are() -> None:

@@ -1,0 +1,1 @@
+"""What is run on a machine with a GPU: see run.sh."""

@@ -1,0 +1,249 @@
+"""torch's hooks -> events -> the pure hook record -> effects -> the engine's pass.
+
+    a root forward begins      reset_for_new_step; at stage 3 the pass announces its gathers
+    an output's gradient       enter_backward, queue_post_backward_callback; the pass begins
+    a parameter's gradient     update_hook_state_and_maybe_run_epilogue; it goes into its bucket
+    the graph ends             graph_completed -> RunEpilogue: the pass is finished
+
+A record is assigned when its transition has returned; then the effects run. A gradient belongs to
+the graph task that brought it: it is committed by that task's own callback, and dropped if that never
+comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from fzero.adapter._autograd import autograd_has_callbacks
+from fzero.adapter._gradient import HeldGradient
+from fzero.adapter._pytree import count_leaves_below, tensors_in
+from fzero.state import hooks
+from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
+from fzero.state.hooks import HookState
+from fzero.transforms._modes import in_transform
+
+Learning = tuple[Tensor, int]
+"""A parameter object that learns, and the leaf that it is."""
+
+
+class Driven(Protocol):
+    """What events lead to: the engine, as this file sees it."""
+
+    def forward_begins(self) -> None:
+        """A root forward starts, outside of every backward."""
+        ...
+
+    def forward_ends(self, *, trains: bool) -> None:
+        """It is over; a backward can follow if it `trains`."""
+        ...
+
+    def backward_begins(self) -> None:
+        """The first gradient of a backward is on its way."""
+        ...
+
+    def received(self, leaf: int, gradient: Tensor) -> None:
+        """A parameter got a gradient."""
+        ...
+
+    def backward_ends(self) -> None:
+        """The outermost backward is over: the epilogue."""
+        ...
+
+    def drop(self) -> None:
+        """A backward raised: what it brought goes."""
+        ...
+
+
+class Events:
+    """Registers the hooks of one engine, and takes them off."""
+
+    def __init__(self, module: nn.Module, learning: Sequence[Learning], driven: Driven) -> None:
+        self.hooks = HookState()
+        self._driven = driven
+        self._callbacks = autograd_has_callbacks()
+        self._learning = [p for p, _ in learning]
+        self._nodes = [get_gradient_edge(p).node for p, _ in learning]
+        self._expected_by_count = 0
+        self._depth = 0  # of root forwards that are running
+        self._own = False  # this root forward is no recompute and not inside another
+        self._foreign = False  # it uses none of the engine's parameters, or is transformed
+        self._stands_in = _stands_in(module)
+        self._handles = [
+            module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
+            module.register_forward_hook(_Hook(self._after_forward), always_call=True),
+            *[p.register_post_accumulate_grad_hook(self._hook_of(leaf)) for p, leaf in learning],
+        ]
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+
+    # Forward.
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._foreign = in_transform() or self._stands_in()
+        self._own = not self._foreign and not self.inside()
+        if self._own:
+            self.settle()
+            self._apply(hooks.reset_for_new_step)
+            with torch.inference_mode(False), torch.no_grad():  # what waits is for training
+                self._driven.forward_begins()
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0 or not self._own:
+            return
+        self._own = False
+        trains = torch.is_grad_enabled() and self._watch(tensors_in(output))
+        self._driven.forward_ends(trains=trains)
+
+    def _watch(self, outputs: Iterable[Tensor]) -> bool:
+        """Watch the outputs of a root forward: True if a backward can come from them."""
+        learns = any(p.requires_grad for p in self._learning)  # not while all of it is frozen
+        watched = [x for x in outputs if x.grad_fn is not None] if learns else []
+        for x in watched:
+            x.register_hook(self._on_output)
+        if watched and not self._callbacks:
+            self._expected_by_count = count_leaves_below(watched, self._nodes)
+        return bool(watched)
+
+    # Backward.
+
+    def _on_output(self, gradient: Tensor) -> None:
+        task = self._task()
+        if self.hooks.backward_active_depth and task == self._task_of_record:
+            return
+        self._enter(task)
+
+    def _enter(self, task: int | None) -> None:
+        """A backward begins; one that is still open has raised, and is dropped."""
+        self._apply(hooks.reset_for_new_step)
+        self._driven.backward_begins()
+        self._apply(hooks.enter_backward)
+        self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
+
+    def _hook_of(self, leaf: int) -> Callable[[Tensor], None]:
+        def on_gradient(p: Tensor) -> None:
+            gradient = p.grad
+            if isinstance(gradient, HeldGradient):
+                gradient = gradient.taken()
+            p.grad = None
+            if gradient is not None:
+                self._on_gradient(leaf, gradient.detach())
+
+        return on_gradient
+
+    def _on_gradient(self, leaf: int, gradient: Tensor) -> None:
+        if not self.hooks.backward_active_depth and not self._depth:
+            self._reenter()
+        self._driven.received(leaf, gradient)
+        state = self.hooks
+        inside = state.backward_active_depth > 0
+        first = inside and not state.hooks_fired_this_backward
+        self.hooks, effects = hooks.update_hook_state_and_maybe_run_epilogue(
+            state,
+            expected=self._expected() if first else state.max_expected_hooks_seen,
+            graph_task_id=self._task(),
+        )
+        if effects:
+            self._run(effects)
+
+    def _reenter(self) -> None:
+        """A gradient came, and no backward is open: it came by another way than an output."""
+        if not self._callbacks:
+            self._apply(hooks.reenter_backward_if_needed)
+        if not self.hooks.backward_active_depth:
+            self._enter(self._task())
+
+    def _on_completed(self, task: int) -> None:
+        self._apply(hooks.graph_completed, graph_task_id=task)
+
+    # What raised.
+
+    def settle(self) -> None:
+        """Outside of every graph task, a backward that is still open has raised: drop it."""
+        if self.hooks.unfinished and not self.inside():
+            self._apply(hooks.reset_for_new_step)
+
+    def abandon(self) -> None:
+        """An exception ended a forward or a backward."""
+        self._depth, self._own = 0, False
+        self._apply(hooks.reset_for_new_step)
+
+    def inside(self) -> bool:
+        """Whether a backward is running in this thread."""
+        if self._callbacks:
+            return torch._C._current_graph_task_id() >= 0
+        return self.hooks.backward_active_depth > 0
+
+    # Transitions and effects.
+
+    def _apply(self, transition: Callable[..., Any], **event: Any) -> None:
+        self.hooks, effects = transition(self.hooks, **event)
+        if effects:
+            self._run(effects)
+
+    def _run(self, effects: HookEffects) -> None:
+        for effect in effects:
+            match effect:
+                case QueueCallback(task):
+                    engine: Any = torch.autograd.Variable._execution_engine
+                    engine.queue_callback(lambda task=task: self._on_completed(task))
+                case RunEpilogue():
+                    if not self._callbacks:
+                        self.hooks, _ = hooks.exit_backward(self.hooks)
+                    self._driven.backward_ends()
+                case DropBackward():
+                    self._driven.drop()
+
+    @property
+    def _task_of_record(self) -> int | None:
+        return self.hooks.post_backward_callback_graph_task_id
+
+    def _task(self) -> int | None:
+        return torch._C._current_graph_task_id() if self._callbacks else None
+
+    def _expected(self) -> int:
+        """The hooks of this backward as far as is known: those that fired, and those to come."""
+        if not self._callbacks:
+            return self._expected_by_count
+        will = torch._C._will_engine_execute_node
+        return self.hooks.hooks_fired_this_backward + sum(map(will, self._nodes))
+
+
+class _Hook:
+    """A hook on an engine's module. A copy of the module belongs to no engine: it does nothing."""
+
+    def __init__(self, do: Callable[..., None]) -> None:
+        self._do = do
+
+    def __call__(self, *args: Any) -> None:
+        self._do(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """What a copied hook does."""
+
+
+def _stands_in(module: nn.Module) -> Callable[[], bool]:
+    """Return whether torch.func.functional_call has put tensors in the places of parameters.
+
+    It replaces all or some of them: the first one tells.
+    """
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None:
+                return lambda: not isinstance(owner._parameters.get(name), nn.Parameter)
+    return lambda: False

@@ -1,0 +1,124 @@
+"""What stands in `p.grad` while an engine holds the gradient: a tensor that says where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError, PhaseError, explain
+
+_WAYS = {
+    "norm": "engine.clip_grad_norm_(max_norm), or max_norm= of Engine; the norm is "
+    "engine.global_grad_norm",
+    "_amp_": "loss_scale= of Engine and engine.scale(loss), in the place of a GradScaler",
+    "clamp": "a hook on the parameter, p.register_hook(lambda g: g.clamp(-1, 1)), which runs "
+    "before the gradient is reduced",
+    "zero_": "engine.zero_grad(), or module.zero_grad()",
+}
+
+
+class HeldGradient(Tensor):
+    """Stands in `p.grad`: it has the parameter's shape, and no values of its own."""
+
+    path: str
+    arrived: Tensor | None
+
+    @staticmethod
+    def __new__(cls, p: Tensor, path: str) -> HeldGradient:
+        """Make the stand-in for the gradient of `p`."""
+        made = Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
+        made.path, made.arrived = path, None
+        return made
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Take what a backward adds; refuse everything else, with the engine's way."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        held = next(x for x in _flat(args) if isinstance(x, HeldGradient))
+        inside = torch._C._current_graph_task_id() >= 0
+        if func is torch.ops.aten.add_.Tensor and args[0] is held and inside:
+            held.arrived = args[1]
+            return held
+        name = str(func)
+        way = next((text for key, text in _WAYS.items() if key in name), "")
+        raise PhaseError(
+            explain(
+                f"the gradient of {held.path} was read or written through p.grad ({name}).",
+                cause="code that works on p.grad: clipping, a GradScaler, an optimizer that was "
+                "made after the engine, or an all-reduce by hand. The engine holds gradients "
+                "reduced, and sharded over the ranks.",
+                fix=f"use {way or 'engine.full_gradient(path), engine.set_full_gradient(path, g)'}"
+                "; engine.step() runs the optimizer that the engine was made with.",
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"HeldGradient({self.path}, shape={tuple(self.shape)})"
+
+    def taken(self) -> Tensor | None:
+        """Return what a backward has added, and forget it."""
+        arrived, self.arrived = self.arrived, None
+        return arrived
+
+
+class Gradients:
+    """The stand-ins of an engine's parameters, and whether somebody touched `p.grad`."""
+
+    def __init__(self, learning: Sequence[tuple[Tensor, str]]) -> None:
+        self._learning = [(p, HeldGradient(p, path)) for p, path in learning]
+        self._standing = False
+
+    def lift(self) -> bool:
+        """Take the stand-ins away, before autograd writes; True if the user has dropped them all.
+
+        Raises `LayoutError` if some were replaced: a gradient written by hand would be lost.
+        """
+        if not self._standing:
+            return False
+        self._standing = False
+        found = [(p.grad, held) for p, held in self._learning]
+        for p, _ in self._learning:
+            p.grad = None
+        dropped = [gradient is None for gradient, _ in found]
+        for gradient, held in found:
+            if gradient is not None and gradient is not held:
+                raise LayoutError(
+                    explain(
+                        f"p.grad of {held.path} was replaced by a tensor.",
+                        cause="a gradient written by hand, or by another backward engine.",
+                        fix="write engine.set_full_gradient(path, value), the same on every rank.",
+                    )
+                )
+        if any(dropped) and not all(dropped):
+            path = next(held.path for gradient, held in found if gradient is None)
+            raise LayoutError(
+                explain(
+                    f"p.grad of {path} was set to None, and those of other parameters were not.",
+                    cause="an optimizer's zero_grad() of some of the parameters.",
+                    fix="drop all of them with engine.zero_grad(), or freeze a part with "
+                    "requires_grad_(False) before the backward.",
+                )
+            )
+        return bool(dropped) and all(dropped)
+
+    def drop(self) -> None:
+        """Take the stand-ins away, whatever is there."""
+        self._standing = False
+        for p, _ in self._learning:
+            p.grad = None
+
+    def stand(self) -> None:
+        """Put the stand-ins in their places: the engine holds gradients now."""
+        self._standing = True
+        for p, held in self._learning:
+            p.grad = held
+
+
+def _flat(args: Any) -> list[Any]:
+    return [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,))]

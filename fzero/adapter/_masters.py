@@ -1,0 +1,61 @@
+"""fp32 masters follow what somebody writes to the module's 16-bit parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.adapter._module import ModuleParameters
+from fzero.partition import shard_rows
+from fzero.state import Placement, Setup, TrainState
+from fzero.state.buffers import SIXTEEN_BIT
+
+
+class Masters:
+    """Sees ordinary writes (weight clipping, load_state_dict) by torch's count of them.
+
+    A write through `p.data`, or from NumPy, is not counted, and is lost at the next update. Where
+    there are no masters, below stage 3, every write is to the state itself.
+    """
+
+    def __init__(self, params: ModuleParameters, setup: Setup) -> None:
+        groups = setup.layout.groups
+        self._watched = [
+            (number, index, [p for leaf in groups[index].leaves for p in params.objects(leaf)])
+            for number, index in enumerate(setup.layout.trainable)
+            if groups[index].dtype in SIXTEEN_BIT and not setup.gathers_by_unit
+        ]
+        self.published()
+
+    def published(self) -> None:
+        """Parameters and masters agree now."""
+        self._versions = [_versions(params) for _, _, params in self._watched]
+
+    def follow(self, state: TrainState) -> None:
+        """Let the masters of parameters that were written to take their values."""
+        masters: Sequence[Tensor] = getattr(state.optimizer, "masters", ())
+        for (number, index, params), before in zip(self._watched, self._versions, strict=True):
+            if masters and masters[number].numel() and _versions(params) != before:
+                take_values(masters[number], own_part(state, state.params.flats[index]))
+
+
+def take_values(master: Tensor, rows: Tensor) -> None:
+    """Write 16-bit values into a master; elements that are equal keep their low bits."""
+    with torch.no_grad():
+        changed = rows != master.to(rows.dtype)
+        master.copy_(torch.where(changed, rows.to(master.dtype), master))
+
+
+def own_part(state: TrainState, flat: Tensor) -> Tensor:
+    """This rank's part of a group's parameters, as the optimizer steps it."""
+    setup = state.setup
+    if setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED:
+        return shard_rows(flat, setup.axis.size, setup.axis.rank)
+    return flat
+
+
+def _versions(params: Sequence[Any]) -> int:
+    return sum(p._version for p in params)

@@ -1,0 +1,199 @@
+"""A module's parameters, moved onto the buffers of a state, and moved back.
+
+below stage 3   every parameter is a view of its group's flat
+at stage 3      every parameter is a placeholder; this rank has a shard of its group
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.packing import unpack
+from fzero.placeholder import in_place_of
+from fzero.state import Layout
+
+
+class ModuleParameters:
+    """The parameter objects of a module, by the leaves of a layout."""
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.module, self.layout = module, layout
+        self.paths: dict[int, list[str]] = {}  # leaf -> all paths that it has
+        names = dict(module.named_parameters(remove_duplicate=False))
+        for path, leaf in zip(names, layout.slots, strict=True):
+            self.paths.setdefault(leaf, []).append(path)
+        self._known: list[tuple[dict[str, Any], str, Tensor, int, str, bool]] = []
+
+    def objects(self, leaf: int) -> list[Tensor]:
+        """Every parameter object that is this leaf: one, or several on the same memory."""
+        found = [self.at(path) for path in self.paths[leaf]]
+        return list({id(p): p for p in found}.values())
+
+    def at(self, path: str) -> Tensor:
+        """The module's parameter at `path`, as it is now."""
+        owner, _, name = path.rpartition(".")
+        return getattr(self.module.get_submodule(owner), name)
+
+    def values(self, index: int) -> list[Tensor]:
+        """The full leaves of a group."""
+        return [self.objects(leaf)[0].detach() for leaf in self.layout.groups[index].leaves]
+
+    @torch.no_grad()
+    def show(self, index: int, flat: Tensor) -> None:
+        """Let a group's parameters have the values, and the memory, of its flat [W l]."""
+        leaves = self.layout.groups[index].leaves
+        for leaf, view in zip(leaves, unpack(self.layout, index, flat), strict=True):
+            for path in self.paths[leaf]:
+                p = self.at(path)
+                if type(p.data) is Tensor:
+                    p.data = view
+                else:  # made under sharded_init
+                    self._assign(path, in_place_of(p, view))
+
+    @torch.no_grad()
+    def let_go(self, index: int) -> None:
+        """Free the memory of a group's parameters: placeholders take their places soon.
+
+        Whoever holds one that cannot be swapped then reads NaN, and notices.
+        """
+        for leaf in self.layout.groups[index].leaves:
+            for p in self.objects(leaf):
+                if type(p.data) is Tensor:
+                    nothing = float("nan") if p.is_floating_point() else 0
+                    p.data = p.data.new_full((), nothing).expand(p.shape)
+
+    def place(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Put `tensors` (placeholders, or whole tensors) where a group's parameters are."""
+        for leaf, value in zip(self.layout.groups[index].leaves, tensors, strict=True):
+            made: dict[int, nn.Parameter] = {}
+            for path in self.paths[leaf]:
+                old = self.at(path)
+                if id(old) not in made:
+                    made[id(old)] = in_place_of(old, value)
+                self._assign(path, made[id(old)])
+
+    def _assign(self, path: str, p: nn.Parameter) -> None:
+        owner, _, name = path.rpartition(".")
+        module = self.module.get_submodule(owner)
+        if getattr(module, name) is not p:
+            setattr(module, name, p)
+
+    # What may have happened to them since.
+
+    def remember(self) -> None:
+        """Note where every parameter is, for `require_same`."""
+        self._known = [
+            (
+                owner._parameters,
+                name,
+                p,
+                p.data_ptr(),
+                f"{prefix}.{name}".lstrip("."),
+                p.requires_grad,
+            )
+            for prefix, owner in self.module.named_modules()
+            for name, p in owner._parameters.items()
+            if p is not None
+        ]
+
+    def require_same(self) -> None:
+        """Raise for a parameter that was replaced, moved or unfrozen: it would not be trained."""
+        for held, name, p, pointer, path, learns in self._known:
+            if held.get(name) is not p:
+                seen, cause = "is another tensor now than", "an assignment after Engine(...)"
+            elif p.data_ptr() != pointer:
+                seen, cause = "has other memory now than", "`p.data = x` after Engine(...)"
+            elif not learns and p.requires_grad:
+                seen, cause = "requires grad now, unlike", "requires_grad_(True) after Engine(...)"
+            else:
+                continue
+            raise LayoutError(
+                explain(
+                    f"{path} {seen} when the engine was made.",
+                    cause=f"{cause}: the engine's buffers know nothing of it.",
+                    fix="make the engine when the module is as it will be; freeze parts with "
+                    "requires_grad_(False), and write values with p.copy_(x) under no_grad, or "
+                    "at stage 3 with fzero.adapter.gathered(module, modify=True).",
+                )
+            )
+
+    @property
+    def all_objects(self) -> list[Tensor]:
+        """Every parameter object."""
+        return [p for leaf in self.paths for p in self.objects(leaf)]
+
+
+@contextmanager
+def free_to_swap(module: nn.Module) -> Iterator[None]:
+    """Recurrent modules drop their weak references to weights, with which none can be swapped."""
+    recurrent: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    for part in recurrent:
+        part._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for part in recurrent:
+            weights = part._flat_weights
+            part._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
+
+
+def require_plain(module: Any, is_taken: Callable[[Tensor], bool]) -> None:
+    """Raise for what cannot be an engine's module."""
+    if not isinstance(module, nn.Module):
+        raise LayoutError(
+            explain(
+                f"Engine got a {type(module).__name__}.",
+                cause="a function or a state was passed in the place of a module.",
+                fix="pass an nn.Module; for pure functions there is fzero.shard.",
+            )
+        )
+    for path, p in module.named_parameters(remove_duplicate=False):
+        if is_taken(p):
+            raise PhaseError(
+                explain(
+                    f"{path} belongs to an engine that is open.",
+                    cause="a notebook cell that made the engine was run again, or two modules "
+                    "share a parameter.",
+                    fix="call close() on that engine first, or make the module anew if its name is "
+                    "lost; for a shared part, make one engine of a module that has all of it.",
+                )
+            )
+        if isinstance(p, nn.UninitializedParameter):
+            raise LayoutError(
+                explain(
+                    f"{path} is not initialized: it has no shape yet.",
+                    cause="a lazy module (nn.LazyLinear, ...) that has not run.",
+                    fix="run the module once, without gradient, then make the engine.",
+                )
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise LayoutError(
+                explain(
+                    f"{name or 'the module'} gives sparse gradients.",
+                    cause=f"nn.{type(part).__name__}(..., sparse=True).",
+                    fix="leave sparse out: buckets of gradients are dense.",
+                )
+            )
+
+
+def require_one_device(module: nn.Module) -> None:
+    """Raise unless all parameters are on one device, and have values."""
+    by_device = {p.device: path for path, p in module.named_parameters()}
+    if len(by_device) > 1 or any(device.type == "meta" for device in by_device):
+        seen = ", ".join(f"{path} on {device}" for device, path in by_device.items())
+        raise LayoutError(
+            explain(
+                f"the module's parameters are spread: {seen}.",
+                cause="a part of the module was not moved, or was built on the meta device.",
+                fix="call module.to(device) before making the engine; to build a model that no "
+                "rank can hold, use fzero.adapter.sharded_init.",
+            )
+        )

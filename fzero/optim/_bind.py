@@ -1,0 +1,247 @@
+"""Which parameter is in which param group of a torch.optim optimizer, and what it keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.optim import Optimizer
+
+from fzero.errors import FzeroError, LayoutError, PhaseError, explain
+from fzero.optim._elementwise import SMALL, is_elementwise
+from fzero.optim._masters import stepped_dtype
+from fzero.optim._trial import Early, Kept, early_of, early_of_group, learn, rule_of
+
+Factory = Callable[[list[nn.Parameter]], Optimizer]
+
+CLOSURE = "it evaluates the loss several times in a step, by a closure"
+REFUSED = {
+    torch.optim.LBFGS: CLOSURE,
+    torch.optim.SparseAdam: "it takes sparse gradients; flat buffers have dense ones",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A torch.optim optimizer and the parameters that it steps, by path."""
+
+    instance: Optimizer
+    groups: int
+    group_at: Mapping[str, int]  # of every path that a param group has, tied ones too
+    elementwise: bool
+    kept: Mapping[tuple[int, torch.dtype, int], Kept]  # by group, dtype, dims (1 if elementwise)
+    devices: Sequence[torch.device]  # of each group
+
+
+def require_usable(source: Any) -> None:
+    """Raise `LayoutError` for what is no torch.optim class, instance or factory."""
+    if isinstance(source, Optimizer):
+        _require_plain(type(source))
+    elif isinstance(source, type) and issubclass(source, Optimizer):
+        _require_plain(source)
+    elif not callable(source) or isinstance(source, type):
+        raise _no_optimizer(f"{source!r}")
+
+
+def bind(source: Any, params: Mapping[str, Tensor], *, masters: bool) -> Bound:
+    """Make the optimizer if there is none yet, find its parameters, and try its rule."""
+    if isinstance(source, Optimizer):
+        instance = source
+        _require_new(instance)
+        group_at = _group_at(instance, params)
+        earlies = [early_of_group(instance, g) for g in range(len(instance.param_groups))]
+    else:
+        instance, early = _made_by(source, params)
+        group_at = {path: 0 for path, p in params.items() if _learns(p)}
+        earlies = [early]
+    devices = _devices(instance, params, group_at)
+    elementwise = all(
+        is_elementwise(_tried(instance, rule_of(instance, g, earlies[g])), devices[g])
+        for g in _unlike(instance)
+    )
+    kept: dict[tuple[int, torch.dtype, int], Kept] = {}
+    for path, g in group_at.items():
+        p = params[path]
+        dtype = stepped_dtype(p.dtype, masters=masters)
+        dims = 1 if elementwise else max(p.ndim, 1)
+        if _learns(p) and (g, dtype, dims) not in kept:
+            like = torch.empty(0, dtype=dtype, device=p.device)
+            kept[g, dtype, dims] = _learned(instance, g, earlies[g], like, dims)
+    instance.state.clear()  # what the constructor made; it is made again for the shards
+    return Bound(
+        instance=instance,
+        groups=len(instance.param_groups),
+        group_at=group_at,
+        elementwise=elementwise,
+        kept=kept,
+        devices=devices,
+    )
+
+
+def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer, Early]:
+    """Call the factory with one small parameter: errors in it come before anything is moved."""
+    device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
+    small = nn.Parameter(torch.zeros(SMALL, device=device))
+    made: Any = factory([small])
+    if not isinstance(made, Optimizer):
+        raise _no_optimizer(f"{name_of(factory)}, which gives a {type(made).__name__}")
+    _require_plain(type(made))
+    if len(made.param_groups) != 1:
+        raise LayoutError(
+            explain(
+                f"{name_of(factory)} makes {len(made.param_groups)} param groups of one parameter.",
+                cause="a factory that sorts parameters by their shape or name.",
+                fix="make the optimizer from module.parameters() yourself, and pass it: its "
+                "param groups are kept.",
+            )
+        )
+    early = early_of(made, small)
+    made.param_groups[0]["params"] = []
+    return made, early
+
+
+def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, int]:
+    paths: dict[Any, list[str]] = {}
+    for path, p in params.items():
+        for key in _keys(p):
+            paths.setdefault(key, []).append(path)
+    found: dict[str, int] = {}
+    for number, group in enumerate(instance.param_groups):
+        for p in group["params"]:
+            mine = list(dict.fromkeys(path for key in _keys(p) for path in paths.get(key, ())))
+            if not mine:
+                raise LayoutError(
+                    explain(
+                        f"the optimizer's group {number} has a parameter of shape "
+                        f"{tuple(p.shape)} that is not the module's.",
+                        cause="the optimizer was made for another model, or before the module "
+                        "was converted or wrapped.",
+                        fix="make the optimizer from module.parameters() right before the state "
+                        "or the engine is made.",
+                    )
+                )
+            if mine[0] in found:
+                raise LayoutError(
+                    explain(
+                        f"{mine[0]} is in the optimizer's groups {found[mine[0]]} and {number}.",
+                        cause="tied weights listed twice, or overlapping group filters.",
+                        fix="list every parameter once.",
+                    )
+                )
+            found.update(dict.fromkeys(mine, number))
+    return found
+
+
+def _keys(p: Tensor) -> Iterator[Any]:
+    """What tells that two tensors are one parameter: the same object, or the same memory."""
+    yield id(p)
+    plain = type(p) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(p)
+    if plain and p.numel() and not p.is_meta:
+        yield p.data_ptr(), tuple(p.shape), p.stride(), p.dtype, p.device
+
+
+def _learns(p: Tensor) -> bool:
+    return p.is_floating_point() and (p.requires_grad or not isinstance(p, nn.Parameter))
+
+
+def _devices(
+    instance: Optimizer, params: Mapping[str, Tensor], group_at: Mapping[str, int]
+) -> list[torch.device]:
+    devices = [torch.device("cpu")] * len(instance.param_groups)
+    for path, g in group_at.items():
+        if not params[path].is_meta:
+            devices[g] = params[path].device
+    return devices
+
+
+def _unlike(instance: Optimizer) -> list[int]:
+    """The param groups to try: one of those that differ in nothing but the learning rate."""
+    found: dict[str, int] = {}
+    for number, group in enumerate(instance.param_groups):
+        rest = {k: x for k, x in group.items() if k not in ("params", "lr", "initial_lr")}
+        found.setdefault(repr(rest), number)
+    return list(found.values())
+
+
+def _tried(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule`, whose errors name the optimizer."""
+
+    def tried(*args: Any) -> Any:
+        try:
+            return rule(*args)
+        except FzeroError:
+            raise
+        except Exception as error:
+            name = type(instance).__name__
+            raise LayoutError(
+                explain(
+                    f"{name} could not step a small parameter: {type(error).__name__}: {error}",
+                    cause=f"{name}.step() needs a closure, or state that only its constructor "
+                    "makes, from arguments that are not options of its param groups.",
+                    fix="pass a factory, params -> optimizer, instead of an instance; or use one "
+                    "of torch.optim.",
+                )
+            ) from error
+
+    return tried
+
+
+def _learned(instance: Optimizer, number: int, early: Early, like: Tensor, dims: int) -> Kept:
+    kept = _tried(instance, learn)(instance, number, early, like, dims)
+    if kept.odd and dims == 1:
+        raise LayoutError(
+            explain(
+                f"{type(instance).__name__} keeps {kept.odd[0]} for a parameter, which is neither "
+                "shaped as the parameter nor a number.",
+                cause="state that does not go with the elements: it cannot be cut into shards.",
+                fix="use an optimizer that keeps tensors shaped as the parameters, and numbers.",
+            )
+        )
+    return kept
+
+
+def _require_plain(kind: type[Optimizer]) -> None:
+    for refused, reason in REFUSED.items():
+        if issubclass(kind, refused):
+            raise LayoutError(
+                explain(
+                    f"{kind.__name__} cannot step shards of the parameters: {reason}.",
+                    cause="an optimizer that is no function of parameters and gradients.",
+                    fix="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...).",
+                )
+            )
+
+
+def _require_new(instance: Optimizer) -> None:
+    if any(state.get("step", 1) != 0 for state in instance.state.values() if state):
+        raise PhaseError(
+            explain(
+                f"the optimizer has state for {len(instance.state)} parameters already.",
+                cause="it made steps, or loaded a state_dict, before it was given to fzero.",
+                fix="give a new optimizer, and then load the state: with an engine, "
+                "engine.set_full_optimizer_state(path, name, value).",
+            )
+        )
+
+
+def _no_optimizer(seen: str) -> LayoutError:
+    return LayoutError(
+        explain(
+            f"the optimizer is {seen}.",
+            cause="an fzero.optim rule, a scheduler, or the name of an optimizer.",
+            fix="pass a torch.optim optimizer, its class, or params -> optimizer: "
+            "functools.partial(torch.optim.AdamW, lr=3e-4).",
+        )
+    )
+
+
+def name_of(factory: Any) -> str:
+    """Return what a class, factory or instance is called, alike on every rank: no address."""
+    if isinstance(factory, Optimizer):
+        return type(factory).__name__
+    function = getattr(factory, "func", factory)
+    return getattr(function, "__qualname__", type(function).__name__)

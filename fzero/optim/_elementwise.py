@@ -1,0 +1,119 @@
+"""Rules that would be wrong on shards are found by a trial, when a state is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError, explain
+
+SMALL = (4, 6)
+RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats: (start, stop)
+SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
+
+Rule = Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]
+"""(parameters, for each step their gradients) -> what each parameter was changed by."""
+
+
+class _Optimizer(Protocol):
+    @property
+    def elementwise(self) -> bool: ...
+
+
+def require_elementwise(optimizer: _Optimizer) -> None:
+    """Raise `LayoutError` for an optimizer whose shards are not updated as the whole would be.
+
+    The rule is run on a small matrix, whole and cut as three ranks hold it: three steps, with
+    gradients of very different sizes. fzero's own rules are elementwise by construction.
+
+    Args:
+        optimizer: of any kind that `as_optimizer` gives; one from `from_torch` is bound already.
+
+    Raises:
+        LayoutError: for a rule with a norm, a mean over a dim, a matrix product or random
+            numbers in it.
+
+    Example:
+        >>> import torch
+        >>> from fzero.optim import as_optimizer
+        >>> def update(grads, state, params):
+        ...     norm = torch.stack([g.norm() for g in grads]).norm()
+        ...     return [-g / norm for g in grads], state
+        >>> require_elementwise(as_optimizer((lambda params: (), update)))
+        Traceback (most recent call last):
+        fzero.errors.LayoutError: pair(update) is not elementwise: ...
+    """
+    if not optimizer.elementwise:
+        raise not_elementwise(optimizer)
+
+
+def not_elementwise(optimizer: object) -> LayoutError:
+    """Return the error for a rule that needs whole parameters, and has parts of them."""
+    return LayoutError(
+        explain(
+            f"{optimizer!r} is not elementwise: tried on a small matrix, it makes other updates of "
+            "the whole than of its parts, and a rank has parts of the parameters.",
+            cause="a norm, a mean over a dim, a matrix product, a test of the shape or random "
+            "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain).",
+            fix="use stage 0 or one rank; or an elementwise optimizer (SGD, Adam, AdamW, Lion, "
+            "...); clip with fzero.clip or max_norm, and not inside of the optimizer.",
+        )
+    )
+
+
+def _difference(rule: Rule, device: torch.device) -> float:
+    """Return by what part of its size an update differs between a whole matrix and flat shards.
+
+    The shards are those of three ranks, each of which runs the rule alone. 0 up to rounding for
+    an elementwise rule; infinity for one that cannot step flat tensors.
+    """
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    matrix = numbers_of(SMALL, 0).to(device, dtype)
+    steps = [numbers_of(SMALL, 1 + k).to(device, dtype) * size for k, size in enumerate(SIZES)]
+    with seeded(device):
+        whole = rule([matrix.clone()], [[g.clone()] for g in steps])[0].flatten()
+    cut = torch.zeros_like(whole)
+    for spans in RANKS:
+        params = [matrix.flatten()[a:b].clone() for a, b in spans]
+        grads = [[g.flatten()[a:b].clone() for a, b in spans] for g in steps]
+        try:
+            with seeded(device):
+                parts = rule(params, grads)
+        except Exception:  # a rule for matrices says in its own way that a flat tensor is none
+            return float("inf")
+        for (a, b), part in zip(spans, parts, strict=True):
+            cut[a:b] = part
+    whole, cut = whole.nan_to_num(), cut.nan_to_num()
+    size = whole.abs().max().item()
+    rounding = 16 * torch.finfo(dtype).eps * (size + matrix.abs().max().item())
+    apart = (whole - cut).abs().max().item()
+    return apart / size if apart > rounding else 0.0
+
+
+def is_elementwise(rule: Rule, device: torch.device) -> bool:
+    """Whether a rank's flat shards are updated as they are inside of the whole parameters."""
+    return _difference(rule, device) < (1e-9 if device.type == "cpu" else 1e-4)
+
+
+@contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """Random numbers are the same in each of these blocks, and go on as before after it."""
+    on_gpu = device.type == "cuda"
+    index = torch.cuda.current_device() if on_gpu and device.index is None else device.index
+    with torch.random.fork_rng(devices=[index] if on_gpu else []):
+        torch.default_generator.manual_seed(0)
+        if on_gpu:
+            torch.cuda.default_generators[index].manual_seed(0)
+        yield
+
+
+def numbers_of(shape: Sequence[int], seed: int) -> Tensor:
+    """Fixed numbers between -3 and 3, none of them 0, alike on every machine."""
+    count = torch.Size(shape).numel()
+    sizes = [3 * (0.5 + (7 * k + 5 * seed + 3) % 11) / 11 for k in range(count)]
+    signs = [(-1) ** ((k + seed) % 3) for k in range(count)]
+    return torch.tensor([size * sign for size, sign in zip(sizes, signs, strict=True)]).view(*shape)

@@ -1,0 +1,181 @@
+"""One step of a torch.optim optimizer on tensors that are lent to it for that time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fzero.errors import LayoutError, explain
+from fzero.optim._bind import Bound
+from fzero.optim._trial import Kept, as_kept, fuses, state_of
+
+
+class Unit(NamedTuple):
+    """What torch.optim sees as one parameter: a flat, or a whole leaf of a flat."""
+
+    index: int  # of the flat; -1: of none, see `_idle`
+    group: int  # the param group
+    span: tuple[int, int] | None  # None: all of the flat
+    shape: tuple[int, ...]
+    kept: Kept
+    counter: int  # which of the counters of one name is its own
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its part of a tensor that is as long as its flat."""
+        return flat if self.span is None else flat[slice(*self.span)].view(self.shape)
+
+
+class _Loan(NamedTuple):
+    unit: Unit
+    values: Tensor
+    parameter: nn.Parameter
+    given: dict[str, Any]
+
+
+Slots = Mapping[str, Sequence[Tensor]]
+Counters = Mapping[str, tuple[Tensor, ...]]
+
+
+def step(
+    bound: Bound,
+    units: Sequence[Unit],
+    work: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    slots: Slots,
+    counters: Counters,
+    *,
+    fresh: bool,
+) -> dict[str, tuple[Tensor, ...]]:
+    """Step `work` in place, with its slots and counters; return the slots.
+
+    fresh: it is the first step, before which a rule gets only what it does not make itself.
+    """
+    every = [*units, *(_idle(bound, units) if bound.elementwise else ())]
+    own_counters = _spread(every, counters)
+    loans = []
+    for unit in every:
+        names = unit.kept.given if fresh else None
+        if unit.index < 0:
+            values = torch.zeros(1, dtype=unit.kept.dtype, device=bound.devices[unit.group])
+            given = state_of(unit.kept, values, names)
+            gradient = torch.zeros_like(values)
+        else:
+            values, gradient = unit.of(work[unit.index]), unit.of(grads[unit.index])
+            given = _slots_of(unit, slots, names)
+        for name in unit.kept.counters:
+            if names is None or name in names:
+                counter = next(own_counters[name][unit.counter])
+                given[name] = as_kept(unit.kept, name, counter)
+        parameter = nn.Parameter(values)
+        parameter.grad = gradient
+        loans.append(_Loan(unit, values, parameter, given))
+    with _lent(bound.instance, bound.groups, loans):
+        bound.instance.step()
+        return _taken(bound.instance, loans, slots, counters)
+
+
+@contextmanager
+def _lent(instance: Optimizer, groups: int, loans: Sequence[_Loan]) -> Iterator[None]:
+    """The optimizer has the loans' parameters and state; afterwards all is as it was."""
+    lent: list[list[Tensor]] = [[] for _ in range(groups)]
+    for loan in loans:
+        lent[loan.unit.group].append(loan.parameter)
+    owners = list(instance.param_groups)
+    users = [group["params"] for group in owners]
+    fused = [group for group, params in zip(owners, lent, strict=True) if fuses(group, params)]
+    try:
+        for group, params in zip(owners, lent, strict=True):
+            group["params"] = params
+        for group in fused:
+            group["fused"] = True
+        instance.state.update({loan.parameter: loan.given for loan in loans if loan.given})
+        yield
+    finally:
+        instance.state.clear()
+        for group in fused:
+            group["fused"] = None
+        for group, params in zip(owners, users, strict=True):
+            group["params"] = params
+
+
+def _taken(
+    instance: Optimizer, loans: Sequence[_Loan], slots: Slots, counters: Counters
+) -> dict[str, tuple[Tensor, ...]]:
+    """Write what the step made anew into the tensors that hold it."""
+    held = {name: list(flats) for name, flats in slots.items()}
+    counted: set[int] = set()
+    for unit, values, parameter, _ in loans:
+        kept, state = unit.kept, instance.state.get(parameter, {})
+        if len(state) != kept.size:
+            raise _other_state(instance, state, kept)
+        if unit.counter not in counted:
+            counted.add(unit.counter)
+            for name in kept.counters:
+                _write(counters[name][unit.counter], state[name])
+        if unit.index < 0:
+            continue
+        if parameter.data_ptr() != values.data_ptr():  # `p.data = ...` in the rule
+            values.copy_(parameter.detach())
+        for name in kept.slots:
+            home = held[name][unit.index]
+            if (made := state[name]) is not home:
+                unit.of(home).copy_(made)
+        for name in kept.odd:
+            held[name][unit.index] = state[name].detach()
+    return {name: tuple(flats) for name, flats in held.items()}
+
+
+def _slots_of(unit: Unit, slots: Slots, names: frozenset[str] | None) -> dict[str, Any]:
+    given = {
+        name: unit.of(slots[name][unit.index])
+        for name in unit.kept.slots
+        if names is None or name in names
+    }
+    if names is None:
+        given |= {name: slots[name][unit.index] for name in unit.kept.odd}
+    return given
+
+
+def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, Iterator[Tensor]]]:
+    """A counter of its own for each unit, by name and owner: rules count in place."""
+    sizes = Counter(unit.counter for unit in units)
+    return {
+        name: {k: iter(own[k].expand(n, *own[k].shape).clone().unbind()) for k, n in sizes.items()}
+        for name, own in counters.items()
+    }
+
+
+def _idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
+    """One element for each param group of which this rank has none, so that its counters go on."""
+    busy = {unit.group for unit in units}
+    if len(busy) == bound.groups:
+        return []
+    some = {group: kept for (group, *_), kept in bound.kept.items()}
+    return [Unit(-1, g, None, (), kept, g) for g, kept in some.items() if g not in busy]
+
+
+def _write(home: Tensor, value: Any) -> None:
+    if isinstance(value, Tensor):
+        home.copy_(value)
+    else:
+        home.fill_(value)
+
+
+def _other_state(instance: Optimizer, state: Mapping[str, Any], kept: Kept) -> LayoutError:
+    known = sorted({*kept.slots, *kept.counters, *kept.odd})
+    return LayoutError(
+        explain(
+            f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the state "
+            f"was made it kept {known}.",
+            cause="an option that adds state (momentum, amsgrad) was set later, or a rule that "
+            "begins to keep something after some steps.",
+            fix="set the option before the state is made; leave out what works every k steps "
+            "(Lookahead), or do it in your own step.",
+        )
+    )

@@ -1,0 +1,121 @@
+"""The bodies of the GPU tests on two gloo ranks, so that they are right before a GPU is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import bodies, costs
+from tests.gpu.bodies import DRIVERS
+from tests.gpu.test_nccl import check_killed
+from tests.gpu.training import Task
+from tests.gpu.watch import Span, Trace, no_host_reads, sort_events
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+
+def on_cpu(body: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
+    return run_ranks(bodies.run, size, "cpu", body, *args)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_numbers(stage: int, driver: str) -> None:
+    on_cpu(bodies.numbers, Task(stage=stage), driver)
+    on_cpu(bodies.numbers, Task(stage=stage, backwards=3, max_norm=0.5), driver)
+    kinds = {"engine": ("reentrant", "nonreentrant"), "functional step": ("nonreentrant", "remat")}
+    for kind in kinds[driver]:
+        on_cpu(bodies.numbers, Task(stage=stage, checkpoint=kind), driver)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank(stage: int) -> None:
+    for driver in DRIVERS:
+        on_cpu(bodies.numbers, Task(stage=stage, backwards=2), driver, size=1)
+    on_cpu(bodies.virtual_ranks, stage, size=1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_meshes(stage: int) -> None:
+    on_cpu(bodies.numbers_on_a_mesh, stage, "user's group")
+    on_cpu(bodies.numbers_on_a_mesh, stage, "sub-mesh of this rank")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bf16_with_masters(stage: int) -> None:
+    on_cpu(bodies.bf16_with_masters, stage)
+
+
+@pytest.mark.parametrize("where", ["before", "after", "rank 0"])
+def test_delays(where: str) -> None:
+    on_cpu(bodies.numbers_with_delays, Task(stage=3, steps=1), where)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_steady_step_reads_nothing_on_the_host(stage: int, driver: str) -> None:
+    on_cpu(bodies.no_reads_in_a_steady_step, stage, driver, torch.float32)
+
+
+def test_no_host_reads_sees_a_read() -> None:
+    with no_host_reads("cpu"):
+        torch.ones(2).sum()
+        with pytest.raises(RuntimeError, match="reads a tensor on the host"):
+            torch.ones(2).sum().item()
+
+
+def test_errors_of_one_rank() -> None:
+    first, last = on_cpu(bodies.one_rank_raises, 3)
+    assert any("rank 1 raised" in error for error in first)
+    assert "ZeroDivisionError: on purpose" in last
+
+
+def test_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_killed(3, "cpu", tmp_path, monkeypatch)
+
+
+def test_derivatives_counts_and_checkpoints(tmp_path: Path) -> None:
+    on_cpu(bodies.derivatives)
+    assert on_cpu(bodies.counted, 0)[0] == {"all_reduce": 1}
+    on_cpu(bodies.saved_and_loaded, str(tmp_path))
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_peak_runs_and_bounds_are_zero_s_table(driver: str) -> None:
+    stack = costs.Stack(layers=4, width=16, samples=2)
+    found = on_cpu(costs.peak_of, stack, 2, driver, {})
+    # P = 4 layers of 1 KiB: P + 2 P / 2 resident, P / 2 of gradients, three buckets of a layer.
+    assert [one["bound"] for one in found] == [4096 + 4096 + 2048 + 3 * 1024] * 2
+    bounds = [costs.peak_bound(stack, stage, 2) // 1024 for stage in range(4)]
+    assert bounds == [4 + 8 + 4 + 3, 4 + 4 + 4 + 3, 4 + 4 + 2 + 3, 2 + 4 + 2 + 6]
+
+
+def test_a_trace_shows_the_engine_s_gathers_beside_its_products(tmp_path: Path) -> None:
+    stack = costs.Stack(layers=4, width=256, samples=256)
+    found = on_cpu(costs.overlap, stack, 3, "engine", str(tmp_path))
+    assert all(count >= stack.layers for count, _ in found)
+    assert max(hidden for _, hidden in found) > 0.0
+
+
+def test_a_trace_tells_collectives_from_products_and_adds_up_what_they_share() -> None:
+    def event(name: str, start: float, length: float, cat: str = "kernel") -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length}
+
+    events = [
+        event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 0.0, 300.0),
+        event("ncclDevKernel_ReduceScatter_Sum_f32", 200.0, 200.0),  # 100 us of it beside the first
+        event("sm90_xmma_gemm_f32", 350.0, 150.0),
+        event("a kernel of 5 us", 100.0, 5.0),
+        event("cudaLaunchKernel", 0.0, 900.0, cat="cuda_runtime"),
+    ]
+    trace = sort_events(events, "cuda")
+    assert [span.name[:5] for span in trace.collectives] == ["ncclD", "ncclD"]
+    assert trace.compute == [Span("sm90_xmma_gemm_f32", 350.0, 500.0)]
+    assert trace.shared_us() == 50.0
+    assert trace.hidden() == 50.0 / 150.0
+    assert Trace([], trace.compute).hidden() == 0.0

@@ -1,0 +1,206 @@
+"""One training run, made three times: by the engine, by the functional step, and without fzero.
+
+A `Task` says what is trained. Each of `by_engine`, `by_function` and `by_hand` returns the full
+parameters after its steps, on the CPU, by path; the first two run on every rank with that rank's
+batches, the third trains one process on the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fzero
+from fzero.adapter import Engine
+
+SYMBOLS = 17
+LR = 1e-2
+Params = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained, and how; the same on every rank."""
+
+    stage: int
+    dtype: torch.dtype = torch.float64
+    steps: int = 3
+    backwards: int = 1  # more than one: in a window, reduced once
+    max_norm: float | None = None
+    checkpoint: str = "none"  # or "reentrant", "nonreentrant" (torch's), "remat" (fzero's)
+    adam: bool = True  # else SGD with momentum
+
+
+class Block(nn.Module):
+    """A residual feed-forward of odd width, so that no shard ends where a parameter does."""
+
+    def __init__(self, checkpoint: str) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.norm = nn.LayerNorm(23)
+        self.up, self.down = nn.Linear(23, 37), nn.Linear(37, 23)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoint in ("reentrant", "nonreentrant"):
+            kind = self.checkpoint == "reentrant"
+            return checkpoint(self.mixed, x, use_reentrant=kind)
+        return fzero.remat(self.mixed)(x) if self.checkpoint == "remat" else self.mixed(x)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, three blocks, a tied head; forward(symbols [n, t]) -> logits [n, t, 17]."""
+
+    def __init__(self, checkpoint: str = "none") -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(SYMBOLS, 23)
+        self.blocks = nn.Sequential(*(Block(checkpoint) for _ in range(3)))
+        self.scale = nn.Parameter(torch.ones(5))  # fewer bytes than 16 at bf16
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        h = self.blocks(self.symbols(symbols)) * self.scale.prod()
+        return F.linear(h, self.symbols.weight)
+
+
+def make_model(task: Task, device: str) -> nn.Module:
+    torch.manual_seed(3)
+    return Net(task.checkpoint).to(device, task.dtype)
+
+
+def make_batch(device: str, *, step: int, at: int, rank: int) -> Tensor:
+    """Symbols [2, 4, 6], inputs and targets: no two backwards of any rank share a batch."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * at + rank)
+    return torch.randint(0, SYMBOLS, (2, 4, 6), generator=generator).to(device)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    logits = model(batch[0]).flatten(0, 1)
+    return F.cross_entropy(
+        logits.float() if logits.dtype.itemsize < 4 else logits, batch[1].view(-1)
+    )
+
+
+def torch_optimizer(task: Task, parameters: Any) -> torch.optim.Optimizer:
+    if task.adam:
+        return torch.optim.AdamW(parameters, lr=LR, weight_decay=1e-2)
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.5)
+
+
+def fzero_optimizer(task: Task) -> fzero.optim.Optimizer:
+    if task.adam:
+        return fzero.optim.adamw(LR, weight_decay=1e-2)
+    return fzero.optim.sgd(LR, momentum=0.5)
+
+
+def by_engine(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
+    model = make_model(task, device)
+    optimizer = torch_optimizer(task, model.parameters())
+    engine = Engine(model, optimizer, stage=task.stage, mesh=mesh, max_norm=task.max_norm)
+    for step in range(task.steps):
+        engine_step(engine, [make_batch(device, step=step, at=i, rank=rank) for i in _range(task)])
+    found = engine.full_state_dict()
+    engine.close()
+    return on_cpu(found)
+
+
+def engine_step(engine: Engine, batches: list[Tensor]) -> None:
+    if len(batches) == 1:
+        loss_of(engine, batches[0]).backward()
+    else:
+        with engine.coalesce():
+            for batch in batches:
+                loss_of(engine, batch).backward()
+    assert engine.step()
+
+
+def by_function(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
+    train_step, state = make_step(task, device, mesh)
+    for step in range(task.steps):
+        batches = [make_batch(device, step=step, at=i, rank=rank) for i in _range(task)]
+        state, _ = train_step(state, batches)
+    return on_cpu(fzero.full_params(state))
+
+
+def make_step(task: Task, device: str, mesh: Any = None) -> tuple[Any, Any]:
+    """A donating functional step over (state, batches), and its first state."""
+    apply, params = fzero.functionalize(make_model(task, device))
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        return loss_of(lambda symbols: apply(params, symbols), batch)
+
+    def step_fn(state: Any, batches: list[Tensor]) -> tuple[Any, Tensor]:
+        losses = []
+        for batch in batches:
+            state, loss = fzero.grad_and_reduce(loss_fn, state)(batch)
+            losses.append(loss)
+        return fzero.apply_gradients(state), torch.stack(losses)
+
+    step = step_fn if task.max_norm is None else fzero.clip(step_fn, max_norm=task.max_norm)
+    if task.backwards > 1:
+        step = fzero.coalesce(step)
+    sharded = fzero.shard(step, stage=task.stage, mesh=mesh, donate=True)
+    return sharded, sharded.init(params, fzero_optimizer(task))
+
+
+def by_hand(
+    task: Task, ranks: Sequence[int], device: str, steps: Sequence[int] | None = None
+) -> Params:
+    """One process, autograd and torch.optim; 16-bit parameters have fp32 masters.
+
+    It has the batches of all `ranks`; `steps` are the numbers of those it takes, by default all.
+    """
+    model = make_model(replace(task, checkpoint="none"), device)
+    learnt = list(model.parameters())
+    wide = [p.detach().float() if p.dtype.itemsize < 4 else p.detach().clone() for p in learnt]
+    optimizer = torch_optimizer(task, wide)
+    for step in range(task.steps) if steps is None else steps:
+        for master in wide:
+            master.grad = torch.zeros_like(master)
+        for rank in ranks:
+            for at in _range(task):
+                loss = loss_of(model, make_batch(device, step=step, at=at, rank=rank))
+                for master, grad in zip(wide, torch.autograd.grad(loss, learnt), strict=True):
+                    assert master.grad is not None
+                    master.grad += grad.to(master.dtype) / len(ranks)
+        if task.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(wide, task.max_norm)
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(learnt, wide, strict=True):
+                p.copy_(master)
+    return on_cpu(dict(model.named_parameters()))
+
+
+def _range(task: Task) -> range:
+    return range(task.backwards)
+
+
+def on_cpu(params: Params) -> Params:
+    return {path: p.detach().cpu() for path, p in params.items()}
+
+
+def check_close(found: Params, wanted: Params, error: float = 1e-9) -> None:
+    """Equal within what fp64 sums in another order may differ by; the same bits for 0."""
+    assert set(found) >= set(wanted)
+    for path, value in wanted.items():
+        try:
+            torch.testing.assert_close(found[path], value, rtol=error, atol=error)
+        except AssertionError as failure:
+            failure.add_note(f"This was {path}.")
+            raise
+
+
+def check_moved(found: Params, wanted: Params, start: Params, bound: float) -> None:
+    """|found - wanted| <= bound |wanted - start| over all parameters together; none stood still."""
+    far = sum(float((found[p].double() - wanted[p].double()).square().sum()) for p in wanted)
+    way = sum(float((wanted[p].double() - start[p].double()).square().sum()) for p in wanted)
+    assert way > 0
+    assert far**0.5 <= bound * way**0.5, f"{far**0.5:.2e} beside {way**0.5:.2e}"

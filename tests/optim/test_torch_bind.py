@@ -1,0 +1,150 @@
+"""`from_torch`: which parameters an optimizer has, and what cannot be."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+from fzero.errors import LayoutError, PhaseError
+from fzero.optim import from_torch
+from fzero.state import NAMESPACE
+from tests.optim.torch_runs import (
+    flats_of,
+    leaf_of,
+    parameters,
+    torchs,
+)
+
+
+def test_parameters_are_found_by_identity_or_by_their_memory() -> None:
+    module = nn.Linear(3, 2)
+    instance = torch.optim.SGD([{"params": [module.bias]}, {"params": [module.weight]}], lr=0.1)
+    tied = {"w": module.weight.detach(), "b": module.bias, "again": module.weight}
+    optimizer = from_torch(instance).bind(tied.items())
+    assert [optimizer.group_of(path) for path in ("w", "b", "again", "none")] == [1, 0, 1, -1]
+    other = from_torch(instance).bind(tied)
+    assert other == optimizer and hash(other) == hash(optimizer)
+
+
+def test_a_class_has_one_group_of_what_learns() -> None:
+    params = {"w": torch.ones(2), "frozen": nn.Parameter(torch.ones(2), requires_grad=False)}
+    params["ids"] = torch.ones(2, dtype=torch.int64)
+    optimizer = from_torch(torch.optim.SGD).bind(params)
+    assert [optimizer.group_of(path) for path in params] == [0, -1, -1]
+    assert optimizer.instance.param_groups[0]["params"] == []
+
+
+def used(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(params.values())
+    torchs(optimizer, params, [0])
+    return optimizer
+
+
+def doubled(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p.detach()]} for p in [params["b"], params["b"]]], lr=0.1)
+
+
+def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": params}, {"params": []}], lr=0.1)
+
+
+class Remembers(torch.optim.SGD):
+    """It keeps a list of gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("history", []).append(p.grad)
+
+
+def two_rates(params: list[nn.Parameter]) -> Any:
+    raise KeyError("lr of the second group")
+
+
+ANYTHING: Any = {"name": "adam", "list": lambda params: params}
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (lambda _: ANYTHING["name"], LayoutError, r"the optimizer is 'adam'"),
+    (lambda _: nn.Linear, LayoutError, r"the optimizer is <class"),
+    (lambda _: ANYTHING["list"], LayoutError, r"<lambda>, which gives a list"),
+    (lambda _: two_rates, KeyError, "lr of the second group"),
+    (lambda _: two_groups, LayoutError, "two_groups makes 2 param groups"),
+    (lambda _: torch.optim.LBFGS, LayoutError, r"LBFGS cannot step[\s\S]*closure"),
+    (lambda p: torch.optim.LBFGS(p.values()), LayoutError, "LBFGS cannot step"),
+    (lambda _: functools.partial(torch.optim.SparseAdam, lr=1.0), LayoutError, "SparseAdam cannot"),
+    (lambda _: torch.optim.SGD(parameters().values()), LayoutError, "is not the module's"),
+    (doubled, LayoutError, "b is in the optimizer's groups 0 and 1"),
+    (used, PhaseError, "has state for 4 parameters already"),
+    (lambda _: Remembers, LayoutError, "Remembers keeps history = list"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "text"), WRONG)
+def test_what_cannot_be_is_refused_before_the_layout(make: Any, kind: Any, text: str) -> None:
+    params = parameters()
+    with pytest.raises(kind, match=text):
+        from_torch(make(params)).bind(params)
+
+
+def test_an_update_that_is_to_be_differentiated_is_refused() -> None:
+    params = parameters()
+    optimizer, flats = from_torch(torch.optim.SGD).bind(params), flats_of(params)
+    state = optimizer.init(flats.params, flats.pieces)
+    with pytest.raises(PhaseError, match=r"to be differentiated[\s\S]*Fix: use fzero.optim.sgd"):
+        optimizer.advance(flats.params, flats.params, state, flats.pieces, differentiable=True)
+
+
+def test_what_is_not_bound_says_so() -> None:
+    with pytest.raises(PhaseError, match=r"from_torch\(SGD\) is not bound"):
+        from_torch(torch.optim.SGD).init([torch.ones(1)])
+
+
+def test_groups_and_state_that_come_later_are_refused() -> None:
+    params = parameters()
+    flats = flats_of(params)
+    state_dict = used(parameters()).state_dict()
+    for change in (
+        lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        lambda o: o.load_state_dict(state_dict),
+    ):
+        instance = torch.optim.Adam(params.values())
+        optimizer = from_torch(instance).bind(params)
+        state = optimizer.init(flats.params, flats.pieces)
+        change(instance)
+        with pytest.raises(PhaseError, match="when the train state was made it had 1"):
+            optimizer.advance(flats.params, flats.params, state, flats.pieces)
+
+
+def test_an_option_that_adds_state_later_is_refused() -> None:
+    params = parameters()
+    instance = torch.optim.SGD(params.values(), lr=0.1)
+    optimizer, flats = from_torch(instance).bind(params), flats_of(params)
+    state = optimizer.init(flats.params, flats.pieces)
+    instance.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(LayoutError, match=r"SGD now keeps \['momentum_buffer'\]"):
+        optimizer.advance(flats.params, flats.params, state, flats.pieces)
+    assert not instance.state
+
+
+def test_ranks_can_compare_what_it_says() -> None:
+    params = parameters()
+    rate = torch.tensor(0.25)
+    for made in (
+        functools.partial(torch.optim.AdamW, lr=rate),
+        torch.optim.AdamW(params.values(), lr=rate),
+    ):
+        first, second = from_torch(made).bind(params).describe([leaf_of("b", params["b"])])
+        assert first == "optimizer from_torch(AdamW)"
+        assert "lr=tensor(0.25)" in second and "betas=(0.9, 0.999)" in second
+
+
+def test_the_state_is_a_pytree() -> None:
+    params = parameters()
+    optimizer, flats = from_torch(torch.optim.Adam).bind(params), flats_of(params)
+    state = optimizer.init(flats.params, flats.pieces)
+    held: Any = state
+    twice: Any = optree.tree_map(lambda x: torch.stack([x, x]), held, namespace=NAMESPACE)
+    assert twice.slots["exp_avg"][0].shape == (2, 33) and twice.count.shape == (2,)

@@ -1,0 +1,68 @@
+"""What a user gets with `import fzero`: names, version, types, and nothing that was not asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+
+import fzero
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_dir_shows_the_public_names_and_no_module_behind_them() -> None:
+    assert set(dir(fzero)) == {*fzero.__all__, "__version__"}
+    assert not {"torch", "lazy", "packing", "transforms"} & set(dir(fzero))
+
+
+def test_every_function_and_class_of_the_package_is_public() -> None:
+    held = {
+        name
+        for name, value in vars(fzero).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    modules = {name for name in fzero.__all__ if isinstance(getattr(fzero, name), ModuleType)}
+    assert held == set(fzero.__all__) - modules
+    assert modules == {"adapter", "checkpoint", "optim", "plot", "state"}
+
+
+def test_a_star_import_gives_the_public_names_only() -> None:
+    names: dict[str, object] = {}
+    exec("from fzero import *", names)
+    assert set(names) - {"__builtins__"} == set(fzero.__all__)
+
+
+def test_the_parts_are_there_after_import_and_matplotlib_is_not() -> None:
+    look = "import sys, fzero; fzero.plot.partition_map, fzero.checkpoint.save"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{look}; print('matplotlib' in sys.modules)"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_the_version_has_one_source() -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fzero.__version__)
+    assert "version" not in pyproject["project"]
+    assert pyproject["tool"]["hatch"]["version"]["path"] == "fzero/__init__.py"
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert files("fzero").joinpath("py.typed").is_file()
+
+
+def test_every_link_of_the_readme_leads_to_a_file() -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / "README.md").read_text())
+    assert len(links) >= 5
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from fzero.collectives import Channel, What
-from fzero.errors import FzeroError
+from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.reduce import Reducer
 from fzero.state.schedule import Limits, Plan, Program, Schedule, expected, plan, union
@@ -150,10 +150,10 @@ class Sequencer:
         """The pass raised here. `tell`: keep in step with the others to its end, and tell them."""
         self.reducer.drop()
         if tell:
-            with suppress(FzeroError):
+            with suppress(AxisError):  # the others know of it already
                 self._settle()
                 self._end_plan()
-            self.channel.fail()
+                self.channel.fail()
         self.forget()
 
     def forget(self) -> None:

@@ -50,7 +50,8 @@ def grad_and_reduce(
         the matching pytree of params, and the pytree of states comes back.
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
-    arguments require grad, the result can be differentiated again.
+    arguments require grad, the result can be differentiated again. Other leaves that require grad
+    (a module that the loss closes over) get their `.grad` as by loss.backward().
 
     Raises `LayoutError` for a loss that is not one floating number, `DonatedError` for a state
     that was used up.
@@ -122,9 +123,11 @@ def _by_autograd(
         for one in passes:
             one.end_forward()
             one.begin_backward()
+        for (_, leaves), (number, position) in zip(made, places, strict=True):
+            _listen(leaves, passes[number], position)
         if _versions(states) != versions:
             raise PhaseError(_WROTE)
-        learning = [leaf for _, leaves in made for leaf in leaves]
+        learning = any(leaves for _, leaves in made)
         if loss.requires_grad:
             torch.autograd.backward(loss)
             if learning and not any(one.reducer.received for one in passes):
@@ -160,8 +163,8 @@ def _pass_of(axis: Axis, states: Sequence[TrainState]) -> Pass:
     return Pass("grad_and_reduce", states, data, number=FUNCTIONAL)
 
 
-def _leaves(one: Pass, number: int) -> tuple[Any, list[Tensor]]:
-    """The pytree of one state for the loss, and those of its leaves that are differentiated by."""
+def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
+    """The pytree of one state for the loss, and by index its leaves to differentiate by."""
     state = one.states[number]
     layout = state.setup.layout
     by_leaf: dict[int, Tensor] = {}
@@ -172,13 +175,19 @@ def _leaves(one: Pass, number: int) -> tuple[Any, list[Tensor]]:
         else:
             tensors = unpack(layout, i, state.params.flats[i].detach())
         by_leaf.update(zip(group.leaves, tensors, strict=True))
-    learning = []
-    for index, leaf in enumerate(layout.leaves):
-        if leaf.trainable:
-            x = by_leaf[index].requires_grad_()
-            x.register_post_accumulate_grad_hook(one.reducer.hook(number, index))
-            learning.append(x)
+    learning = {
+        index: by_leaf[index].requires_grad_()
+        for index, leaf in enumerate(layout.leaves)
+        if leaf.trainable
+    }
     return assemble(layout, by_leaf), learning
+
+
+def _listen(leaves: dict[int, Tensor], one: Pass, number: int) -> None:
+    """From now on gradients are the pass's. What a backward inside the loss brought is not."""
+    for index, leaf in leaves.items():
+        leaf.grad = None
+        leaf.register_post_accumulate_grad_hook(one.reducer.hook(number, index))
 
 
 def _versions(states: Sequence[TrainState]) -> list[int]:

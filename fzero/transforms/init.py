@@ -167,12 +167,15 @@ def plan(
         def small(path: str) -> bool:
             return stage == 3 and not local and numels[path] <= persistence_threshold_numel
 
+        def apart(path: str) -> str:
+            return f"{units(path)} (small)" if small(path) else units(path)
+
         layout = plan_layout(
             params,
             ranks=axis.size,
             grouped=not local,
             bucket_bytes=None if stage == 3 else bucket_bytes,
-            unit=lambda path: f"{units(path)} (small)" if small(path) else units(path),
+            unit=apart if persistence_threshold_numel else units,
             trainable=trainable,
             kind=chosen.group_of,
         )

@@ -134,12 +134,19 @@ def virtual(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
 
 
 def gradient_on(
-    loss: Loss, params: Any, *args: Tensor, stage: int, reshard_after_forward: Any = True, ranks: int = 2
+    loss: Loss,
+    params: Any,
+    *args: Tensor,
+    stage: int,
+    reshard_after_forward: Any = True,
+    ranks: int = 2,
 ) -> Any:
     """The gradient that fzero makes at this stage, as every rank sees it: [ranks, ...]."""
 
     def run(*batch: Any) -> Any:
-        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard_after_forward)
+        state = fzero.init(
+            params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard_after_forward
+        )
         state, value = fzero.grad_and_reduce(loss, state)(*batch)
         return fzero.gradients(state), value
 

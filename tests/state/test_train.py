@@ -13,7 +13,7 @@ from torch import Tensor
 import fzero
 from fzero.errors import LayoutError, PhaseError
 from fzero.state import Phase
-from tests.oracle import linear_loss, mean_gradient
+from tests.oracle import as_held, linear_loss, mean_gradient
 from tests.strategies import (
     LEARNING,
     everywhere,
@@ -59,7 +59,7 @@ def test_gradients_are_the_mean_over_ranks(
         fzero.shard(step_fn, stage=stage, reshard_after_forward=reshard), world_size=ranks
     )
     _, (losses, grads) = run(run.init(tree, OPT), xs)
-    everywhere(grads, mean_gradient(linear_loss, tree, list(xs)), ranks)
+    everywhere(grads, as_held(mean_gradient(linear_loss, tree, list(xs))), ranks)
     same(losses, torch.stack([linear_loss(tree, x).detach() for x in xs]))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import FUNCTIONAL, channel_of, gather_many
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis, enter, leave
 from fzero.packing import seat_shape, unpack
 from fzero.partition import assemble
@@ -54,7 +54,8 @@ def grad_and_reduce(
     (a module that the loss closes over) get their `.grad` as by loss.backward().
 
     Raises `LayoutError` for a loss that is not one floating number, `DonatedError` for a state
-    that was used up.
+    that was used up, `AxisError` for states of stage 3 on several axes, `MismatchError` on every
+    rank if the ranks make calls, or reduce gradients, that do not go together.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 
@@ -154,7 +155,23 @@ def _passes_of(states: Sequence[TrainState]) -> tuple[list[Pass], list[tuple[int
         some = by_axis.setdefault(state.setup.axis, [])
         places.append((list(by_axis).index(state.setup.axis), len(some)))
         some.append(state)
-    return [_pass_of(axis, some) for axis, some in by_axis.items()], places
+    _require_one_gathers(by_axis)
+    passes = [_pass_of(axis, some) for axis, some in by_axis.items()]
+    for one in passes:  # ranks that wait on two axes, in two orders, would wait for each other
+        one.reducer.bounded = len(passes) == 1
+    return passes, places
+
+
+def _require_one_gathers(by_axis: dict[Axis, list[TrainState]]) -> None:
+    lazy = [a for a, some in by_axis.items() if any(s.setup.gathers_by_unit for s in some)]
+    if len(lazy) > 1:
+        raise AxisError(
+            explain(
+                f"states of stage 3 on {lazy[0]} and on {lazy[1]} under one loss.",
+                cause="models that are sharded over other groups of ranks.",
+                fix="make all but one of them at stages 0 to 2, or on the same mesh.",
+            )
+        )
 
 
 def _pass_of(axis: Axis, states: Sequence[TrainState]) -> Pass:

@@ -259,8 +259,7 @@ def start_alone(rank: int, world_size: int, timeout_s: float) -> list[tuple[str,
             found += [(kind, _raised(flight.wait)), (kind, _raised(flight.wait))]
             found.append((kind, _raised(lambda c=call: sync(c, own(c, axis), axis))))
     if rank == 0:
-        exchange = _lowering.begin_exchange
-        found.append(("codes", _raised(lambda: exchange([1], axis, width=1).wait())))
+        found.append(("codes", _raised(_lowering.begin_exchange([1], axis, width=1).wait)))
         found.append(("objects", _raised(lambda: _lowering.gather_objects("x", axis))))
         found.append(("first", _raised(lambda: c.broadcast_from_first([torch.ones(2)], axis))))
     _lowering.gather_objects(0, fzero.world())  # rank 1 stays until rank 0 has seen it all

@@ -6,10 +6,10 @@
     end_forward, finish    the phase, or the pass, is over
 
 All ranks that announce the same program run its collectives in its order, whatever they use
-themselves: a rank that does not need a unit takes part and drops it; one that reads a unit that lies
-further on goes there, taking part on the way. A rank that needs what the rest of the plan does not
-have runs the plan to its end, with zeros where it has nothing (a sum is linear: what it has later is
-reduced later), and asks there.
+themselves: a rank that does not need a unit takes part and drops it; one that reads a unit that
+lies further on goes there, taking part on the way. A rank that needs what the rest of the plan does
+not have runs the plan to its end, with zeros where it has nothing (a sum is linear: what it has
+later is reduced later), and asks there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Sequencer:
     # A pass.
 
     def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
-        """Announce pass `index` in `phase` (0 forward, 1 backward); `schedule` expects its order."""
+        """Announce pass `index` in `phase` (0 forward, 1 backward), expected by `schedule`."""
         self._events = self._recorded[index, phase] = []
         self._program, self._plan, self._current = expected(schedule, index, phase), None, -1
         self._at = self._reduced = 0
@@ -97,9 +97,9 @@ class Sequencer:
             place = self._plan.next_use(unit, self._at)
             if place is not None and (place == self._at + 1 or not held):
                 self._go_to(place)
-            elif not held:
+            elif not self.gatherer.has(unit):
                 self._leave_plan()
-        if self._plan is None and unit not in self.gatherer.held:
+        if self._plan is None and not self.gatherer.has(unit):
             self._ask_for(unit)
         self.gatherer.wait(unit)
 
@@ -142,7 +142,7 @@ class Sequencer:
         if not asked:
             return []
         done = {key: tuple(events) for key, events in recorded.items()}
-        everyone = self.channel.tell(done)
+        everyone = [one for one in self.channel.tell(done) if one is not None]
         keys = sorted({key for one in everyone for key in one})
         return [(*key, union([one[key] for one in everyone if key in one])) for key in keys]
 

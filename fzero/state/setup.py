@@ -58,6 +58,11 @@ class StatefulUpdate(Protocol):
         """(params, grads, optimizer state, pieces, ...) -> (params, optimizer state)."""
         ...
 
+    @property
+    def describe(self) -> Callable[..., list[str]]:
+        """(leaves, step) -> lines that must be equal on every rank."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:

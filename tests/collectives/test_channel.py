@@ -1,4 +1,4 @@
-"""Rounds between ranks: what goes together, what is served, what is told, and how many there are."""
+"""Rounds between ranks: what goes together, what is served, what is told, and how many."""
 
 from __future__ import annotations
 

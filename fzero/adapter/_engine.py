@@ -312,9 +312,9 @@ class Engine(Access):
         if not trains:
             self._pass.finish_forward()
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts: `p.grad` is autograd's for its time."""
-        if self._gradients.lift():
+        if self._gradients.lift(first):
             self._put(cleared(self.state))
         self._pass.begin_backward()
 

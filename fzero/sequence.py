@@ -53,6 +53,7 @@ class Sequencer:
         self._plan: Plan | None = None
         self._at = self._reduced = 0
         self._ready: set[int] = set()
+        self._due: list[int] = []  # complete, and not reduced yet
         self._seen: set[int] = set()  # units that stay, and are here or were used in this pass
         self._mine: frozenset[int] = frozenset()
         self._current = -1
@@ -88,6 +89,7 @@ class Sequencer:
         if unit == self._current:
             return
         self._settle()
+        self._reduce_due()
         held, self._current = self.gatherer.touch(unit), unit
         if unit not in self._seen:
             self._events.append(unit)
@@ -104,14 +106,24 @@ class Sequencer:
         self.gatherer.wait(unit)
 
     def full(self, unit: int) -> None:
-        """The gradient of a unit is complete on this rank."""
+        """The gradient of a unit is complete on this rank.
+
+        Its reduction starts with what comes next: while a hook runs, autograd has the gradient,
+        too, which would then be there twice.
+        """
         self._settle()
         self._events.append(~unit)
-        if self._plan is None:
-            self._ask(What.REDUCE, [unit])
-            return
-        self._ready.add(unit)
-        self._start_ready()
+        if self._due:
+            self._reduce_due()
+        self._due.append(unit)
+
+    def _reduce_due(self) -> None:
+        due, self._due = self._due, []
+        if due and self._plan is None:
+            self._ask(What.REDUCE, due)
+        elif due:
+            self._ready.update(due)
+            self._start_ready()
 
     def end_forward(self) -> None:
         """The forward is over: finish its plan, and let go of what was gathered."""
@@ -148,6 +160,7 @@ class Sequencer:
 
     def fail(self, *, tell: bool) -> None:
         """The pass raised here. `tell`: keep in step with the others to its end, and tell them."""
+        self._due = []
         self.reducer.drop()
         if tell:
             with suppress(FzeroError):
@@ -158,7 +171,7 @@ class Sequencer:
 
     def forget(self) -> None:
         """The pass is given up, on every rank. Starts nothing."""
-        self._open, self._plan, self._current = False, None, -1
+        self._open, self._plan, self._current, self._due = False, None, -1, []
         self._recorded, self._asked = {}, False
         self.reducer.drop()
         self.gatherer.release(all_of_them=True)
@@ -245,6 +258,7 @@ class Sequencer:
 
     def _end_plan(self) -> None:
         """Run what is left of the plan."""
+        self._reduce_due()
         if self._plan is not None:
             self._go_to(len(self._plan.steps) - 1)
             self._end_step()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fzero.adapter._access import Access
 from fzero.adapter._events import Events
-from fzero.adapter._gradient import Gradients
+from fzero.adapter._gradient import Gradients, HeldGradient
 from fzero.adapter._guard import Guard
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import (
@@ -318,11 +318,16 @@ class Engine(Access):
             self._put(cleared(self.state))
         self._pass.begin_backward()
 
-    def received(self, leaf: int, gradient: Tensor) -> None:
+    def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
         if self.options.updating.loss_scale != 1.0:
             self._scale.require(self.hooks.post_backward_callback_graph_task_id)
-        self._pass.reducer.put(0, leaf, gradient)
+        if isinstance(p.grad, HeldGradient):  # it stays until the backward is known of
+            gradient = p.grad.taken()
+            if gradient is not None:
+                self._pass.reducer.put(0, leaf, gradient.detach())
+        else:
+            self._pass.reducer.take(0, leaf, p)
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""

@@ -89,7 +89,6 @@ class Sequencer:
         if unit == self._current:
             return
         self._settle()
-        self._reduce_due()
         held, self._current = self.gatherer.touch(unit), unit
         if unit not in self._seen:
             self._events.append(unit)
@@ -101,6 +100,7 @@ class Sequencer:
                 self._go_to(place)
             elif not held:
                 self._leave_plan()
+        self._reduce_due()
         if self._plan is None and unit not in self.gatherer.held:
             self._ask_for(unit)
         self.gatherer.wait(unit)
@@ -225,13 +225,15 @@ class Sequencer:
 
     def _go_to(self, place: int) -> None:
         assert self._plan is not None
+        self._ready.update(self._due)
+        self._due = []
         while self._at < place:
+            step = self._plan.steps[self._at + 1]
+            for unit in step.frees:  # first of all: the gradients of this step take room
+                self.gatherer.free(unit)
             self._end_step()
             self._at += 1
             self._reduced = 0
-            step = self._plan.steps[self._at]
-            for unit in step.frees:
-                self.gatherer.free(unit)
             for unit in (*step.gathers, *step.ahead):
                 self.gatherer.start(unit)
             if self.limits.keeps:

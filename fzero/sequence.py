@@ -6,10 +6,10 @@
     end_forward, finish    the phase, or the pass, is over
 
 All ranks that announce the same program run its collectives in its order, whatever they use
-themselves: a rank that does not need a unit takes part and drops it; one that reads a unit that lies
-further on goes there, taking part on the way. A rank that needs what the rest of the plan does not
-have runs the plan to its end, with zeros where it has nothing (a sum is linear: what it has later is
-reduced later), and asks there.
+themselves: a rank that does not need a unit takes part and drops it; one that reads a unit that
+lies further on goes there, taking part on the way. A rank that needs what the rest of the plan does
+not have runs the plan to its end, with zeros where it has nothing (a sum is linear: what it has
+later is reduced later), and asks there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Sequencer:
     # A pass.
 
     def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
-        """Announce pass `index` in `phase` (0 forward, 1 backward); `schedule` expects its order."""
+        """Announce pass `index` in `phase` (0 forward, 1 backward), and the order expected."""
         self._events = self._recorded[index, phase] = []
         self._program, self._plan, self._current = expected(schedule, index, phase), None, -1
         self._at = self._reduced = 0

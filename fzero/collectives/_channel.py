@@ -154,7 +154,9 @@ class Channel:
         if posted is not None:
             rows = posted.wait()[0].tolist()
             self._unread = [
-                Message(Kind(row[0]), *row[1:4], tuple(code for code in row[4:] if code))
+                Message(
+                    Kind(row[0]), row[1], row[2], row[3], tuple(code for code in row[4:] if code)
+                )
                 for row in rows
             ]
 
@@ -232,7 +234,7 @@ class Channel:
             self._serve(messages)
 
     def fail(self) -> None:
-        """Say that this rank raised. The others raise where they read it; nothing is raised here."""
+        """Say that this rank raised. The others raise where they read it; this does not."""
         with suppress(AxisError):
             self.exchange(Kind.FAILED)
 

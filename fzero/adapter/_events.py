@@ -6,8 +6,8 @@
     the graph ends             graph_completed -> RunEpilogue: the pass is finished
 
 A record is assigned when its transition has returned; then the effects run. A gradient belongs to
-the graph task that brought it: it is committed by that task's own callback, and dropped if that never
-comes.
+the graph task that brought it: it is committed by that task's own callback, and dropped if that
+never comes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fzero.adapter._autograd import autograd_has_callbacks
-from fzero.adapter._gradient import HeldGradient
 from fzero.adapter._pytree import count_leaves_below, tensors_in
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
@@ -42,11 +41,11 @@ class Driven(Protocol):
         """It is over; a backward can follow if it `trains`."""
         ...
 
-    def backward_begins(self) -> None:
-        """The first gradient of a backward is on its way."""
+    def backward_begins(self, first: Tensor | None) -> None:
+        """A backward begins; `first` is the parameter that has its gradient already, if one has."""
         ...
 
-    def received(self, leaf: int, gradient: Tensor) -> None:
+    def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
         ...
 
@@ -122,30 +121,26 @@ class Events:
         task = self._task()
         if self.hooks.backward_active_depth and task == self._task_of_record:
             return
-        self._enter(task)
+        self._enter(task, None)
 
-    def _enter(self, task: int | None) -> None:
+    def _enter(self, task: int | None, first: Tensor | None) -> None:
         """A backward begins; one that is still open has raised, and is dropped."""
         self._apply(hooks.reset_for_new_step)
-        self._driven.backward_begins()
+        self._driven.backward_begins(first)
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
 
     def _hook_of(self, leaf: int) -> Callable[[Tensor], None]:
         def on_gradient(p: Tensor) -> None:
-            gradient = p.grad
-            if isinstance(gradient, HeldGradient):
-                gradient = gradient.taken()
-            p.grad = None
-            if gradient is not None:
-                self._on_gradient(leaf, gradient.detach())
+            if p.grad is not None:
+                if not self.hooks.backward_active_depth and not self._depth:
+                    self._reenter(p)
+                self._on_gradient(leaf, p)
 
         return on_gradient
 
-    def _on_gradient(self, leaf: int, gradient: Tensor) -> None:
-        if not self.hooks.backward_active_depth and not self._depth:
-            self._reenter()
-        self._driven.received(leaf, gradient)
+    def _on_gradient(self, leaf: int, p: Tensor) -> None:
+        self._driven.received(leaf, p)
         state = self.hooks
         inside = state.backward_active_depth > 0
         first = inside and not state.hooks_fired_this_backward
@@ -157,12 +152,12 @@ class Events:
         if effects:
             self._run(effects)
 
-    def _reenter(self) -> None:
+    def _reenter(self, p: Tensor) -> None:
         """A gradient came, and no backward is open: it came by another way than an output."""
         if not self._callbacks:
             self._apply(hooks.reenter_backward_if_needed)
         if not self.hooks.backward_active_depth:
-            self._enter(self._task())
+            self._enter(self._task(), p)
 
     def _on_completed(self, task: int) -> None:
         self._apply(hooks.graph_completed, graph_task_id=task)

@@ -45,6 +45,8 @@ class HeldGradient(Tensor):
         if func is torch.ops.aten.add_.Tensor and args[0] is held and inside:
             held.arrived = args[1]
             return held
+        if func is torch.ops.aten.add.Tensor and args[0] is held and inside:  # create_graph
+            return args[1]
         name = str(func)
         way = next((text for key, text in _WAYS.items() if key in name), "")
         raise PhaseError(
@@ -74,15 +76,17 @@ class Gradients:
         self._learning = [(p, HeldGradient(p, path)) for p, path in learning]
         self._standing = False
 
-    def lift(self) -> bool:
+    def lift(self, first: Tensor | None = None) -> bool:
         """Take the stand-ins away, before autograd writes; True if the user has dropped them all.
+
+        `first` is a parameter that autograd has written to already.
 
         Raises `LayoutError` if some were replaced: a gradient written by hand would be lost.
         """
         if not self._standing:
             return False
         self._standing = False
-        found = [(p.grad, held) for p, held in self._learning]
+        found = [(p.grad, held) for p, held in self._learning if p is not first]
         for p, _ in self._learning:
             p.grad = None
         dropped = [gradient is None for gradient, _ in found]

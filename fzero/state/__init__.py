@@ -1,7 +1,5 @@
 """Frozen records and their pure transitions, one concept a file."""
 
-from fzero.state import accumulation as accumulation
-from fzero.state import buckets as buckets
 from fzero.state import effects as effects
 from fzero.state import hooks as hooks
 from fzero.state import schedule as schedule

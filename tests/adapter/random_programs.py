@@ -181,8 +181,8 @@ class Runner:
             getattr(self, "do_" + event.what.replace(" ", "_"))(event, number)
         self.do_close(Event("close"), -1)
         self.do_full_gradients(Event("full_gradients"), -1)
-        assert self.engine.state.hooks.backward_active_depth == 0
-        assert not self.engine.state.accumulation.window
+        assert self.engine.hooks.backward_active_depth == 0
+        assert not self.engine.state.progress.window
         self.do_step(Event("step"), -1)
         self.engine.close()
 

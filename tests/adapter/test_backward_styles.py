@@ -292,8 +292,8 @@ def only_a_gradient_of_the_input(rank: int, world_size: int) -> None:
         e = engine_of(Net, stage)
         x = Draw(rank, 0)(2, 3).requires_grad_()
         torch.autograd.grad(e(x).sum(), x)
-        seen = e.state.accumulation
+        seen = e.state.progress
         assert (seen.backwards, seen.held) == (0, False), f"stage {stage}: {seen}"
-        assert e.state.hooks.backward_active_depth == 0
+        assert e.hooks.backward_active_depth == 0
         with pytest.raises(RuntimeError, match="no gradients"):
             e.step()

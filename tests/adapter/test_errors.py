@@ -218,7 +218,7 @@ def one_fault(rank: int, world_size: int, name: str) -> None:
             with order_may_change():
                 back(e, draw)
             same(f"{label}: gradients", e.full_gradients(), wanted, 1e-11)
-            assert e.state.hooks.backward_active_depth == 0, label
+            assert e.hooks.backward_active_depth == 0, label
             e.step()
             same(f"{label}: updated", e.full_parameters(), plain.step(wanted), 1e-11)
 
@@ -263,10 +263,10 @@ def stubborn(rank: int, world_size: int) -> None:
             for _ in range(every - 1):
                 assert e.step() is False
             if number == 1:
-                kept, records = e.full_parameters(), e.state.accumulation
+                kept, records = e.full_parameters(), e.state.progress
                 with pytest.raises(ValueError, match="raised in step"):
                     e.step()
-                assert e.state.accumulation == records, label
+                assert e.state.progress == records, label
                 same(f"{label}: kept", e.full_parameters(), kept, 0.0)
             same(f"{label}: gradients", e.full_gradients(), wanted, 1e-11)
             assert e.step() is True

@@ -181,11 +181,11 @@ def test_nothing_is_left_by_forwards_without_gradient(world_size: int) -> None:
 def evaluate(rank: int, world_size: int) -> None:
     for stage in range(4):
         e = engine_of(Net, stage)
-        before = e.state.hooks, e.state.accumulation, e.state.buckets, e.memory_report()
+        before = e.hooks, e.state.progress, e.state.buckets, e.memory_report()
         for no_grad in (torch.no_grad, torch.inference_mode):
             with no_grad():
                 assert torch.equal(e(torch.ones(2, 3, dtype=F64)), e(torch.ones(2, 3, dtype=F64)))
-        after = e.state.hooks, e.state.accumulation, e.state.buckets, e.memory_report()
+        after = e.hooks, e.state.progress, e.state.buckets, e.memory_report()
         assert before == after, f"stage {stage}: {after}"
 
 
@@ -205,7 +205,7 @@ def frozen_model(rank: int, world_size: int) -> None:
         plain(y).square().sum().backward()
         assert x.grad is not None and y.grad is not None
         assert torch.allclose(x.grad, y.grad, rtol=1e-12), f"stage {stage}"
-        assert e.state.hooks.backward_active_depth == 0
+        assert e.hooks.backward_active_depth == 0
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

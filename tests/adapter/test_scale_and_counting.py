@@ -93,7 +93,7 @@ def counted(rank: int, world_size: int) -> None:
                 (first.square().sum() + second.square().sum()).backward()
                 same(engine.full_gradients(), reference(world_size, range(4)))
                 engine.step()
-                assert engine.state.hooks.backward_active_depth == 0, (stage, reentrant)
+                assert engine.hooks.backward_active_depth == 0, (stage, reentrant)
                 engine.close()
     finally:
         _backward.autograd_has_callbacks = given

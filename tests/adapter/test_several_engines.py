@@ -53,7 +53,7 @@ def check(
             program(engines, Draw(rank, number))
         for i, (engine, plain) in enumerate(zip(engines, plains, strict=True)):
             label = f"engine {i} of stages {stages}, step {number}, {options}"
-            assert engine.state.hooks.backward_active_depth == 0, label
+            assert engine.hooks.backward_active_depth == 0, label
             if engine.optimizer is None:
                 continue
             wanted = plain.gradients()
@@ -239,4 +239,4 @@ def count_each(rank: int, world_size: int) -> None:
         h.sum().backward()
     wanted = {"all_reduce": 1, "reduce_scatter": 1 + 1 + 3}  # stage 3: one for each of 3 layers
     assert {op: n for op, n in log.counts().items() if op in wanted} == wanted
-    assert [e.state.accumulation.backwards for e in engines] == [1] * 4
+    assert [e.state.progress.backwards for e in engines] == [1] * 4

@@ -245,8 +245,8 @@ def nothing_left_body(rank: int, world_size: int) -> None:
             assert not source_of(engine).flats and not record.residency.live_numel
             assert not record.active and not record.held
             assert not engine.memory_report().live_parameters
-            assert engine.state.hooks == before.hooks
-            assert engine.state.accumulation == before.accumulation
+            assert engine.hooks == before.hooks
+            assert engine.state.progress == before.accumulation
             assert engine.state.buckets == before.buckets
         assert [len(part._forward_hooks) for part in engine.module.modules()] == hooks
         assert all(p.grad is None for p in engine.module.parameters())

@@ -218,7 +218,7 @@ def raise_in_windows(rank: int, world_size: int) -> None:
         e, plain = engine_of(Net, stage, bucket_bytes=8), Reference(Net, world_size)
         draw = Draw(rank, 0)
         start(e, draw)
-        records = e.state.accumulation
+        records = e.state.progress
         with (
             count_collectives() as log,
             order_may_change(),
@@ -228,7 +228,7 @@ def raise_in_windows(rank: int, world_size: int) -> None:
             back(e, Draw(rank, 77), 2)
             raise KeyError("in the window")
         assert reductions(log) == ({}, 0), label
-        assert e.state.accumulation == records, f"{label}: {e.state.accumulation}"
+        assert e.state.progress == records, f"{label}: {e.state.progress}"
         wanted = plain.run(lambda e, draw, start=start: (start(e, draw), back(e, draw))[0], 0)
         with e.coalesce():
             back(e, draw)

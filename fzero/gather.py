@@ -225,6 +225,10 @@ class Gatherer:
         else:
             flight.wait()
 
+    def has(self, unit: int) -> bool:
+        """Return whether a unit is whole, or on the way."""
+        return unit in self.held or unit in self._flights
+
     def touch(self, unit: int) -> bool:
         """Return whether a unit is whole; it is then the one that was used last."""
         leaves = self.held.pop(unit, None)

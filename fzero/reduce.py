@@ -101,7 +101,7 @@ class Reducer:
     ) -> None:
         self.setups, self.axis, self._devices = setups, axis, devices
         self.keeps = [False for _ in setups]
-        self.before_first: Callable[[], None] | None = None  # asked once, before anything starts
+        self.before_first: Callable[[], None] | None = None  # called before anything starts
         self.on_full: Callable[[int], None] = self._in_turn
         self.rows: list[dict[int, Tensor]] = [{} for _ in setups]
         self.received = 0  # gradients of leaves since `begin`
@@ -181,8 +181,7 @@ class Reducer:
         if not indices or self.keeps[state]:
             return
         if self.before_first is not None:
-            first, self.before_first = self.before_first, None
-            first()
+            self.before_first()
         setup = self.setups[state]
         sharded = setup.gradients is Placement.SHARDED
         while sharded and len(self._flights) >= IN_FLIGHT:
@@ -211,7 +210,7 @@ class Reducer:
         state, indices = self._units[unit]
         rows, setup = self.rows[state], self.setups[state]
         for index, summed in zip(indices, flight.wait(), strict=True):
-            mean = summed.div_(self.axis.size).to(setup.accumulate_dtype(index))
+            mean = summed.to(setup.accumulate_dtype(index)).div_(self.axis.size)
             held = rows.get(index)
             rows[index] = mean if held is None else held.add_(mean)
 

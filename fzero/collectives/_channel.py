@@ -180,14 +180,15 @@ class Channel:
     def answer(self) -> bool:
         """Whether every rank announced the pass that this rank did, in the same order.
 
-        Then nobody needs to ask for a collective. Takes part in what ranks ask for that are still
-        in the pass before. Raises `MismatchError`, on every rank, if the ranks announce what cannot
-        go together, naming it.
+        Then nobody needs to ask for a collective. Otherwise all do, also of a rank that is done or
+        makes a call, and so is not in this pass. Takes part in what ranks ask for that are still in
+        the pass before. Raises `MismatchError`, on every rank, if the ranks announce what cannot go
+        together, naming it.
         """
         while True:
             messages = self.read()
             kinds = {message.kind for message in messages}
-            if kinds <= {Kind.PASS, Kind.CALL}:
+            if Kind.ASK not in kinds:
                 same = len({message.digest for message in messages}) == 1
                 if not same and not all(message.served for message in messages):
                     self._raise_mismatch()
@@ -210,12 +211,8 @@ class Channel:
             self.post(Kind.DONE, hint=int(asked))
             messages = self.read()
             if all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages):
-                return any(m.hint for m in messages if m.kind is Kind.DONE)
+                return _asked(messages)
             self._serve(messages)
-
-    def values(self, number: int) -> list[int]:
-        """Return the `number` of every rank, in rank order."""
-        return lowering.begin_exchange([number], self.axis, width=1).wait()[0].flatten().tolist()
 
     def tell(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in rank order."""
@@ -236,10 +233,12 @@ class Channel:
                     self._raise_mismatch()
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
+            if kinds <= {Kind.DONE, Kind.CALL} and _asked(messages):
+                self.tell(None)  # what a rank did that is not in the pass: nothing
             self._serve(messages)
 
     def fail(self) -> None:
-        """Say that this rank raised. The others raise where they read it; this does not."""
+        """Say that this rank raised. The others raise where they read it."""
         with suppress(AxisError):
             self.exchange(Kind.FAILED)
 
@@ -282,6 +281,11 @@ class Channel:
                 "changed.",
             )
         )
+
+
+def _asked(messages: Sequence[Message]) -> bool:
+    """Whether a rank whose pass is over had to ask."""
+    return any(message.hint for message in messages if message.kind is Kind.DONE)
 
 
 def _named(lines: Sequence[str], at: int) -> str:

@@ -92,6 +92,7 @@ def init(
     """
     require_autograd("init")
     check_flags(ordered=ordered)
+    _require_some(params)
     setup = plan(
         params,
         optimizer,
@@ -201,6 +202,18 @@ def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
         for number, unit in enumerate(layout.units)
         if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
     )
+
+
+def _require_some(params: Any) -> None:
+    if not named_leaves(params)[0]:
+        raise LayoutError(
+            explain(
+                "there is no parameter.",
+                cause="None or an empty container was passed as the parameters, or a module "
+                "without any.",
+                fix="pass the params that functionalize returned, or any pytree of tensors.",
+            )
+        )
 
 
 Make = Callable[[int], Sequence[Tensor]]

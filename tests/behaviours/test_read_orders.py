@@ -28,7 +28,9 @@ class Read(NamedTuple):
 
 
 Walk = list[Read]
-reads = st.builds(Read, layer=st.integers(0, UNITS - 1), learns=st.sampled_from([True, True, False]))
+reads = st.builds(
+    Read, layer=st.integers(0, UNITS - 1), learns=st.sampled_from([True, True, False])
+)
 walks = st.lists(reads, max_size=6)
 
 
@@ -83,15 +85,16 @@ def unsharded(journey: list[list[list[Walk]]], xs: Tensor) -> list[dict[str, Ten
                 if value.requires_grad:
                     value.backward()
         params = {
-            path: (p - LR * p.grad if p.grad is not None else p).detach()
-            for path, p in own.items()
+            path: (p - LR * p.grad if p.grad is not None else p).detach() for path, p in own.items()
         }
         found.append(params)
     return found
 
 
 @pytest.mark.filterwarnings("ignore:the loss requires no grad:UserWarning")
-@given(ranks=st.integers(2, 3), reshard=st.sampled_from(KEEPS), window=st.booleans(), data=st.data())
+@given(
+    ranks=st.integers(2, 3), reshard=st.sampled_from(KEEPS), window=st.booleans(), data=st.data()
+)
 def test_steps_of_ranks_that_read_as_they_like_are_those_of_the_unsharded_step(
     ranks: int, reshard: Any, window: bool, data: st.DataObject
 ) -> None:

@@ -157,9 +157,7 @@ asks = st.lists(
 
 
 @given(ranks=many, data=st.data())
-def test_whatever_ranks_ask_for_all_take_part_in_one_order(
-    ranks: int, data: st.DataObject
-) -> None:
+def test_whatever_ranks_ask_for_all_take_part_in_one_order(ranks: int, data: st.DataObject) -> None:
     wanted = [data.draw(asks) for _ in range(ranks)]
 
     def body(channel: Channel, rank: int) -> Any:

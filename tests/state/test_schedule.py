@@ -15,9 +15,7 @@ units = st.integers(0, UNITS - 1)
 events = st.lists(units | units.map(lambda u: ~u), max_size=14).map(tuple)
 numels = st.lists(st.integers(1, 9), min_size=UNITS, max_size=UNITS).map(tuple)
 helds = st.frozensets(units, max_size=3)
-limits = st.builds(
-    Limits, prefetch_numel=st.sampled_from([0, 1, 5, 12, 1000]), keeps=st.booleans()
-)
+limits = st.builds(Limits, prefetch_numel=st.sampled_from([0, 1, 5, 12, 1000]), keeps=st.booleans())
 
 
 def live_sets(made: Plan) -> list[set[int]]:

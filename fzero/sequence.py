@@ -68,7 +68,7 @@ class Sequencer:
     # A pass.
 
     def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
-        """Announce pass `index` in `phase` (0 forward, 1 backward), and the order expected."""
+        """Announce pass `index` in `phase` (0 forward, 1 backward), expected by `schedule`."""
         self._events = self._recorded[index, phase] = []
         self._program, self._plan, self._current = expected(schedule, index, phase), None, -1
         self._at = self._reduced = 0

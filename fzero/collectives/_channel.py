@@ -238,7 +238,7 @@ class Channel:
             self._serve(messages)
 
     def fail(self) -> None:
-        """Say that this rank raised. The others raise where they read it; this does not."""
+        """Say that this rank raised. The others raise where they read it."""
         with suppress(AxisError):
             self.exchange(Kind.FAILED)
 

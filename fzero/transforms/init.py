@@ -55,8 +55,8 @@ def init(
     """Return a train state for `params`, partitioned as `stage` says.
 
     (Stage 1 is stage 2: a gradient that is reduce-scattered costs less on the wire than one that is
-    kept whole, and less memory.) Elements a rank holds, for P parameters and K optimizer slots,
-    over W ranks:
+    kept whole, and less memory.) Elements that a rank holds, for P parameters and K optimizer
+    slots, over W ranks:
 
         stage   parameters   gradients   optimizer
         0       P            P           K P
@@ -92,6 +92,7 @@ def init(
     """
     require_autograd("init")
     check_flags(ordered=ordered)
+    _require_some(params)
     setup = plan(
         params,
         optimizer,
@@ -201,6 +202,18 @@ def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
         for number, unit in enumerate(layout.units)
         if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
     )
+
+
+def _require_some(params: Any) -> None:
+    if not named_leaves(params)[0]:
+        raise LayoutError(
+            explain(
+                "there is no parameter.",
+                cause="None or an empty container was passed as the parameters, or a module "
+                "without any.",
+                fix="pass the params that functionalize returned, or any pytree of tensors.",
+            )
+        )
 
 
 Make = Callable[[int], Sequence[Tensor]]

@@ -34,6 +34,8 @@ from fzero.transforms._pieces import pieces_of
 
 Initializer = Callable[[str, Tensor], Tensor]
 
+_WHAT = "the layout of the parameters"
+
 BUCKET_BYTES = 4 * 2**20
 """Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
 enough that a large layer is a bucket of its own and is never copied (see benchmarks/)."""
@@ -92,12 +94,14 @@ def init(
     """
     require_autograd("init")
     check_flags(ordered=ordered)
-    _require_some(params)
+    stage, axis = check_stage(stage), axis_of(mesh)
+    with told_everywhere(axis, what=_WHAT):
+        _require_some(params)
     setup = plan(
         params,
         optimizer,
-        stage=check_stage(stage),
-        axis=axis_of(mesh),
+        stage=stage,
+        axis=axis,
         units=units,
         trainable=trainable,
         bucket_bytes=_check_bucket(bucket_bytes),
@@ -158,9 +162,8 @@ def plan(
 
     Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
     """
-    what = "the layout of the parameters"
     local = axis.runtime is Runtime.LOCAL
-    with told_everywhere(axis, what=what):
+    with told_everywhere(axis, what=_WHAT):
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         chosen = as_optimizer(optimizer).bind(named)
         if stage and axis.size > 1:
@@ -186,7 +189,7 @@ def plan(
         )
         facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}"]
         facts += [*chosen.describe(layout.leaves), *layout.describe()]
-    assert_same_everywhere(facts, axis, what=what)
+    assert_same_everywhere(facts, axis, what=_WHAT)
     return setup
 
 

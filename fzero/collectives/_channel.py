@@ -197,13 +197,14 @@ class Channel:
     def finish(self, *, asked: bool) -> bool:
         """Take part in what other ranks ask for until no rank is in a pass.
 
-        Returns whether any rank has `asked`, the same on every rank.
+        Returns whether any rank has `asked`, the same on every rank in the pass; False if some rank
+        makes a call meanwhile, and has nothing to `tell`.
         """
         while True:
             self.post(Kind.DONE, hint=int(asked))
             messages = self.read()
             if all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages):
-                return any(m.hint for m in messages if m.kind is Kind.DONE)
+                return all(m.kind is Kind.DONE for m in messages) and any(m.hint for m in messages)
             self._serve(messages)
 
     def values(self, number: int) -> list[int]:

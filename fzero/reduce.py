@@ -5,9 +5,9 @@
       it may start                  reduce-scatter (or all-reduce), at most two at a time
       it is over                    / W -> rows, in the dtype in which gradients add up
 
-A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered together.
-Below stage 3 buckets start in one fixed order on every rank, so ranks may use other parameters, or use
-them in another order. At stage 3 the `Sequencer` says when.
+A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
+together. Below stage 3 buckets start in one fixed order on every rank, so ranks may use other
+parameters, or use them in another order. At stage 3 the `Sequencer` says when.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3 (buckets in one order).
 """

@@ -82,12 +82,13 @@ class Engine(Access):
         1, 2    P            P / W       K P / W
         3       P / W        P / W       K P / W
 
-    At stage 3 the module's parameters are placeholders; a kernel that reads one gets the full values,
-    gathered for its unit and freed again. All numbers are in `engine.state`, the `TrainState` that a
-    functional step carries; `engine.step()` uses up a state that was taken from it before.
+    At stage 3 the module's parameters are placeholders; a kernel that reads one gets the full
+    values, gathered for its unit and freed again. All numbers are in `engine.state`, the
+    `TrainState` that a functional step carries; `engine.step()` uses up a state that was taken from
+    it before.
 
-    While the engine holds gradients, `p.grad` is a stand-in that says where they are; `p.grad = None`
-    (module.zero_grad(), optimizer.zero_grad()) drops them.
+    While the engine holds gradients, `p.grad` is a stand-in that says where they are; `p.grad =
+    None` (module.zero_grad(), optimizer.zero_grad()) drops them.
 
     Args:
         module: any nn.Module; its parameters become views of the engine's buffers. Rank 0's values
@@ -110,7 +111,8 @@ class Engine(Access):
         average_micro_batches: divide the update by the number of step() calls, or of backwards when
             each call updates.
         loss_scale: see `scale`.
-        reshard_after_forward: stage 3. True: the full values of a unit go when another unit is used,
+        reshard_after_forward: stage 3. True: the full values of a unit go when another unit is
+        used,
             and are gathered again in backward. False: they stay until the backward is over.
             "window": they stay over a window (`coalesce`, `no_sync`).
         prefetch_numel: stage 3, elements gathered early: the next unit, and more while they fit; 0:
@@ -469,8 +471,8 @@ class Engine(Access):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; return it before.
 
-        g <- g min(1, max_norm / (|g| + 1e-6)). A collective. `max_norm=` of the engine does the same
-        at every update.
+        g <- g min(1, max_norm / (|g| + 1e-6)). A collective. `max_norm=` of the engine does the
+        same at every update.
         """
         return self._clip(max_norm)
 
@@ -493,7 +495,7 @@ class Engine(Access):
         """Return `module.named_parameters()`."""
         return self.module.named_parameters()
 
-    def state_dict(self) -> OrderedDict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return `full_state_dict()`: whole values, of every rank. A collective at stage 3."""
         return self.full_state_dict()
 
@@ -521,8 +523,8 @@ class Engine(Access):
     def close(self) -> None:
         """Take off every hook, and give module and optimizer back as ordinary ones. A collective.
 
-        Gradients that were not used are lost. Parameters are gathered unit by unit. Closing twice is
-        allowed.
+        Gradients that were not used are lost. Parameters are gathered unit by unit. Closing twice
+        is allowed.
         """
         if self._closed:
             return

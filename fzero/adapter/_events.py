@@ -6,8 +6,8 @@
     the graph ends             graph_completed -> RunEpilogue: the pass is finished
 
 A record is assigned when its transition has returned; then the effects run. A gradient belongs to
-the graph task that brought it: it is committed by that task's own callback, and dropped if that never
-comes.
+the graph task that brought it: it is committed by that task's own callback, and dropped if that
+never comes.
 """
 
 from __future__ import annotations

@@ -78,6 +78,10 @@ class Member(Protocol):
         """Take part in that collective with what this rank has of the unit."""
         ...
 
+    def meet(self) -> None:
+        """A collective of the user's comes in the middle of its pass: be where the others are."""
+        ...
+
 
 class Channel:
     """The rounds of one axis. Every rank makes the same rounds in the same order."""
@@ -91,6 +95,7 @@ class Channel:
         self._unread: list[Message] | None = None
         self._announced: dict[str, Any] = {}
         self.rounds = 0
+        self.running: list[Member] = []  # those in a pass
 
     # Members.
 
@@ -154,7 +159,9 @@ class Channel:
         if posted is not None:
             rows = posted.wait()[0].tolist()
             self._unread = [
-                Message(Kind(row[0]), *row[1:4], tuple(code for code in row[4:] if code))
+                Message(
+                    Kind(row[0]), row[1], row[2], row[3], tuple(code for code in row[4:] if code)
+                )
                 for row in rows
             ]
 
@@ -233,7 +240,7 @@ class Channel:
             self._serve(messages)
 
     def fail(self) -> None:
-        """Say that this rank raised. The others raise where they read it; nothing is raised here."""
+        """Say that this rank raised. The others raise where they read it; this does not."""
         with suppress(AxisError):
             self.exchange(Kind.FAILED)
 
@@ -319,6 +326,19 @@ def _of_run(kept: dict[Any, Any], axis: Axis) -> Channel:
     if Channel not in kept:
         kept[Channel] = Channel(axis, axis)
     return kept[Channel]
+
+
+def before_collective(axis: Axis) -> None:
+    """The user's own collective begins: ranks in the middle of a pass come to the same place."""
+    here = current_ranks()
+    if here is not None:
+        channel = here.kept.get(Channel)
+    elif _OPEN:
+        channel = _OPEN.get(tuple(dist.get_process_group_ranks(axis.group())))
+    else:
+        channel = None
+    for member in channel.running if channel is not None else ():
+        member.meet()
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

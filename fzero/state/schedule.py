@@ -19,6 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 
 Events = tuple[int, ...]
 """`u` is a use of unit u, `~u` (negative) the reduction of its gradient."""
@@ -70,23 +71,48 @@ def record(schedule: Schedule, index: int, phase: int, program: Program) -> Sche
     return replace(schedule, passes=tuple(passes))
 
 
-def union(programs: Sequence[Events]) -> Program:
+def union(programs: Sequence[Events], meeting: int | None = None) -> Program:
     """Return a program of which each of `programs` is a part, in the same order.
+
+    `meeting` is an event at which all ranks are at the same place: the k-th of one program is the
+    k-th of every other.
 
     Example:
         >>> union([(0, 1, 3), (0, 2, 3)]).events
         (0, 1, 2, 3)
+        >>> union([(0, 9, 1), (9, 0, 1)], meeting=9).events
+        (0, 9, 0, 1)
     """
+    parts = [_split(events, meeting) for events in dict.fromkeys(programs)]
     whole: list[int] = []
-    for events in dict.fromkeys(programs):
-        merged: list[int] = []
-        matcher = SequenceMatcher(None, whole, events, autojunk=False)
-        for tag, low, high, begin, end in matcher.get_opcodes():
-            merged += whole[low:high]
-            if tag != "equal":
-                merged += events[begin:end]
-        whole = merged
+    for number, segments in enumerate(zip_longest(*parts, fillvalue=())):
+        whole += [meeting] if number and meeting is not None else []
+        merged: Sequence[int] = ()
+        for segment in segments:
+            merged = _merged(merged, segment)
+        whole += merged
     return Program(tuple(whole))
+
+
+def _split(events: Events, meeting: int | None) -> list[Events]:
+    segments: list[Events] = [()]
+    for event in events:
+        if event == meeting:
+            segments.append(())
+        else:
+            segments[-1] += (event,)
+    return segments
+
+
+def _merged(whole: Sequence[int], events: Sequence[int]) -> list[int]:
+    """The shortest sequence, or nearly, of which both are parts."""
+    merged: list[int] = []
+    matcher = SequenceMatcher(None, whole, events, autojunk=False)
+    for tag, low, high, begin, end in matcher.get_opcodes():
+        merged += whole[low:high]
+        if tag != "equal":
+            merged += events[begin:end]
+    return merged
 
 
 @dataclass(frozen=True, slots=True)

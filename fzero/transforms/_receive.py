@@ -1,4 +1,4 @@
-"""A gradient's way into a state: what a backward brought -> the window, or the reduced gradients."""
+"""A gradient's way into a state: what a backward brought -> window, or reduced gradients."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def init(
     """Return a train state for `params`, partitioned as `stage` says.
 
     (Stage 1 is stage 2: a gradient that is reduce-scattered costs less on the wire than one that is
-    kept whole, and less memory.) Elements a rank holds, for P parameters and K optimizer slots, over W ranks:
+    kept whole, and less memory.) Elements a rank holds, for P parameters and K optimizer slots,
+    over W ranks:
 
         stage   parameters   gradients   optimizer
         0       P            P           K P

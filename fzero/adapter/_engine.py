@@ -235,6 +235,8 @@ class Engine(Access):
         self._pass.gatherer.on_written = self._written
         chosen = setup.optimizer
         self.optimizer = chosen.instance if isinstance(chosen, TorchOptimizer) else None
+        if self.optimizer is not None and self.optimizer is not chosen.source:  # made just now
+            self.optimizer.param_groups[0]["params"] = list(dict.fromkeys(p for p, _ in learning))
         self._guard = Guard(self.optimizer) if self.optimizer is not None else None
         _OWNERS.update((id(p), self) for p in self._every)
 

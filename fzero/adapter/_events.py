@@ -72,7 +72,9 @@ class Events:
         self._depth = 0  # of root forwards that are running
         self._own = False  # this root forward is no recompute and not inside another
         self._foreign = False  # it uses none of the engine's parameters, or is transformed
-        self._nested: int | None = None  # a graph task that ran while another one's backward is open
+        self._nested: int | None = (
+            None  # a graph task that ran while another one's backward is open
+        )
         self._apart = False  # that task ended, and nothing came of the one that is open since
         self._stands_in = _stands_in(module)
         self._handles = [

@@ -16,6 +16,7 @@ _WAYS = {
     "_amp_": "loss_scale= of Engine and engine.scale(loss), in the place of a GradScaler",
     "clamp": "a hook on the parameter, p.register_hook(lambda g: g.clamp(-1, 1)), which runs "
     "before the gradient is reduced",
+    "_to_copy": "module.to(...), .half() and the like before the Engine is made",
     "zero_": "engine.zero_grad(), or module.zero_grad()",
 }
 

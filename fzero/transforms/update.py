@@ -11,7 +11,13 @@ from torch import Tensor
 from fzero.collectives import gather_in_place, gather_many
 from fzero.partition import shard_rows
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
-from fzero.transforms._donate import check_alive, donates, take_over, without_donation
+from fzero.transforms._donate import (
+    check_alive,
+    donates,
+    give_back,
+    take_over,
+    without_donation,
+)
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._pieces import pieces_of

@@ -76,14 +76,20 @@ class _Group:
         """Whether any leaf has, or anything has waited."""
         return bool(self._gradients) or self._waited is not None
 
-    def take(self) -> Tensor | None:
-        """Return [W l], and forget it; None if there is nothing."""
+    def take(self, *, to_write: bool = False) -> Tensor | None:
+        """Return [W l], and forget it; None if there is nothing.
+
+        `to_write`: in memory that nobody else has. A gradient that is not packed may be in that of
+        another parameter's gradient, or of a tensor that the user gave: autograd hands on views.
+        """
         gradients, self._gradients = self._gradients, {}
         flat, self._flat, self._views = self._flat, None, []
         waited, self._waited = self._waited, None
         if gradients and flat is None:
             count = len(self.layout.groups[self.index].leaves)
             flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
+            if to_write and waited is None and flat.data_ptr() == gradients.popitem()[1].data_ptr():
+                flat = flat.clone()
         if flat is None or waited is None:
             return waited if flat is None else flat
         return waited + flat
@@ -186,7 +192,8 @@ class Reducer:
         sharded = setup.gradients is Placement.SHARDED
         while sharded and len(self._flights) >= IN_FLIGHT:
             self._land()
-        taken = [self._groups[state][i].take() if mine else None for i in indices]
+        groups = [self._groups[state][i] for i in indices]
+        taken = [group.take(to_write=not sharded) if mine else None for group in groups]
         local = [
             self._zeros(setup, state, i) if x is None else x.to(_wire(setup, i))
             for i, x in zip(indices, taken, strict=True)
@@ -194,7 +201,7 @@ class Reducer:
         ordered = setup.reduction.ordered
         if sharded:
             flight = start_scatter(local, self.axis, ordered=ordered)
-        else:  # in place, as autograd itself adds to a gradient
+        else:  # in place
             flight = start_reduce(local, self.axis, ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
@@ -240,12 +247,15 @@ class Reducer:
             if not self.keeps[state] and any(self._groups[state][i].some for i in indices)
         ]
 
-    def local(self, state: int) -> dict[int, Tensor]:
-        """Return, and forget, this rank's own gradients that are still here: {group: [W l]}."""
+    def local(self, state: int, *, to_write: bool = False) -> dict[int, Tensor]:
+        """Return, and forget, this rank's own gradients that are still here: {group: [W l]}.
+
+        `to_write`: later gradients are added to them in place.
+        """
         setup = self.setups[state]
         found = {}
         for index, group in self._groups[state].items():
-            flat = group.take()
+            flat = group.take(to_write=to_write)
             if flat is not None:
                 found[index] = flat.to(setup.accumulate_dtype(index))
         return found

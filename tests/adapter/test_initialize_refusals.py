@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fzero.adapter._config_keys import ONLY, REFUSED, USED
 
 from fzero.adapter import initialize
-from fzero.adapter._config_keys import ONLY, REFUSED, USED
 from fzero.errors import LayoutError
 from tests.adapter.configs import linear, merged, nested
 

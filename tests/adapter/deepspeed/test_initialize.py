@@ -15,7 +15,6 @@ from fzero.adapter import LeafSpec, initialize
 from fzero.errors import LayoutError
 from tests.adapter.deepspeed.configs import SGD, linear, merged, nested
 
-
 PARTS = ("updating", "reduction", "gathering")
 
 

@@ -471,7 +471,7 @@ class Engine(Access):
         """Return `module.named_parameters()`."""
         return self.module.named_parameters()
 
-    def state_dict(self) -> OrderedDict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return `full_state_dict()`: whole values, of every rank. A collective at stage 3."""
         return self.full_state_dict()
 

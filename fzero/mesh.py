@@ -22,8 +22,8 @@ from fzero.virtual import current_ranks
 _RUNNING: list[Axis] = []
 """The axes of the steps that run now, so that `pmean(x)` in a loss needs no argument.
 
-They are the process's, not a thread's: on a GPU a backward, and what it recomputes, runs in a thread
-of autograd's own. Virtual ranks, which are threads, have one list each.
+They are the process's, not a thread's: on a GPU a backward, and what it recomputes, runs in a
+thread of autograd's own. Virtual ranks, which are threads, have one list each.
 """
 
 

@@ -78,7 +78,8 @@ def plan_layout(
     Groups hold leaves of one dtype and one `kind(path)`, all trainable or all frozen. With
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
-    on one rank) each leaf is a group of its own: there is no collective to save, and no copy to make.
+    on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
+    make.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.

@@ -5,9 +5,9 @@
       it may start                  reduce-scatter (or all-reduce), at most two at a time
       it is over                    / W -> rows, in the dtype in which gradients add up
 
-A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered together.
-Below stage 3 buckets start in one fixed order on every rank, so ranks may use other parameters, or use
-them in another order. At stage 3 the `Sequencer` says when.
+A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
+together. Below stage 3 buckets start in one fixed order on every rank, so ranks may use other
+parameters, or use them in another order. At stage 3 the `Sequencer` says when.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3 (buckets in one order).
 """
@@ -29,8 +29,9 @@ from fzero.state.buffers import Placement
 from fzero.state.layout import Layout
 from fzero.state.setup import Setup
 
-IN_FLIGHT = 2
-"""Reductions whose inputs are alive at once, as in FSDP2."""
+IN_FLIGHT = 1
+"""Reduce-scatters that run at once: with the bucket that fills up, the inputs of two are alive, as
+in FSDP2. All-reduces run in place, in memory that the gradient needs anyway: they have no bound."""
 
 
 class _Group:
@@ -100,8 +101,7 @@ class Reducer:
     ) -> None:
         self.setups, self.axis, self._devices = setups, axis, devices
         self.keeps = [False for _ in setups]
-        self.bounded = True
-        self.before_first: Callable[[], None] | None = None  # asked once, before anything starts
+        self.before_first: Callable[[], None] | None = None  # called before anything starts
         self.on_full: Callable[[int], None] = self._in_turn
         self.rows: list[dict[int, Tensor]] = [{} for _ in setups]
         self.received = 0  # gradients of leaves since `begin`
@@ -140,19 +140,25 @@ class Reducer:
         unit, group, position = self._where[state][leaf]
 
         def on_gradient(p: Tensor) -> None:
-            gradient, p.grad = p.grad, None
-            if gradient is not None:
-                self._put(unit, group, position, gradient.detach())
+            if p.grad is not None:
+                group.put(position, _popped(p))
+                self._received(unit, group)
 
         return on_gradient
+
+    def take(self, state: int, leaf: int, p: Tensor) -> None:
+        """Add `p.grad`, the gradient of one leaf of a state, and take it away from `p`."""
+        unit, group, position = self._where[state][leaf]
+        group.put(position, _popped(p))
+        self._received(unit, group)
 
     def put(self, state: int, leaf: int, gradient: Tensor) -> None:
         """Add the gradient of one leaf of a state."""
         unit, group, position = self._where[state][leaf]
-        self._put(unit, group, position, gradient)
-
-    def _put(self, unit: int, group: _Group, position: int, gradient: Tensor) -> None:
         group.put(position, gradient)
+        self._received(unit, group)
+
+    def _received(self, unit: int, group: _Group) -> None:
         self.received += 1
         state, indices = self._units[unit]
         if self._local or self.keeps[state] or not group.full:
@@ -175,22 +181,21 @@ class Reducer:
         if not indices or self.keeps[state]:
             return
         if self.before_first is not None:
-            first, self.before_first = self.before_first, None
-            first()
-        while self.bounded and len(self._flights) >= IN_FLIGHT:
-            self._land()
+            self.before_first()
         setup = self.setups[state]
+        sharded = setup.gradients is Placement.SHARDED
+        while sharded and len(self._flights) >= IN_FLIGHT:
+            self._land()
         taken = [self._groups[state][i].take() if mine else None for i in indices]
         local = [
             self._zeros(setup, state, i) if x is None else x.to(_wire(setup, i))
             for i, x in zip(indices, taken, strict=True)
         ]
         ordered = setup.reduction.ordered
-        if setup.gradients is Placement.SHARDED:
+        if sharded:
             flight = start_scatter(local, self.axis, ordered=ordered)
-        else:  # in place: a gradient that was not packed may be somebody's own tensor
-            owned = [x.clone() if x is y else x for x, y in zip(local, taken, strict=True)]
-            flight = start_reduce(owned, self.axis, ordered=ordered)
+        else:  # in place, as autograd itself adds to a gradient
+            flight = start_reduce(local, self.axis, ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
             self._land()
@@ -205,7 +210,7 @@ class Reducer:
         state, indices = self._units[unit]
         rows, setup = self.rows[state], self.setups[state]
         for index, summed in zip(indices, flight.wait(), strict=True):
-            mean = summed.div_(self.axis.size).to(setup.accumulate_dtype(index))
+            mean = summed.to(setup.accumulate_dtype(index)).div_(self.axis.size)
             held = rows.get(index)
             rows[index] = mean if held is None else held.add_(mean)
 
@@ -266,6 +271,13 @@ class Reducer:
             with suppress(AxisError):
                 self._flights.popleft()[1].wait()
         self.rows = [{} for _ in self.setups]
+
+
+def _popped(p: Tensor) -> Tensor:
+    """Take `p.grad` away. No frame keeps it: a bucket's gradients go as soon as it is packed."""
+    gradient, p.grad = p.grad, None
+    assert gradient is not None
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 def _wire(setup: Setup, index: int) -> torch.dtype:

@@ -6,10 +6,10 @@
     end_forward, finish    the phase, or the pass, is over
 
 All ranks that announce the same program run its collectives in its order, whatever they use
-themselves: a rank that does not need a unit takes part and drops it; one that reads a unit that lies
-further on goes there, taking part on the way. A rank that needs what the rest of the plan does not
-have runs the plan to its end, with zeros where it has nothing (a sum is linear: what it has later is
-reduced later), and asks there.
+themselves: a rank that does not need a unit takes part and drops it; one that reads a unit that
+lies further on goes there, taking part on the way. A rank that needs what the rest of the plan does
+not have runs the plan to its end, with zeros where it has nothing (a sum is linear: what it has
+later is reduced later), and asks there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from fzero.collectives import Channel, What
-from fzero.errors import FzeroError
+from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.reduce import Reducer
 from fzero.state.schedule import Limits, Plan, Program, Schedule, expected, plan, union
@@ -42,7 +42,7 @@ class Sequencer:
         number: int | None = None,
     ) -> None:
         self.channel, self.gatherer, self.reducer = channel, gatherer, reducer
-        self.limits, self._numels = limits, gatherer.numels
+        self.limits, self._numels = limits, (*gatherer.numels, 0)  # the last one: see `meet`
         self._persistent = tuple(persistent)
         self.stays = False  # what `limits.keeps` keeps stays beyond the backward, until `changed`
         self.number = channel.join(self, number)
@@ -53,6 +53,7 @@ class Sequencer:
         self._plan: Plan | None = None
         self._at = self._reduced = 0
         self._ready: set[int] = set()
+        self._due: list[int] = []  # complete, and not reduced yet
         self._seen: set[int] = set()  # units that stay, and are here or were used in this pass
         self._mine: frozenset[int] = frozenset()
         self._current = -1
@@ -67,12 +68,13 @@ class Sequencer:
     # A pass.
 
     def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
-        """Announce pass `index` in `phase` (0 forward, 1 backward); `schedule` expects its order."""
+        """Announce pass `index` in `phase` (0 forward, 1 backward), expected by `schedule`."""
         self._events = self._recorded[index, phase] = []
         self._program, self._plan, self._current = expected(schedule, index, phase), None, -1
         self._at = self._reduced = 0
         self._ready = set()
         self._open = True
+        self._run(True)
         self.gatherer.release()
         # What is here already is part of what ranks must have in common to follow one plan.
         facts = self._program and (self._program.digest, sorted(self.gatherer.kept))
@@ -97,27 +99,58 @@ class Sequencer:
             place = self._plan.next_use(unit, self._at)
             if place is not None and (place == self._at + 1 or not held):
                 self._go_to(place)
-            elif not held:
+            elif not self.gatherer.has(unit):
                 self._leave_plan()
-        if self._plan is None and unit not in self.gatherer.held:
+        self._reduce_due()
+        if self._plan is None and not self.gatherer.has(unit):
             self._ask_for(unit)
         self.gatherer.wait(unit)
 
+    def meet(self) -> None:
+        """A collective of the user's begins: all ranks run the plan as far as it stands there.
+
+        It is recorded like the use of a unit that nobody holds. Ranks that ask each other serve
+        until all of them have come to it.
+        """
+        self._settle()
+        place, self._current = len(self.gatherer.units), -1
+        self._events.append(place)
+        if self._plan is not None:
+            following = self._plan.next_use(place, self._at)
+            if following is None:
+                self._leave_plan()
+            else:
+                self._go_to(following)
+        self._reduce_due()
+        if self._plan is None:
+            self.channel.call("a collective in a loss")
+
     def full(self, unit: int) -> None:
-        """The gradient of a unit is complete on this rank."""
+        """The gradient of a unit is complete on this rank.
+
+        Its reduction starts with what comes next: while a hook runs, autograd has the gradient,
+        too, which would then be there twice.
+        """
         self._settle()
         self._events.append(~unit)
-        if self._plan is None:
-            self._ask(What.REDUCE, [unit])
-            return
-        self._ready.add(unit)
-        self._start_ready()
+        if self._due:
+            self._reduce_due()
+        self._due.append(unit)
+
+    def _reduce_due(self) -> None:
+        due, self._due = self._due, []
+        if due and self._plan is None:
+            self._ask(What.REDUCE, due)
+        elif due:
+            self._ready.update(due)
+            self._start_ready()
 
     def end_forward(self) -> None:
         """The forward is over: finish its plan, and let go of what was gathered."""
         self._settle()
         self._end_plan()
         self._current, self._events = -1, []  # what is read between is no part of the pass
+        self._run(False)
         if not self.limits.keeps:
             self.gatherer.release()
 
@@ -138,27 +171,33 @@ class Sequencer:
         self.reducer.land()
         recorded, self._recorded, self._asked = self._recorded, {}, False
         self._current, self._events = -1, []
+        self._run(False)
         self.let_go()
         if not asked:
             return []
         done = {key: tuple(events) for key, events in recorded.items()}
-        everyone = self.channel.tell(done)
+        everyone = [one for one in self.channel.tell(done) if one is not None]
         keys = sorted({key for one in everyone for key in one})
-        return [(*key, union([one[key] for one in everyone if key in one])) for key in keys]
+        meeting = len(self.gatherer.units)
+        return [
+            (*key, union([one[key] for one in everyone if key in one], meeting)) for key in keys
+        ]
 
     def fail(self, *, tell: bool) -> None:
         """The pass raised here. `tell`: keep in step with the others to its end, and tell them."""
+        self._due = []
         self.reducer.drop()
         if tell:
-            with suppress(FzeroError):
+            with suppress(AxisError):  # the others know of it already
                 self._settle()
                 self._end_plan()
-            self.channel.fail()
+                self.channel.fail()
         self.forget()
 
     def forget(self) -> None:
         """The pass is given up, on every rank. Starts nothing."""
-        self._open, self._plan, self._current = False, None, -1
+        self._open, self._plan, self._current, self._due = False, None, -1, []
+        self._run(False)
         self._recorded, self._asked = {}, False
         self.reducer.drop()
         self.gatherer.release(all_of_them=True)
@@ -181,6 +220,11 @@ class Sequencer:
         """The parameters changed: what was gathered of them is stale."""
         self.gatherer.release(all_of_them=True)
         self._seen = set()
+
+    def _run(self, runs: bool) -> None:
+        """Be asked, or not, when a collective of the user's comes."""
+        self.channel.running = [one for one in self.channel.running if one is not self]
+        self.channel.running += [self] if runs else []
 
     # The plan.
 
@@ -212,13 +256,15 @@ class Sequencer:
 
     def _go_to(self, place: int) -> None:
         assert self._plan is not None
+        self._ready.update(self._due)
+        self._due = []
         while self._at < place:
+            step = self._plan.steps[self._at + 1]
+            for unit in step.frees:  # first of all: the gradients of this step take room
+                self.gatherer.free(unit)
             self._end_step()
             self._at += 1
             self._reduced = 0
-            step = self._plan.steps[self._at]
-            for unit in step.frees:
-                self.gatherer.free(unit)
             for unit in (*step.gathers, *step.ahead):
                 self.gatherer.start(unit)
             if self.limits.keeps:
@@ -245,6 +291,7 @@ class Sequencer:
 
     def _end_plan(self) -> None:
         """Run what is left of the plan."""
+        self._reduce_due()
         if self._plan is not None:
             self._go_to(len(self._plan.steps) - 1)
             self._end_step()

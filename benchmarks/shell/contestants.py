@@ -153,7 +153,7 @@ def adapter(setup: Setup, *, stage: int, **options: Any) -> Phases:
         loss.backward()
         return loss
 
-    buckets = engine.state.buckets.count
+    buckets = len(engine.state.setup.layout.trainable)
     return Phases(backward=backward, update=engine.step, buckets=buckets)
 
 
@@ -173,7 +173,6 @@ def everyone() -> list[Contestant]:
         ("fsdp2", "3", fsdp2),
         ("ds3", "3", partial(deepspeed, stage=3)),
         ("adapter3", "3", partial(adapter, stage=3)),
-        ("adapter3_lockstep", "3", partial(adapter, stage=3, lockstep=True)),
         ("ds3_persist", "3 persist", partial(deepspeed, stage=3, persist=True)),
         ("adapter3_persist", "3 persist", partial(adapter, stage=3, **persistent)),
     ]
@@ -195,5 +194,5 @@ def by_buckets(count: int, numbers: list[int]) -> list[Contestant]:
 
 def by_units() -> list[Contestant]:
     """Stage 3 where each part of the model is gathered by itself."""
-    wanted = ("plain", "fsdp2", "ds3", "adapter3", "adapter3_lockstep")
+    wanted = ("plain", "fsdp2", "ds3", "adapter3")
     return [item for item in everyone() if item.name in wanted]

@@ -12,11 +12,13 @@ import fzero
 from step.contestants import ADAMW, Contestant, Setup, Step
 from step.models import Batch, Task
 
-Keep = Literal[True, False, "window"]
+Reshard = bool | Literal["window"]
 
 
-def build(setup: Setup, *, stage: int, coalesce: bool = False, keep: Keep = "unit") -> Step:
-    """One donated, sharded step; `keep` says how long stage 3 keeps gathered parameters."""
+def build(
+    setup: Setup, *, stage: int, coalesce: bool = False, reshard_after_forward: Reshard = True
+) -> Step:
+    """One donated, sharded step."""
     apply, params = fzero.functionalize(setup.task.module())
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
@@ -30,7 +32,9 @@ def build(setup: Setup, *, stage: int, coalesce: bool = False, keep: Keep = "uni
         return fzero.apply_gradients(state), torch.stack(losses).sum()
 
     inner = fzero.coalesce(step_fn) if coalesce else step_fn
-    train_step = fzero.shard(inner, stage=stage, donate=True, reshard_after_forward=reshard)
+    train_step = fzero.shard(
+        inner, stage=stage, donate=True, reshard_after_forward=reshard_after_forward
+    )
     options = {key: ADAMW[key] for key in ("betas", "eps", "weight_decay")}
     held = [train_step.init(params, fzero.optim.adamw(ADAMW["lr"], **options))]
 

@@ -301,7 +301,7 @@ class Access:
         return part
 
     def _whole(self, part: Tensor) -> Tensor:
-        """The flat [W l] of a group of which this rank has a part, as the optimizer's are placed."""
+        """The flat [W l] of a group of which this rank has a part, as its optimizer has."""
         sharded = self.state.setup.optimizer_state is Placement.SHARDED
         return gather_many([part.detach()], self.axis)[0] if sharded else part.detach()
 

@@ -40,12 +40,12 @@ class _Unowned(Gatherer):
         """Shard the parameters of a module, and of those in it, that are whole."""
         for part in module.modules():
             for name, p in list(part._parameters.items()):
-                whole = p is not None and not isinstance(p, LazyParam | nn.UninitializedParameter)
-                if whole and not p.is_meta:
+                sharded = isinstance(p, LazyParam | nn.UninitializedParameter)
+                if p is not None and not sharded and not p.is_meta:
                     setattr(part, name, self._sharded(name, p))
 
     @torch.no_grad()
-    def _sharded(self, name: str, p: nn.Parameter) -> nn.Parameter:
+    def _sharded(self, name: str, p: Any) -> nn.Parameter:
         size = self.axis.size
         layout = plan_layout(OrderedDict({name: p}), ranks=size, bucket_bytes=2**62)
         flat = broadcast_from_first([pack(layout, 0, [p.detach()])], self.axis)[0]
@@ -76,10 +76,10 @@ class _Unowned(Gatherer):
 def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
     """Modules made inside keep only this rank's shard of each parameter.
 
-    A module is sharded when it has been made: when it becomes a part of another one, or at the end of
-    the block. So no rank holds more than one module's own parameters at a time, and a model may be
-    larger than a rank's memory. The values are rank 0's. Initializers that run later write to the
-    placeholders, inside and after the block, until an `Engine` takes them over: on every rank.
+    A module is sharded when it has been made: when it becomes a part of another one, or at the end
+    of the block. So no rank holds more than one module's own parameters at a time, and a model may
+    be larger than a rank's memory. The values are rank 0's. Initializers that run later write to
+    the placeholders, inside and after the block, until an `Engine` takes them over: on every rank.
     Every rank must make the same modules in the same order. On one rank nothing is different.
 
     Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2.
@@ -131,7 +131,8 @@ def gathered(
     Args:
         params: a module (all of its parameters), a parameter, or several.
         modify: they may be written, in the yielded tensors or through the module; when the block
-            ends, the values of rank `from_rank` become those of all ranks, also if the block raises.
+            ends, the values of rank `from_rank` become those of all ranks, also if the block
+            raises.
         from_rank: whose values count.
         mesh: whose ranks, for parameters that are whole (stages 0 to 2); default the world.
 

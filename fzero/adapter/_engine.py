@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fzero.adapter._access import Access
 from fzero.adapter._events import Events
-from fzero.adapter._gradient import Gradients
+from fzero.adapter._gradient import Gradients, HeldGradient
 from fzero.adapter._guard import Guard
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import (
@@ -81,12 +81,13 @@ class Engine(Access):
         1, 2    P            P / W       K P / W
         3       P / W        P / W       K P / W
 
-    At stage 3 the module's parameters are placeholders; a kernel that reads one gets the full values,
-    gathered for its unit and freed again. All numbers are in `engine.state`, the `TrainState` that a
-    functional step carries; `engine.step()` uses up a state that was taken from it before.
+    At stage 3 the module's parameters are placeholders; a kernel that reads one gets the full
+    values, gathered for its unit and freed again. All numbers are in `engine.state`, the
+    `TrainState` that a functional step carries; `engine.step()` uses up a state that was taken from
+    it before.
 
-    While the engine holds gradients, `p.grad` is a stand-in that says where they are; `p.grad = None`
-    (module.zero_grad(), optimizer.zero_grad()) drops them.
+    While the engine holds gradients, `p.grad` is a stand-in that says where they are; `p.grad =
+    None` (module.zero_grad(), optimizer.zero_grad()) drops them.
 
     Args:
         module: any nn.Module; its parameters become views of the engine's buffers. Rank 0's values
@@ -109,7 +110,8 @@ class Engine(Access):
         average_micro_batches: divide the update by the number of step() calls, or of backwards when
             each call updates.
         loss_scale: see `scale`.
-        reshard_after_forward: stage 3. True: the full values of a unit go when another unit is used,
+        reshard_after_forward: stage 3. True: the full values of a unit go when another unit is
+        used,
             and are gathered again in backward. False: they stay until the backward is over.
             "window": they stay over a window (`coalesce`, `no_sync`).
         prefetch_numel: stage 3, elements gathered early: the next unit, and more while they fit; 0:
@@ -317,11 +319,16 @@ class Engine(Access):
             self._put(cleared(self.state))
         self._pass.begin_backward()
 
-    def received(self, leaf: int, gradient: Tensor) -> None:
+    def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
         if self.options.updating.loss_scale != 1.0:
             self._scale.require(self.hooks.post_backward_callback_graph_task_id)
-        self._pass.reducer.put(0, leaf, gradient)
+        if isinstance(p.grad, HeldGradient):  # it stays until the backward is known of
+            gradient = p.grad.taken()
+            if gradient is not None:
+                self._pass.reducer.put(0, leaf, gradient.detach())
+        else:
+            self._pass.reducer.take(0, leaf, p)
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""
@@ -447,8 +454,8 @@ class Engine(Access):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; return it before.
 
-        g <- g min(1, max_norm / (|g| + 1e-6)). A collective. `max_norm=` of the engine does the same
-        at every update.
+        g <- g min(1, max_norm / (|g| + 1e-6)). A collective. `max_norm=` of the engine does the
+        same at every update.
         """
         return self._clip(max_norm)
 
@@ -499,8 +506,8 @@ class Engine(Access):
     def close(self) -> None:
         """Take off every hook, and give module and optimizer back as ordinary ones. A collective.
 
-        Gradients that were not used are lost. Parameters are gathered unit by unit. Closing twice is
-        allowed.
+        Gradients that were not used are lost. Parameters are gathered unit by unit. Closing twice
+        is allowed.
         """
         if self._closed:
             return

@@ -6,8 +6,8 @@
     the graph ends             graph_completed -> RunEpilogue: the pass is finished
 
 A record is assigned when its transition has returned; then the effects run. A gradient belongs to
-the graph task that brought it: it is committed by that task's own callback, and dropped if that never
-comes.
+the graph task that brought it: it is committed by that task's own callback, and dropped if that
+never comes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fzero.adapter._autograd import autograd_has_callbacks
-from fzero.adapter._gradient import HeldGradient
 from fzero.adapter._pytree import count_leaves_below, tensors_in
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
@@ -46,7 +45,7 @@ class Driven(Protocol):
         """A backward begins; `first` is the parameter that has its gradient already, if one has."""
         ...
 
-    def received(self, leaf: int, gradient: Tensor) -> None:
+    def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
         ...
 
@@ -133,20 +132,15 @@ class Events:
 
     def _hook_of(self, leaf: int) -> Callable[[Tensor], None]:
         def on_gradient(p: Tensor) -> None:
-            gradient = p.grad
-            if isinstance(gradient, HeldGradient):  # it stays until the backward is known of
-                gradient = gradient.taken()
-            else:
-                p.grad = None
-            if gradient is not None:
+            if p.grad is not None:
                 if not self.hooks.backward_active_depth and not self._depth:
                     self._reenter(p)
-                self._on_gradient(leaf, gradient.detach())
+                self._on_gradient(leaf, p)
 
         return on_gradient
 
-    def _on_gradient(self, leaf: int, gradient: Tensor) -> None:
-        self._driven.received(leaf, gradient)
+    def _on_gradient(self, leaf: int, p: Tensor) -> None:
+        self._driven.received(leaf, p)
         state = self.hooks
         inside = state.backward_active_depth > 0
         first = inside and not state.hooks_fired_this_backward

@@ -78,6 +78,10 @@ class Member(Protocol):
         """Take part in that collective with what this rank has of the unit."""
         ...
 
+    def meet(self) -> None:
+        """A collective of the user's comes in the middle of its pass: be where the others are."""
+        ...
+
 
 class Channel:
     """The rounds of one axis. Every rank makes the same rounds in the same order."""
@@ -91,6 +95,7 @@ class Channel:
         self._unread: list[Message] | None = None
         self._announced: dict[str, Any] = {}
         self.rounds = 0
+        self.running: list[Member] = []  # those in a pass
 
     # Members.
 
@@ -154,7 +159,9 @@ class Channel:
         if posted is not None:
             rows = posted.wait()[0].tolist()
             self._unread = [
-                Message(Kind(row[0]), *row[1:4], tuple(code for code in row[4:] if code))
+                Message(
+                    Kind(row[0]), row[1], row[2], row[3], tuple(code for code in row[4:] if code)
+                )
                 for row in rows
             ]
 
@@ -173,14 +180,15 @@ class Channel:
     def answer(self) -> bool:
         """Whether every rank announced the pass that this rank did, in the same order.
 
-        Then nobody needs to ask for a collective. Takes part in what ranks ask for that are still
-        in the pass before. Raises `MismatchError`, on every rank, if the ranks announce what cannot
-        go together, naming it.
+        Then nobody needs to ask for a collective. Otherwise all do, also of a rank that is done or
+        makes a call, and so is not in this pass. Takes part in what ranks ask for that are still in
+        the pass before. Raises `MismatchError`, on every rank, if the ranks announce what cannot go
+        together, naming it.
         """
         while True:
             messages = self.read()
             kinds = {message.kind for message in messages}
-            if kinds <= {Kind.PASS, Kind.CALL}:
+            if Kind.ASK not in kinds:
                 same = len({message.digest for message in messages}) == 1
                 if not same and not all(message.served for message in messages):
                     self._raise_mismatch()
@@ -203,12 +211,8 @@ class Channel:
             self.post(Kind.DONE, hint=int(asked))
             messages = self.read()
             if all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages):
-                return any(m.hint for m in messages if m.kind is Kind.DONE)
+                return _asked(messages)
             self._serve(messages)
-
-    def values(self, number: int) -> list[int]:
-        """Return the `number` of every rank, in rank order."""
-        return lowering.begin_exchange([number], self.axis, width=1).wait()[0].flatten().tolist()
 
     def tell(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in rank order."""
@@ -229,10 +233,12 @@ class Channel:
                     self._raise_mismatch()
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
+            if kinds <= {Kind.DONE, Kind.CALL} and _asked(messages):
+                self.tell(None)  # what a rank did that is not in the pass: nothing
             self._serve(messages)
 
     def fail(self) -> None:
-        """Say that this rank raised. The others raise where they read it; nothing is raised here."""
+        """Say that this rank raised. The others raise where they read it."""
         with suppress(AxisError):
             self.exchange(Kind.FAILED)
 
@@ -277,6 +283,11 @@ class Channel:
         )
 
 
+def _asked(messages: Sequence[Message]) -> bool:
+    """Whether a rank whose pass is over had to ask."""
+    return any(message.hint for message in messages if message.kind is Kind.DONE)
+
+
 def _named(lines: Sequence[str], at: int) -> str:
     """The call, and the line of it that differs."""
     if at == 0:
@@ -318,6 +329,19 @@ def _of_run(kept: dict[Any, Any], axis: Axis) -> Channel:
     if Channel not in kept:
         kept[Channel] = Channel(axis, axis)
     return kept[Channel]
+
+
+def before_collective(axis: Axis) -> None:
+    """The user's own collective begins: ranks in the middle of a pass come to the same place."""
+    here = current_ranks()
+    if here is not None:
+        channel = here.kept.get(Channel)
+    elif _OPEN:
+        channel = _OPEN.get(tuple(dist.get_process_group_ranks(axis.group())))
+    else:
+        channel = None
+    for member in channel.running if channel is not None else ():
+        member.meet()
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

@@ -47,15 +47,17 @@ class InFlight:
             raise self._error
         if self._started is not None:
             try:
+                self._started.join()
+                finish, self._started = self._started.finish, None  # what was sent goes here
                 with torch.no_grad():
-                    outs = self._started.wait()
+                    outs = finish()
             except Exception as error:
                 # Not to be tried again: its second half may be on the wire already.
                 self._error = error
                 raise
             for at, out in sorted(self._rest.items()):
                 outs.insert(at, out)
-            self._outs, self._started, self._rest = outs, None, {}
+            self._outs, self._rest = outs, {}
         return self._outs
 
     def done(self) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 
 Events = tuple[int, ...]
 """`u` is a use of unit u, `~u` (negative) the reduction of its gradient."""
@@ -70,23 +71,48 @@ def record(schedule: Schedule, index: int, phase: int, program: Program) -> Sche
     return replace(schedule, passes=tuple(passes))
 
 
-def union(programs: Sequence[Events]) -> Program:
+def union(programs: Sequence[Events], meeting: int | None = None) -> Program:
     """Return a program of which each of `programs` is a part, in the same order.
+
+    `meeting` is an event at which all ranks are at the same place: the k-th of one program is the
+    k-th of every other.
 
     Example:
         >>> union([(0, 1, 3), (0, 2, 3)]).events
         (0, 1, 2, 3)
+        >>> union([(0, 9, 1), (9, 0, 1)], meeting=9).events
+        (0, 9, 0, 1)
     """
+    parts = [_split(events, meeting) for events in dict.fromkeys(programs)]
     whole: list[int] = []
-    for events in dict.fromkeys(programs):
-        merged: list[int] = []
-        matcher = SequenceMatcher(None, whole, events, autojunk=False)
-        for tag, low, high, begin, end in matcher.get_opcodes():
-            merged += whole[low:high]
-            if tag != "equal":
-                merged += events[begin:end]
-        whole = merged
+    for number, segments in enumerate(zip_longest(*parts, fillvalue=())):
+        whole += [meeting] if number and meeting is not None else []
+        merged: Sequence[int] = ()
+        for segment in segments:
+            merged = _merged(merged, segment)
+        whole += merged
     return Program(tuple(whole))
+
+
+def _split(events: Events, meeting: int | None) -> list[Events]:
+    segments: list[Events] = [()]
+    for event in events:
+        if event == meeting:
+            segments.append(())
+        else:
+            segments[-1] += (event,)
+    return segments
+
+
+def _merged(whole: Sequence[int], events: Sequence[int]) -> list[int]:
+    """The shortest sequence, or nearly, of which both are parts."""
+    merged: list[int] = []
+    matcher = SequenceMatcher(None, whole, events, autojunk=False)
+    for tag, low, high, begin, end in matcher.get_opcodes():
+        merged += whole[low:high]
+        if tag != "equal":
+            merged += events[begin:end]
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +182,16 @@ def plan(program: Program, numels: tuple[int, ...], held: frozenset[int], limits
     live: list[int] = []  # whole or on the way, and not held
     early: list[int] = []  # those of them that were asked for early and not used yet
     for place, unit in enumerate(uses):
-        soon = {unit, *early, *uses[place + 1 : place + 2]}
+        following = next((u for u in uses[place + 1 :] if u != unit), None)
+        soon = {unit, *early, following}
         frees = () if limits.keeps else tuple(u for u in live if u not in soon)
         live = [u for u in live if u not in frees]
         gathers = () if unit in held or unit in live else (unit,)
         live += gathers
         early = [u for u in early if u != unit]
-        room_numel = limits.prefetch_numel - sum(numels[u] for u in early)
-        ahead = _ahead(uses, place + 1, held.union(live), numels, room_numel, bool(early))
+        waits = {*early, *(u for u in live if u == following)}  # whole, for uses that follow
+        room_numel = limits.prefetch_numel - sum(numels[u] for u in waits)
+        ahead = _ahead(uses, place + 1, held.union(live), numels, room_numel, bool(waits))
         live += ahead
         early += ahead
         steps.append(Step(unit, frees, gathers, ahead, reduces[place + 1]))

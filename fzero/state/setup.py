@@ -54,6 +54,11 @@ class StatefulUpdate(Protocol):
         ...
 
     @property
+    def describe(self) -> Callable[..., list[str]]:
+        """(leaves) -> what ranks compare."""
+        ...
+
+    @property
     def advance(self) -> Callable[..., tuple[list[Tensor], Any]]:
         """(params, grads, optimizer state, pieces, ...) -> (params, optimizer state)."""
         ...

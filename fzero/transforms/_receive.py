@@ -1,4 +1,4 @@
-"""A gradient's way into a state: what a backward brought -> the window, or the reduced gradients."""
+"""A gradient's way into a state: what a backward brought -> window, or reduced gradients."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def boundary(name: str, states: Sequence[TrainState]) -> None:
         policy, counted = state.setup.policy, state.progress
         lines += [
             f"stage {state.setup.stage}, {policy}",
-            f"{counted.backwards} gradients, {counted.reductions} reductions since the update",
+            f"{counted.reductions} reductions since the update",
             *state.setup.optimizer.describe(()),
         ]
     for axis, lines in by_axis.items():

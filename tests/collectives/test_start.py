@@ -88,9 +88,9 @@ def check(rank: int, world_size: int, calls: Sequence[Call], window: int) -> Non
             if len(flights) - len(got) == window:
                 got.append(flights[len(got)].wait())
             flights.append(start(call, own(call, axis), axis))
-        assert log.events == sync_log.events  # counted when they start
+        assert log.of(axis.rank) == sync_log.of(axis.rank)  # counted when they start
         got += [flight.wait() for flight in flights[len(got) :]]
-    assert log.events == sync_log.events
+    assert log.of(axis.rank) == sync_log.of(axis.rank)
     for call, flight, outs, expected in zip(calls, flights, got, want, strict=True):
         formula = FORMULA[call.kind]
         same(outs, [formula(xs)[axis.rank].to(call.dtype) for xs in inputs_of(call, axis.size)])
@@ -214,7 +214,7 @@ def done_and_held(rank: int, world_size: int, kind: str, dtype: torch.dtype) -> 
     """Rank 1 starts only when rank 0 has asked; buffers live until `wait` has returned."""
     axis = fzero.world()
     # The store outlives this call, so the key has a name of its own.
-    key = str(_lowering.exchange_ids(time.monotonic_ns(), axis)[0])
+    key = c.gather_objects(str(time.monotonic_ns()), axis)[0]
     store: Any = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait([key])
@@ -259,10 +259,10 @@ def start_alone(rank: int, world_size: int, timeout_s: float) -> list[tuple[str,
             found += [(kind, _raised(flight.wait)), (kind, _raised(flight.wait))]
             found.append((kind, _raised(lambda c=call: sync(c, own(c, axis), axis))))
     if rank == 0:
-        found.append(("ids", _raised(lambda: _lowering.exchange_ids(1, axis))))
+        found.append(("codes", _raised(_lowering.begin_exchange([1], axis, width=1).wait)))
         found.append(("objects", _raised(lambda: _lowering.gather_objects("x", axis))))
         found.append(("first", _raised(lambda: c.broadcast_from_first([torch.ones(2)], axis))))
-    _lowering.exchange_ids(0, fzero.world())  # rank 1 stays until rank 0 has seen it all
+    _lowering.gather_objects(0, fzero.world())  # rank 1 stays until rank 0 has seen it all
     dist.destroy_process_group(group)
     return found
 
@@ -278,7 +278,7 @@ NAMES = {
     "scatter": "reduce_scatter",
     "reduce": "all_reduce",
     "gather_in_place": "all_gather",
-    "ids": "agree",
+    "codes": "agree",
     "objects": "gather_objects",
     "first": "broadcast",
 }

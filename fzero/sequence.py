@@ -238,7 +238,8 @@ class Sequencer:
             for unit in self._persistent:
                 self.gatherer.start(unit)
             self._stay(self._persistent)
-            held = frozenset(self.gatherer.kept)
+            meeting = len(self.gatherer.units)  # nothing is gathered for it
+            held = frozenset({*self.gatherer.kept, meeting})
             self._plan = plan(self._program, self._numels, held, self.limits)
             self._start_ready()
         else:

@@ -87,7 +87,7 @@ class Sequencer:
 
     def use(self, unit: int) -> None:
         """Make sure that a unit is whole: a kernel reads it."""
-        if unit == self._current:
+        if unit == self._current and unit in self.gatherer.held:
             return
         self._settle()
         held, self._current = self.gatherer.touch(unit), unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,6 @@ from fzero.adapter._module import (
     require_one_device,
     require_plain,
 )
-from fzero.adapter._none import NoOptimizer, no_optimizer
 from fzero.adapter._options import Options, Updating, require_options
 from fzero.adapter._report import MemoryReport, report
 from fzero.adapter._scale import LossScale
@@ -40,7 +39,7 @@ from fzero.collectives import (
 )
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis, axis_of, end_group, own_group
-from fzero.optim import TorchOptimizer, as_optimizer, from_torch
+from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch, no_optimizer
 from fzero.packing import unpack
 from fzero.placeholder import placeholders
 from fzero.state import (
@@ -232,8 +231,11 @@ class Engine(Access):
         self._gradients = Gradients([(p, paths[leaf]) for p, leaf in learning])
         self._events = Events(self.module, learning, self)
         self._masters = Masters(params, setup)
+        self._pass.gatherer.on_written = self._written
         chosen = setup.optimizer
         self.optimizer = chosen.instance if isinstance(chosen, TorchOptimizer) else None
+        if self.optimizer is not None and self.optimizer is not chosen.source:  # made just now
+            self.optimizer.param_groups[0]["params"] = list(dict.fromkeys(p for p, _ in learning))
         self._guard = Guard(self.optimizer) if self.optimizer is not None else None
         _OWNERS.update((id(p), self) for p in self._every)
 
@@ -339,11 +341,18 @@ class Engine(Access):
             except BaseException as error:
                 self._pass.fail(error)
                 raise
-        self._gradients.stand()
+        self._show_gradients()
 
     def drop(self) -> None:
         """A backward raised somewhere where nobody could say so: its gradients go."""
         self._pass.fail(RuntimeError("a backward that raised"))
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        """Let `p.grad` say that the engine holds gradients, if it does."""
+        state = self._pass.states[0]
+        held = state.gradients.held or state.window.pending.held
+        self._gradients.stand() if held else self._gradients.drop()
 
     # Windows.
 
@@ -385,6 +394,7 @@ class Engine(Access):
             window = replace(CLOSED, pending=waited)
             counted = now.progress if good else before.progress
             self._put(now.replace(window=window, progress=counted))
+            self._show_gradients()
             self._pass.window_ends()
 
     # The update.
@@ -411,9 +421,9 @@ class Engine(Access):
         )
         if due:
             self._update()
+            self._gradients.drop()
         else:
             self._put(self.state.replace(progress=counted))
-            self._gradients.stand()
         return due
 
     def _update(self) -> None:
@@ -421,6 +431,7 @@ class Engine(Access):
         state = self._agree("step()")
         self._masters.follow(state)
         state = self._reduced(state)
+        self._put(state)  # if the optimizer raises, this is what the engine has
         with self._stepping():
             new, norm = update(state)
         self._norm = norm
@@ -435,6 +446,11 @@ class Engine(Access):
         torch.autograd.graph.increment_version(self._every)
         self._masters.published()
 
+    def _written(self, units: Sequence[int]) -> None:
+        """Units of stage 3 were written, by `gathered(modify=True)`."""
+        groups = [group for unit in units for group in self._pass.gatherer.units[unit]]
+        self._masters.take(self.state, groups)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away every gradient since the last update. A collective, outside of a window.
 
@@ -442,7 +458,8 @@ class Engine(Access):
         the accumulation starts again, with a warning.
         """
         self._require_not_closed()
-        self._settle()
+        if not self._events.inside():
+            self._events.abandon()  # a backward that raised is what is to be thrown away
         self._norm = None
         if not self.state.window.is_open:
             self._call("zero_grad()")
@@ -522,9 +539,7 @@ class Engine(Access):
             for index, flat in enumerate(state.params.flats):
                 whole = gather_many([flat], self.axis)[0] if self._sharded else flat
                 leaves = [x.clone() for x in unpack(state.setup.layout, index, whole)]
-                self._params.place(index, leaves) if self._sharded else self._params.show(
-                    index, whole.clone()
-                )
+                (self._params.place if self._sharded else self._params.have)(index, leaves)
         if self._guard is not None and self.optimizer is not None:
             self._guard.remove()
             self._give_states_back(self.optimizer)
@@ -609,7 +624,7 @@ class Engine(Access):
         self._some_wait = any(self._call(name, int(waits)))
         if self._some_wait:
             self._put(self._reduced(self.state))
-            self._gradients.stand()
+            self._show_gradients()
 
     def _clip(self, max_norm: float) -> Tensor:
         state = self._with_gradients("clip_grad_norm_()")
@@ -626,7 +641,8 @@ class Engine(Access):
         self._events.settle()
 
     def _drop_if_user_did(self) -> None:
-        if self._gradients.lift():
+        if self._gradients.dropped():
+            self._gradients.drop()
             self._put(cleared(self.state))
 
     @contextmanager

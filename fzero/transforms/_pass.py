@@ -22,6 +22,7 @@ from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
 from fzero.state import TrainState, schedule
 from fzero.state.window import CLOSED
+from fzero.transforms._donate import donates
 from fzero.transforms._receive import receive
 
 
@@ -112,7 +113,10 @@ class Pass:
         self.reducer.end()
         new = []
         for number, state in enumerate(self.states):
-            found = self.reducer.take_rows(number) or self.reducer.local(number)
+            found = self.reducer.take_rows(number)
+            if not found:  # on one rank, or in a window
+                held = state.window.pending.held if state.window.is_open else state.gradients.held
+                found = self.reducer.local(number, to_write=donates(state) and not held)
             if state.window.pending.held and not state.window.is_open:
                 state = state.replace(window=CLOSED)
             new.append(receive(state, found))

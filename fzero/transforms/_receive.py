@@ -57,6 +57,8 @@ def settle(state: TrainState) -> TrainState:
     if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
         new = Buffers(flats=tuple(mean_of(state.setup, flats)), placement=state.setup.gradients)
     else:
+        if not donates(state) and state.setup.gradients is not Placement.SHARDED:
+            flats = [flat.clone() for flat in flats]  # they are reduced where they stand
         rows = reduced(state, dict(zip(state.setup.layout.trainable, flats, strict=True)))
         new = as_buffers(state, rows, partial=False)
     state = accumulate(state, new)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fzero.adapter import initialize
-from fzero.adapter._config_keys import ONLY, REFUSED, USED
+from fzero.adapter.deepspeed._keys import ONLY, REFUSED, USED
 from fzero.errors import LayoutError
-from tests.adapter.configs import linear, merged, nested
+from tests.adapter.deepspeed.configs import linear, merged, nested
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.optim._elementwise import is_elementwise
+from fzero.optim._none import NoOptimizer
 from fzero.optim._optimizer import Optimizer, Piece
 from fzero.optim._torch import TorchOptimizer
 from fzero.state._record import NAMESPACE
@@ -118,12 +119,12 @@ class Pair:
         )
 
 
-def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer:
+def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimizer:
     """Return `optimizer` if it is fzero's, or wrap an (init, update) pair.
 
     Raises `LayoutError` for anything else, a `torch.optim.Optimizer` among it.
     """
-    if isinstance(optimizer, Optimizer | Pair | TorchOptimizer):
+    if isinstance(optimizer, Optimizer | Pair | TorchOptimizer | NoOptimizer):
         return optimizer
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.Optimizer):

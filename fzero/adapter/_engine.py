@@ -190,6 +190,7 @@ class Engine(Access):
         self.module, self.stage = module, check_stage(stage)
         self._norm: Tensor | None = None
         self._closed = False
+        self._outside: TrainState | None = None  # inside a window: the state before it
         self._scale = LossScale(loss_scale)
         setup = planned(module, optimizer, self.stage, axis_of(mesh), self.options)
         self._take_over(setup)
@@ -316,7 +317,7 @@ class Engine(Access):
     def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts: `p.grad` is autograd's for its time."""
         if self._gradients.lift(first):
-            self._put(cleared(self.state))
+            self._clear()
         self._pass.begin_backward()
 
     def received(self, leaf: int, p: Tensor) -> None:
@@ -365,17 +366,20 @@ class Engine(Access):
     @contextmanager
     def _window(self, kind: str) -> Iterator[None]:
         self._require_outside(f"{kind}()")
+        self._require_no_window(f"{kind}()")
         self._settle()
         before = self.state
         opened = open_window(replace(before.window, pending=CLOSED.pending))
         self._put(before.replace(window=opened))
+        self._outside = before
         good = False
         try:
             yield
             good = True
         finally:
             self._settle()
-            now = self.state
+            self._drop_if_user_did()
+            now, before, self._outside = self.state, self._outside, None
             waited = before.window.pending
             if good and now.window.pending.held:
                 waited = (
@@ -412,7 +416,6 @@ class Engine(Access):
             self._update()
         else:
             self._put(self.state.replace(progress=counted))
-            self._gradients.stand()
         return due
 
     def _update(self) -> None:
@@ -423,6 +426,7 @@ class Engine(Access):
         with self._stepping():
             new, norm = update(state)
         self._norm = norm
+        self._gradients.drop()
         self._put(new)
         self._published()
 
@@ -449,7 +453,12 @@ class Engine(Access):
         if message := progress.thrown_away(self.state.progress, every):
             warnings.warn(message, UserWarning, stacklevel=2)
         self._gradients.drop()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget every gradient, also what an open window adds to."""
         self._put(cleared(self.state))
+        self._outside = self._outside and cleared(self._outside)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; return it before.
@@ -625,8 +634,11 @@ class Engine(Access):
         self._events.settle()
 
     def _drop_if_user_did(self) -> None:
+        stood = self._gradients.standing
         if self._gradients.lift():
-            self._put(cleared(self.state))
+            self._clear()
+        elif stood:
+            self._gradients.stand()
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:

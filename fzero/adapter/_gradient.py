@@ -74,7 +74,7 @@ class Gradients:
 
     def __init__(self, learning: Sequence[tuple[Tensor, str]]) -> None:
         self._learning = [(p, HeldGradient(p, path)) for p, path in learning]
-        self._standing = False
+        self.standing = False
 
     def lift(self, first: Tensor | None = None) -> bool:
         """Take the stand-ins away, before autograd writes; True if the user has dropped them all.
@@ -83,12 +83,13 @@ class Gradients:
 
         Raises `LayoutError` if some were replaced: a gradient written by hand would be lost.
         """
-        if not self._standing:
+        if not self.standing:
             return False
-        self._standing = False
+        self.standing = False
         found = [(p.grad, held) for p, held in self._learning if p is not first]
         for p, _ in self._learning:
-            p.grad = None
+            if p is not first:
+                p.grad = None
         dropped = [gradient is None for gradient, _ in found]
         for gradient, held in found:
             if gradient is not None and gradient is not held:
@@ -113,13 +114,13 @@ class Gradients:
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there."""
-        self._standing = False
+        self.standing = False
         for p, _ in self._learning:
             p.grad = None
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""
-        self._standing = True
+        self.standing = True
         for p, held in self._learning:
             p.grad = held
 

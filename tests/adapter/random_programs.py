@@ -182,7 +182,7 @@ class Runner:
         self.do_close(Event("close"), -1)
         self.do_full_gradients(Event("full_gradients"), -1)
         assert self.engine.hooks.backward_active_depth == 0
-        assert not self.engine.state.progress.window
+        assert not self.engine.state.window.is_open
         self.do_step(Event("step"), -1)
         self.engine.close()
 

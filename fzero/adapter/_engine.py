@@ -576,9 +576,8 @@ class Engine(Access):
         Raises `PhaseError` if no rank holds any.
         """
         state = self.state
-        waits = state.window.pending.held or bool(self._pass.reducer.left())
-        code = int(waits) + 2 * int(state.gradients.held) + 4 * state.progress.backwards
-        codes = self._call(name, code)
+        held = int(state.window.pending.held) + 2 * int(state.gradients.held)
+        codes = self._call(name, held + 4 * state.progress.backwards)
         if not any(code & 3 for code in codes):
             raise PhaseError(
                 explain(
@@ -601,10 +600,8 @@ class Engine(Access):
                 if state.gradients.held
                 else accumulate(state, as_buffers(state, {}, partial=False))
             )
-        local = self._pass.reducer.local(0)
         pending = state.window.pending
-        for index, flat in zip(state.setup.layout.trainable, pending.flats, strict=False):
-            local[index] = flat + local[index] if index in local else flat
+        local = dict(zip(state.setup.layout.trainable, pending.flats, strict=False))
         state = state.replace(window=replace(state.window, pending=CLOSED.pending))
         new = as_buffers(state, reduced(state, local), partial=False)
         self._some_wait = False
@@ -612,9 +609,7 @@ class Engine(Access):
 
     def _reduce_what_waits(self, name: str) -> None:
         """Reduce what waits, if there is anything on any rank."""
-        state = self.state
-        waits = state.window.pending.held or bool(self._pass.reducer.left())
-        self._some_wait = any(self._call(name, int(waits)))
+        self._some_wait = any(self._call(name, int(self.state.window.pending.held)))
         if self._some_wait:
             self._put(self._reduced(self.state))
             self._gradients.stand()
@@ -632,6 +627,8 @@ class Engine(Access):
         """Drop a backward that raised where nobody could say so."""
         self._require_not_closed()
         self._events.settle()
+        if not self._events.inside():
+            self._pass.put_aside()
 
     def _drop_if_user_did(self) -> None:
         stood = self._gradients.standing

@@ -20,9 +20,9 @@ from fzero.gather import Gatherer
 from fzero.mesh import Axis
 from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
-from fzero.state import TrainState, schedule
+from fzero.state import TrainState, buffers, schedule
 from fzero.state.window import CLOSED
-from fzero.transforms._receive import receive
+from fzero.transforms._receive import as_buffers, receive
 
 
 class Pass:
@@ -76,6 +76,7 @@ class Pass:
 
     def begin_forward(self) -> None:
         """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
+        self.put_aside()
         self._decide()
         if self.sequencer is not None and self._speaks:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
@@ -90,10 +91,13 @@ class Pass:
     def begin_backward(self) -> None:
         """Announce that gradients will be reduced."""
         self._decide()
+        self.put_aside()
         for number, state in enumerate(self.states):
             pending = state.window.pending
             if pending.held and not state.window.is_open:
-                waited = zip(state.setup.layout.trainable, pending.flats, strict=True)
+                scale = state.setup.policy.grad_scale  # by which `receive` multiplies all of it
+                flats = pending.flats if scale == 1.0 else [x / scale for x in pending.flats]
+                waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.give(number, dict(waited))
         self.reducer.begin()
         self._running = True
@@ -105,14 +109,36 @@ class Pass:
             self.channel.announce(self._text())
             self.reducer.before_first = self._agree
 
+    def put_aside(self) -> None:
+        """Let what came outside of a pass wait in the window.
+
+        A backward that runs inside a forward brings gradients, and ranks do not agree on it.
+        """
+        if not self.reducer.received:
+            return
+        self.reducer.received = 0
+        for number, state in enumerate(self.states):
+            found, scale = self.reducer.local(number), state.setup.policy.grad_scale
+            if found:
+                scaled = found if scale == 1.0 else {i: x * scale for i, x in found.items()}
+                new, pending = as_buffers(state, scaled, partial=True), state.window.pending
+                window = replace(
+                    state.window, pending=buffers.add(pending, new) if pending.held else new
+                )
+                self.states[number] = state.replace(window=window)
+
     def finish(self) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients."""
         self._finish_collectives()
         self._running = self._gathered = False
+        only_gathered = self._served and not self.reducer.received  # torch.autograd.grad of inputs
         self.reducer.end()
         new = []
         for number, state in enumerate(self.states):
             found = self.reducer.take_rows(number) or self.reducer.local(number)
+            if only_gathered and not found:
+                new.append(state)
+                continue
             if state.window.pending.held and not state.window.is_open:
                 state = state.replace(window=CLOSED)
             new.append(receive(state, found))

@@ -318,12 +318,14 @@ class Engine(Access):
         """A backward starts: `p.grad` is autograd's for its time."""
         if self._gradients.lift(first):
             self._clear()
-        self._pass.begin_backward()
+        self._pass.begin_backward(silent=True)
 
     def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
         if self.options.updating.loss_scale != 1.0:
             self._scale.require(self.hooks.post_backward_callback_graph_task_id)
+        if self._pass.silent:
+            self._pass.first_gradient()
         if isinstance(p.grad, HeldGradient):  # it stays until the backward is known of
             gradient = p.grad.taken()
             if gradient is not None:
@@ -339,7 +341,9 @@ class Engine(Access):
             except BaseException as error:
                 self._pass.fail(error)
                 raise
-        self._gradients.stand()
+        self._pass.silent = False
+        if self.state.gradients.held or self.state.window.pending.held:
+            self._gradients.stand()
 
     def drop(self) -> None:
         """A backward raised somewhere where nobody could say so: its gradients go."""

@@ -66,6 +66,7 @@ class Pass:
             )
             self._adopt()
         self._speaks = self._running = self._gathered = False
+        self.silent = False  # a backward has begun, and the other ranks were not told yet
 
     def close(self) -> None:
         """No pass will follow."""
@@ -78,6 +79,7 @@ class Pass:
         """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
         self.put_aside()
         self._decide()
+        self.reducer.keeps = [True for _ in self.states]  # what comes inside of it is put aside
         if self.sequencer is not None and self._speaks:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
             self._gathered = True
@@ -88,10 +90,22 @@ class Pass:
         if self.sequencer is not None and self._speaks:
             self.sequencer.end_forward()
 
-    def begin_backward(self) -> None:
-        """Announce that gradients will be reduced."""
+    def begin_backward(self, *, silent: bool = False) -> None:
+        """Announce that gradients will be reduced.
+
+        `silent`: below stage 3, leave that to `first_gradient`. A backward that brings none, such
+        as torch.autograd.grad by an input, then concerns no other rank.
+        """
         self._decide()
         self.put_aside()
+        self.reducer.begin()
+        self.silent = silent and self.sequencer is None
+        if not self.silent:
+            self.first_gradient()
+
+    def first_gradient(self) -> None:
+        """The backward brings gradients: what waits is reduced with them, and ranks are told."""
+        self.silent, self._running = False, True
         for number, state in enumerate(self.states):
             pending = state.window.pending
             if pending.held and not state.window.is_open:
@@ -99,8 +113,6 @@ class Pass:
                 flats = pending.flats if scale == 1.0 else [x / scale for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.give(number, dict(waited))
-        self.reducer.begin()
-        self._running = True
         if not self._speaks or self.channel is None:
             return
         if self.sequencer is not None:
@@ -154,7 +166,7 @@ class Pass:
 
     def fail(self, error: BaseException) -> None:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
-        self._gathered = False
+        self._gathered = self.silent = False
         tell = self._speaks and not isinstance(error, AxisError)
         self._speaks = False
         if self.sequencer is not None:

@@ -75,7 +75,7 @@ class Gradients:
 
     def __init__(self, learning: Sequence[tuple[Tensor, str]]) -> None:
         self._learning = [(p, HeldGradient(p, path)) for p, path in learning]
-        self._standing = False
+        self.standing = False
 
     def lift(self, first: Tensor | None = None) -> bool:
         """Take the stand-ins away, before autograd writes; True if the user has dropped them all.
@@ -84,10 +84,10 @@ class Gradients:
         Raises `LayoutError` as `dropped` does.
         """
         dropped = self.dropped(first)
-        for p, held in self._learning if self._standing else ():
+        for p, held in self._learning if self.standing else ():
             if p is not first and p.grad is held:
                 p.grad = None
-        self._standing = False
+        self.standing = False
         return dropped
 
     def dropped(self, first: Tensor | None = None) -> bool:
@@ -96,7 +96,7 @@ class Gradients:
         Raises `LayoutError`, until that is mended, if some were replaced (a gradient written by
         hand would be lost) or set to None.
         """
-        if not self._standing:
+        if not self.standing:
             return False
         others = [(p, p.grad, held) for p, held in self._learning if p.grad is not held]
         for p, gradient, held in others:
@@ -123,13 +123,13 @@ class Gradients:
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there."""
-        self._standing = False
+        self.standing = False
         for p, _ in self._learning:
             p.grad = None
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""
-        self._standing = True
+        self.standing = True
         for p, held in self._learning:
             p.grad = held
 

@@ -198,8 +198,8 @@ class Events:
         if apart:
             raise PhaseError(
                 explain(
-                    "a backward raised, and before the engine was used again another one ran, which "
-                    "did not come from the module's outputs. Both were dropped.",
+                    "a backward raised, and before the engine was used again another one ran, "
+                    "which did not come from the module's outputs. Both were dropped.",
                     cause="an exception of loss.backward() that was caught, and then a backward of "
                     "a submodule: the engine cannot tell its gradients from those of the first.",
                     fix="use engine.backward(loss), which sees the exception, or call "

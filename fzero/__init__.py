@@ -21,6 +21,7 @@ from fzero.mesh import Axis, axis_index, axis_size, world
 from fzero.state import TrainState, state_bytes
 from fzero.transforms import (
     accumulate,
+    add_gradients,
     apply_gradients,
     clip,
     coalesce,
@@ -48,6 +49,7 @@ __all__ = [
     "TrainState",
     "accumulate",
     "adapter",
+    "add_gradients",
     "all_gather",
     "all_reduce",
     "apply_gradients",

@@ -193,7 +193,7 @@ class Gatherer:
 
     def start(self, unit: int) -> None:
         """Start to gather a unit, unless it is whole or on the way. A collective."""
-        if unit < len(self.units) and unit not in self.held and unit not in self._flights:
+        if unit not in self.held and unit not in self._flights:
             shards = [self.groups[group].shard for group in self.units[unit]]
             self._flights[unit] = start_gather(shards, self.axis)
 
@@ -225,6 +225,10 @@ class Gatherer:
             self.wait(unit)
         else:
             flight.wait()
+
+    def has(self, unit: int) -> bool:
+        """Return whether a unit is whole, or on the way."""
+        return unit in self.held or unit in self._flights
 
     def touch(self, unit: int) -> bool:
         """Return whether a unit is whole; it is then the one that was used last."""

@@ -105,8 +105,8 @@ class LazyParam(torch.Tensor):
                 explain(
                     f"{self!r} ({self.dtype}, {self.device}) was given data of {value.dtype}, "
                     f"shape {tuple(value.shape)} on {value.device}.",
-                    cause="module.half(), .float() or .to(...) of a module of stage 3.",
-                    fix="convert and move the module first, then make the engine.",
+                    cause="module.half(), .to(...) or a resized embedding of a module of stage 3.",
+                    fix="convert, move and resize the module first, then make the engine.",
                 )
             )
         with torch.no_grad():
@@ -122,12 +122,20 @@ class LazyParam(torch.Tensor):
         """Raise `LayoutError`: there is no memory to share."""
         raise self._not_here("shared")
 
+    def untyped_storage(self) -> Any:
+        """Raise `LayoutError`: there is no memory to write to a file."""
+        raise self._not_here("saved")
+
+    def storage(self) -> Any:
+        """Raise `LayoutError`: there is no memory to write to a file."""
+        raise self._not_here("saved")
+
     def _not_here(self, verb: str) -> LayoutError:
         return LayoutError(
             explain(
                 f"{self!r} is to be {verb}; this rank has only a shard of it.",
-                cause="copy.deepcopy, torch.save, share_memory() or an averaged copy of a module "
-                "of stage 3.",
+                cause="copy.deepcopy, torch.save, save_pretrained(), torch.distributed.checkpoint, "
+                "share_memory() or an averaged copy of a module of stage 3.",
                 fix="engine.full_state_dict() has whole values on every rank, to save; make a copy "
                 "before the Engine, or after engine.close(), and load them into it.",
             )

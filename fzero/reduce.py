@@ -76,11 +76,11 @@ class _Group:
         """Whether any leaf has, or anything has waited."""
         return bool(self._gradients) or self._waited is not None
 
-    def take(self, *, to_write: bool = False) -> Tensor | None:
+    def take(self, written: set[int] | None = None) -> Tensor | None:
         """Return [W l], and forget it; None if there is nothing.
 
-        `to_write`: in memory that nobody else has. A gradient that is not packed may be in that of
-        another parameter's gradient, or of a tensor that the user gave: autograd hands on views.
+        `written`: where the gradients are that will be written to. Autograd may hand out one memory
+        for two parameters, in views of it: the second one is then copied.
         """
         gradients, self._gradients = self._gradients, {}
         flat, self._flat, self._views = self._flat, None, []
@@ -88,7 +88,7 @@ class _Group:
         if gradients and flat is None:
             count = len(self.layout.groups[self.index].leaves)
             flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
-            if to_write and waited is None and flat.data_ptr() == gradients.popitem()[1].data_ptr():
+            if written is not None and _is_shared(flat, written):
                 flat = flat.clone()
         if flat is None or waited is None:
             return waited if flat is None else flat
@@ -107,7 +107,7 @@ class Reducer:
     ) -> None:
         self.setups, self.axis, self._devices = setups, axis, devices
         self.keeps = [False for _ in setups]
-        self.before_first: Callable[[], None] | None = None  # asked once, before anything starts
+        self.before_first: Callable[[], None] | None = None  # called before anything starts
         self.on_full: Callable[[int], None] = self._in_turn
         self.rows: list[dict[int, Tensor]] = [{} for _ in setups]
         self.received = 0  # gradients of leaves since `begin`
@@ -120,6 +120,7 @@ class Reducer:
         self._order = list(backwards)
         self._turn = len(self._order)
         self._full: set[int] = set()
+        self._written: set[int] = set()  # storages that are reduced in place in this backward
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._local = axis.runtime is Runtime.LOCAL
 
@@ -187,14 +188,14 @@ class Reducer:
         if not indices or self.keeps[state]:
             return
         if self.before_first is not None:
-            first, self.before_first = self.before_first, None
-            first()
+            self.before_first()
         setup = self.setups[state]
         sharded = setup.gradients is Placement.SHARDED
         while sharded and len(self._flights) >= IN_FLIGHT:
             self._land()
         groups = [self._groups[state][i] for i in indices]
-        taken = [group.take(to_write=not sharded) if mine else None for group in groups]
+        written = None if sharded else self._written
+        taken = [group.take(written) if mine else None for group in groups]
         local = [
             self._zeros(setup, state, i) if x is None else x.to(_wire(setup, i))
             for i, x in zip(indices, taken, strict=True)
@@ -202,7 +203,7 @@ class Reducer:
         ordered = setup.reduction.ordered
         if sharded:
             flight = start_scatter(local, self.axis, ordered=ordered)
-        else:  # in place
+        else:  # in place, as autograd itself adds to a gradient
             flight = start_reduce(local, self.axis, ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
@@ -218,7 +219,7 @@ class Reducer:
         state, indices = self._units[unit]
         rows, setup = self.rows[state], self.setups[state]
         for index, summed in zip(indices, flight.wait(), strict=True):
-            mean = summed.div_(self.axis.size).to(setup.accumulate_dtype(index))
+            mean = summed.to(setup.accumulate_dtype(index)).div_(self.axis.size)
             held = rows.get(index)
             rows[index] = mean if held is None else held.add_(mean)
 
@@ -253,10 +254,10 @@ class Reducer:
 
         `to_write`: later gradients are added to them in place.
         """
-        setup = self.setups[state]
+        setup, written = self.setups[state], set[int]() if to_write else None
         found = {}
         for index, group in self._groups[state].items():
-            flat = group.take(to_write=to_write)
+            flat = group.take(written)
             if flat is not None:
                 found[index] = flat.to(setup.accumulate_dtype(index))
         return found
@@ -268,7 +269,7 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward begins: nothing is here, and it is the first bucket's turn."""
-        self._turn, self._full, self.received = 0, set(), 0
+        self._turn, self._full, self._written, self.received = 0, set(), set(), 0
 
     def end(self) -> None:
         """The backward is over: what comes now waits for the next one."""
@@ -282,6 +283,15 @@ class Reducer:
             with suppress(AxisError):
                 self._flights.popleft()[1].wait()
         self.rows = [{} for _ in self.setups]
+
+
+def _is_shared(flat: Tensor, written: set[int]) -> bool:
+    """Whether a gradient is a view of more memory, or of that of an earlier one."""
+    storage = flat.untyped_storage()
+    shared = storage.nbytes() != flat.numel() * flat.element_size()
+    shared = shared or storage.data_ptr() in written
+    written.add(storage.data_ptr())
+    return shared
 
 
 def _popped(p: Tensor) -> Tensor:

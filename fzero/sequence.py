@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from fzero.collectives import Channel, What
-from fzero.errors import FzeroError
+from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.reduce import Reducer
 from fzero.state.schedule import Limits, Plan, Program, Schedule, expected, plan, union
@@ -68,7 +68,7 @@ class Sequencer:
     # A pass.
 
     def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
-        """Announce pass `index` in `phase` (0 forward, 1 backward), and the order expected."""
+        """Announce pass `index` in `phase` (0 forward, 1 backward), expected by `schedule`."""
         self._events = self._recorded[index, phase] = []
         self._program, self._plan, self._current = expected(schedule, index, phase), None, -1
         self._at = self._reduced = 0
@@ -99,10 +99,10 @@ class Sequencer:
             place = self._plan.next_use(unit, self._at)
             if place is not None and (place == self._at + 1 or not held):
                 self._go_to(place)
-            elif not held:
+            elif not self.gatherer.has(unit):
                 self._leave_plan()
         self._reduce_due()
-        if self._plan is None and unit not in self.gatherer.held:
+        if self._plan is None and not self.gatherer.has(unit):
             self._ask_for(unit)
         self.gatherer.wait(unit)
 
@@ -176,7 +176,7 @@ class Sequencer:
         if not asked:
             return []
         done = {key: tuple(events) for key, events in recorded.items()}
-        everyone = self.channel.tell(done)
+        everyone = [one for one in self.channel.tell(done) if one is not None]
         keys = sorted({key for one in everyone for key in one})
         meeting = len(self.gatherer.units)
         return [
@@ -188,10 +188,10 @@ class Sequencer:
         self._due = []
         self.reducer.drop()
         if tell:
-            with suppress(FzeroError):
+            with suppress(AxisError):  # the others know of it already
                 self._settle()
                 self._end_plan()
-            self.channel.fail()
+                self.channel.fail()
         self.forget()
 
     def forget(self) -> None:
@@ -238,7 +238,8 @@ class Sequencer:
             for unit in self._persistent:
                 self.gatherer.start(unit)
             self._stay(self._persistent)
-            held = frozenset(self.gatherer.kept)
+            meeting = len(self.gatherer.units)  # nothing is gathered for it
+            held = frozenset({*self.gatherer.kept, meeting})
             self._plan = plan(self._program, self._numels, held, self.limits)
             self._start_ready()
         else:

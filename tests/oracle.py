@@ -51,6 +51,13 @@ def mean_gradient(loss: Loss, params: Any, batches: Sequence[Any]) -> Any:
     return build([next(rest) / len(batches) if value.requires_grad else None for value in own])
 
 
+def as_held(gradients: Any) -> Any:
+    """Gradients in the dtypes that they add up in: fp32 for 16-bit ones."""
+    return optree.tree_map(
+        lambda g: g.float() if g.dtype in LOW else g, gradients, namespace=NAMESPACE
+    )
+
+
 def train(
     loss: Loss,
     params: Any,

@@ -197,13 +197,13 @@ def test_coalesced_there_is_one_reduction_of_each_bucket(
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_the_bytes_are_those_of_the_readme(example: ModuleType, chunks: int) -> None:
     n = chunks
-    table = {0: (2, 2 * n), 1: (2, 2 * n + 1), 2: (2, n + 1)}
+    table = {0: (2, 2 * n), 1: (2, n + 1), 2: (2, n + 1)}
     loss = 16 * 2 * WIDTH * 4 + 4  # 2 E / 2, and the mean of the loss
+    ops = ("all_gather", "reduce_scatter", "all_reduce")
     for stage, factors in table.items():
         for wrap, factor in zip((fzero.coalesce, plain), factors, strict=True):
             (log, _, _), padded = sent(example, stage, chunks, wrap)
-            assert log.wire_bytes() == factor * padded // 2 + loss
-    ops = ("all_gather", "reduce_scatter", "all_reduce")
+            assert log.wire_bytes(ops=ops) == factor * padded // 2 + loss
     for wrap, most in ((fzero.coalesce, 2 * n + 2), (plain, 3 * n + 1)):
         (log, _, _), padded = sent(example, 3, chunks, wrap)
         assert log.wire_bytes(ops=ops) <= most * padded // 2 + loss
@@ -212,6 +212,7 @@ def test_the_bytes_are_those_of_the_readme(example: ModuleType, chunks: int) -> 
         assert log.wire_bytes(ops=ops) == factor * padded // 2 + loss
 
 
+@pytest.mark.filterwarnings("ignore:the loss requires no grad:UserWarning")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_embedding_unit_by_unit_as_the_readme_says(example: ModuleType, stage: int) -> None:
     batch, (apply, params) = small_batch(example, 8), towers(example)

@@ -26,7 +26,6 @@ from fzero.adapter._module import (
     require_one_device,
     require_plain,
 )
-from fzero.adapter._none import NoOptimizer, no_optimizer
 from fzero.adapter._options import Options, Updating, require_options
 from fzero.adapter._report import MemoryReport, report
 from fzero.adapter._scale import LossScale
@@ -40,7 +39,7 @@ from fzero.collectives import (
 )
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis, axis_of, end_group, own_group
-from fzero.optim import TorchOptimizer, as_optimizer, from_torch
+from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch, no_optimizer
 from fzero.packing import unpack
 from fzero.placeholder import placeholders
 from fzero.state import (

@@ -40,9 +40,10 @@ class Guard:
             raise PhaseError(
                 explain(
                     "optimizer.step() of an optimizer that an engine runs.",
-                    cause="the training loop of before the engine; the optimizer steps this "
-                    "rank's shards, with the gradients that the engine holds.",
-                    fix="call engine.step(). A scheduler's step() stays as it is.",
+                    cause="the training loop of before the engine; or torch's get_state_dict(), "
+                    "which makes a step, and has set the learning rates to 0 for it.",
+                    fix="call engine.step(); a scheduler's step() stays as it is. Save with "
+                    "fzero.checkpoint.save(path, engine.state).",
                 )
             )
 

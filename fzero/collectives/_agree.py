@@ -18,7 +18,7 @@ from fzero.mesh import Axis, Runtime
 def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> None:
     """Raise `AxisError` on every rank, naming the first rank and line that differ.
 
-    One short exchange of digests; the lines themselves travel only when the digests differ.
+    One round with digests; the lines themselves travel only when the digests differ.
     """
     if axis.runtime is Runtime.LOCAL:
         return
@@ -26,7 +26,7 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
     assert channel is not None
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    if len(set(channel.values(number))) == 1:
+    if len(set(channel.call(f"a comparison of {what}", number))) == 1:
         return
     everyone = channel.tell(list(lines))
     mine = everyone[0]

@@ -180,14 +180,15 @@ class Channel:
     def answer(self) -> bool:
         """Whether every rank announced the pass that this rank did, in the same order.
 
-        Then nobody needs to ask for a collective. Takes part in what ranks ask for that are still
-        in the pass before. Raises `MismatchError`, on every rank, if the ranks announce what cannot
-        go together, naming it.
+        Then nobody needs to ask for a collective. Otherwise all do, also of a rank that is done or
+        makes a call, and so is not in this pass. Takes part in what ranks ask for that are still in
+        the pass before. Raises `MismatchError`, on every rank, if the ranks announce what cannot go
+        together, naming it.
         """
         while True:
             messages = self.read()
             kinds = {message.kind for message in messages}
-            if kinds <= {Kind.PASS, Kind.CALL}:
+            if Kind.ASK not in kinds:
                 same = len({message.digest for message in messages}) == 1
                 if not same and not all(message.served for message in messages):
                     self._raise_mismatch()
@@ -204,19 +205,14 @@ class Channel:
     def finish(self, *, asked: bool) -> bool:
         """Take part in what other ranks ask for until no rank is in a pass.
 
-        Returns whether any rank has `asked`, the same on every rank in the pass; False if some rank
-        makes a call meanwhile, and has nothing to `tell`.
+        Returns whether any rank has `asked`, the same on every rank.
         """
         while True:
             self.post(Kind.DONE, hint=int(asked))
             messages = self.read()
             if all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages):
-                return all(m.kind is Kind.DONE for m in messages) and any(m.hint for m in messages)
+                return _asked(messages)
             self._serve(messages)
-
-    def values(self, number: int) -> list[int]:
-        """Return the `number` of every rank, in rank order."""
-        return lowering.begin_exchange([number], self.axis, width=1).wait()[0].flatten().tolist()
 
     def tell(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in rank order."""
@@ -237,10 +233,12 @@ class Channel:
                     self._raise_mismatch()
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
+            if kinds <= {Kind.DONE, Kind.CALL} and _asked(messages):
+                self.tell(None)  # what a rank did that is not in the pass: nothing
             self._serve(messages)
 
     def fail(self) -> None:
-        """Say that this rank raised. The others raise where they read it; this does not."""
+        """Say that this rank raised. The others raise where they read it."""
         with suppress(AxisError):
             self.exchange(Kind.FAILED)
 
@@ -283,6 +281,11 @@ class Channel:
                 "changed.",
             )
         )
+
+
+def _asked(messages: Sequence[Message]) -> bool:
+    """Whether a rank whose pass is over had to ask."""
+    return any(message.hint for message in messages if message.kind is Kind.DONE)
 
 
 def _named(lines: Sequence[str], at: int) -> str:

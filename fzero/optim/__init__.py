@@ -6,6 +6,8 @@ from fzero.optim._make import adam as adam
 from fzero.optim._make import adamw as adamw
 from fzero.optim._make import lion as lion
 from fzero.optim._make import sgd as sgd
+from fzero.optim._none import NoOptimizer as NoOptimizer
+from fzero.optim._none import no_optimizer as no_optimizer
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._optimizer import Piece as Piece

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.optim._elementwise import is_elementwise
+from fzero.optim._none import NoOptimizer
 from fzero.optim._optimizer import Optimizer, Piece
 from fzero.optim._torch import TorchOptimizer
 from fzero.state._record import NAMESPACE
@@ -61,8 +62,8 @@ class Pair:
     def __repr__(self) -> str:
         return f"pair({getattr(self.update, '__qualname__', type(self.update).__name__)})"
 
-    def describe(self, leaves: Sequence[Leaf]) -> list[str]:
-        """What ranks compare: a foreign pair shows no options."""
+    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
+        """What ranks compare: a foreign pair shows no options, at no `step`."""
         return [f"optimizer {self!r}"]
 
     def advance(
@@ -118,12 +119,12 @@ class Pair:
         )
 
 
-def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer:
+def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimizer:
     """Return `optimizer` if it is fzero's, or wrap an (init, update) pair.
 
     Raises `LayoutError` for anything else, a `torch.optim.Optimizer` among it.
     """
-    if isinstance(optimizer, Optimizer | Pair | TorchOptimizer):
+    if isinstance(optimizer, Optimizer | Pair | TorchOptimizer | NoOptimizer):
         return optimizer
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.Optimizer):

@@ -182,14 +182,16 @@ def plan(program: Program, numels: tuple[int, ...], held: frozenset[int], limits
     live: list[int] = []  # whole or on the way, and not held
     early: list[int] = []  # those of them that were asked for early and not used yet
     for place, unit in enumerate(uses):
-        soon = {unit, *early, *uses[place + 1 : place + 2]}
+        following = next((u for u in uses[place + 1 :] if u != unit and u not in held), None)
+        soon = {unit, *early, following}
         frees = () if limits.keeps else tuple(u for u in live if u not in soon)
         live = [u for u in live if u not in frees]
         gathers = () if unit in held or unit in live else (unit,)
         live += gathers
         early = [u for u in early if u != unit]
-        room_numel = limits.prefetch_numel - sum(numels[u] for u in early)
-        ahead = _ahead(uses, place + 1, held.union(live), numels, room_numel, bool(early))
+        waits = {*early, *(u for u in live if u == following)}  # whole, for uses that follow
+        room_numel = limits.prefetch_numel - sum(numels[u] for u in waits)
+        ahead = _ahead(uses, place + 1, held.union(live), numels, room_numel, bool(waits))
         live += ahead
         early += ahead
         steps.append(Step(unit, frees, gathers, ahead, reduces[place + 1]))

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from fzero.collectives import FUNCTIONAL, Channel, Kind, channel_of
-from fzero.errors import AxisError, FzeroError
+from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.mesh import Axis
 from fzero.reduce import Reducer
@@ -140,11 +140,11 @@ class Pass:
             return
         self.reducer.drop()
         if tell and self.channel is not None:
-            if self._running:
-                with suppress(FzeroError):
+            with suppress(AxisError):  # the others know of it already
+                if self._running:
                     self._agree()
                     self.reducer.flush()
-            self.channel.fail()
+                self.channel.fail()
         self.reducer.drop()
         self.reducer.before_first, self._running = None, False
 
@@ -192,7 +192,7 @@ class Pass:
             place = "in a window" if state.window.is_open else "at once"
             lines.append(f"stage {setup.stage}, reduced {place}, {setup.policy.differentiates_as}")
             if not self._served:
-                lines.append(f"gradient {state.progress.backwards} of this update")
+                lines.append(f"after {state.progress.reductions} reductions since the update")
         return "\n".join(lines)
 
     def _agree(self) -> None:
@@ -207,6 +207,7 @@ class Pass:
         if self.sequencer is not None:
             self._with_programs(self.sequencer.finish())
             return
+        self._agree()
         late = True
         while late:  # a weight used inside and outside of a reentrant checkpoint comes twice
             self.reducer.flush()

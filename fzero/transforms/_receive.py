@@ -90,8 +90,10 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
     return [x / setup.axis.size for x in summed]
 
 
-def boundary(name: str, states: Sequence[TrainState]) -> None:
+def boundary(name: str, states: Sequence[TrainState], *, updates: bool = False) -> None:
     """Wait until every rank makes this call, with the same options, on states that stand alike.
+
+    If it `updates`, the optimizers and their learning rates must be the same, too.
 
     Raises `MismatchError` on every rank otherwise, before anything was changed. Nothing happens
     under a torch.func transform or a trace, where ranks are not asked.
@@ -105,9 +107,10 @@ def boundary(name: str, states: Sequence[TrainState]) -> None:
         policy, counted = state.setup.policy, state.progress
         lines += [
             f"stage {state.setup.stage}, {policy}",
-            f"{counted.backwards} gradients, {counted.reductions} reductions since the update",
-            *state.setup.optimizer.describe(()),
+            f"{counted.reductions} reductions since the update",
         ]
+        if updates:
+            lines += state.setup.optimizer.describe((), int(state.step))
     for axis, lines in by_axis.items():
         channel = channel_of(axis)
         if channel is not None:

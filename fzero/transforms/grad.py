@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import FUNCTIONAL, channel_of, gather_many
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis, enter, leave
 from fzero.packing import seat_shape, unpack
 from fzero.partition import assemble
@@ -50,10 +50,12 @@ def grad_and_reduce(
         the matching pytree of params, and the pytree of states comes back.
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
-    arguments require grad, the result can be differentiated again.
+    arguments require grad, the result can be differentiated again. Other leaves that require grad
+    (a module that the loss closes over) get their `.grad` as by loss.backward().
 
     Raises `LayoutError` for a loss that is not one floating number, `DonatedError` for a state
-    that was used up.
+    that was used up, `AxisError` for states of stage 3 on several axes, `MismatchError` on every
+    rank if the ranks make calls, or reduce gradients, that do not go together.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 
@@ -122,9 +124,11 @@ def _by_autograd(
         for one in passes:
             one.end_forward()
             one.begin_backward()
+        for (_, leaves), (number, position) in zip(made, places, strict=True):
+            _listen(leaves, passes[number], position)
         if _versions(states) != versions:
             raise PhaseError(_WROTE)
-        learning = [leaf for _, leaves in made for leaf in leaves]
+        learning = any(leaves for _, leaves in made)
         if loss.requires_grad:
             torch.autograd.backward(loss)
             if learning and not any(one.reducer.received for one in passes):
@@ -151,7 +155,20 @@ def _passes_of(states: Sequence[TrainState]) -> tuple[list[Pass], list[tuple[int
         some = by_axis.setdefault(state.setup.axis, [])
         places.append((list(by_axis).index(state.setup.axis), len(some)))
         some.append(state)
+    _require_one_gathers(by_axis)
     return [_pass_of(axis, some) for axis, some in by_axis.items()], places
+
+
+def _require_one_gathers(by_axis: dict[Axis, list[TrainState]]) -> None:
+    lazy = [a for a, some in by_axis.items() if any(s.setup.gathers_by_unit for s in some)]
+    if len(lazy) > 1:
+        raise AxisError(
+            explain(
+                f"states of stage 3 on {lazy[0]} and on {lazy[1]} under one loss.",
+                cause="models that are sharded over other groups of ranks.",
+                fix="make all but one of them at stages 0 to 2, or on the same mesh.",
+            )
+        )
 
 
 def _pass_of(axis: Axis, states: Sequence[TrainState]) -> Pass:
@@ -160,8 +177,8 @@ def _pass_of(axis: Axis, states: Sequence[TrainState]) -> Pass:
     return Pass("grad_and_reduce", states, data, number=FUNCTIONAL)
 
 
-def _leaves(one: Pass, number: int) -> tuple[Any, list[Tensor]]:
-    """The pytree of one state for the loss, and those of its leaves that are differentiated by."""
+def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
+    """The pytree of one state for the loss, and by index its leaves to differentiate by."""
     state = one.states[number]
     layout = state.setup.layout
     by_leaf: dict[int, Tensor] = {}
@@ -172,13 +189,19 @@ def _leaves(one: Pass, number: int) -> tuple[Any, list[Tensor]]:
         else:
             tensors = unpack(layout, i, state.params.flats[i].detach())
         by_leaf.update(zip(group.leaves, tensors, strict=True))
-    learning = []
-    for index, leaf in enumerate(layout.leaves):
-        if leaf.trainable:
-            x = by_leaf[index].requires_grad_()
-            x.register_post_accumulate_grad_hook(one.reducer.hook(number, index))
-            learning.append(x)
+    learning = {
+        index: by_leaf[index].requires_grad_()
+        for index, leaf in enumerate(layout.leaves)
+        if leaf.trainable
+    }
     return assemble(layout, by_leaf), learning
+
+
+def _listen(leaves: dict[int, Tensor], one: Pass, number: int) -> None:
+    """From now on gradients are the pass's. What a backward inside the loss brought is not."""
+    for index, leaf in leaves.items():
+        leaf.grad = None
+        leaf.register_post_accumulate_grad_hook(one.reducer.hook(number, index))
 
 
 def _versions(states: Sequence[TrainState]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from fzero.partition import leaves_of, named_leaves, plan_layout, shard_rows, un
 from fzero.state import (
     Buffers,
     Gathering,
+    Layout,
     Leaf,
     Placement,
     Progress,
@@ -54,8 +55,8 @@ def init(
     """Return a train state for `params`, partitioned as `stage` says.
 
     (Stage 1 is stage 2: a gradient that is reduce-scattered costs less on the wire than one that is
-    kept whole, and less memory.) Elements a rank holds, for P parameters and K optimizer slots,
-    over W ranks:
+    kept whole, and less memory.) Elements that a rank holds, for P parameters and K optimizer
+    slots, over W ranks:
 
         stage   parameters   gradients   optimizer
         0       P            P           K P
@@ -91,6 +92,7 @@ def init(
     """
     require_autograd("init")
     check_flags(ordered=ordered)
+    _require_some(params)
     setup = plan(
         params,
         optimizer,
@@ -163,24 +165,16 @@ def plan(
         chosen = as_optimizer(optimizer).bind(named)
         if stage and axis.size > 1:
             require_elementwise(chosen)
-        numels = {path: x.numel() for path, x in named.items()}
-
-        def small(path: str) -> bool:
-            return stage == 3 and not local and numels[path] <= persistence_threshold_numel
-
+        most = persistence_threshold_numel if stage == 3 and not local else 0
+        small = {path for path, x in named.items() if most and x.numel() <= most}
         layout = plan_layout(
             params,
             ranks=axis.size,
             grouped=not local,
             bucket_bytes=None if stage == 3 else bucket_bytes,
-            unit=lambda path: f"{units(path)} (small)" if small(path) else units(path),
+            unit=_apart(units, small) if small else units,
             trainable=trainable,
             kind=chosen.group_of,
-        )
-        kept = tuple(
-            number
-            for number, unit in enumerate(layout.units)
-            if all(small(layout.leaves[i].path) for g in unit for i in layout.groups[g].leaves)
         )
         setup = Setup(
             stage=stage,
@@ -188,12 +182,38 @@ def plan(
             layout=layout,
             optimizer=chosen,
             reduction=reduction,
-            gathering=replace(gathering, persistent=kept),
+            gathering=replace(gathering, persistent=_units_of(layout, small)),
         )
         facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}"]
         facts += [*chosen.describe(layout.leaves), *layout.describe()]
     assert_same_everywhere(facts, axis, what=what)
     return setup
+
+
+def _apart(units: Callable[[str], str], small: Collection[str]) -> Callable[[str], str]:
+    """The units, with those leaves in units of their own."""
+    return lambda path: f"{units(path)} (small)" if path in small else units(path)
+
+
+def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
+    """The units that hold nothing but those leaves."""
+    return tuple(
+        number
+        for number, unit in enumerate(layout.units)
+        if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
+    )
+
+
+def _require_some(params: Any) -> None:
+    if not named_leaves(params)[0]:
+        raise LayoutError(
+            explain(
+                "there is no parameter.",
+                cause="None or an empty container was passed as the parameters, or a module "
+                "without any.",
+                fix="pass the params that functionalize returned, or any pytree of tensors.",
+            )
+        )
 
 
 Make = Callable[[int], Sequence[Tensor]]

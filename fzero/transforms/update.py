@@ -49,7 +49,7 @@ def apply_gradients(state: Any) -> Any:
     due = [one for one in states if not one.setup.policy.defer_update]
     for one in due:
         progress.saw_update(one.progress)
-    boundary("apply_gradients", due)
+    boundary("apply_gradients", due, updates=True)
     return optree.tree_unflatten(treespec, [_apply(one) for one in states])
 
 

@@ -256,35 +256,6 @@ def one_style(rank: int, world_size: int, name: str, options: dict[str, Any]) ->
     check_program(rank, world_size, make, program, **options)
 
 
-class Viewed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(2, 6, dtype=F64))
-
-    def forward(self) -> Tensor:
-        return self.w.view(-1)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_gradient_that_a_user_gives_is_not_written_to(world_size: int) -> None:
-    run_ranks(one_gradient_for_three_backwards, world_size)
-
-
-def one_gradient_for_three_backwards(rank: int, world_size: int) -> None:
-    for stage in range(4):
-        for contiguous in (True, False):
-            e = engine_of(Viewed, stage, contiguous_gradients=contiguous)
-            given = torch.arange(12.0, dtype=F64) * (rank + 1)
-            kept = given.clone()
-            for _ in range(3):
-                e().backward(given)
-                assert torch.equal(given, kept), f"stage {stage}: {given.tolist()}"
-            mean = 3 * torch.arange(12.0, dtype=F64) * (world_size + 1) / 2
-            assert torch.equal(e.full_gradients()["w"].flatten(), mean)
-            e.clip_grad_norm_(1.0)
-            assert torch.equal(given, kept), f"stage {stage}, clipped: {given.tolist()}"
-
-
 class Summed(nn.Module):
     """Autograd gives both parameters one gradient, in the same memory."""
 

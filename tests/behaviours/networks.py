@@ -18,7 +18,7 @@ Loss = Callable[..., Tensor]
 STAGES = (0, 1, 2, 3)
 KEEPS = (True, False, "window")
 PLACES = [(0, True), (1, True), (2, True), *[(3, reshard) for reshard in KEEPS]]
-"""(stage, reshard) pairs that differ: keep means nothing below stage 3."""
+"""(stage, reshard) pairs that differ: resharding means nothing below stage 3."""
 
 
 def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
@@ -134,12 +134,19 @@ def virtual(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
 
 
 def gradient_on(
-    loss: Loss, params: Any, *args: Tensor, stage: int, reshard_after_forward: Any = True, ranks: int = 2
+    loss: Loss,
+    params: Any,
+    *args: Tensor,
+    stage: int,
+    reshard_after_forward: Any = True,
+    ranks: int = 2,
 ) -> Any:
     """The gradient that fzero makes at this stage, as every rank sees it: [ranks, ...]."""
 
     def run(*batch: Any) -> Any:
-        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard_after_forward)
+        state = fzero.init(
+            params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard_after_forward
+        )
         state, value = fzero.grad_and_reduce(loss, state)(*batch)
         return fzero.gradients(state), value
 

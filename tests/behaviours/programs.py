@@ -17,6 +17,7 @@ A step that raises leaves the state as it was; a refusal (PhaseError) is caught 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,12 @@ def play(setting: Setting, case: Case, *, rank: int | None = None) -> list[list[
 
     rank: this process's one; None for virtual ranks, then the outer step is under `simulate`.
     """
+    with warnings.catch_warnings():  # some losses use no parameter
+        warnings.filterwarnings("ignore", "the loss requires no grad", UserWarning)
+        return _play(setting, case, rank)
 
+
+def _play(setting: Setting, case: Case, rank: int | None) -> list[list[Seen]]:
     def over(fn: Callable[..., Any]) -> Any:
         return fzero.simulate(fn, world_size=setting.ranks) if rank is None else fn
 

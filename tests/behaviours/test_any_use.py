@@ -55,6 +55,7 @@ def walk_loss(params: Any, x: Tensor, walk: list[int], inner: bool) -> Tensor:
     return 12 * total
 
 
+@pytest.mark.filterwarnings("ignore:the loss requires no grad:UserWarning")
 @given(
     walks=st.lists(WALKS, min_size=RANKS, max_size=RANKS),
     inner=st.lists(st.booleans(), min_size=RANKS, max_size=RANKS),

@@ -26,6 +26,7 @@ from tests.behaviours.networks import PLACES, virtual
 from tests.behaviours.programs import Setting
 
 
+@pytest.mark.filterwarnings("ignore:the loss requires no grad:UserWarning")
 @given(data=st.data(), setting=settings_of(), window=st.booleans(), split=st.sampled_from([1, 2]))
 def test_18_the_norm_is_that_of_the_whole_mean_gradient(
     data: st.DataObject, setting: Setting, window: bool, split: int

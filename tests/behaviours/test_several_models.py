@@ -160,6 +160,7 @@ def test_batch_norm_statistics_go_in_and_come_out(stage: int, reshard: Any) -> N
     assert not buffers["1.running_mean"].any()  # what was passed in is as it was
 
 
+@pytest.mark.filterwarnings("ignore:the loss requires no grad:UserWarning")
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize(("stage", "reshard"), PLACES)
 def test_6_experts_that_the_data_of_some_ranks_never_reach(

@@ -49,7 +49,7 @@ def test_the_first_rank_and_line_that_differ_are_named(
         (TWO | {"v": TWO["w"]}, {}, "rank 1 has"),
         (TWO, {"trainable": lambda path: path == "w"}, "trainable, rank 1 has v .* frozen"),
         (TWO, {"bucket_bytes": 1}, "group bucket 0"),
-        (TWO, {"ordered": True}, "ordered False, rank 1 has .*ordered True"),
+        (TWO, {"ordered": True}, "ordered=False, .*rank 1 has .*ordered=True"),
         (TWO, {"stage": 1}, "rank 0 has stage 2, .* rank 1 has stage 1"),
     ],
 )

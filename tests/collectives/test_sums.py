@@ -79,7 +79,7 @@ def test_gradients_of_16_bit_parameters_are_added_in_fp32(stage: int, coalesced:
     run = fzero.simulate(step, world_size=3)
     params = torch.zeros(2, dtype=torch.bfloat16)
     _, grads = run(run.init(params, fzero.optim.sgd(1.0)), lost(torch.bfloat16)[:, :2])
-    everywhere(grads, torch.full_like(params, 516.0) / 3, 3)
+    everywhere(grads, torch.full((2,), 516.0) / 3, 3)
 
 
 def ordered_gradient(

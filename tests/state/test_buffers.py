@@ -19,7 +19,7 @@ from tests.strategies import integers, same, seeds, stages, worlds
 placements = st.sampled_from(list(Placement))
 TAGS = {
     0: (Placement.REPLICATED, Placement.REPLICATED, Placement.REPLICATED),
-    1: (Placement.REPLICATED, Placement.REPLICATED, Placement.SHARDED),
+    1: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
     2: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
     3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
 }

@@ -40,7 +40,7 @@ def test_repr_shows_stage_phase_shapes_and_bytes() -> None:
     ]
     state, _ = fzero.grad_and_reduce(total, state)()
     assert "phase='gradients ready'" in repr(state)
-    assert "  gradients  sharded, 68 bytes" in repr(state)
+    assert "  gradients  sharded, 76 bytes" in repr(state)
     state = fzero.apply_gradients(state)
     assert "step=1, phase='idle'" in repr(state)
 
@@ -58,7 +58,7 @@ def test_repr_shows_an_open_window() -> None:
     step_fn(fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=0))
     assert seen[0][1] is Phase.LOCAL
     assert "phase='local gradients'" in seen[0][0]
-    assert "  window     open, 2 backwards, 68 bytes" in seen[0][0]
+    assert "  window     open, 2 backwards, 76 bytes" in seen[0][0]
 
 
 @given(tree=trees(), stage=stages, ranks=worlds)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from fzero.functional import functionalize
 
-PLACES = [(0, 1, "unit"), (0, 2, "unit"), (2, 2, "unit")] + [
+PLACES: list[tuple[int, int, Any]] = [(0, 1, True), (0, 2, True), (2, 2, True)] + [
     (3, 2, reshard) for reshard in (True, False, "window")
 ]
 
@@ -109,7 +109,7 @@ class Inner(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_other_leaves_keep_their_gradients(ranks: int) -> None:
+def test_other_leaves_get_their_gradients_as_from_a_backward(ranks: int) -> None:
     def run(_: Tensor) -> Any:
         outside = torch.ones(2, requires_grad=True)
         outside.grad = torch.tensor([7.0, 7.0])
@@ -123,7 +123,7 @@ def test_other_leaves_keep_their_gradients(ranks: int) -> None:
 
     found, outside = fzero.simulate(run, world_size=ranks)(torch.zeros(ranks))
     assert found[0].tolist() == [4.0, 4.0]
-    assert outside[0].tolist() == [7.0, 7.0]
+    assert outside[0].tolist() == [7.0 + 2.0, 7.0 + 2.0]  # added to what was there
 
 
 def test_a_loss_by_no_parameter_of_the_state_is_told() -> None:

@@ -139,11 +139,11 @@ def test_a_functionalized_module_with_remat_inside(derivative: str) -> None:
     torch.testing.assert_close(run(fzero.remat), run(plain), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("stage", "keep"), PLACES)
-def test_a_functionalized_module_with_remat_inside_at_every_stage(stage: int, keep: str) -> None:
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_a_functionalized_module_with_remat_inside_at_every_stage(stage: int, reshard: Any) -> None:
     torch.manual_seed(0)
     apply, params = fzero.functionalize(Net(fzero.remat))
     x = torch.stack([X, X / 2 + 1])
-    got = gradient_on(apply, params, x, stage=stage, keep=keep)
+    got = gradient_on(apply, params, x, stage=stage, reshard_after_forward=reshard)
     without, _ = fzero.functionalize(Net(plain))
     assert_every_rank(got, mean_gradient(without, params, [(row,) for row in x]))

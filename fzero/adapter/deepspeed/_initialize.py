@@ -75,19 +75,29 @@ def initialize(
           leaf_module.{classes, names, name_suffixes}           three of transformers' mixtures
                                                                 of experts, if the model has any
 
-    step() updates at every call number gradient_accumulation_steps, from gradients divided by it.
-    Unmanaged, every step() updates, from gradients divided by the number of backwards; with
-    gradient_accumulation_steps = 1 given, from their sum, as in DeepSpeed.
+    Every gradient_accumulation_steps-th step() updates, from gradients divided by that number.
+    With managed_gradient_accumulation = false every step() updates, from gradients divided by the
+    number of backwards; if gradient_accumulation_steps = 1 is given as well, from their sum, as in
+    DeepSpeed.
 
     "Adam" is AdamW unless adam_w_mode is false, and neither decays weights unless weight_decay
-    is given (torch_adam: torch's default). No overflow is looked for, also where DeepSpeed does
-    by default (bf16.check_grad_overflow). The model stays on its device.
+    is given (with torch_adam: torch's default). Nothing looks for overflow, also where DeepSpeed
+    does by default (bf16.check_grad_overflow). The model stays on its device.
 
-    optimizer: as for `Engine`; instead of the config's. config: a dict, or the path of a JSON
-    file. lr_scheduler: a torch scheduler, or optimizer -> scheduler; the engine steps it after
-    each update. mesh: as for `Engine`.
+    Args:
+        model: as for `Engine`; bf16.enabled and data_types.buffer_dtype convert it in place.
+        optimizer: as for `Engine`, in the place of the config's.
+        config: a dict, or the path of a JSON file.
+        mesh: as for `Engine`.
+        lr_scheduler: a torch scheduler, or optimizer -> scheduler; it is stepped after each update.
 
-    Raises `LayoutError` before the model is touched; `AxisError` when ranks have other configs.
+    Returns:
+        The engine; `engine.module` and `engine.optimizer` are the other things that
+        deepspeed.initialize returns.
+
+    Raises:
+        LayoutError: for a key that is unknown, unsupported or wrong; the model is as it was.
+        AxisError: when the ranks have different configs.
 
     Example:
         >>> import torch
@@ -126,7 +136,7 @@ def initialize(
     try:
         engine = Engine(model, optimizer, stage=stage, mesh=axis, **options)
     except BaseException:
-        for x, data in originals:  # the model is as it was
+        for x, data in originals:
             x.data = data
         raise
     if lr_scheduler is not None:
@@ -138,7 +148,7 @@ def initialize(
 
 
 def _precision(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The engine's dtypes, and an element's bytes in its buckets."""
+    """The engine's dtypes, and the size of its buckets in bytes."""
     masters = values["bf16.bf16_master_weights_and_grads"]
     if masters != values["bf16.bf16_optimizer_states"]:
         raise config_error(
@@ -178,9 +188,9 @@ def _widest(model: nn.Module) -> torch.dtype:
 
 @torch.no_grad()
 def _convert(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Give parameters and buffers the dtypes asked for; what shares memory goes on sharing it.
+    """Convert parameters and buffers to the dtypes of the config; shared memory stays shared.
 
-    Returns what was there before.
+    Returns the tensors that were converted, with the data that they had before.
     """
     wanted: list[tuple[list[Tensor], torch.dtype | None]] = [
         (list(model.parameters()), torch.bfloat16 if values["bf16.enabled"] else None),
@@ -211,11 +221,10 @@ def _require_convertible(model: nn.Module, values: Mapping[str, Any]) -> None:
 # The other options.
 
 
-def _options(
-    values: Mapping[str, Any], model: nn.Module, micro_batches: int | None
-) -> dict[str, Any]:
+def _options(values: Mapping[str, Any], model: nn.Module, given: int | None) -> dict[str, Any]:
+    """The engine's other options; `given` is the number of micro-batches, if the config says."""
     managed = values["managed_gradient_accumulation"]
-    count = micro_batches or 1
+    count = given or 1
     if not managed and count > 1:
         raise config_error(
             f"config: gradient_accumulation_steps = {count} with "
@@ -230,7 +239,7 @@ def _options(
         "overlap": True if overlap is None else overlap,
         "max_norm": values["gradient_clipping"] or None,
         "gradient_accumulation_steps": count,
-        "average_micro_batches": count > 1 if managed else micro_batches is None,
+        "average_micro_batches": count > 1 if managed else given is None,
         "leaf_modules": _leaf_modules(values, model),
         "reshard_after_forward": not _fits_whole(values, model),
         **{option: values[_ZERO + key] for option, key in _NUMELS.items()},

@@ -1,4 +1,4 @@
-"""What `initialize` knows of DeepSpeed's config: keys that are used, fixed, and refused. Data.
+"""DeepSpeed's config as data: the keys that are used, those that are fixed, those that are refused.
 
 Keys are dotted paths. None (JSON null) stands for a key that is left out.
 """
@@ -128,7 +128,9 @@ ONLY = {
         sys.maxsize, "leave it out: what persists is bounded by stage3_param_persistence_threshold"
     ),
     "zero_optimization.pipeline_loading_checkpoint": Only(False, _OUT),
-    "zero_optimization.log_trace_cache_warnings": Only(True, "leave it out: it always warns"),
+    "zero_optimization.log_trace_cache_warnings": Only(
+        False, "leave it out: a step in another order is right, slower, and not warned about"
+    ),
     "zero_optimization.enable_sanity_checks": Only(True, "leave it out: ranks always check"),
 }
 """The keys that may only say what fzero does anyway. Another value is refused."""

@@ -65,7 +65,7 @@ def configured(optimizer: Optimizer | Factory | None, values: Mapping[str, Any])
 
 
 def _try(factory: Factory) -> None:
-    """Make one, and one update of a scalar: some values are found out only by that."""
+    """Make one, and one update of a scalar: some wrong values raise only there."""
     p = nn.Parameter(torch.zeros(1))
     made = factory([p])
     if not isinstance(made, _NEED_MORE):  # those are refused later, by name
@@ -78,7 +78,7 @@ _NEED_MORE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
 def _adam(kind: str, params: dict[str, Any]) -> str:
-    """Which of torch's, with DeepSpeed's meaning of both names; takes its own params away."""
+    """Return "adam" or "adamw" in DeepSpeed's meaning; drop what is not torch's from `params`."""
     plain = params.pop("torch_adam", False)
     decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
     if not plain:
@@ -110,6 +110,7 @@ def _check_params(name: str, params: Mapping[str, Any], cls: type[Optimizer]) ->
 
 
 def check_schedule(given: Schedule | None, optimizer: Optimizer | Factory | None) -> None:
+    """Raise `LayoutError` for a scheduler that cannot be stepped after each update."""
     if given is None:
         return
     own = isinstance(given, LRScheduler)

@@ -1,7 +1,7 @@
 """A DeepSpeed-style config, a dict or a JSON file, as {dotted key: value}: checked, no tensors.
 
-Every key is used, or may only say what fzero does anyway, or is refused by name: none is ignored,
-but in a section that is switched off.
+Every key is used, or may only say what fzero does anyway, or is refused by name. None is ignored,
+except in a section that is switched off.
 """
 
 from __future__ import annotations

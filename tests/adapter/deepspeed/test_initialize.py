@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,19 @@ from torch import nn
 
 from fzero.adapter import LeafSpec, initialize
 from fzero.errors import LayoutError
-from tests.adapter.configs import SGD, linear, merged, nested
+from tests.adapter.deepspeed.configs import SGD, linear, merged, nested
+
+PARTS = ("updating", "reduction", "gathering")
 
 
 def options_of(path: str, value: Any) -> dict[str, Any]:
     """What the engine of a config with one key was made with, flat."""
     engine = initialize(linear(), config=nested(path, value))
-    parts = (getattr(engine.options, name) for name in engine.options.__slots__)
-    flat = {name: getattr(part, name) for part in parts for name in part.__slots__}
-    return flat | {"stage": engine.stage}
+    flat: dict[str, Any] = {"stage": engine.stage}
+    for name in engine.options.__slots__:
+        value = getattr(engine.options, name)
+        flat |= asdict(value) if name in PARTS else {name: value}
+    return flat
 
 
 def test_an_empty_config_gives_deepspeeds_defaults() -> None:
@@ -39,12 +43,10 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "average_micro_batches": False,
         "loss_scale": 1.0,
         "leaf_modules": LeafSpec(),
-        "lockstep": False,
-        "prefetch_bucket_numel": 50_000_000,
-        "max_live_parameters_numel": 1_000_000_000,
-        "max_reuse_distance_numel": 1_000_000_000,
+        "reshard_after_forward": False,
+        "prefetch_numel": 50_000_000,
+        "persistent": (),
         "persistence_threshold_numel": 100_000,
-        "model_persistence_threshold_numel": sys.maxsize,
     }
 
 
@@ -60,11 +62,12 @@ ZERO = "zero_optimization."
         (ZERO + "overlap_comm", None, "overlap", True),
         (ZERO + "reduce_bucket_size", 2e6, "bucket_bytes", 8_000_000),
         (ZERO + "allgather_bucket_size", 7, "bucket_bytes", 28),
-        (ZERO + "stage3_prefetch_bucket_size", 5e3, "prefetch_bucket_numel", 5000),
+        (ZERO + "stage3_prefetch_bucket_size", 5e3, "prefetch_numel", 5000),
         (ZERO + "stage3_param_persistence_threshold", 0, "persistence_threshold_numel", 0),
-        (ZERO + "stage3_model_persistence_threshold", 9, "model_persistence_threshold_numel", 9),
-        (ZERO + "stage3_max_live_parameters", 1e6, "max_live_parameters_numel", 1_000_000),
-        (ZERO + "stage3_max_reuse_distance", 0, "max_reuse_distance_numel", 0),
+        (ZERO + "stage3_max_live_parameters", 7, "reshard_after_forward", True),
+        (ZERO + "stage3_max_live_parameters", 8, "reshard_after_forward", False),
+        (ZERO + "stage3_max_reuse_distance", 15, "reshard_after_forward", True),
+        (ZERO + "stage3_max_reuse_distance", 16, "reshard_after_forward", False),
         (
             ZERO + "leaf_module",
             {"classes": ["Linear"], "names": "", "name_suffixes": []},
@@ -103,7 +106,7 @@ def test_the_widest_dtype_that_learns_gives_the_bytes_of_an_element() -> None:
     model = nn.Sequential(linear(torch.float64), linear(torch.bfloat16), linear(torch.float32))
     model[0].requires_grad_(False)
     engine = initialize(model, config={"zero_optimization": {"reduce_bucket_size": 10}})
-    assert engine.options.reduction.bucket_bytes == 40
+    assert engine.options.bucket_bytes == 40
     assert engine.options.reduction.accumulate_dtype is torch.float32
 
 

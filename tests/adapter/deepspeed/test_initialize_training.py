@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fzero.adapter import Engine, initialize, sharded_init
 from fzero.errors import LayoutError
-from tests.adapter.configs import SGD, linear, merged
+from tests.adapter.deepspeed.configs import SGD, linear, merged
 from tests.ranks import run_ranks
 from tests.strategies import integers
 

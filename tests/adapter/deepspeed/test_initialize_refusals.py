@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fzero.adapter._config_keys import ONLY, REFUSED, USED
 
 from fzero.adapter import initialize
+from fzero.adapter.deepspeed._keys import ONLY, REFUSED, USED
 from fzero.errors import LayoutError
-from tests.adapter.configs import linear, merged, nested
+from tests.adapter.deepspeed.configs import linear, merged, nested
 
 
 @pytest.mark.parametrize(

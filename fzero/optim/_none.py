@@ -1,4 +1,4 @@
-"""The optimizer of an engine that has none: its model is read and differentiated, not stepped."""
+"""The optimizer of a model that is read and differentiated, and not stepped."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from fzero.errors import PhaseError, explain
-from fzero.optim import Piece
-from fzero.state import Leaf
+from fzero.optim._optimizer import Piece
+from fzero.state.layout import Leaf
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from fzero.adapter import Engine, initialize
 from fzero.errors import LayoutError
-from tests.adapter.configs import SGD, linear, merged
+from tests.adapter.deepspeed.configs import SGD, linear, merged
 
 
 class Tied(nn.Module):

@@ -1,0 +1,119 @@
+"""`add_gradients`: put a ready gradient into a state, as if a backward had brought it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+
+from fzero.errors import LayoutError, explain
+from fzero.packing import pack
+from fzero.partition import shard_rows
+from fzero.state import NAMESPACE, Buffers, Placement, TrainState, progress
+from fzero.transforms._donate import check_alive
+from fzero.transforms._modes import in_transform
+from fzero.transforms._receive import accumulate, boundary, mean_of, put
+
+
+def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> TrainState:
+    """Return state', gradients' = gradients + mean_r(grads_r), or + grads if they are `reduced`.
+
+    For gradients that are made elsewhere: clipped and noised per-sample gradients (DP-SGD), sums
+    over cached representations, gradients by hand. They are treated as those of a backward: they
+    stay local in a coalescing window, add up, and are divided by the micro-batches of `accumulate`.
+
+    Args:
+        state: a train state.
+        grads: a pytree like the parameters, of full tensors of the same shapes; None for a leaf
+        that
+            does not learn, or that has none. Other dtypes are converted to that of the sum.
+        reduced: they are the same on every rank, and the mean already.
+
+    Returns:
+        The new state. A collective, unless a window is open.
+
+    Raises:
+        LayoutError: for another structure or shape, and for a reduced gradient in a window, where
+        it
+            would be reduced again.
+        DonatedError: for a state that was used up.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.zeros(2)}, fzero.optim.sgd(1.0), stage=2)
+        >>> state = fzero.add_gradients(state, {"w": torch.tensor([1.0, 2.0])})
+        >>> fzero.full_params(fzero.apply_gradients(state))
+        {'w': tensor([-1., -2.])}
+    """
+    check_alive(state)
+    setup, waits = state.setup, state.window.is_open
+    if reduced and waits:
+        raise LayoutError(
+            explain(
+                "add_gradients: a reduced gradient inside a coalescing window.",
+                cause="the window reduces all that is in it when it closes.",
+                fix="add this rank's own gradient (reduced=False), or add it outside of it.",
+            )
+        )
+    local = _flats(state, grads)
+    if not waits:
+        boundary(f"add_gradients(reduced={reduced})", [state])
+    scale = setup.policy.grad_scale
+    if not waits and not reduced:
+        local = mean_of(setup, local)
+    elif not waits and setup.gradients is Placement.SHARDED:
+        local = [shard_rows(flat, setup.axis.size, setup.axis.rank) for flat in local]
+    local = [flat * scale for flat in local] if scale != 1.0 else local
+    counted = progress.saw_backward(state.progress, reduced=not waits)
+    state = state.replace(progress=counted)
+    placement = Placement.PARTIAL if waits else setup.gradients
+    new = Buffers(flats=tuple(local), placement=placement)
+    return put(state, new) if waits else accumulate(state, new)
+
+
+def _flats(state: TrainState, grads: Any) -> list[Any]:
+    """The gradients as one flat [W l] for each group that learns, in the dtype of the sum."""
+    setup, layout = state.setup, state.setup.layout
+    given = _by_leaf(layout, grads)
+    found = []
+    for index in layout.trainable:
+        group, dtype = layout.groups[index], setup.accumulate_dtype(index)
+        device = state.params.flats[index].device
+        parts = []
+        for leaf in group.leaves:
+            one, like = given[leaf], layout.leaves[leaf]
+            zeros = state.params.flats[index].new_zeros(like.shape, dtype=dtype)
+            if one is not None and tuple(one.shape) != like.shape:
+                raise LayoutError(
+                    explain(
+                        f"add_gradients: the gradient of {like.path} has shape "
+                        f"{tuple(one.shape)}, the parameter {like.shape}.",
+                        cause="per-sample gradients that were not summed, or another model's.",
+                        fix="give one gradient for each parameter, e.g. g.mean(0).",
+                    )
+                )
+            parts.append(zeros if one is None else one.to(device=device, dtype=dtype))
+        flat = pack(layout, index, parts)
+        found.append(flat if in_transform() else flat.detach().clone())
+    return found
+
+
+def _by_leaf(layout: Any, grads: Any) -> list[Any]:
+    leaves, treespec = optree.tree_flatten(grads, none_is_leaf=True, namespace=NAMESPACE)
+    wanted = optree.tree_unflatten(layout.treespec, list(range(len(layout.slots))))
+    slots, expected = optree.tree_flatten(wanted, none_is_leaf=True, namespace=NAMESPACE)
+    if treespec != expected:
+        raise LayoutError(
+            explain(
+                f"add_gradients: the gradients have the structure {treespec}, the parameters "
+                f"{expected}.",
+                cause="gradients of another model, or only of a part of it.",
+                fix="give a pytree like the parameters, with None where there is no gradient.",
+            )
+        )
+    found: list[Any] = [None] * len(layout.leaves)
+    for slot, gradient in zip(slots, leaves, strict=True):
+        leaf = layout.slots[slot]
+        if gradient is not None:  # of a tied leaf, the gradients of its places add up
+            found[leaf] = gradient if found[leaf] is None else found[leaf] + gradient
+    return found

@@ -340,7 +340,7 @@ class Engine(Access):
         """The epilogue: what the backward brought is in the state from here on."""
         if self._pass.reducer.received or self._pass.gathers:
             try:
-                self._pass.finish()
+                self._pass.finish(counts=False)  # torch.autograd.grad may have gathered only
             except BaseException as error:
                 self._pass.fail(error)
                 raise

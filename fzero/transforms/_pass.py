@@ -106,8 +106,11 @@ class Pass:
             self.channel.announce(self._text())
             self.reducer.before_first = self._agree
 
-    def finish(self) -> list[TrainState]:
-        """The backward is over on every rank: return the states with its gradients."""
+    def finish(self, *, counts: bool = True) -> list[TrainState]:
+        """The backward is over on every rank: return the states with its gradients.
+
+        Unless it `counts`, one that brought no gradient to any rank changes nothing.
+        """
         self._finish_collectives()
         self._running = self._gathered = False
         self.reducer.end()
@@ -119,7 +122,7 @@ class Pass:
                 found = self.reducer.local(number, to_write=donates(state) and not held)
             if state.window.pending.held and not state.window.is_open:
                 state = state.replace(window=CLOSED)
-            new.append(receive(state, found))
+            new.append(receive(state, found) if found or counts else state)
         self.states = new
         return new
 

@@ -192,7 +192,7 @@ class Gatherer:
 
     def start(self, unit: int) -> None:
         """Start to gather a unit, unless it is whole or on the way. A collective."""
-        if unit < len(self.units) and unit not in self.held and unit not in self._flights:
+        if unit not in self.held and unit not in self._flights:
             shards = [self.groups[group].shard for group in self.units[unit]]
             self._flights[unit] = start_gather(shards, self.axis)
 

@@ -76,14 +76,20 @@ class _Group:
         """Whether any leaf has, or anything has waited."""
         return bool(self._gradients) or self._waited is not None
 
-    def take(self) -> Tensor | None:
-        """Return [W l], and forget it; None if there is nothing."""
+    def take(self, written: set[int] | None = None) -> Tensor | None:
+        """Return [W l], and forget it; None if there is nothing.
+
+        `written`: where the gradients are that will be written to. Autograd may hand out one memory
+        for two parameters, in views of it: the second one is then copied.
+        """
         gradients, self._gradients = self._gradients, {}
         flat, self._flat, self._views = self._flat, None, []
         waited, self._waited = self._waited, None
         if gradients and flat is None:
             count = len(self.layout.groups[self.index].leaves)
             flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
+            if written is not None and _is_shared(flat, written):
+                flat = flat.clone()
         if flat is None or waited is None:
             return waited if flat is None else flat
         return waited + flat
@@ -114,6 +120,7 @@ class Reducer:
         self._order = list(backwards)
         self._turn = len(self._order)
         self._full: set[int] = set()
+        self._written: set[int] = set()  # storages that are reduced in place in this backward
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._local = axis.runtime is Runtime.LOCAL
 
@@ -186,7 +193,9 @@ class Reducer:
         sharded = setup.gradients is Placement.SHARDED
         while sharded and len(self._flights) >= IN_FLIGHT:
             self._land()
-        taken = [self._groups[state][i].take() if mine else None for i in indices]
+        groups = [self._groups[state][i] for i in indices]
+        written = None if sharded else self._written
+        taken = [group.take(written) if mine else None for group in groups]
         local = [
             self._zeros(setup, state, i) if x is None else x.to(_wire(setup, i))
             for i, x in zip(indices, taken, strict=True)
@@ -240,12 +249,15 @@ class Reducer:
             if not self.keeps[state] and any(self._groups[state][i].some for i in indices)
         ]
 
-    def local(self, state: int) -> dict[int, Tensor]:
-        """Return, and forget, this rank's own gradients that are still here: {group: [W l]}."""
-        setup = self.setups[state]
+    def local(self, state: int, *, to_write: bool = False) -> dict[int, Tensor]:
+        """Return, and forget, this rank's own gradients that are still here: {group: [W l]}.
+
+        `to_write`: later gradients are added to them in place.
+        """
+        setup, written = self.setups[state], set[int]() if to_write else None
         found = {}
         for index, group in self._groups[state].items():
-            flat = group.take()
+            flat = group.take(written)
             if flat is not None:
                 found[index] = flat.to(setup.accumulate_dtype(index))
         return found
@@ -257,20 +269,30 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward begins: nothing is here, and it is the first bucket's turn."""
-        self._turn, self._full, self.received = 0, set(), 0
+        self._turn, self._full, self._written, self.received = 0, set(), set(), 0
 
     def end(self) -> None:
         """The backward is over: what comes now waits for the next one."""
-        self._turn, self._full = len(self._order), set()
+        self._turn, self._full, self.received = len(self._order), set(), 0
 
     def drop(self) -> None:
         """Forget what this backward has brought. Starts nothing; waits for what was started."""
+        self.received = 0
         for state in range(len(self.setups)):
             self.local(state)
         while self._flights:
             with suppress(AxisError):
                 self._flights.popleft()[1].wait()
         self.rows = [{} for _ in self.setups]
+
+
+def _is_shared(flat: Tensor, written: set[int]) -> bool:
+    """Whether a gradient is a view of more memory, or of that of an earlier one."""
+    storage = flat.untyped_storage()
+    shared = storage.nbytes() != flat.numel() * flat.element_size()
+    shared = shared or storage.data_ptr() in written
+    written.add(storage.data_ptr())
+    return shared
 
 
 def _popped(p: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Sequencer:
 
     def use(self, unit: int) -> None:
         """Make sure that a unit is whole: a kernel reads it."""
-        if unit == self._current:
+        if unit == self._current and unit in self.gatherer.held:
             return
         self._settle()
         held, self._current = self.gatherer.touch(unit), unit
@@ -238,7 +238,8 @@ class Sequencer:
             for unit in self._persistent:
                 self.gatherer.start(unit)
             self._stay(self._persistent)
-            held = frozenset(self.gatherer.kept)
+            meeting = len(self.gatherer.units)  # nothing is gathered for it
+            held = frozenset({*self.gatherer.kept, meeting})
             self._plan = plan(self._program, self._numels, held, self.limits)
             self._start_ready()
         else:

@@ -43,6 +43,7 @@ class Access:
     _call: Callable[..., list[int]]
     _put: Callable[[TrainState], None]
     _settle: Callable[[], None]
+    _drop_if_user_did: Callable[[], None]
     _require_no_window: Callable[[str], None]
     _stepping: Callable[[], AbstractContextManager[None]]
 
@@ -110,6 +111,7 @@ class Access:
         """Reduce what waits on any rank; the state that holds all gradients then."""
         self._require_no_window(name)
         self._settle()
+        self._drop_if_user_did()
         state = self._reduced(self._agree(f"{name} {path}".strip()))
         self._put(state)
         return state

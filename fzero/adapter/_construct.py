@@ -76,10 +76,11 @@ class _Unowned(Gatherer):
 def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
     """Modules made inside keep only this rank's shard of each parameter.
 
-    A module is sharded when it has been made: when it becomes a part of another one, or at the end
-    of the block. So no rank holds more than one module's own parameters at a time, and a model may
-    be larger than a rank's memory. The values are rank 0's. Initializers that run later write to
-    the placeholders, inside and after the block, until an `Engine` takes them over: on every rank.
+    A module is sharded when it becomes a part of another one, or at the end of the block. So whole
+    are only modules that are no part of another one yet (a list of layers that is then given to
+    nn.Sequential, say), and a model may be larger than a rank's memory. The values are rank 0's.
+    Initializers that run later write to the placeholders, inside and after the block, until an
+    `Engine` takes them over: on every rank.
     Every rank must make the same modules in the same order. On one rank nothing is different.
 
     Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2.

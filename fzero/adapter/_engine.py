@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -190,6 +190,7 @@ class Engine(Access):
         self.module, self.stage = module, check_stage(stage)
         self._norm: Tensor | None = None
         self._closed = False
+        self._outside: TrainState | None = None  # inside a window: the state before it
         self._scale = LossScale(loss_scale)
         setup = planned(module, optimizer, self.stage, axis_of(mesh), self.options)
         self._take_over(setup)
@@ -231,8 +232,11 @@ class Engine(Access):
         self._gradients = Gradients([(p, paths[leaf]) for p, leaf in learning])
         self._events = Events(self.module, learning, self)
         self._masters = Masters(params, setup)
-        chosen = setup.optimizer
+        self._pass.gatherer.on_written = self._written
+        chosen: Any = setup.optimizer
         self.optimizer = chosen.instance if isinstance(chosen, TorchOptimizer) else None
+        if self.optimizer is not None and self.optimizer is not chosen.source:  # made just now
+            self.optimizer.param_groups[0]["params"] = list(dict.fromkeys(p for p, _ in learning))
         self._guard = Guard(self.optimizer) if self.optimizer is not None else None
         _OWNERS.update((id(p), self) for p in self._every)
 
@@ -316,13 +320,15 @@ class Engine(Access):
     def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts: `p.grad` is autograd's for its time."""
         if self._gradients.lift(first):
-            self._put(cleared(self.state))
-        self._pass.begin_backward()
+            self._clear()
+        self._pass.begin_backward(silent=True)
 
     def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
         if self.options.updating.loss_scale != 1.0:
             self._scale.require(self.hooks.post_backward_callback_graph_task_id)
+        if self._pass.silent:
+            self._pass.first_gradient()
         if isinstance(p.grad, HeldGradient):  # it stays until the backward is known of
             gradient = p.grad.taken()
             if gradient is not None:
@@ -338,11 +344,19 @@ class Engine(Access):
             except BaseException as error:
                 self._pass.fail(error)
                 raise
-        self._gradients.stand()
+        self._pass.silent = False
+        self._show_gradients()
 
     def drop(self) -> None:
         """A backward raised somewhere where nobody could say so: its gradients go."""
         self._pass.fail(RuntimeError("a backward that raised"))
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        """Let `p.grad` say that the engine holds gradients, if it does."""
+        state = self._pass.states[0]
+        held = state.gradients.held or state.window.pending.held
+        self._gradients.stand() if held else self._gradients.drop()
 
     # Windows.
 
@@ -365,17 +379,20 @@ class Engine(Access):
     @contextmanager
     def _window(self, kind: str) -> Iterator[None]:
         self._require_outside(f"{kind}()")
+        self._require_no_window(f"{kind}()")
         self._settle()
         before = self.state
         opened = open_window(replace(before.window, pending=CLOSED.pending))
         self._put(before.replace(window=opened))
+        self._outside = before
         good = False
         try:
             yield
             good = True
         finally:
             self._settle()
-            now = self.state
+            self._drop_if_user_did()
+            now, before, self._outside = self.state, self._outside, None
             waited = before.window.pending
             if good and now.window.pending.held:
                 waited = (
@@ -384,6 +401,7 @@ class Engine(Access):
             window = replace(CLOSED, pending=waited)
             counted = now.progress if good else before.progress
             self._put(now.replace(window=window, progress=counted))
+            self._show_gradients()
             self._pass.window_ends()
 
     # The update.
@@ -410,9 +428,9 @@ class Engine(Access):
         )
         if due:
             self._update()
+            self._gradients.drop()
         else:
             self._put(self.state.replace(progress=counted))
-            self._gradients.stand()
         return due
 
     def _update(self) -> None:
@@ -420,9 +438,11 @@ class Engine(Access):
         state = self._agree("step()")
         self._masters.follow(state)
         state = self._reduced(state)
+        self._put(state)  # if the optimizer raises, this is what the engine has
         with self._stepping():
             new, norm = update(state)
         self._norm = norm
+        self._gradients.drop()
         self._put(new)
         self._published()
 
@@ -434,6 +454,11 @@ class Engine(Access):
         torch.autograd.graph.increment_version(self._every)
         self._masters.published()
 
+    def _written(self, units: Sequence[int]) -> None:
+        """Units of stage 3 were written, by `gathered(modify=True)`."""
+        groups = [group for unit in units for group in self._pass.gatherer.units[unit]]
+        self._masters.take(self.state, groups)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away every gradient since the last update. A collective, outside of a window.
 
@@ -441,7 +466,8 @@ class Engine(Access):
         the accumulation starts again, with a warning.
         """
         self._require_not_closed()
-        self._settle()
+        if not self._events.inside():
+            self._events.abandon()  # a backward that raised is what is to be thrown away
         self._norm = None
         if not self.state.window.is_open:
             self._call("zero_grad()")
@@ -449,7 +475,12 @@ class Engine(Access):
         if message := progress.thrown_away(self.state.progress, every):
             warnings.warn(message, UserWarning, stacklevel=2)
         self._gradients.drop()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget every gradient, also what an open window adds to."""
         self._put(cleared(self.state))
+        self._outside = self._outside and cleared(self._outside)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; return it before.
@@ -521,9 +552,7 @@ class Engine(Access):
             for index, flat in enumerate(state.params.flats):
                 whole = gather_many([flat], self.axis)[0] if self._sharded else flat
                 leaves = [x.clone() for x in unpack(state.setup.layout, index, whole)]
-                self._params.place(index, leaves) if self._sharded else self._params.show(
-                    index, whole.clone()
-                )
+                (self._params.place if self._sharded else self._params.have)(index, leaves)
         if self._guard is not None and self.optimizer is not None:
             self._guard.remove()
             self._give_states_back(self.optimizer)
@@ -567,9 +596,8 @@ class Engine(Access):
         Raises `PhaseError` if no rank holds any.
         """
         state = self.state
-        waits = state.window.pending.held or bool(self._pass.reducer.left())
-        code = int(waits) + 2 * int(state.gradients.held) + 4 * state.progress.backwards
-        codes = self._call(name, code)
+        held = int(state.window.pending.held) + 2 * int(state.gradients.held)
+        codes = self._call(name, held + 4 * state.progress.backwards)
         if not any(code & 3 for code in codes):
             raise PhaseError(
                 explain(
@@ -592,10 +620,8 @@ class Engine(Access):
                 if state.gradients.held
                 else accumulate(state, as_buffers(state, {}, partial=False))
             )
-        local = self._pass.reducer.local(0)
         pending = state.window.pending
-        for index, flat in zip(state.setup.layout.trainable, pending.flats, strict=False):
-            local[index] = flat + local[index] if index in local else flat
+        local = dict(zip(state.setup.layout.trainable, pending.flats, strict=False))
         state = state.replace(window=replace(state.window, pending=CLOSED.pending))
         new = as_buffers(state, reduced(state, local), partial=False)
         self._some_wait = False
@@ -603,12 +629,10 @@ class Engine(Access):
 
     def _reduce_what_waits(self, name: str) -> None:
         """Reduce what waits, if there is anything on any rank."""
-        state = self.state
-        waits = state.window.pending.held or bool(self._pass.reducer.left())
-        self._some_wait = any(self._call(name, int(waits)))
+        self._some_wait = any(self._call(name, int(self.state.window.pending.held)))
         if self._some_wait:
             self._put(self._reduced(self.state))
-            self._gradients.stand()
+            self._show_gradients()
 
     def _clip(self, max_norm: float) -> Tensor:
         state = self._with_gradients("clip_grad_norm_()")
@@ -623,10 +647,13 @@ class Engine(Access):
         """Drop a backward that raised where nobody could say so."""
         self._require_not_closed()
         self._events.settle()
+        if not self._events.inside():
+            self._pass.put_aside()
 
     def _drop_if_user_did(self) -> None:
-        if self._gradients.lift():
-            self._put(cleared(self.state))
+        if self._gradients.dropped():
+            self._gradients.drop()
+            self._clear()
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:

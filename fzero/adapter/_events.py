@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fzero.adapter._autograd import autograd_has_callbacks
 from fzero.adapter._pytree import count_leaves_below, tensors_in
+from fzero.errors import PhaseError, explain
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
@@ -71,6 +72,10 @@ class Events:
         self._depth = 0  # of root forwards that are running
         self._own = False  # this root forward is no recompute and not inside another
         self._foreign = False  # it uses none of the engine's parameters, or is transformed
+        self._nested: int | None = (
+            None  # a graph task that ran while another one's backward is open
+        )
+        self._apart = False  # that task ended, and nothing came of the one that is open since
         self._stands_in = _stands_in(module)
         self._handles = [
             module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
@@ -125,7 +130,7 @@ class Events:
 
     def _enter(self, task: int | None, first: Tensor | None) -> None:
         """A backward begins; one that is still open has raised, and is dropped."""
-        self._apply(hooks.reset_for_new_step)
+        self._drop_what_raised()
         self._driven.backward_begins(first)
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
@@ -141,16 +146,32 @@ class Events:
 
     def _on_gradient(self, leaf: int, p: Tensor) -> None:
         self._driven.received(leaf, p)
-        state = self.hooks
+        state, task = self.hooks, self._task()
         inside = state.backward_active_depth > 0
+        if inside and task != state.post_backward_callback_graph_task_id:
+            self._received_in_another(task)
+        elif self._apart:
+            self._apart = False
         first = inside and not state.hooks_fired_this_backward
         self.hooks, effects = hooks.update_hook_state_and_maybe_run_epilogue(
             state,
             expected=self._expected() if first else state.max_expected_hooks_seen,
-            graph_task_id=self._task(),
+            graph_task_id=task,
         )
         if effects:
             self._run(effects)
+
+    def _received_in_another(self, task: int | None) -> None:
+        """A graph task brings a gradient to a backward that another one began.
+
+        It runs inside that one (reentrant checkpointing), or that one has raised.
+        """
+        if self._callbacks and task != self._nested:
+            self._nested = task
+            self._queue(self._another_completed)
+
+    def _another_completed(self) -> None:
+        self._apart = True
 
     def _reenter(self, p: Tensor) -> None:
         """A gradient came, and no backward is open: it came by another way than an output."""
@@ -160,6 +181,7 @@ class Events:
             self._enter(self._task(), p)
 
     def _on_completed(self, task: int) -> None:
+        self._nested, self._apart = None, False
         self._apply(hooks.graph_completed, graph_task_id=task)
 
     # What raised.
@@ -167,11 +189,28 @@ class Events:
     def settle(self) -> None:
         """Outside of every graph task, a backward that is still open has raised: drop it."""
         if self.hooks.unfinished and not self.inside():
-            self._apply(hooks.reset_for_new_step)
+            self._drop_what_raised()
+
+    def _drop_what_raised(self) -> None:
+        """Start again. Raises `PhaseError` if a whole backward is dropped with one that raised."""
+        apart, self._nested, self._apart = self._apart, None, False
+        self._apply(hooks.reset_for_new_step)
+        if apart:
+            raise PhaseError(
+                explain(
+                    "a backward raised, and before the engine was used again another one ran, "
+                    "which did not come from the module's outputs. Both were dropped.",
+                    cause="an exception of loss.backward() that was caught, and then a backward of "
+                    "a submodule: the engine cannot tell its gradients from those of the first.",
+                    fix="use engine.backward(loss), which sees the exception, or call "
+                    "engine.zero_grad() after it; then run the second backward again.",
+                )
+            )
 
     def abandon(self) -> None:
         """An exception ended a forward or a backward."""
         self._depth, self._own = 0, False
+        self._nested, self._apart = None, False
         self._apply(hooks.reset_for_new_step)
 
     def inside(self) -> bool:
@@ -191,14 +230,18 @@ class Events:
         for effect in effects:
             match effect:
                 case QueueCallback(task):
-                    engine: Any = torch.autograd.Variable._execution_engine
-                    engine.queue_callback(lambda task=task: self._on_completed(task))
+                    self._queue(lambda task=task: self._on_completed(task))
                 case RunEpilogue():
                     if not self._callbacks:
                         self.hooks, _ = hooks.exit_backward(self.hooks)
                     self._driven.backward_ends()
                 case DropBackward():
                     self._driven.drop()
+
+    def _queue(self, callback: Callable[[], None]) -> None:
+        """Have autograd call it at the end of the graph task that runs."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(callback)
 
     @property
     def _task_of_record(self) -> int | None:

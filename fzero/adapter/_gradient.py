@@ -16,6 +16,7 @@ _WAYS = {
     "_amp_": "loss_scale= of Engine and engine.scale(loss), in the place of a GradScaler",
     "clamp": "a hook on the parameter, p.register_hook(lambda g: g.clamp(-1, 1)), which runs "
     "before the gradient is reduced",
+    "_to_copy": "module.to(...), .half() and the like before the Engine is made",
     "zero_": "engine.zero_grad(), or module.zero_grad()",
 }
 
@@ -74,52 +75,61 @@ class Gradients:
 
     def __init__(self, learning: Sequence[tuple[Tensor, str]]) -> None:
         self._learning = [(p, HeldGradient(p, path)) for p, path in learning]
-        self._standing = False
+        self.standing = False
 
     def lift(self, first: Tensor | None = None) -> bool:
         """Take the stand-ins away, before autograd writes; True if the user has dropped them all.
 
-        `first` is a parameter that autograd has written to already.
-
-        Raises `LayoutError` if some were replaced: a gradient written by hand would be lost.
+        `first` is a parameter that autograd has written to already: its `p.grad` stays.
+        Raises `LayoutError` as `dropped` does.
         """
-        if not self._standing:
+        dropped = self.dropped(first)
+        for p, held in self._learning if self.standing else ():
+            if p is not first and p.grad is held:
+                p.grad = None
+        self.standing = False
+        return dropped
+
+    def dropped(self, first: Tensor | None = None) -> bool:
+        """Whether the user has set every `p.grad` to None.
+
+        Raises `LayoutError`, until that is mended, if some were replaced (a gradient written by
+        hand would be lost) or set to None.
+        """
+        if not self.standing:
             return False
-        self._standing = False
-        found = [(p.grad, held) for p, held in self._learning if p is not first]
-        for p, _ in self._learning:
-            p.grad = None
-        dropped = [gradient is None for gradient, _ in found]
-        for gradient, held in found:
-            if gradient is not None and gradient is not held:
+        others = [(p, p.grad, held) for p, held in self._learning if p.grad is not held]
+        for p, gradient, held in others:
+            if gradient is not None and p is not first:
                 raise LayoutError(
                     explain(
                         f"p.grad of {held.path} was replaced by a tensor.",
                         cause="a gradient written by hand, or by another backward engine.",
-                        fix="write engine.set_full_gradient(path, value), the same on every rank.",
+                        fix="write engine.set_full_gradient(path, value), the same on every rank; "
+                        "engine.zero_grad() throws all gradients away, this one, too.",
                     )
                 )
-        if any(dropped) and not all(dropped):
-            path = next(held.path for gradient, held in found if gradient is None)
+        if others and len(others) < len(self._learning):
             raise LayoutError(
                 explain(
-                    f"p.grad of {path} was set to None, and those of other parameters were not.",
+                    f"p.grad of {others[0][2].path} was set to None, and those of other parameters "
+                    "were not.",
                     cause="an optimizer's zero_grad() of some of the parameters.",
                     fix="drop all of them with engine.zero_grad(), or freeze a part with "
                     "requires_grad_(False) before the backward.",
                 )
             )
-        return bool(dropped) and all(dropped)
+        return bool(others)
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there."""
-        self._standing = False
+        self.standing = False
         for p, _ in self._learning:
             p.grad = None
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""
-        self._standing = True
+        self.standing = True
         for p, held in self._learning:
             p.grad = held
 

@@ -24,22 +24,29 @@ class Masters:
     def __init__(self, params: ModuleParameters, setup: Setup) -> None:
         groups = setup.layout.groups
         self._watched = [
-            (number, index, [p for leaf in groups[index].leaves for p in params.objects(leaf)])
-            for number, index in enumerate(setup.layout.trainable)
+            (index, [p for leaf in groups[index].leaves for p in params.objects(leaf)])
+            for index in setup.layout.trainable
             if groups[index].dtype in SIXTEEN_BIT and not setup.gathers_by_unit
         ]
         self.published()
 
     def published(self) -> None:
         """Parameters and masters agree now."""
-        self._versions = [_versions(params) for _, _, params in self._watched]
+        self._versions = [_versions(params) for _, params in self._watched]
+
+    def take(self, state: TrainState, groups: Sequence[int]) -> None:
+        """Let the masters of these groups take their parameters' values."""
+        masters: Sequence[Tensor] = getattr(state.optimizer, "masters", ())
+        for number, index in enumerate(state.setup.layout.trainable):
+            if masters and index in groups and masters[number].numel():
+                take_values(masters[number], own_part(state, state.params.flats[index]))
 
     def follow(self, state: TrainState) -> None:
         """Let the masters of parameters that were written to take their values."""
-        masters: Sequence[Tensor] = getattr(state.optimizer, "masters", ())
-        for (number, index, params), before in zip(self._watched, self._versions, strict=True):
-            if masters and masters[number].numel() and _versions(params) != before:
-                take_values(masters[number], own_part(state, state.params.flats[index]))
+        pairs = zip(self._watched, self._versions, strict=True)
+        written = [index for (index, params), before in pairs if _versions(params) != before]
+        if written:
+            self.take(state, written)
 
 
 def take_values(master: Tensor, rows: Tensor) -> None:

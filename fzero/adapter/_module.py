@@ -45,11 +45,14 @@ class ModuleParameters:
         """The full leaves of a group."""
         return [self.objects(leaf)[0].detach() for leaf in self.layout.groups[index].leaves]
 
-    @torch.no_grad()
     def show(self, index: int, flat: Tensor) -> None:
         """Let a group's parameters have the values, and the memory, of its flat [W l]."""
-        leaves = self.layout.groups[index].leaves
-        for leaf, view in zip(leaves, unpack(self.layout, index, flat), strict=True):
+        self.have(index, unpack(self.layout, index, flat))
+
+    @torch.no_grad()
+    def have(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Let a group's parameters, which are whole, have the values and memory of `tensors`."""
+        for leaf, view in zip(self.layout.groups[index].leaves, tensors, strict=True):
             for path in self.paths[leaf]:
                 p = self.at(path)
                 if type(p.data) is Tensor:

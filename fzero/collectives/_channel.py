@@ -196,6 +196,8 @@ class Channel:
                 if not same and not all(message.served for message in messages):
                     self._raise_mismatch()
                 return same and len({message.hint for message in messages}) == 1
+            if Kind.ASK not in kinds:  # a rank has no such phase: it waits for this one to end
+                return False
             self._serve(messages)
             self.post(Kind.PASS, self._text, **self._announced)
 
@@ -213,8 +215,8 @@ class Channel:
         while True:
             self.post(Kind.DONE, hint=int(asked))
             messages = self.read()
-            if all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages):
-                return _asked(messages)
+            if _is_over(messages):
+                return _has_asked(messages)
             self._serve(messages)
 
     def tell(self, value: Any) -> list[Any]:
@@ -236,9 +238,11 @@ class Channel:
                     self._raise_mismatch()
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
-            if kinds <= {Kind.DONE, Kind.CALL} and _asked(messages):
+            if kinds <= {Kind.DONE, Kind.CALL} and _has_asked(messages):
                 self.tell(None)  # what a rank did that is not in the pass: nothing
             self._serve(messages)
+            if _is_over(messages) and _has_asked(messages):
+                self.tell({})  # those that end their pass tell each other what they did
 
     def fail(self) -> None:
         """Say that this rank raised. The others raise where they read it."""
@@ -287,8 +291,13 @@ class Channel:
         )
 
 
-def _asked(messages: Sequence[Message]) -> bool:
-    """Whether a rank whose pass is over had to ask."""
+def _is_over(messages: Sequence[Message]) -> bool:
+    """Whether no rank is in a pass any more."""
+    return all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages)
+
+
+def _has_asked(messages: Sequence[Message]) -> bool:
+    """Whether a rank that ends its pass has asked for a collective in it."""
     return any(message.hint for message in messages if message.kind is Kind.DONE)
 
 

@@ -226,10 +226,11 @@ def _begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> 
     for own in rows:
         got = [x if r == rank else torch.empty_like(x) for r, x in enumerate(own)]
         parts.append(got)
-        for r in range(axis.size) if own[0].numel() else ():
-            if r != rank:
-                works.append(dist.isend(_bytes(own[r]), peers[r], group=group))
-                works.append(dist.irecv(_bytes(got[r]), peers[r], group=group))
+        with _explained(op, axis):  # after a timeout it raises where it starts
+            for r in range(axis.size) if own[0].numel() else ():
+                if r != rank:
+                    works.append(dist.isend(_bytes(own[r]), peers[r], group=group))
+                    works.append(dist.irecv(_bytes(got[r]), peers[r], group=group))
 
     def finish() -> list[Tensor]:
         return [_sum_in_order(some) for some in parts]

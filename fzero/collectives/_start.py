@@ -6,7 +6,7 @@
 
 Every rank must start *and wait* in the same order: what gloo and nccl match up is the order of
 the calls, and a `start_reduce` that sums by exchange (`ordered`, or 16-bit floats on gloo) sends
-its second half when it is waited for. So `done` may tell when to look, never which to wait for.
+its second half when it is waited for.
 """
 
 from __future__ import annotations
@@ -59,13 +59,6 @@ class InFlight:
                 outs.insert(at, out)
             self._outs, self._rest = outs, {}
         return self._outs
-
-    def done(self) -> bool:
-        """Whether `wait` would find its works over; returns at once.
-
-        A sum by exchange is then half done: `wait` still communicates.
-        """
-        return self._started is None or all(work.is_completed() for work in self._started.works)
 
 
 def start_gather(shards: Sequence[Tensor], axis: Axis) -> InFlight:

@@ -168,9 +168,16 @@ class Optimizer:
             found.append((_at({**dict(self.options), **self._changes(which)}, count), spans))
         return found
 
-    def describe(self, leaves: Sequence[Leaf]) -> list[str]:
-        """What ranks compare: the options, and of each leaf that has other ones, those."""
+    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
+        """What ranks compare: the options, and of each leaf that has other ones, those.
+
+        Of a schedule they compare what it gives at `step`.
+        """
         lines = [f"optimizer {self!r}"]
+        if step is not None:
+            given = [dict(self.options), *(dict(changes) for _, changes in self.overrides)]
+            schedules = [options for options in given if callable(options.get("lr"))]
+            lines += [f"lr({step}) = {_at(options, step)['lr']}" for options in schedules]
         for leaf in leaves:
             changes = self._changes(self._override_of(leaf))
             if leaf.trainable and changes:
@@ -190,7 +197,7 @@ class Optimizer:
         return f"{self.rule.name}({', '.join(shown)})"
 
 
-def _at(options: dict[str, Any], count: Tensor) -> dict[str, Any]:
+def _at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
     lr = options["lr"]
     if not callable(lr):
         return options

@@ -62,8 +62,8 @@ class Pair:
     def __repr__(self) -> str:
         return f"pair({getattr(self.update, '__qualname__', type(self.update).__name__)})"
 
-    def describe(self, leaves: Sequence[Leaf]) -> list[str]:
-        """What ranks compare: a foreign pair shows no options."""
+    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
+        """What ranks compare: a foreign pair shows no options, at no `step`."""
         return [f"optimizer {self!r}"]
 
     def advance(

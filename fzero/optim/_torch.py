@@ -159,8 +159,11 @@ class TorchOptimizer:
             count=state.count + 1, slots=slots, counters=state.counters, masters=state.masters
         )
 
-    def describe(self, leaves: Sequence[Leaf]) -> list[str]:
-        """What ranks compare: the class, and the options of each param group as they are now."""
+    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
+        """What ranks compare: the class, and the options of each param group as they are now.
+
+        A scheduler writes into them, so that they are those of any `step`.
+        """
         bound = self._bound()
         sizes = Counter(bound.group_at.get(leaf.path, -1) for leaf in leaves)
         lines = [f"optimizer {self!r}"]

@@ -182,7 +182,7 @@ def plan(program: Program, numels: tuple[int, ...], held: frozenset[int], limits
     live: list[int] = []  # whole or on the way, and not held
     early: list[int] = []  # those of them that were asked for early and not used yet
     for place, unit in enumerate(uses):
-        following = next((u for u in uses[place + 1 :] if u != unit), None)
+        following = next((u for u in uses[place + 1 :] if u != unit and u not in held), None)
         soon = {unit, *early, following}
         frees = () if limits.keeps else tuple(u for u in live if u not in soon)
         live = [u for u in live if u not in frees]

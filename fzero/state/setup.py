@@ -54,13 +54,13 @@ class StatefulUpdate(Protocol):
         ...
 
     @property
-    def describe(self) -> Callable[..., list[str]]:
-        """(leaves) -> what ranks compare."""
+    def advance(self) -> Callable[..., tuple[list[Tensor], Any]]:
+        """(params, grads, optimizer state, pieces, ...) -> (params, optimizer state)."""
         ...
 
     @property
-    def advance(self) -> Callable[..., tuple[list[Tensor], Any]]:
-        """(params, grads, optimizer state, pieces, ...) -> (params, optimizer state)."""
+    def describe(self) -> Callable[..., list[str]]:
+        """(leaves, step) -> lines that must be equal on every rank."""
         ...
 
 

@@ -36,6 +36,16 @@ def take_over(tree: Any) -> Any:
         return optree.tree_map(lambda leaf: _take(leaf, empties), tree, namespace=NAMESPACE)
 
 
+def give_back(old: Any, taken: Any) -> None:
+    """Undo `take_over`: the tensors of `old` have the memory of those of `taken` again."""
+    before = optree.tree_leaves(old, namespace=NAMESPACE)
+    after = optree.tree_leaves(taken, namespace=NAMESPACE)
+    with torch.no_grad():
+        for x, y in zip(before, after, strict=True):
+            if x is not y:
+                x.set_(y)
+
+
 def add_donated(old: Buffers, new: Buffers) -> Buffers:
     """old + new in the memory of `old`, which is used up."""
     kept: Buffers = take_over(old)

@@ -57,6 +57,8 @@ def settle(state: TrainState) -> TrainState:
     if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
         new = Buffers(flats=tuple(mean_of(state.setup, flats)), placement=state.setup.gradients)
     else:
+        if not donates(state) and state.setup.gradients is not Placement.SHARDED:
+            flats = [flat.clone() for flat in flats]  # they are reduced where they stand
         rows = reduced(state, dict(zip(state.setup.layout.trainable, flats, strict=True)))
         new = as_buffers(state, rows, partial=False)
     state = accumulate(state, new)
@@ -88,8 +90,10 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
     return [x / setup.axis.size for x in summed]
 
 
-def boundary(name: str, states: Sequence[TrainState]) -> None:
+def boundary(name: str, states: Sequence[TrainState], *, updates: bool = False) -> None:
     """Wait until every rank makes this call, with the same options, on states that stand alike.
+
+    If it `updates`, the optimizers and their learning rates must be the same, too.
 
     Raises `MismatchError` on every rank otherwise, before anything was changed. Nothing happens
     under a torch.func transform or a trace, where ranks are not asked.
@@ -104,8 +108,9 @@ def boundary(name: str, states: Sequence[TrainState]) -> None:
         lines += [
             f"stage {state.setup.stage}, {policy}",
             f"{counted.reductions} reductions since the update",
-            *state.setup.optimizer.describe(()),
         ]
+        if updates:
+            lines += state.setup.optimizer.describe((), int(state.step))
     for axis, lines in by_axis.items():
         channel = channel_of(axis)
         if channel is not None:

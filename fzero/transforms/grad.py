@@ -156,10 +156,7 @@ def _passes_of(states: Sequence[TrainState]) -> tuple[list[Pass], list[tuple[int
         places.append((list(by_axis).index(state.setup.axis), len(some)))
         some.append(state)
     _require_one_gathers(by_axis)
-    passes = [_pass_of(axis, some) for axis, some in by_axis.items()]
-    for one in passes:  # ranks that wait on two axes, in two orders, would wait for each other
-        one.reducer.bounded = len(passes) == 1
-    return passes, places
+    return [_pass_of(axis, some) for axis, some in by_axis.items()], places
 
 
 def _require_one_gathers(by_axis: dict[Axis, list[TrainState]]) -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 from fzero.collectives import gather_in_place, gather_many
 from fzero.partition import shard_rows
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
-from fzero.transforms._donate import check_alive, donates, take_over, without_donation
+from fzero.transforms._donate import (
+    check_alive,
+    donates,
+    give_back,
+    take_over,
+    without_donation,
+)
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._pieces import pieces_of
@@ -43,7 +49,7 @@ def apply_gradients(state: Any) -> Any:
     due = [one for one in states if not one.setup.policy.defer_update]
     for one in due:
         progress.saw_update(one.progress)
-    boundary("apply_gradients", due)
+    boundary("apply_gradients", due, updates=True)
     return optree.tree_unflatten(treespec, [_apply(one) for one in states])
 
 
@@ -78,11 +84,17 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
     """Return the state after one update from its reduced gradients, and their norm if clipped.
 
     Both drivers come here: no rank is asked, the window is settled. Raises `PhaseError` if there
-    are no gradients.
+    are no gradients. If the optimizer raises, the state is as it was.
     """
     after = progress.saw_update(state.progress)
-    gradients, norm = _prepared(state, buffers.require_reduced(state.gradients))
-    params, optimizer = _advance(state, gradients.flats)
+    gradients, factor, norm = _prepared(state, buffers.require_reduced(state.gradients))
+    try:
+        params, optimizer = _advance(state, gradients.flats)
+    except BaseException:
+        if gradients is not state.gradients and donates(state):
+            gradients = scaled(state, gradients, 1 / factor)
+            give_back(state.gradients, gradients)
+        raise
     new = state.replace(
         params=params,
         optimizer=optimizer,
@@ -110,9 +122,13 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
     splits = setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED
     rows = [shard_rows(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
     general = in_transform() or is_recorded(rows) or wants_graph([*rows, *gradients])
-    new, optimizer = setup.optimizer.advance(
-        rows, gradients, optimizer, pieces_of(setup), differentiable=general, owned=owned
-    )
+    try:
+        new, optimizer = setup.optimizer.advance(
+            rows, gradients, optimizer, pieces_of(setup), differentiable=general, owned=owned
+        )
+    except BaseException:
+        give_back((state.params, state.optimizer), (held, optimizer))
+        raise
     if splits and setup.axis.size > 1:
         if owned:  # the rows were written where they stand
             wanted = [full for full in fulls if full.numel()]
@@ -126,16 +142,19 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
     return Buffers(flats=tuple(flats), placement=held.placement), optimizer
 
 
-def _prepared(state: TrainState, gradients: Buffers) -> tuple[Buffers, Tensor | None]:
-    """g share min(1, max_norm / |g share|); in place where the gradients are used up anyway."""
+def _prepared(state: TrainState, gradients: Buffers) -> tuple[Buffers, Any, Tensor | None]:
+    """g factor, factor = share min(1, max_norm / |g share|); and the norm if it clips.
+
+    In place where the gradients are used up anyway.
+    """
     max_norm, norm = state.setup.policy.max_norm, None
     factor: Any = share(state)
     if max_norm is not None:
         norm = norm_of_state(state, gradients) * factor
         factor = factor * clip_factor(norm, max_norm)
     elif factor == 1.0:
-        return gradients, None
-    return scaled(state, gradients, factor), norm
+        return gradients, factor, None
+    return scaled(state, gradients, factor), factor, norm
 
 
 def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buffers:

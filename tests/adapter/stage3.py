@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from fzero.adapter import Engine
 from fzero.adapter._source import Source
 from fzero.state.coordinator_effects import Effect
 from fzero.state.coordinator_record import CoordinatorState
+from torch import Tensor, nn
+
+from fzero.adapter import Engine
 from tests.adapter.nets import linear
 
 WIDE = 4

@@ -1,4 +1,4 @@
-"""Point 12: what an engine gives back when it is closed, and its record."""
+"""What an engine gives back when it is closed; and that its state and record are frozen."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import fzero
 from fzero.adapter import Engine
-from fzero.errors import PhaseError
+from fzero.errors import DonatedError, PhaseError
 from tests.adapter.nets import Tied
 from tests.adapter.plain import STAGES, Draw
 from tests.adapter.test_access import ADAM, adam_of, close_to
@@ -137,31 +138,30 @@ def test_a_closed_engine_refuses_and_its_module_can_have_another_one(world_size:
     run_ranks(closed_body, world_size)
 
 
-def record_body(rank: int, world_size: int) -> None:
+def frozen_body(rank: int, world_size: int) -> None:
     for stage in STAGES:
         one, two = (Engine(seeded(Odd), ADAM, stage=stage) for _ in range(2))
-        new = one.state
-        assert new == two.state and (new.coordinator is None) == (stage < 3 or world_size == 1)
+        new = one.hooks
+        assert new == two.hooks
         loss_of(one, rank, 0).backward()
         held = one.state
-        assert held != two.state and held != new
-        assert new.accumulation.held is False and held.accumulation.held is True
+        assert one.hooks != new and held.progress.backwards == 1 and held.gradients.held
         loss_of(two, rank, 0).backward()
-        assert held == two.state
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            held.hooks = new.hooks
-        for record in (held.hooks, held.buckets, held.accumulation, held.coordinator):
-            if record is not None:
-                name = dataclasses.fields(record)[0].name
-                with pytest.raises(dataclasses.FrozenInstanceError):
-                    setattr(record, name, getattr(record, name))
+        assert one.hooks == two.hooks and held.progress == two.state.progress
+        assert held.schedule == two.state.schedule
+        for record in (one.hooks, held, held.progress, held.window, held.schedule, held.setup):
+            name = dataclasses.fields(record)[0].name
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(record, name, getattr(record, name))
         one.step()
         two.step()
-        assert one.state == two.state
+        with pytest.raises(DonatedError):  # the update used it up
+            fzero.full_params(held)
+        assert int(one.state.step) == 1 and one.state.progress == two.state.progress
         one.close()
         two.close()
 
 
-def test_the_record_of_an_engine_is_frozen_and_equal_for_equal_histories() -> None:
-    run_ranks(record_body, 1)
-    run_ranks(record_body, 2)
+def test_the_records_of_an_engine_are_frozen_and_equal_for_equal_histories() -> None:
+    run_ranks(frozen_body, 1)
+    run_ranks(frozen_body, 2)

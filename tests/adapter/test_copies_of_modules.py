@@ -54,7 +54,7 @@ def copies_body(rank: int, world_size: int) -> None:
             before = twin(IDS).detach()
             twin(IDS).sum().backward()  # a copy is nobody's: its gradients stay its own
             assert twin.get_parameter("head.weight").grad is not None
-            assert not engine.state.progress.held
+            assert not engine.state.gradients.held
             back(engine)
             engine.step()
             averaged.update_parameters(engine.module)
@@ -115,7 +115,7 @@ def functional_body(rank: int, world_size: int) -> None:
             found = leaves[path].grad
             assert found is not None
             assert torch.allclose(found, slope, rtol=1e-12), f"{stage}: {path}"
-        assert not engine.state.progress.held
+        assert not engine.state.gradients.held
         for one in (engine, other):
             one(IDS + 0 * Draw(rank, 0)(4).long()).square().sum().backward()
             one.step()

@@ -1,10 +1,9 @@
-"""Point 12 and law 7: after an error on all ranks the engine is as if that call had not been."""
+"""After an error on all ranks the engine is as if that call had not been."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fzero.adapter import Engine
+from fzero.errors import PhaseError
 from tests.adapter.nets import Fragile, Net, Raising, TiledLoss, faulty, linear
 from tests.adapter.plain import LR, STAGES, Draw, Reference, engine_of, order_may_change, same
 from tests.ranks import run_ranks
@@ -171,8 +171,16 @@ class RaisesBack(nn.Module):
         return Raising.apply(x)
 
 
+def tiles(e: Any, draw: Draw) -> None:
+    TiledLoss.apply(e(draw(5, 3)), e.module.c)
+
+
 # What these bring before they raise is theirs to keep: whole backwards.
-BROUGHT = {"in_a_hook_of_the_input_after_every_gradient", "in_a_backward_of_a_kept_graph"}
+BROUGHT = {
+    "in_a_hook_of_the_input_after_every_gradient": back,
+    "in_a_backward_of_a_kept_graph": back,
+    "after_a_tiled_loss": tiles,
+}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -195,7 +203,7 @@ def one_fault(rank: int, world_size: int, name: str) -> None:
                 with e.no_sync():
                     back(e, draw)
             if name in BROUGHT:
-                back(e, Draw(draw.rank, 50))
+                BROUGHT[name](e, Draw(draw.rank, 50))
 
         label = f"{name}, stage {stage}, {before}, {options}"
         e, plain = engine_of(Fragile, stage, **options), Reference(Fragile, world_size)
@@ -230,13 +238,12 @@ def assert_expected(error: BaseException) -> None:
 
 
 class Stubborn(torch.optim.SGD):
-    """Raises at its second step."""
+    """Raises when it is told to."""
 
-    calls = 0
+    raises = False
 
     def step(self, closure: Any = None) -> None:
-        type(self).calls += 1
-        if type(self).calls == 2:
+        if self.raises:
             raise ValueError("raised in step")
         super().step(closure)
 
@@ -250,22 +257,24 @@ def test_an_optimizer_that_raises_leaves_gradients_and_parameters_as_they_were(
 
 def stubborn(rank: int, world_size: int) -> None:
     for stage, every in itertools.product(STAGES, (1, 2)):
-        Stubborn.calls = 0
         plain = Reference(Net, world_size)
         torch.manual_seed(7)
         module = Net()
         made = Stubborn(module.parameters(), lr=LR)
-        e = Engine(module, made, stage=stage, gradient_accumulation_steps=every)
+        options = {"gradient_accumulation_steps": every, "loss_scale": 4.0, "max_norm": 1e9}
+        e = Engine(module, made, stage=stage, **options)
         for number in range(3):
             label = f"stage {stage}, step {number}, {every=}"
             wanted = plain.run(back, number)
-            back(e, Draw(rank, number))
+            e.scale(e(Draw(rank, number)(2, 3)).square().sum()).backward()
             for _ in range(every - 1):
                 assert e.step() is False
             if number == 1:
                 kept, records = e.full_parameters(), e.state.progress
+                made.raises = True
                 with pytest.raises(ValueError, match="raised in step"):
                     e.step()
+                made.raises = False
                 assert e.state.progress == records, label
                 same(f"{label}: kept", e.full_parameters(), kept, 0.0)
             same(f"{label}: gradients", e.full_gradients(), wanted, 1e-11)
@@ -274,7 +283,7 @@ def stubborn(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_backward_of_a_submodule_right_after_a_backward_that_raised_is_not_lost(
+def test_a_backward_of_a_submodule_right_after_one_that_raised_is_not_lost_silently(
     world_size: int,
 ) -> None:
     run_ranks(submodule_after_a_fault, world_size)
@@ -284,15 +293,22 @@ def submodule_after_a_fault(rank: int, world_size: int) -> None:
     def submodule(e: Any, draw: Draw) -> None:
         e.module.a(draw(2, 3)).square().sum().backward()
 
-    for stage, window in itertools.product(STAGES, (False, True)):
+    for stage, told in itertools.product(STAGES, ("engine.backward", "zero_grad", "")):
         e, plain = engine_of(Fragile, stage, bucket_bytes=8), Reference(Fragile, world_size)
         for number in range(2):
+            label = f"stage {stage}, {told}, {number}"
             wanted = plain.run(submodule, number)
-            with e.coalesce() if window else nullcontext():
-                with pytest.raises(ValueError, match="raised in backward"), order_may_change():
-                    in_the_middle_of_the_backward(e, Draw(rank, 50))
+            seen = told == "engine.backward"
+            fault = in_the_middle_of_engine_backward if seen else in_the_middle_of_the_backward
+            with pytest.raises(ValueError, match="raised in backward"), order_may_change():
+                fault(e, Draw(rank, 50))
+            if told == "zero_grad":
+                e.zero_grad()
+            submodule(e, Draw(rank, number))
+            if not told:
+                with pytest.raises(PhaseError, match="a backward raised"):
+                    e.step()
                 submodule(e, Draw(rank, number))
-            label = f"stage {stage}, {window=}, {number}"
             same(label, e.full_gradients(), wanted, 1e-11)
             e.step()
             same(label, e.full_parameters(), plain.step(wanted), 1e-11)

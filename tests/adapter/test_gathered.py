@@ -1,4 +1,4 @@
-"""Point 18: full parameters for a while, to read or to write, at every stage."""
+"""Full parameters for a while, to read or to write, at every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Point 10: 16-bit parameters, their fp32 masters, and what a user writes to them."""
+"""16-bit parameters, their fp32 masters, and what a user writes to them."""
 
 from __future__ import annotations
 
@@ -75,8 +75,6 @@ def write(engine: Engine, how: str, value: Tensor) -> None:
     with torch.no_grad():
         if how == "copy_":
             module.get_parameter("w").copy_(value)
-        elif how == "data":
-            module.get_parameter("w").data.copy_(value)
         elif how == "one element":
             module.get_parameter("w")[2] = value[2]
         else:
@@ -113,10 +111,3 @@ def test_what_a_user_writes_to_a_bf16_parameter_reaches_its_master(world_size: i
         written_body, world_size, ["copy_", "load_state_dict", "one element", "set"], (0, 1, 2)
     )
     run_ranks(written_body, world_size, ["set"], (3,))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_written_through_data_which_has_its_own_version_reaches_the_master(
-    world_size: int,
-) -> None:
-    run_ranks(written_body, world_size, ["data"], (0, 1, 2))

@@ -1,4 +1,4 @@
-"""Fused kernels go through memory as it comes: what they are given has one memory format."""
+"""Parameters of any layout in memory: engines hold them contiguous, with the same numbers."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from fzero.state.coordinator_effects import Agree, Gather, Prefetch
+from fzero.state.trace import Complete, Invalid, Recording
 from torch import Tensor
 
 from fzero.adapter import Engine
 from fzero.collectives import CollectiveLog, count_collectives
-from fzero.state.coordinator_effects import Agree, Gather, Prefetch
-from fzero.state.trace import Complete, Invalid, Recording
 from tests.adapter.plain import Draw, Reference, engine_of, same
 from tests.adapter.stage3 import (
     WIDE,

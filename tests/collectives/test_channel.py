@@ -1,4 +1,4 @@
-"""Rounds between ranks: what goes together, what is served, what is told, and in how many rounds."""
+"""Rounds between ranks: what goes together, what is served, what is told, and how many."""
 
 from __future__ import annotations
 

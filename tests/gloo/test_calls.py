@@ -1,0 +1,145 @@
+"""Calls that differ by rank: all ranks raise, both calls are named, and all can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.errors import MismatchError
+from tests.gloo.test_agreement import LR, layers, walk_loss
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+
+def grad(state: Any, **options: Any) -> Any:
+    x = torch.ones(()).double()
+    return fzero.grad_and_reduce(walk_loss, state)(x, [0, 1], **options)[0]
+
+
+def reads_params(state: Any, odd: bool) -> None:
+    if odd:
+        fzero.full_params(state)
+    grad(state)
+
+
+def reads_gradients(state: Any, odd: bool) -> None:
+    state = grad(state)
+    fzero.gradients(state) if odd else fzero.apply_gradients(state)
+
+
+def updates(state: Any, odd: bool) -> None:
+    state = grad(state)
+    fzero.apply_gradients(state) if odd else grad(state)
+
+
+def norms(state: Any, odd: bool) -> None:
+    state = grad(state)
+    fzero.global_norm(state) if odd else fzero.gradients(state)
+
+
+def clips(state: Any, odd: bool) -> None:
+    step = fzero.clip(lambda state: (fzero.apply_gradients(grad(state)), None), max_norm=1.0 + odd)
+    step(state)
+
+
+def clips_or_not(state: Any, odd: bool) -> None:
+    def step(state: Any) -> Any:
+        return fzero.apply_gradients(grad(state)), None
+
+    (fzero.clip(step, max_norm=1.0) if odd else step)(state)
+
+
+def accumulates(state: Any, odd: bool) -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        return fzero.apply_gradients(grad(state)), None
+
+    fzero.accumulate(step, steps=2 if odd else 4)(state, torch.ones(4))
+
+
+def coalesces(state: Any, odd: bool) -> None:
+    def step(state: Any) -> Any:
+        return fzero.apply_gradients(grad(grad(state))), None
+
+    (fzero.coalesce(step) if odd else step)(state)
+
+
+def loses_a_gradient(state: Any, odd: bool) -> None:
+    one = grad(state)
+    grad(state if odd else one)
+
+
+CALLS: dict[str, tuple[Callable[[Any, bool], None], str]] = {
+    "full_params on one rank": (reads_params, "grad_and_reduce, {odd} full_params"),
+    "gradients on one rank": (reads_gradients, "apply_gradients, {odd} gradients"),
+    "an update on one rank": (updates, "grad_and_reduce, {odd} apply_gradients"),
+    "a norm on one rank": (norms, "gradients, {odd} global_norm"),
+    "another bound": (clips, "max_norm=1.0"),
+    "a bound on one rank": (clips_or_not, "max_norm=None"),
+    "another number of parts": (accumulates, "gradients x 0.25, {odd} grad_and_reduce with"),
+    "a window on one rank": (coalesces, "{odd} "),
+    "a gradient that was lost": (loses_a_gradient, "after 1 reductions since the update, {odd}"),
+}
+
+
+def calls_body(rank: int, world_size: int, stage: int) -> dict[str, str]:
+    """The message of each mismatch; after it, all go on with the state that they had."""
+    state = fzero.init(layers(2), fzero.optim.sgd(LR), stage=stage)
+    found = {}
+    for name, (do, _) in CALLS.items():
+        if stage < 3 and do is reads_params:
+            continue  # every rank has them all
+        with pytest.raises(MismatchError) as caught:
+            do(state, rank == 1)
+        found[name] = str(caught.value)
+        assert fzero.full_params(fzero.apply_gradients(grad(state))).keys() == layers(2).keys()
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_that_differ_raise_on_every_rank_and_both_are_named(ranks: int, stage: int) -> None:
+    everyone = run_ranks(calls_body, ranks, stage)
+    for name, message in everyone[0].items():
+        assert message.startswith("the ranks make different calls: rank 0 ")
+        assert CALLS[name][1].format(odd="rank 1") in message, (name, message)
+        assert all(found[name] == message for found in everyone), name
+    assert len(everyone[0]) == len(CALLS) - (stage < 3)
+
+
+def rates_body(rank: int, world_size: int) -> str:
+    """Schedules that are one function, and give other numbers on other ranks from step 1 on."""
+    rates = [0.5, 0.25 + 0.25 * (rank == 1)]
+    state = fzero.init(layers(2), fzero.optim.sgd(lambda step: rates[step]), stage=2)
+    state = fzero.apply_gradients(grad(state))
+    state = grad(state)
+    with pytest.raises(MismatchError) as caught:
+        fzero.apply_gradients(state)
+    assert fzero.gradients(state).keys() == layers(2).keys()
+    return str(caught.value)
+
+
+def test_learning_rates_that_differ_are_told_before_the_update() -> None:
+    for message in run_ranks(rates_body, 2):
+        seen = "rank 0 apply_gradients with lr(1) = 0.25, rank 1 apply_gradients with lr(1) = 0.5"
+        assert seen in message
+
+
+def inits_body(rank: int, world_size: int) -> str:
+    state = fzero.init(layers(2), fzero.optim.sgd(LR), stage=3)
+    with pytest.raises(MismatchError) as caught:
+        if rank == 1:
+            fzero.init(layers(2), fzero.optim.sgd(LR), stage=3)
+        fzero.full_params(state)
+    assert fzero.full_params(state).keys() == layers(2).keys()
+    return str(caught.value)
+
+
+def test_a_state_made_on_one_rank_only_is_told() -> None:
+    for message in run_ranks(inits_body, 2):
+        assert "rank 0 full_params, rank 1 a comparison of the layout" in message

@@ -196,8 +196,6 @@ class Channel:
                 if not same and not all(message.served for message in messages):
                     self._raise_mismatch()
                 return same and len({message.hint for message in messages}) == 1
-            if Kind.ASK not in kinds:  # a rank has no such phase: it waits for this one to end
-                return False
             self._serve(messages)
             self.post(Kind.PASS, self._text, **self._announced)
 
@@ -238,11 +236,9 @@ class Channel:
                     self._raise_mismatch()
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
-            if kinds <= {Kind.DONE, Kind.CALL} and _has_asked(messages):
-                self.tell(None)  # what a rank did that is not in the pass: nothing
             self._serve(messages)
             if _is_over(messages) and _has_asked(messages):
-                self.tell({})  # those that end their pass tell each other what they did
+                self.tell(None)  # those that end their pass tell each other what they did
 
     def fail(self) -> None:
         """Say that this rank raised. The others raise where they read it."""

@@ -14,7 +14,6 @@ from fzero.collectives._channel import channel_of
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
 
-
 _CALL = "init, an Engine or a checkpoint"
 """What this is to ranks that do something else: a rank that raised does not know where the others
 wait to hear of it."""

@@ -95,6 +95,7 @@ class Channel:
         self._unread: list[Message] | None = None
         self._announced: dict[str, Any] = {}
         self.rounds = 0
+        self.ended_in_error = False  # the last round, on every rank
         self.running: list[Member] = []  # those in a pass
 
     # Members.
@@ -134,6 +135,7 @@ class Channel:
         self._posted = lowering.begin_exchange(row, self.axis, width=4 + CODES)
         self._text, self._unread = text, None
         self.rounds += 1
+        self.ended_in_error = False
 
     def read(self) -> list[Message]:
         """Return what every rank said in the last round, in rank order.
@@ -144,6 +146,7 @@ class Channel:
         assert self._unread is not None
         failed = [r for r, message in enumerate(self._unread) if message.kind is Kind.FAILED]
         if failed:
+            self.ended_in_error = True
             raise PeerFailedError(
                 explain(
                     f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
@@ -193,8 +196,6 @@ class Channel:
                 if not same and not all(message.served for message in messages):
                     self._raise_mismatch()
                 return same and len({message.hint for message in messages}) == 1
-            if Kind.ASK not in kinds:  # a rank has no such phase: it waits for this one to end
-                return False
             self._serve(messages)
             self.post(Kind.PASS, self._text, **self._announced)
 
@@ -235,11 +236,9 @@ class Channel:
                     self._raise_mismatch()
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
-            if kinds <= {Kind.DONE, Kind.CALL} and _has_asked(messages):
-                self.tell(None)  # what a rank did that is not in the pass: nothing
             self._serve(messages)
             if _is_over(messages) and _has_asked(messages):
-                self.tell({})  # those that end their pass tell each other what they did
+                self.tell(None)  # those that end their pass tell each other what they did
 
     def fail(self) -> None:
         """Say that this rank raised. The others raise where they read it."""
@@ -268,6 +267,7 @@ class Channel:
         return member
 
     def _raise_mismatch(self) -> None:
+        self.ended_in_error = True
         texts = lowering.gather_objects(self._text, self.axis)
         lines = [text.splitlines() for text in texts]
         first = lines[0]

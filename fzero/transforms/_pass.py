@@ -173,7 +173,8 @@ class Pass:
     def fail(self, error: BaseException) -> None:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
         self._gathered = self.silent = False
-        tell = self._speaks and not isinstance(error, AxisError)
+        knows = self.channel is not None and self.channel.ended_in_error
+        tell = self._speaks and not knows and not isinstance(error, AxisError)
         self._speaks = False
         if self.sequencer is not None:
             self.sequencer.fail(tell=tell)

@@ -95,8 +95,6 @@ def init(
     require_autograd("init")
     check_flags(ordered=ordered)
     stage, axis = check_stage(stage), axis_of(mesh)
-    with told_everywhere(axis, what=_WHAT):
-        _require_some(params)
     setup = plan(
         params,
         optimizer,
@@ -109,6 +107,7 @@ def init(
         gathering=Gathering(reshard_after_forward=check_reshard(reshard_after_forward)),
     )
     layout, tensors = setup.layout, leaves_of(setup.layout, params)
+    _require_some(layout)
 
     def make(index: int) -> list[Tensor]:
         ids = layout.groups[index].leaves
@@ -207,8 +206,9 @@ def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
     )
 
 
-def _require_some(params: Any) -> None:
-    if not named_leaves(params)[0]:
+def _require_some(layout: Layout) -> None:
+    """Raise, on every rank alike, for a state of nothing."""
+    if not layout.leaves:
         raise LayoutError(
             explain(
                 "there is no parameter.",

@@ -32,6 +32,9 @@ from fzero.state.window import CLOSED
 from fzero.transforms._modes import in_transform, require_autograd
 from fzero.transforms._pieces import pieces_of
 
+COMPARED = "the layout of the parameters"
+"""What ranks compare before a state is made, and what an error before that is told as."""
+
 Initializer = Callable[[str, Tensor], Tensor]
 
 BUCKET_BYTES = 4 * 2**20
@@ -158,7 +161,7 @@ def plan(
 
     Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
     """
-    what = "the layout of the parameters"
+    what = COMPARED
     local = axis.runtime is Runtime.LOCAL
     with told_everywhere(axis, what=what):
         named = dict(zip(*named_leaves(params)[:2], strict=True))

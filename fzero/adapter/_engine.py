@@ -60,7 +60,7 @@ from fzero.transforms._modes import require_autograd
 from fzero.transforms._norm import clip_factor
 from fzero.transforms._pass import Pass
 from fzero.transforms._receive import accumulate, as_buffers, reduced
-from fzero.transforms.init import BUCKET_BYTES, check_reshard, check_stage, fill, plan
+from fzero.transforms.init import BUCKET_BYTES, COMPARED, check_reshard, check_stage, fill, plan
 from fzero.transforms.update import norm_of_state, scaled, share, update
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
@@ -736,7 +736,7 @@ def cleared(state: TrainState) -> TrainState:
 
 def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: Options) -> Setup:
     """What the engine's state will be, if everything is as it must be. Nothing is touched yet."""
-    with told_everywhere(axis, what="the engine's model, optimizer or options"):
+    with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
         require_plain(module, lambda p: id(p) in _OWNERS)
         require_one_device(module)

@@ -34,7 +34,8 @@ from fzero.transforms._pieces import pieces_of
 
 Initializer = Callable[[str, Tensor], Tensor]
 
-_WHAT = "the layout of the parameters"
+COMPARED = "the layout of the parameters"
+"""What ranks compare before a state is made, and what an error before that is told as."""
 
 BUCKET_BYTES = 4 * 2**20
 """Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
@@ -162,7 +163,7 @@ def plan(
     Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
     """
     local = axis.runtime is Runtime.LOCAL
-    with told_everywhere(axis, what=_WHAT):
+    with told_everywhere(axis, what=COMPARED):
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         chosen = as_optimizer(optimizer).bind(named)
         if stage and axis.size > 1:
@@ -188,7 +189,7 @@ def plan(
         )
         facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}"]
         facts += [*chosen.describe(layout.leaves), *layout.describe()]
-    assert_same_everywhere(facts, axis, what=_WHAT)
+    assert_same_everywhere(facts, axis, what=COMPARED)
     return setup
 
 

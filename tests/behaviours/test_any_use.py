@@ -63,7 +63,7 @@ def walk_loss(params: Any, x: Tensor, walk: list[int], inner: bool) -> Tensor:
     window=st.booleans(),
 )
 def test_6_each_rank_walks_its_own_way(
-    walks: list[list[int]], inner: list[bool], place: tuple[int, str], window: bool
+    walks: list[list[int]], inner: list[bool], place: tuple[int, Any], window: bool
 ) -> None:
     """In its own order, as often as it likes, differentiating inside the loss or not."""
     xs = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
@@ -234,7 +234,7 @@ def test_31_an_ensemble_under_vmap(stage: int) -> None:
 @pytest.mark.parametrize("outer", PLACES)
 @pytest.mark.parametrize("inner", PLACES)
 def test_38_one_state_is_trained_inside_the_loss_of_another(
-    inner: tuple[int, str], outer: tuple[int, str]
+    inner: tuple[int, Any], outer: tuple[int, Any]
 ) -> None:
     """Bilevel: weights of samples are learned through an update of the model, both sharded."""
     apply, params = fzero.functionalize(mlp(3, 4, 2))

@@ -49,7 +49,7 @@ def unsharded_adamw(tree: Tensors, grads: Tensors, lr: float) -> Tensors:
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize(("place_a", "place_b"), PAIRS)
 def test_one_loss_over_two_models_of_different_stages_and_optimizers(
-    place_a: tuple[int, str], place_b: tuple[int, str], window: bool
+    place_a: tuple[int, Any], place_b: tuple[int, Any], window: bool
 ) -> None:
     apply_a, params_a = fzero.functionalize(mlp(3, 4, 4))
     apply_b, params_b = fzero.functionalize(mlp(4, 5, 2))

@@ -26,6 +26,9 @@ class Served:
     def serve(self, what: What, unit: int) -> None:
         self.seen.append((what, unit))
 
+    def meet(self) -> None:
+        raise AssertionError("no collective of the user's is in this test")
+
 
 def on_ranks(body: Callable[[Channel, int], Any], ranks: int = RANKS) -> list[Any]:
     """What `body(channel, rank)` returns on each virtual rank."""

@@ -118,10 +118,7 @@ JOURNEYS: dict[str, list[Callable[[int], list[int]]]] = {
     # By step: rank -> the walk.
     "the same": [lambda rank: [0, 1, 2, 3, 4, 5]] * 4,
     "other experts": [lambda rank: [0, 1 + rank, 5]] * 4,
-    "other experts each time": [
-        lambda rank, k=k: [0, 1 + (rank + k) % 4, 5]
-        for k in range(5)  # type: ignore[misc]
-    ],
+    "other experts each time": [lambda rank, k=k: [0, 1 + (rank + k) % 4, 5] for k in range(5)],
     "another order": [lambda rank: [0, 1, 2] if rank else [2, 1, 0]] * 3,
     "another order, later": [
         lambda rank: [0, 1, 2, 3],
@@ -226,7 +223,7 @@ class _BreaksInBackward(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         raise Breaks
 
 

@@ -56,7 +56,8 @@ def windows_body(rank: int, world_size: int) -> None:
         return state, None
 
     calls = sum(range(1, world_size + 1)) / world_size
-    for stage, reshard in ((0, True), (1, True), (2, True), (3, "window"), (3, True)):
+    places: list[tuple[int, Any]] = [(0, True), (1, True), (2, True), (3, "window"), (3, True)]
+    for stage, reshard in places:
         state = fzero.init(
             {"a": torch.ones(3)}, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard
         )

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from fzero.functional import functionalize
 
-PLACES: list[tuple[int, int, Any]] = [(0, 1, True), (0, 2, True), (2, 2, True)] + [
-    (3, 2, reshard) for reshard in (True, False, "window")
+RESHARDS: tuple[Any, ...] = (True, False, "window")
+PLACES: list[tuple[int, int, Any]] = [
+    *[(0, 1, True), (0, 2, True), (2, 2, True)],
+    *[(3, 2, reshard) for reshard in RESHARDS],
 ]
 
 

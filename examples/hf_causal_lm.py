@@ -110,7 +110,7 @@ def train(engine: Engine, batches: Batches, steps: int, say: Any, device: str) -
             loss.backward()
         else:
             engine.backward(loss)
-        held = sum(engine.memory_report().buckets.values())
+        held = sum(engine.memory_report().gradients.values())
         engine.step()
         if number % 10 == 0 or number == steps:
             say(f"step {number}: loss {fzero.pmean(loss.detach()).item():.3f}", flush=True)

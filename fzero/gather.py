@@ -106,10 +106,11 @@ class Gatherer:
         raise LayoutError(
             explain(
                 f"{placeholder!r} is written in place ({func}); this rank holds a shard of it.",
-                cause="an in-place method (add_, copy_, ...) or an initializer on a parameter of "
-                "stage 3.",
+                cause="an in-place method (add_, copy_, ...), an initializer, or an optimizer of "
+                "one's own on a parameter of stage 3.",
                 fix="in a loss, clone it first: losses are pure. To change a parameter of a "
-                "module, use `with fzero.adapter.gathered(module, modify=True)`.",
+                "module, use `with fzero.adapter.gathered(module, modify=True)`; "
+                "engine.step() runs the optimizer that the engine was made with.",
             )
         )
 

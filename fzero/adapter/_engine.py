@@ -234,8 +234,9 @@ class Engine(Access):
         self._pass.gatherer.on_written = self._written
         chosen: Any = setup.optimizer
         self.optimizer = chosen.instance if isinstance(chosen, TorchOptimizer) else None
-        if self.optimizer is not None and self.optimizer is not chosen.source:  # made just now
-            self.optimizer.param_groups[0]["params"] = list(dict.fromkeys(p for p, _ in learning))
+        if isinstance(chosen, TorchOptimizer) and chosen.instance is not chosen.source:
+            every = list({id(p): p for p, _ in learning}.values())
+            chosen.instance.param_groups[0]["params"] = every  # it was made just now, of none
         self._guard = Guard(self.optimizer) if self.optimizer is not None else None
         _OWNERS.update((id(p), self) for p in self._every)
 
@@ -317,8 +318,9 @@ class Engine(Access):
             self._pass.finish_forward()
 
     def backward_begins(self, first: Tensor | None) -> None:
-        """A backward starts: `p.grad` is autograd's for its time."""
-        if self._gradients.lift(first):
+        """A backward starts."""
+        if self._gradients.dropped(first):
+            self._gradients.forget()
             self._clear()
         self._pass.begin_backward(silent=True)
 
@@ -328,18 +330,19 @@ class Engine(Access):
             self._scale.require(self.hooks.post_backward_callback_graph_task_id)
         if self._pass.silent:
             self._pass.first_gradient()
-        if isinstance(p.grad, HeldGradient):  # it stays until the backward is known of
+        if isinstance(p.grad, HeldGradient):
             gradient = p.grad.taken()
             if gradient is not None:
                 self._pass.reducer.put(0, leaf, gradient.detach())
         else:
             self._pass.reducer.take(0, leaf, p)
+            self._gradients.stand_again(p)  # create_graph=True: autograd put another one there
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""
         if self._pass.reducer.received or self._pass.gathers:
             try:
-                self._pass.finish()
+                self._pass.finish(counts=False)  # torch.autograd.grad may have gathered only
             except BaseException as error:
                 self._pass.fail(error)
                 raise
@@ -349,7 +352,6 @@ class Engine(Access):
     def drop(self) -> None:
         """A backward raised somewhere where nobody could say so: its gradients go."""
         self._pass.fail(RuntimeError("a backward that raised"))
-        self._show_gradients()
 
     def _show_gradients(self) -> None:
         """Let `p.grad` say that the engine holds gradients, if it does."""
@@ -390,9 +392,12 @@ class Engine(Access):
             good = True
         finally:
             self._settle()
-            self._drop_if_user_did()
+            if good:
+                self._drop_if_user_did()
             now, before, self._outside = self.state, self._outside, None
             waited = before.window.pending
+            if good and now.progress.backwards < before.progress.backwards:
+                waited = CLOSED.pending  # zero_grad() inside
             if good and now.window.pending.held:
                 waited = (
                     buffers.add(waited, now.window.pending) if waited.held else now.window.pending

@@ -48,11 +48,13 @@ class HeldGradient(Tensor):
             return held
         if func is torch.ops.aten.add.Tensor and args[0] is held and inside:  # create_graph
             return args[1]
-        name = str(func)
+        raise held._refusal(str(func))
+
+    def _refusal(self, name: str) -> PhaseError:
         way = next((text for key, text in _WAYS.items() if key in name), "")
-        raise PhaseError(
+        return PhaseError(
             explain(
-                f"the gradient of {held.path} was read or written through p.grad ({name}).",
+                f"the gradient of {self.path} was read or written through p.grad ({name}).",
                 cause="code that works on p.grad: clipping, a GradScaler, an optimizer that was "
                 "made after the engine, or an all-reduce by hand. The engine holds gradients "
                 "reduced, and sharded over the ranks.",
@@ -60,6 +62,14 @@ class HeldGradient(Tensor):
                 "; engine.step() runs the optimizer that the engine was made with.",
             )
         )
+
+    def tolist(self) -> Any:
+        """Raise `PhaseError`: there are no values here."""
+        raise self._refusal("tolist")
+
+    def numpy(self, **_: Any) -> Any:
+        """Raise `PhaseError`: there are no values here."""
+        raise self._refusal("numpy")
 
     def __repr__(self) -> str:
         return f"HeldGradient({self.path}, shape={tuple(self.shape)})"
@@ -71,32 +81,25 @@ class HeldGradient(Tensor):
 
 
 class Gradients:
-    """The stand-ins of an engine's parameters, and whether somebody touched `p.grad`."""
+    """The stand-ins of an engine's parameters, and whether somebody touched `p.grad`.
+
+    They stay where they are while a backward runs: what it brings is added to them, and goes to
+    the engine. So they are there, too, when it raises, and zero_grad() then drops what is held.
+    """
 
     def __init__(self, learning: Sequence[tuple[Tensor, str]]) -> None:
         self._learning = [(p, HeldGradient(p, path)) for p, path in learning]
-        self.standing = False
-
-    def lift(self, first: Tensor | None = None) -> bool:
-        """Take the stand-ins away, before autograd writes; True if the user has dropped them all.
-
-        `first` is a parameter that autograd has written to already: its `p.grad` stays.
-        Raises `LayoutError` as `dropped` does.
-        """
-        dropped = self.dropped(first)
-        for p, held in self._learning if self.standing else ():
-            if p is not first and p.grad is held:
-                p.grad = None
-        self.standing = False
-        return dropped
+        self._of = {id(p): held for p, held in self._learning}
+        self._standing = False
 
     def dropped(self, first: Tensor | None = None) -> bool:
         """Whether the user has set every `p.grad` to None.
 
+        `first` is a parameter that autograd has written to since: it counts as one set to None.
         Raises `LayoutError`, until that is mended, if some were replaced (a gradient written by
         hand would be lost) or set to None.
         """
-        if not self.standing:
+        if not self._standing:
             return False
         others = [(p, p.grad, held) for p, held in self._learning if p.grad is not held]
         for p, gradient, held in others:
@@ -123,13 +126,22 @@ class Gradients:
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there."""
-        self.standing = False
+        self.forget()
         for p, _ in self._learning:
             p.grad = None
 
+    def forget(self) -> None:
+        """The user has taken the stand-ins away."""
+        self._standing = False
+
+    def stand_again(self, p: Tensor) -> None:
+        """Put the stand-in of one parameter back, if all are in their places."""
+        if self._standing:
+            p.grad = self._of[id(p)]
+
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""
-        self.standing = True
+        self._standing = True
         for p, held in self._learning:
             p.grad = held
 

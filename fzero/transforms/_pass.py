@@ -140,11 +140,13 @@ class Pass:
                 )
                 self.states[number] = state.replace(window=window)
 
-    def finish(self) -> list[TrainState]:
-        """The backward is over on every rank: return the states with its gradients."""
+    def finish(self, *, counts: bool = True) -> list[TrainState]:
+        """The backward is over on every rank: return the states with its gradients.
+
+        Unless it `counts`, one that brought no gradient to any rank changes nothing.
+        """
         self._finish_collectives()
         self._running = self._gathered = False
-        only_gathered = self._served and not self.reducer.received  # torch.autograd.grad of inputs
         self.reducer.end()
         new = []
         for number, state in enumerate(self.states):
@@ -152,7 +154,7 @@ class Pass:
             if not found:  # on one rank, or in a window
                 held = state.window.pending.held if state.window.is_open else state.gradients.held
                 found = self.reducer.local(number, to_write=donates(state) and not held)
-            if only_gathered and not found:
+            if not found and not counts:
                 new.append(state)
                 continue
             if state.window.pending.held and not state.window.is_open:

@@ -32,10 +32,10 @@ from fzero.state.window import CLOSED
 from fzero.transforms._modes import in_transform, require_autograd
 from fzero.transforms._pieces import pieces_of
 
+Initializer = Callable[[str, Tensor], Tensor]
+
 COMPARED = "the layout of the parameters"
 """What ranks compare before a state is made, and what an error before that is told as."""
-
-Initializer = Callable[[str, Tensor], Tensor]
 
 BUCKET_BYTES = 4 * 2**20
 """Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
@@ -95,11 +95,12 @@ def init(
     """
     require_autograd("init")
     check_flags(ordered=ordered)
+    stage, axis = check_stage(stage), axis_of(mesh)
     setup = plan(
         params,
         optimizer,
-        stage=check_stage(stage),
-        axis=axis_of(mesh),
+        stage=stage,
+        axis=axis,
         units=units,
         trainable=trainable,
         bucket_bytes=_check_bucket(bucket_bytes),
@@ -161,9 +162,8 @@ def plan(
 
     Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
     """
-    what = COMPARED
     local = axis.runtime is Runtime.LOCAL
-    with told_everywhere(axis, what=what):
+    with told_everywhere(axis, what=COMPARED):
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         chosen = as_optimizer(optimizer).bind(named)
         if stage and axis.size > 1:
@@ -189,7 +189,7 @@ def plan(
         )
         facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}"]
         facts += [*chosen.describe(layout.leaves), *layout.describe()]
-    assert_same_everywhere(facts, axis, what=what)
+    assert_same_everywhere(facts, axis, what=COMPARED)
     return setup
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,6 @@ def by_hand(e: Engine) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
-    "the norm": (lambda e: torch.nn.utils.get_total_norm([p.grad for p in params(e)]), "norm"),
     "clip_grad_norm_": (
         lambda e: nn.utils.clip_grad_norm_(params(e), 1.0),
         r"engine\.clip_grad_norm_\(max_norm\)",
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         r"engine\.zero_grad\(\)",
     ),
     "another optimizer": (
-        lambda e: torch.optim.AdamW(params(e)).step(),
+        lambda e: torch.optim.Adam(params(e)).step(),
         r"engine\.step\(\) runs the optimizer",
     ),
     "another optimizer, one by one": (
@@ -82,15 +82,15 @@ def refused(rank: int, world_size: int) -> None:
         wanted = plain.run(back, 0)
         back(e, Draw(rank, 0))
         for name, (do, way) in REFUSED.items():
-            with pytest.raises(PhaseError, match=f"(?s)through p.grad.*Fix: .*{way}") as caught:
+            with pytest.raises(FzeroError, match=f"(?s)Fix: .*{way}") as caught:
                 do(e)
             assert "a.weight" in str(caught.value), f"stage {stage}: {name}: {caught.value}"
         for p in params(e):  # the shape may be asked for
             assert p.grad is not None
             assert p.grad.shape == p.shape and p.grad.dtype == p.dtype and "Held" in repr(p.grad)
-        same(f"stage {stage}", e.full_gradients(), wanted, 1e-11)
+        same(f"stage {stage}: gradients", e.full_gradients(), wanted, 1e-11)
         e.step()
-        same(f"stage {stage}", e.full_parameters(), plain.step(wanted), 1e-11)
+        same(f"stage {stage}: updated", e.full_parameters(), plain.step(wanted), 1e-11)
         assert all(p.grad is None for p in params(e))
         e.close()
 
@@ -138,6 +138,9 @@ def dropped(rank: int, world_size: int) -> None:
             with e.no_sync():
                 back(e, Draw(rank, 7))
             drop(e)
+            with e.no_sync():
+                back(e, Draw(rank, 8))
+                drop(e)
             wanted = plain.run(back, 2)
             back(e, Draw(rank, 2))
             same(f"{label}: what waited", e.full_gradients(), wanted, 1e-11)
@@ -230,12 +233,11 @@ def clipped(rank: int, world_size: int) -> None:
             for p, g in zip(leaves, wanted.values(), strict=True):
                 p.grad = g.clone()
             norm = nn.utils.clip_grad_norm_(leaves, max_norm)
-            clipped = {path: p.grad for path, p in zip(wanted, leaves, strict=True)}
+            pairs = zip(wanted, leaves, strict=True)
+            expected = {path: p.grad for path, p in pairs if p.grad is not None}
             label = f"stage {stage}, {max_norm}"
             assert torch.allclose(found.double(), norm, rtol=1e-11), label
-            same(
-                label, e.full_gradients(), {k: g for k, g in clipped.items() if g is not None}, 1e-9
-            )
+            same(label, e.full_gradients(), expected, 1e-9)
             assert all(isinstance(p.grad, HeldGradient) for p in params(e)), label
             e.close()
 
@@ -253,8 +255,9 @@ def accumulated(rank: int, world_size: int) -> None:
         submodule(e, draw)
         back(e, draw)
         sum(p.square().sum() for p in e.module.parameters()).backward()
-        out = e(draw(2, 3))
-        out.square().sum().backward(create_graph=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward", UserWarning)
+            e(draw(2, 3)).square().sum().backward(create_graph=True)
         with e.no_sync():
             back(e, draw)
         submodule(e, draw)
@@ -274,7 +277,6 @@ def accumulated(rank: int, world_size: int) -> None:
 
 
 @WORLDS
-@pytest.mark.filterwarnings("ignore:Using backward. with create_graph=True")
 def test_backwards_add_up_while_the_engine_holds_gradients(world_size: int) -> None:
     run_ranks(accumulated, world_size)
 
@@ -292,7 +294,7 @@ def after_errors(rank: int, world_size: int) -> None:
         out.register_hook(fails)
         with pytest.raises((ValueError, FzeroError)):
             out.sum().backward()
-        with pytest.raises(PhaseError, match="through p.grad"):
+        with pytest.raises(PhaseError, match=r"through p\.grad"):
             nn.utils.clip_grad_norm_(params(e), 1.0)
         e.module.zero_grad()
         with pytest.raises(PhaseError, match="there are no gradients"):

@@ -111,8 +111,7 @@ class Engine(Access):
             each call updates.
         loss_scale: see `scale`.
         reshard_after_forward: stage 3. True: the full values of a unit go when another unit is
-        used,
-            and are gathered again in backward. False: they stay until the backward is over.
+            used, and are gathered again in backward. False: they stay until the backward is over.
             "window": they stay over a window (`coalesce`, `no_sync`).
         prefetch_numel: stage 3, elements gathered early: the next unit, and more while they fit; 0:
             none.

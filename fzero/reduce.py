@@ -273,10 +273,11 @@ class Reducer:
 
     def end(self) -> None:
         """The backward is over: what comes now waits for the next one."""
-        self._turn, self._full = len(self._order), set()
+        self._turn, self._full, self.received = len(self._order), set(), 0
 
     def drop(self) -> None:
         """Forget what this backward has brought. Starts nothing; waits for what was started."""
+        self.received = 0
         for state in range(len(self.setups)):
             self.local(state)
         while self._flights:

@@ -81,11 +81,17 @@ def trees(
     dtypes: Sequence[torch.dtype] = EVERY_DTYPE,
     max_leaves: int = 7,
     frozen: bool = True,
+    empty: bool = False,
 ) -> Any:
-    """A nested pytree of dicts, lists, tuples, NamedTuples, records and None; some leaves tied."""
+    """A nested pytree of dicts, lists, tuples, NamedTuples, records and None; some leaves tied.
+
+    It has a tensor, unless it may be `empty`.
+    """
     leaf = leaves(dtypes, frozen)
     tree = draw(st.recursive(leaf | st.none(), _containers, max_leaves=max_leaves))
     tree = draw(st.sampled_from([tree, {"top": tree}, [tree, draw(leaf)]]))
+    if not (empty or tensors(tree)):
+        tree = (tree, draw(leaf))
     return _tied(tree, draw(st.lists(st.integers(0, 99), max_size=3)))
 
 

@@ -39,7 +39,7 @@ def ties(tree: Any) -> list[int]:
     return [seen.index(key) for key in seen]
 
 
-@given(tree=trees(), ranks=worlds, bucket_bytes=buckets)
+@given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets)
 def test_unshard_after_shard_is_the_identity(
     tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
@@ -51,7 +51,7 @@ def test_unshard_after_shard_is_the_identity(
     assert ties(back) == ties(tree)
 
 
-@given(tree=trees(), ranks=worlds, bucket_bytes=buckets)
+@given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets)
 def test_every_tensor_is_stored_once_in_a_group_of_its_kind(
     tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
@@ -65,7 +65,7 @@ def test_every_tensor_is_stored_once_in_a_group_of_its_kind(
             assert (leaf.dtype, leaf.trainable) == (group.dtype, group.trainable)
 
 
-@given(tree=trees(), ranks=worlds, bucket_bytes=buckets)
+@given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets)
 def test_padding_is_zero_at_the_end_and_less_than_the_ranks(
     tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
@@ -78,7 +78,7 @@ def test_padding_is_zero_at_the_end_and_less_than_the_ranks(
         assert not flat[sum(numels) :].any()
 
 
-@given(tree=trees(), ranks=many, bucket_bytes=st.integers(1, 300))
+@given(tree=trees(empty=True), ranks=many, bucket_bytes=st.integers(1, 300))
 def test_buckets_are_full_but_not_too_full(tree: Any, ranks: int, bucket_bytes: int) -> None:
     layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
 
@@ -92,7 +92,7 @@ def test_buckets_are_full_but_not_too_full(tree: Any, ranks: int, bucket_bytes: 
             assert size(a.leaves) + size(b.leaves[:1]) > bucket_bytes
 
 
-@given(tree=trees(), ranks=many)
+@given(tree=trees(empty=True), ranks=many)
 def test_at_stage_3_a_unit_is_a_group_and_on_one_rank_a_leaf_is(tree: Any, ranks: int) -> None:
     by_unit = plan_layout(tree, ranks=ranks)
     keys = [(unit_of(leaf.path), leaf.dtype, leaf.trainable) for leaf in by_unit.leaves]
@@ -167,7 +167,7 @@ def test_another_placing_can_give_whole_tensors_to_one_rank() -> None:
         assert not rows[leaf.numel() :].any()
 
 
-@given(tree=trees(LEARNING, frozen=False), ranks=worlds, bucket_bytes=buckets)
+@given(tree=trees(LEARNING, frozen=False, empty=True), ranks=worlds, bucket_bytes=buckets)
 def test_unflatten_and_flatten_are_adjoint_and_the_fast_ways_agree(
     tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
@@ -184,7 +184,7 @@ def test_unflatten_and_flatten_are_adjoint_and_the_fast_ways_agree(
             same(got.reshape(-1), want)
 
 
-@given(tree=trees(LEARNING, frozen=False), ranks=many, unused=st.integers(0, 6))
+@given(tree=trees(LEARNING, frozen=False, empty=True), ranks=many, unused=st.integers(0, 6))
 def test_a_leaf_without_gradient_is_packed_as_zeros(tree: Any, ranks: int, unused: int) -> None:
     layout = plan_layout(tree, ranks=ranks, bucket_bytes=10**6)
     for index, flat in enumerate(flatten(layout, tree)):
@@ -197,7 +197,7 @@ def test_a_leaf_without_gradient_is_packed_as_zeros(tree: Any, ranks: int, unuse
         same(pack_copied(layout, index, apart), pack(layout, index, zeros))
 
 
-@given(tree=trees(), ranks=many)
+@given(tree=trees(empty=True), ranks=many)
 def test_a_layout_is_equal_on_every_rank_and_hashable(tree: Any, ranks: int) -> None:
     one, other = plan_layout(tree, ranks=ranks), plan_layout(tree, ranks=ranks)
     assert one == other

@@ -13,6 +13,7 @@ from fzero.adapter import Engine
 from step.contestants import Contestant, Setup, Step, adamw
 from step.models import Batch, Task
 
+
 def build(setup: Setup, *, stage: int, coalesce: bool = False, **options: Any) -> Step:
     """An engine with its defaults but for `options`; `coalesce` reduces once per step."""
     module = setup.task.module()

@@ -190,6 +190,7 @@ class Engine(Access):
         self.module, self.stage = module, check_stage(stage)
         self._norm: Tensor | None = None
         self._closed = False
+        self._outside: TrainState | None = None  # inside a window: the state before it
         self._scale = LossScale(loss_scale)
         setup = planned(module, optimizer, self.stage, axis_of(mesh), self.options)
         self._take_over(setup)
@@ -232,7 +233,7 @@ class Engine(Access):
         self._events = Events(self.module, learning, self)
         self._masters = Masters(params, setup)
         self._pass.gatherer.on_written = self._written
-        chosen = setup.optimizer
+        chosen: Any = setup.optimizer
         self.optimizer = chosen.instance if isinstance(chosen, TorchOptimizer) else None
         if isinstance(chosen, TorchOptimizer) and chosen.instance is not chosen.source:
             every = list({id(p): p for p, _ in learning}.values())
@@ -321,13 +322,15 @@ class Engine(Access):
         """A backward starts."""
         if self._gradients.dropped(first):
             self._gradients.forget()
-            self._put(cleared(self.state))
-        self._pass.begin_backward()
+            self._clear()
+        self._pass.begin_backward(silent=True)
 
     def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
         if self.options.updating.loss_scale != 1.0:
             self._scale.require(self.hooks.post_backward_callback_graph_task_id)
+        if self._pass.silent:
+            self._pass.first_gradient()
         if isinstance(p.grad, HeldGradient):
             gradient = p.grad.taken()
             if gradient is not None:
@@ -344,6 +347,7 @@ class Engine(Access):
             except BaseException as error:
                 self._pass.fail(error)
                 raise
+        self._pass.silent = False
         self._show_gradients()
 
     def drop(self) -> None:
@@ -377,10 +381,12 @@ class Engine(Access):
     @contextmanager
     def _window(self, kind: str) -> Iterator[None]:
         self._require_outside(f"{kind}()")
+        self._require_no_window(f"{kind}()")
         self._settle()
         before = self.state
         opened = open_window(replace(before.window, pending=CLOSED.pending))
         self._put(before.replace(window=opened))
+        self._outside = before
         good = False
         try:
             yield
@@ -389,7 +395,7 @@ class Engine(Access):
             self._settle()
             if good:
                 self._drop_if_user_did()
-            now = self.state
+            now, before, self._outside = self.state, self._outside, None
             waited = before.window.pending
             if good and now.progress.backwards < before.progress.backwards:
                 waited = CLOSED.pending  # zero_grad() inside
@@ -441,6 +447,7 @@ class Engine(Access):
         with self._stepping():
             new, norm = update(state)
         self._norm = norm
+        self._gradients.drop()
         self._put(new)
         self._published()
 
@@ -473,7 +480,12 @@ class Engine(Access):
         if message := progress.thrown_away(self.state.progress, every):
             warnings.warn(message, UserWarning, stacklevel=2)
         self._gradients.drop()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget every gradient, also what an open window adds to."""
         self._put(cleared(self.state))
+        self._outside = self._outside and cleared(self._outside)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; return it before.
@@ -589,9 +601,8 @@ class Engine(Access):
         Raises `PhaseError` if no rank holds any.
         """
         state = self.state
-        waits = state.window.pending.held or bool(self._pass.reducer.left())
-        code = int(waits) + 2 * int(state.gradients.held) + 4 * state.progress.backwards
-        codes = self._call(name, code)
+        held = int(state.window.pending.held) + 2 * int(state.gradients.held)
+        codes = self._call(name, held + 4 * state.progress.backwards)
         if not any(code & 3 for code in codes):
             raise PhaseError(
                 explain(
@@ -614,10 +625,8 @@ class Engine(Access):
                 if state.gradients.held
                 else accumulate(state, as_buffers(state, {}, partial=False))
             )
-        local = self._pass.reducer.local(0)
         pending = state.window.pending
-        for index, flat in zip(state.setup.layout.trainable, pending.flats, strict=False):
-            local[index] = flat + local[index] if index in local else flat
+        local = dict(zip(state.setup.layout.trainable, pending.flats, strict=False))
         state = state.replace(window=replace(state.window, pending=CLOSED.pending))
         new = as_buffers(state, reduced(state, local), partial=False)
         self._some_wait = False
@@ -625,9 +634,7 @@ class Engine(Access):
 
     def _reduce_what_waits(self, name: str) -> None:
         """Reduce what waits, if there is anything on any rank."""
-        state = self.state
-        waits = state.window.pending.held or bool(self._pass.reducer.left())
-        self._some_wait = any(self._call(name, int(waits)))
+        self._some_wait = any(self._call(name, int(self.state.window.pending.held)))
         if self._some_wait:
             self._put(self._reduced(self.state))
             self._show_gradients()
@@ -645,11 +652,13 @@ class Engine(Access):
         """Drop a backward that raised where nobody could say so."""
         self._require_not_closed()
         self._events.settle()
+        if not self._events.inside():
+            self._pass.put_aside()
 
     def _drop_if_user_did(self) -> None:
         if self._gradients.dropped():
             self._gradients.drop()
-            self._put(cleared(self.state))
+            self._clear()
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:

@@ -14,6 +14,10 @@ from fzero.collectives._channel import channel_of
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
 
+_CALL = "init, an Engine or a checkpoint"
+"""What this is to ranks that do something else: a rank that raised does not know where the others
+wait to hear of it."""
+
 
 def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> None:
     """Raise `AxisError` on every rank, naming the first rank and line that differ.
@@ -26,7 +30,7 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
     assert channel is not None
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    if len(set(channel.call(f"a comparison of {what}", number))) == 1:
+    if len(set(channel.call(_CALL, number))) == 1:
         return
     everyone = channel.tell(list(lines))
     mine = everyone[0]

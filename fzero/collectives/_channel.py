@@ -95,6 +95,7 @@ class Channel:
         self._unread: list[Message] | None = None
         self._announced: dict[str, Any] = {}
         self.rounds = 0
+        self.ended_in_error = False  # the last round, on every rank
         self.running: list[Member] = []  # those in a pass
 
     # Members.
@@ -134,6 +135,7 @@ class Channel:
         self._posted = lowering.begin_exchange(row, self.axis, width=4 + CODES)
         self._text, self._unread = text, None
         self.rounds += 1
+        self.ended_in_error = False
 
     def read(self) -> list[Message]:
         """Return what every rank said in the last round, in rank order.
@@ -144,6 +146,7 @@ class Channel:
         assert self._unread is not None
         failed = [r for r, message in enumerate(self._unread) if message.kind is Kind.FAILED]
         if failed:
+            self.ended_in_error = True
             raise PeerFailedError(
                 explain(
                     f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
@@ -210,8 +213,8 @@ class Channel:
         while True:
             self.post(Kind.DONE, hint=int(asked))
             messages = self.read()
-            if all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages):
-                return _asked(messages)
+            if _is_over(messages):
+                return _has_asked(messages)
             self._serve(messages)
 
     def tell(self, value: Any) -> list[Any]:
@@ -233,9 +236,9 @@ class Channel:
                     self._raise_mismatch()
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
-            if kinds <= {Kind.DONE, Kind.CALL} and _asked(messages):
-                self.tell(None)  # what a rank did that is not in the pass: nothing
             self._serve(messages)
+            if _is_over(messages) and _has_asked(messages):
+                self.tell(None)  # those that end their pass tell each other what they did
 
     def fail(self) -> None:
         """Say that this rank raised. The others raise where they read it."""
@@ -264,6 +267,7 @@ class Channel:
         return member
 
     def _raise_mismatch(self) -> None:
+        self.ended_in_error = True
         texts = lowering.gather_objects(self._text, self.axis)
         lines = [text.splitlines() for text in texts]
         first = lines[0]
@@ -283,8 +287,13 @@ class Channel:
         )
 
 
-def _asked(messages: Sequence[Message]) -> bool:
-    """Whether a rank whose pass is over had to ask."""
+def _is_over(messages: Sequence[Message]) -> bool:
+    """Whether no rank is in a pass any more."""
+    return all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages)
+
+
+def _has_asked(messages: Sequence[Message]) -> bool:
+    """Whether a rank that ends its pass has asked for a collective in it."""
     return any(message.hint for message in messages if message.kind is Kind.DONE)
 
 

@@ -20,10 +20,10 @@ from fzero.gather import Gatherer
 from fzero.mesh import Axis
 from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
-from fzero.state import TrainState, schedule
+from fzero.state import TrainState, buffers, schedule
 from fzero.state.window import CLOSED
 from fzero.transforms._donate import donates
-from fzero.transforms._receive import receive
+from fzero.transforms._receive import as_buffers, receive
 
 
 class Pass:
@@ -67,6 +67,7 @@ class Pass:
             )
             self._adopt()
         self._speaks = self._running = self._gathered = False
+        self.silent = False  # a backward has begun, and the other ranks were not told yet
 
     def close(self) -> None:
         """No pass will follow."""
@@ -77,7 +78,9 @@ class Pass:
 
     def begin_forward(self) -> None:
         """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
+        self.put_aside()
         self._decide()
+        self.reducer.keeps = [True for _ in self.states]  # what comes inside of it is put aside
         if self.sequencer is not None and self._speaks:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
             self._gathered = True
@@ -88,16 +91,29 @@ class Pass:
         if self.sequencer is not None and self._speaks:
             self.sequencer.end_forward()
 
-    def begin_backward(self) -> None:
-        """Announce that gradients will be reduced."""
+    def begin_backward(self, *, silent: bool = False) -> None:
+        """Announce that gradients will be reduced.
+
+        `silent`: below stage 3, leave that to `first_gradient`. A backward that brings none, such
+        as torch.autograd.grad by an input, then concerns no other rank.
+        """
         self._decide()
+        self.put_aside()
+        self.reducer.begin()
+        self.silent = silent and self.sequencer is None
+        if not self.silent:
+            self.first_gradient()
+
+    def first_gradient(self) -> None:
+        """The backward brings gradients: what waits is reduced with them, and ranks are told."""
+        self.silent, self._running = False, True
         for number, state in enumerate(self.states):
             pending = state.window.pending
             if pending.held and not state.window.is_open:
-                waited = zip(state.setup.layout.trainable, pending.flats, strict=True)
+                scale = state.setup.policy.grad_scale  # by which `receive` multiplies all of it
+                flats = pending.flats if scale == 1.0 else [x / scale for x in pending.flats]
+                waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.give(number, dict(waited))
-        self.reducer.begin()
-        self._running = True
         if not self._speaks or self.channel is None:
             return
         if self.sequencer is not None:
@@ -105,6 +121,24 @@ class Pass:
         else:
             self.channel.announce(self._text())
             self.reducer.before_first = self._agree
+
+    def put_aside(self) -> None:
+        """Let what came outside of a pass wait in the window.
+
+        A backward that runs inside a forward brings gradients, and ranks do not agree on it.
+        """
+        if not self.reducer.received:
+            return
+        self.reducer.received = 0
+        for number, state in enumerate(self.states):
+            found, scale = self.reducer.local(number), state.setup.policy.grad_scale
+            if found:
+                scaled = found if scale == 1.0 else {i: x * scale for i, x in found.items()}
+                new, pending = as_buffers(state, scaled, partial=True), state.window.pending
+                window = replace(
+                    state.window, pending=buffers.add(pending, new) if pending.held else new
+                )
+                self.states[number] = state.replace(window=window)
 
     def finish(self, *, counts: bool = True) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients.
@@ -120,9 +154,12 @@ class Pass:
             if not found:  # on one rank, or in a window
                 held = state.window.pending.held if state.window.is_open else state.gradients.held
                 found = self.reducer.local(number, to_write=donates(state) and not held)
+            if not found and not counts:
+                new.append(state)
+                continue
             if state.window.pending.held and not state.window.is_open:
                 state = state.replace(window=CLOSED)
-            new.append(receive(state, found) if found or counts else state)
+            new.append(receive(state, found))
         self.states = new
         return new
 
@@ -135,8 +172,9 @@ class Pass:
 
     def fail(self, error: BaseException) -> None:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
-        self._gathered = False
-        tell = self._speaks and not isinstance(error, AxisError)
+        self._gathered = self.silent = False
+        knows = self.channel is not None and self.channel.ended_in_error
+        tell = self._speaks and not knows and not isinstance(error, AxisError)
         self._speaks = False
         if self.sequencer is not None:
             self.sequencer.fail(tell=tell)

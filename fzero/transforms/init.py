@@ -34,6 +34,8 @@ from fzero.transforms._pieces import pieces_of
 
 Initializer = Callable[[str, Tensor], Tensor]
 
+_WHAT = "the layout of the parameters"
+
 BUCKET_BYTES = 4 * 2**20
 """Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
 enough that a large layer is a bucket of its own and is never copied (see benchmarks/)."""
@@ -92,12 +94,12 @@ def init(
     """
     require_autograd("init")
     check_flags(ordered=ordered)
-    _require_some(params)
+    stage, axis = check_stage(stage), axis_of(mesh)
     setup = plan(
         params,
         optimizer,
-        stage=check_stage(stage),
-        axis=axis_of(mesh),
+        stage=stage,
+        axis=axis,
         units=units,
         trainable=trainable,
         bucket_bytes=_check_bucket(bucket_bytes),
@@ -105,6 +107,7 @@ def init(
         gathering=Gathering(reshard_after_forward=check_reshard(reshard_after_forward)),
     )
     layout, tensors = setup.layout, leaves_of(setup.layout, params)
+    _require_some(layout)
 
     def make(index: int) -> list[Tensor]:
         ids = layout.groups[index].leaves
@@ -158,9 +161,8 @@ def plan(
 
     Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
     """
-    what = "the layout of the parameters"
     local = axis.runtime is Runtime.LOCAL
-    with told_everywhere(axis, what=what):
+    with told_everywhere(axis, what=_WHAT):
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         chosen = as_optimizer(optimizer).bind(named)
         if stage and axis.size > 1:
@@ -186,7 +188,7 @@ def plan(
         )
         facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}"]
         facts += [*chosen.describe(layout.leaves), *layout.describe()]
-    assert_same_everywhere(facts, axis, what=what)
+    assert_same_everywhere(facts, axis, what=_WHAT)
     return setup
 
 
@@ -204,8 +206,9 @@ def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
     )
 
 
-def _require_some(params: Any) -> None:
-    if not named_leaves(params)[0]:
+def _require_some(layout: Layout) -> None:
+    """Raise, on every rank alike, for a state of nothing."""
+    if not layout.leaves:
         raise LayoutError(
             explain(
                 "there is no parameter.",

@@ -164,6 +164,7 @@ class _Bare:
 class Live(NamedTuple):
     loss: Tensor
     brings: Gradients
+    passes: bool  # whether its backward comes by an output of the engine's module
 
 
 class Runner:
@@ -182,14 +183,15 @@ class Runner:
         self.do_close(Event("close"), -1)
         self.do_full_gradients(Event("full_gradients"), -1)
         assert self.engine.hooks.backward_active_depth == 0
-        assert not self.engine.state.progress.window
+        assert not self.engine.state.window.is_open
         self.do_step(Event("step"), -1)
         self.engine.close()
 
     def do_forward(self, event: Event, number: int) -> None:
         brings = self.model.forward(event.how, number)
         loss = loss_of(self.engine, event.how, Draw(self.rank, number))
-        self.live = [*self.live[-2:], Live(loss, brings)]
+        passes = event.how not in ("submodule", "penalty")
+        self.live = [*self.live[-2:], Live(loss, brings, passes)]
 
     def do_backward(self, event: Event, number: int) -> None:
         if not self.live:
@@ -201,7 +203,7 @@ class Runner:
                 self.model.add(live.brings)
             self.live = []
             return
-        loss, brings = self.live[at]
+        loss, brings, _ = self.live[at]
         if event.how == "engine":
             self.engine.backward(loss)
         else:
@@ -245,8 +247,11 @@ class Runner:
     def do_raise_in_backward(self, event: Event, number: int) -> None:
         with faulty(self.engine, "middle"):
             loss = loss_of(self.engine, "net", Draw(self.rank, number))
+        # The engine hears of a plain backward that raised when it is used again: called, or by a
+        # gradient of an output.
+        plain = event.how == "loss" and all(live.passes for live in self.live)
         with pytest.raises(ValueError, match="raised in backward"):
-            self.engine.backward(loss) if event.how == "engine" else loss.backward()
+            loss.backward() if plain else self.engine.backward(loss)
 
     def do_raise_in_forward(self, event: Event, number: int) -> None:
         with (

@@ -1,4 +1,4 @@
-"""Points 8 and 9: N backwards and one reduction; accumulation, managed and not.
+"""N backwards and one reduction; accumulation, managed and not.
 
 A window changes no value, whatever the options, and costs the collectives of one backward.
 """
@@ -193,7 +193,7 @@ def refusals(rank: int, world_size: int) -> None:
                 assert not log.events, f"{name}: {log.counts()}"
             back(e, draw)
         for name, text in refused.items():
-            assert text.startswith(f"{name} inside {kind}()"), text
+            assert text.startswith(f"{name} inside a window"), text
             assert "Usual cause: " in text and "Fix: " in text
         same(f"stage {stage}, {kind}", e.full_gradients(), wanted, 1e-11)
 

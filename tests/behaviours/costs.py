@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -85,6 +86,9 @@ class Probe:
         """Count a new buffer, and whatever is left of the earlier ones."""
         storage = full.untyped_storage()
         self._seen.append((rank, storage.nbytes(), StorageWeakRef(storage)))
+        deadline = time.monotonic() + 0.1  # a thread of gloo may be a moment late to let go
+        while self.alive(rank) > self.peak(rank) and time.monotonic() < deadline:
+            time.sleep(0.001)
         self.alive_at.setdefault(rank, []).append(self.alive(rank))
 
     def alive(self, rank: int) -> int:

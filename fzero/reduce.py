@@ -76,11 +76,12 @@ class _Group:
         """Whether any leaf has, or anything has waited."""
         return bool(self._gradients) or self._waited is not None
 
-    def take(self, written: set[int] | None = None) -> Tensor | None:
+    def take(self, written: set[int] | None = None, *, to_write: bool = False) -> Tensor | None:
         """Return [W l], and forget it; None if there is nothing.
 
-        `written`: where the gradients are that will be written to. Autograd may hand out one memory
-        for two parameters, in views of it: the second one is then copied.
+        Autograd may hand out one memory for two parameters, in views of it. So a gradient that is
+        not packed is copied if it is to be written to while the backward runs (`to_write`); or, if
+        that is later, the second one in the same memory (`written`: where the others are).
         """
         gradients, self._gradients = self._gradients, {}
         flat, self._flat, self._views = self._flat, None, []
@@ -88,7 +89,8 @@ class _Group:
         if gradients and flat is None:
             count = len(self.layout.groups[self.index].leaves)
             flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
-            if written is not None and _is_shared(flat, written):
+            lent = to_write and flat.data_ptr() == gradients.popitem()[1].data_ptr()
+            if (lent and waited is None) or (written is not None and _is_shared(flat, written)):
                 flat = flat.clone()
         if flat is None or waited is None:
             return waited if flat is None else flat
@@ -120,7 +122,6 @@ class Reducer:
         self._order = list(backwards)
         self._turn = len(self._order)
         self._full: set[int] = set()
-        self._written: set[int] = set()  # storages that are reduced in place in this backward
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._local = axis.runtime is Runtime.LOCAL
 
@@ -194,8 +195,7 @@ class Reducer:
         while sharded and len(self._flights) >= IN_FLIGHT:
             self._land()
         groups = [self._groups[state][i] for i in indices]
-        written = None if sharded else self._written
-        taken = [group.take(written) if mine else None for group in groups]
+        taken = [group.take(to_write=not sharded) if mine else None for group in groups]
         local = [
             self._zeros(setup, state, i) if x is None else x.to(_wire(setup, i))
             for i, x in zip(indices, taken, strict=True)
@@ -203,7 +203,7 @@ class Reducer:
         ordered = setup.reduction.ordered
         if sharded:
             flight = start_scatter(local, self.axis, ordered=ordered)
-        else:  # in place, as autograd itself adds to a gradient
+        else:  # in place
             flight = start_reduce(local, self.axis, ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
@@ -269,7 +269,7 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward begins: nothing is here, and it is the first bucket's turn."""
-        self._turn, self._full, self._written, self.received = 0, set(), set(), 0
+        self._turn, self._full, self.received = 0, set(), 0
 
     def end(self) -> None:
         """The backward is over: what comes now waits for the next one."""

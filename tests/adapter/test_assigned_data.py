@@ -63,7 +63,7 @@ def refused_body(rank: int, world_size: int) -> None:
         lazy = stage == 3 and world_size > 1
         for change, seen, lazily in (
             (assign, "weight has other memory now", "written in place"),
-            (convert, "weight has other memory now", r"\.float\(\)"),
+            (convert, "weight has other memory now", r"given data of torch\.float32"),
             (replace, "weight is another tensor now", None),
         ):
             engine = engine_of(ones, stage)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 
-LAYERS, WIDTH = 4, 8
+LAYERS, WIDTH = 4, 12
 P_BYTES = LAYERS * WIDTH * WIDTH * 8
 
 

@@ -75,7 +75,7 @@ def train(
     donate: bool = False,
 ) -> Any:
     """`STEPS` updates of `PASSES` passes on this rank's rows; the parameters after them."""
-    stage, reshard, coalesced, bucket_bytes = world
+    stage, reshard, coalesced, bucket_bytes = world  # type: tuple[Any, Any, Any, Any]
 
     def step(state: Any, x: Tensor, y: Tensor) -> tuple[Any, None]:
         for i in range(PASSES):

@@ -80,6 +80,8 @@ class Pass:
         """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
         self.put_aside()
         self._decide()
+        if self.channel is not None:  # an error of the pass before does not concern this one
+            self.channel.ended_in_error = False
         self.reducer.keeps = [True for _ in self.states]  # what comes inside of it is put aside
         if self.sequencer is not None and self._speaks:
             self.gatherer.hold_shards([state.params.flats for state in self.states])

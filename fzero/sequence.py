@@ -10,6 +10,10 @@ themselves: a rank that does not need a unit takes part and drops it; one that r
 lies further on goes there, taking part on the way. A rank that needs what the rest of the plan does
 not have runs the plan to its end, with zeros where it has nothing (a sum is linear: what it has
 later is reduced later), and asks there.
+
+A collective of the user's inside the pass is a place in the plan where all ranks meet, in a round
+of its own: a rank that needs what the plan does not have before it goes there, and asks; the others
+serve it while they wait.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ class Sequencer:
         self._program: Program | None = None
         self._plan: Plan | None = None
         self._at = self._reduced = 0
+        self._meets = False  # stands at a place where ranks meet, and they have not all come
+        self._asked_there: list[int] = []  # units that the plan does not have there
         self._ready: set[int] = set()
         self._due: list[int] = []  # complete, and not reduced yet
         self._seen: set[int] = set()  # units that stay, and are here or were used in this pass
@@ -72,6 +78,7 @@ class Sequencer:
         self._events = self._recorded[index, phase] = []
         self._program, self._plan, self._current = expected(schedule, index, phase), None, -1
         self._at = self._reduced = 0
+        self._meets, self._asked_there = False, []
         self._ready = set()
         self._open = True
         self._run(True)
@@ -95,35 +102,39 @@ class Sequencer:
             self._events.append(unit)
             if self.limits.keeps:
                 self._seen.add(unit)
-        if self._plan is not None:
-            place = self._plan.next_use(unit, self._at)
+        if self._plan is not None and not self._meets:
+            place, meeting = self._plan.next_use(unit, self._at), self._next_meeting()
+            if meeting is not None and place is not None and place > meeting:
+                place = None
             if place is not None and (place == self._at + 1 or not held):
                 self._go_to(place)
             elif not self.gatherer.has(unit):
                 self._leave_plan()
         self._reduce_due()
-        if self._plan is None and not self.gatherer.has(unit):
+        if self._asks and not self.gatherer.has(unit):
             self._ask_for(unit)
         self.gatherer.wait(unit)
 
     def meet(self) -> None:
         """A collective of the user's begins: all ranks run the plan as far as it stands there.
 
-        It is recorded like the use of a unit that nobody holds. Ranks that ask each other serve
-        until all of them have come to it.
+        It is recorded like the use of a unit that nobody holds. Ranks serve each other until all
+        of them have come to it.
         """
         self._settle()
-        place, self._current = len(self.gatherer.units), -1
-        self._events.append(place)
-        if self._plan is not None:
-            following = self._plan.next_use(place, self._at)
-            if following is None:
-                self._leave_plan()
-            else:
-                self._go_to(following)
+        self._current = -1
+        self._events.append(self._meeting)
+        if self._plan is not None and not self._meets:
+            self._asked |= self._next_meeting() is None
+            self._run_plan()
         self._reduce_due()
-        if self._plan is None:
-            self.channel.call("a collective in a loss")
+        self.channel.call("a collective in a loss")
+        if self._meets:  # what the plan does from here on is the same on every rank again
+            self._meets = False
+            for unit in self._asked_there:
+                self.gatherer.free(unit)
+            self._asked_there = []
+            self._start_ready()
 
     def full(self, unit: int) -> None:
         """The gradient of a unit is complete on this rank.
@@ -139,7 +150,7 @@ class Sequencer:
 
     def _reduce_due(self) -> None:
         due, self._due = self._due, []
-        if due and self._plan is None:
+        if due and self._asks:
             self._ask(What.REDUCE, due)
         elif due:
             self._ready.update(due)
@@ -178,10 +189,8 @@ class Sequencer:
         done = {key: tuple(events) for key, events in recorded.items()}
         everyone = [one for one in self.channel.tell(done) if one is not None]
         keys = sorted({key for one in everyone for key in one})
-        meeting = len(self.gatherer.units)
-        return [
-            (*key, union([one[key] for one in everyone if key in one], meeting)) for key in keys
-        ]
+        done_by = {key: [one[key] for one in everyone if key in one] for key in keys}
+        return [(*key, union(programs, self._meeting)) for key, programs in done_by.items()]
 
     def fail(self, *, tell: bool) -> None:
         """The pass raised here. `tell`: keep in step with the others to its end, and tell them."""
@@ -238,8 +247,7 @@ class Sequencer:
             for unit in self._persistent:
                 self.gatherer.start(unit)
             self._stay(self._persistent)
-            meeting = len(self.gatherer.units)  # nothing is gathered for it
-            held = frozenset({*self.gatherer.kept, meeting})
+            held = frozenset({*self.gatherer.kept, self._meeting})  # nothing is gathered for it
             self._plan = plan(self._program, self._numels, held, self.limits)
             self._start_ready()
         else:
@@ -270,7 +278,9 @@ class Sequencer:
                 self.gatherer.start(unit)
             if self.limits.keeps:
                 self.gatherer.kept.update(step.gathers, step.ahead)
-            self._start_ready()
+            self._meets = step.unit == self._meeting
+            if not self._meets:
+                self._start_ready()
 
     def _start_ready(self) -> None:
         """Start the reductions of this step that are ready, in its order."""
@@ -290,25 +300,53 @@ class Sequencer:
             self._reduced += 1
             self.reducer.start(reduces[self._reduced - 1])
 
-    def _end_plan(self) -> None:
-        """Run what is left of the plan."""
+    def _run_plan(self) -> None:
+        """Run what is left of the plan, as far as ranks need not meet."""
         self._reduce_due()
-        if self._plan is not None:
-            self._go_to(len(self._plan.steps) - 1)
-            self._end_step()
-            self._plan = None
+        if self._plan is None or self._meets:
+            return
+        meeting = self._next_meeting()
+        if meeting is not None:
+            self._go_to(meeting)
+            return
+        self._go_to(len(self._plan.steps) - 1)
+        self._end_step()
+        self._plan = None
 
     def _leave_plan(self) -> None:
-        """The rest of the plan does not have what is needed: ask for it, behind its end."""
-        self._end_plan()
+        """The plan lacks what is needed: ask for it where ranks meet next, or at its end."""
         self._asked = True
+        self._run_plan()
+
+    def _end_plan(self) -> None:
+        """The phase is over: run the plan, but not what lies behind a meeting that never came."""
+        self._run_plan()
+        if self._plan is not None:
+            self._plan, self._meets, self._asked = None, False, True
+
+    @property
+    def _meeting(self) -> int:
+        """What stands in a program for a collective of the user's: one more than the last unit."""
+        return len(self.gatherer.units)
+
+    def _next_meeting(self) -> int | None:
+        assert self._plan is not None
+        return self._plan.next_use(self._meeting, self._at)
+
+    @property
+    def _asks(self) -> bool:
+        """Whether the other ranks come to a round before the plan goes on."""
+        return self._plan is None or self._meets
 
     # Asking.
 
     def _ask_for(self, unit: int) -> None:
-        here = [u for u in self.gatherer.held if u not in self.gatherer.kept]
-        for old in here[: max(0, len(here) - _LIVE + 1)]:  # those that were used first
-            self.gatherer.free(old)
+        if self._plan is None:
+            here = [u for u in self.gatherer.held if u not in self.gatherer.kept]
+            for old in here[: max(0, len(here) - _LIVE + 1)]:  # those that were used first
+                self.gatherer.free(old)
+        else:  # what is here belongs to the plan
+            self._asked_there.append(unit)
         self._ask(What.GATHER, [unit])
 
     def _ask(self, what: What, units: list[int]) -> None:

@@ -27,27 +27,34 @@ class Read(NamedTuple):
     learns: bool
 
 
-Walk = list[Read]
+Walk = list[list[Read]]  # parts; between them all ranks have a collective of their own
 reads = st.builds(
     Read, layer=st.integers(0, UNITS - 1), learns=st.sampled_from([True, True, False])
 )
-walks = st.lists(reads, max_size=6)
+
+
+@st.composite
+def passes_of(draw: st.DrawFn, ranks: int) -> list[Walk]:
+    """The walk of each rank; often of all ranks the same, or the same units."""
+    found: list[Walk] = [[] for _ in range(ranks)]
+    for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
+        first = draw(st.lists(reads, max_size=5))
+        found[0].append(first)
+        others = st.one_of(st.just(first), st.permutations(first), st.lists(reads, max_size=5))
+        for walk in found[1:]:
+            walk.append(draw(others))
+    return found
 
 
 @st.composite
 def journeys(draw: st.DrawFn, ranks: int) -> list[list[list[Walk]]]:
-    """[step][pass][rank] -> the walk; steps often do what the one before did, ranks the same."""
+    """[step][pass][rank] -> the walk; steps often do what the one before did."""
     found: list[list[list[Walk]]] = []
     for _ in range(STEPS):
         if found and draw(st.booleans()):
             found.append(found[-1])
             continue
-        passes = []
-        for _ in range(draw(st.integers(1, 2))):
-            first = draw(walks)
-            others = st.one_of(st.just(first), st.permutations(first), walks)
-            passes.append([first, *(draw(others) for _ in range(ranks - 1))])
-        found.append(passes)
+        found.append(draw(st.lists(passes_of(ranks), min_size=1, max_size=2)))
     return found
 
 
@@ -62,11 +69,14 @@ def layers() -> dict[str, Any]:
 
 def loss(params: Any, x: Tensor, walk: Walk) -> Tensor:
     total = x.new_zeros(())
-    for step, (i, learns) in enumerate(walk):
-        w, b = params[f"layers.{i}.w"], params[f"layers.{i}.b"]
-        if not learns:
-            w, b = w.detach(), b.detach()
-        total = total + (step + 1) * x * ((w * w).sum() + b.sum() + total.detach() % 7)
+    for number, part in enumerate(walk):
+        if number:
+            fzero.psum(x)
+        for step, (i, learns) in enumerate(part):
+            w, b = params[f"layers.{i}.w"], params[f"layers.{i}.b"]
+            if not learns:
+                w, b = w.detach(), b.detach()
+            total = total + (step + 1) * x * ((w * w).sum() + b.sum() + total.detach() % 7)
     return 12 * total
 
 

@@ -272,8 +272,8 @@ def test_the_communication_check_sees(source: str, uses: list[str]) -> None:
 @pytest.mark.parametrize(
     ("source", "broken"),
     [
-        ("x = 1\n" * 331, ["331 lines"]),
-        ("x = 1\n" * 330, []),
+        ("x = 1\n" * 371, ["371 lines"]),
+        ("x = 1\n" * 370, []),
         ("def f():\n" + "    x = 1\n" * 45, ["f: 46 lines of code"]),
         ('def f():\n    """D.\n\n    E.\n    """\n' + "    x = 1\n\n    # y\n" * 44, []),
         ("async def f(): 'caf\u00e9'", ["line 1: not ASCII"]),

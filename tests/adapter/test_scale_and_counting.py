@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fzero.adapter import Engine, _backward
+from fzero.adapter import Engine, _events
 from fzero.errors import PhaseError
 from tests.ranks import run_ranks
 
@@ -80,8 +80,8 @@ def test_a_static_scale_is_divided_out_and_a_backward_around_it_changes_nothing(
 
 
 def counted(rank: int, world_size: int) -> None:
-    given = _backward.autograd_has_callbacks
-    _backward.autograd_has_callbacks = lambda: False
+    given = _events.autograd_has_callbacks
+    _events.autograd_has_callbacks = lambda: False
     try:
         for stage in STAGES:
             for reentrant in (None, False, True):
@@ -96,7 +96,7 @@ def counted(rank: int, world_size: int) -> None:
                 assert engine.hooks.backward_active_depth == 0, (stage, reentrant)
                 engine.close()
     finally:
-        _backward.autograd_has_callbacks = given
+        _events.autograd_has_callbacks = given
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

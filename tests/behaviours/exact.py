@@ -75,7 +75,8 @@ def train(
     donate: bool = False,
 ) -> Any:
     """`STEPS` updates of `PASSES` passes on this rank's rows; the parameters after them."""
-    stage, reshard, coalesced, bucket_bytes = world  # type: tuple[Any, Any, Any, Any]
+    stage, coalesced, bucket_bytes = world[0], world[2], world[3]
+    reshard: Any = world[1]
 
     def step(state: Any, x: Tensor, y: Tensor) -> tuple[Any, None]:
         for i in range(PASSES):

@@ -184,9 +184,12 @@ class Reducer:
     # Collectives.
 
     def start(self, unit: int, *, mine: bool = True) -> None:
-        """Start the reduction of a unit, with zeros where this rank has nothing. A collective."""
+        """Start the reduction of a unit, with zeros where this rank has nothing. A collective.
+
+        Not `mine`: another rank asked for it, and what this rank has of it stays here.
+        """
         state, indices = self._units[unit]
-        if not indices or self.keeps[state]:
+        if not indices or (mine and self.keeps[state]):
             return
         if self.before_first is not None:
             self.before_first()

@@ -61,7 +61,7 @@ class Sequencer:
         self._ready: set[int] = set()
         self._due: list[int] = []  # complete, and not reduced yet
         self._seen: set[int] = set()  # units that stay, and are here or were used in this pass
-        self._mine: frozenset[int] = frozenset()
+        self._mine: frozenset[tuple[What, int]] = frozenset()  # what this rank asks for now
         self._current = -1
         self._open = False  # announced, and not known yet what the others announce
         gatherer.use, reducer.on_full = self.use, self.full
@@ -81,6 +81,8 @@ class Sequencer:
         self._meets, self._asked_there = False, []
         self._ready = set()
         self._open = True
+        for other in self.channel.running:
+            other.catch_up()
         self._run(True)
         self.gatherer.release()
         # What is here already is part of what ranks must have in common to follow one plan.
@@ -148,6 +150,11 @@ class Sequencer:
             self._reduce_due()
         self._due.append(unit)
 
+    def catch_up(self) -> None:
+        """Another pass begins in the middle of this one: start what is complete here before it."""
+        if self._due:
+            self._reduce_due()
+
     def _reduce_due(self) -> None:
         due, self._due = self._due, []
         if due and self._asks:
@@ -192,14 +199,15 @@ class Sequencer:
         done_by = {key: [one[key] for one in everyone if key in one] for key in keys}
         return [(*key, union(programs, self._meeting)) for key, programs in done_by.items()]
 
-    def fail(self, *, tell: bool) -> None:
-        """The pass raised here. `tell`: keep in step with the others to its end, and tell them."""
+    def fail(self, *, in_step: bool, tell: bool) -> None:
+        """The pass raised here. `in_step`: run what is left of its plan; `tell` the others."""
         self._due = []
         self.reducer.drop()
-        if tell:
-            with suppress(AxisError):  # the others know of it already
+        with suppress(AxisError):  # the others know of it already
+            if in_step:
                 self._settle()
                 self._end_plan()
+            if tell:
                 self.channel.fail()
         self.forget()
 
@@ -213,10 +221,17 @@ class Sequencer:
         self._seen = set()
 
     def hold(self, units: Sequence[int]) -> None:
-        """Gather units that are to stay for a while: every rank that comes here asks for them."""
-        missing = [unit for unit in units if unit not in self.gatherer.held]
-        if missing:
-            self._ask(What.GATHER, missing)
+        """Gather units that are to stay for a while. Outside of a pass all ranks make this call."""
+        if self in self.channel.running:
+            for unit in units:
+                self.use(unit)
+                self.gatherer.kept.add(unit)
+            return
+        missing = any(unit not in self.gatherer.held for unit in units)
+        name = f"gathered(...) of units {list(units)} of model {self.number}"
+        if any(self.channel.call(name, int(missing))):
+            for unit in units:
+                self.gatherer.take_part(unit, keep=True)
 
     def let_go(self) -> None:
         """The backward is over: what is kept for it alone goes."""
@@ -350,7 +365,7 @@ class Sequencer:
         self._ask(What.GATHER, [unit])
 
     def _ask(self, what: What, units: list[int]) -> None:
-        self._mine = frozenset(units)
+        self._mine = frozenset((what, unit) for unit in units)
         try:
             self.channel.ask(self.number, what, units)
         finally:
@@ -358,7 +373,7 @@ class Sequencer:
 
     def serve(self, what: What, unit: int) -> None:
         """Take part in a collective that this rank or another one asked for."""
-        mine = unit in self._mine
+        mine = (what, unit) in self._mine
         if what is What.REDUCE:
             self.reducer.start(unit, mine=mine)
             return

@@ -59,7 +59,7 @@ from fzero.state.window import CLOSED, open_window
 from fzero.transforms._modes import require_autograd
 from fzero.transforms._norm import clip_factor
 from fzero.transforms._pass import Pass
-from fzero.transforms._receive import accumulate, as_buffers, reduced
+from fzero.transforms._receive import accumulate, filled, reduced
 from fzero.transforms.init import BUCKET_BYTES, COMPARED, check_reshard, check_stage, fill, plan
 from fzero.transforms.update import norm_of_state, scaled, share, update
 
@@ -319,10 +319,11 @@ class Engine(Access):
 
     def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts."""
-        if self._gradients.dropped(first):
+        dropped = self._gradients.dropped(first)
+        if dropped:
             self._gradients.forget()
             self._clear()
-        self._pass.begin_backward(silent=True)
+        self._pass.begin_backward(silent=True, dropped=dropped)
 
     def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
@@ -584,15 +585,8 @@ class Engine(Access):
         if channel is None:
             return [value]
         values = channel.call(f"{name} of engine {self._number}", value)
-        self._take_served()
+        self._pass.take_served()
         return values
-
-    def _take_served(self) -> None:
-        """Other ranks were served: what they reduced meanwhile is this rank's gradient, too."""
-        self._pass.reducer.land()
-        rows = self._pass.reducer.take_rows(0)
-        if rows:
-            self._put(accumulate(self.state, as_buffers(self.state, rows, partial=False)))
 
     def _agree(self, name: str) -> TrainState:
         """Agree with all ranks on what is held: gradients of the rank with the most backwards.
@@ -622,14 +616,13 @@ class Engine(Access):
             return (
                 state
                 if state.gradients.held
-                else accumulate(state, as_buffers(state, {}, partial=False))
+                else accumulate(state, filled(state, {}, state.setup.gradients))
             )
         pending = state.window.pending
         local = dict(zip(state.setup.layout.trainable, pending.flats, strict=False))
         state = state.replace(window=replace(state.window, pending=CLOSED.pending))
-        new = as_buffers(state, reduced(state, local), partial=False)
         self._some_wait = False
-        return accumulate(state, new)
+        return accumulate(state, filled(state, reduced(state, local), state.setup.gradients))
 
     def _reduce_what_waits(self, name: str) -> None:
         """Reduce what waits, if there is anything on any rank."""
@@ -648,9 +641,12 @@ class Engine(Access):
     # Where it stands.
 
     def _settle(self) -> None:
-        """Drop a backward that raised where nobody could say so."""
+        """Drop a backward that raised where nobody could say so, of any engine on these ranks."""
         self._require_not_closed()
-        self._events.settle()
+        channel = self._pass.channel
+        for engine in set(_OWNERS.values()):
+            if engine is self or (channel is not None and engine._pass.channel is channel):
+                engine._events.settle()
         if not self._events.inside():
             self._pass.put_aside()
 

@@ -78,6 +78,10 @@ class Member(Protocol):
         """Take part in that collective with what this rank has of the unit."""
         ...
 
+    def catch_up(self) -> None:
+        """Another pass begins in the middle of this one: start what is due."""
+        ...
+
     def meet(self) -> None:
         """A collective of the user's comes in the middle of its pass: be where the others are."""
         ...

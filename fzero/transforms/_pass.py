@@ -20,10 +20,10 @@ from fzero.gather import Gatherer
 from fzero.mesh import Axis
 from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
-from fzero.state import TrainState, buffers, schedule
+from fzero.state import Placement, TrainState, schedule
 from fzero.state.window import CLOSED
 from fzero.transforms._donate import donates
-from fzero.transforms._receive import as_buffers, receive
+from fzero.transforms._receive import accumulate, filled, part_of_update, put, receive
 
 
 class Pass:
@@ -66,7 +66,7 @@ class Pass:
                 number=number,
             )
             self._adopt()
-        self._speaks = self._running = self._gathered = False
+        self._speaks = self._running = self._gathered = self._dropped = False
         self.silent = False  # a backward has begun, and the other ranks were not told yet
 
     def close(self) -> None:
@@ -78,6 +78,7 @@ class Pass:
 
     def begin_forward(self) -> None:
         """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
+        self._dropped = False
         self.put_aside()
         self._decide()
         if self.channel is not None:  # an error of the pass before does not concern this one
@@ -93,12 +94,14 @@ class Pass:
         if self.sequencer is not None and self._speaks:
             self.sequencer.end_forward()
 
-    def begin_backward(self, *, silent: bool = False) -> None:
+    def begin_backward(self, *, silent: bool = False, dropped: bool = False) -> None:
         """Announce that gradients will be reduced.
 
         `silent`: below stage 3, leave that to `first_gradient`. A backward that brings none, such
-        as torch.autograd.grad by an input, then concerns no other rank.
+        as torch.autograd.grad by an input, then concerns no other rank. `dropped`: this rank has
+        just thrown away what it held, which the others must have done, too.
         """
+        self._dropped = dropped
         self._decide()
         self.put_aside()
         self.reducer.begin()
@@ -133,14 +136,10 @@ class Pass:
             return
         self.reducer.received = 0
         for number, state in enumerate(self.states):
-            found, scale = self.reducer.local(number), state.setup.policy.grad_scale
+            found = self.reducer.local(number)
             if found:
-                scaled = found if scale == 1.0 else {i: x * scale for i, x in found.items()}
-                new, pending = as_buffers(state, scaled, partial=True), state.window.pending
-                window = replace(
-                    state.window, pending=buffers.add(pending, new) if pending.held else new
-                )
-                self.states[number] = state.replace(window=window)
+                flats = filled(state, found, Placement.PARTIAL)
+                self.states[number] = put(state, part_of_update(state, flats))
 
     def finish(self, *, counts: bool = True) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients.
@@ -152,18 +151,34 @@ class Pass:
         self.reducer.end()
         new = []
         for number, state in enumerate(self.states):
+            waits = state.window.is_open
+            if waits:
+                state = self._with_served(number)
             found = self.reducer.take_rows(number)
             if not found:  # on one rank, or in a window
-                held = state.window.pending.held if state.window.is_open else state.gradients.held
+                held = state.window.pending.held if waits else state.gradients.held
                 found = self.reducer.local(number, to_write=donates(state) and not held)
             if not found and not counts:
                 new.append(state)
                 continue
-            if state.window.pending.held and not state.window.is_open:
+            if state.window.pending.held and not waits:
                 state = state.replace(window=CLOSED)
-            new.append(receive(state, found))
+            placement = Placement.PARTIAL if waits else state.setup.gradients
+            new.append(receive(state, filled(state, found, placement)))
         self.states = new
         return new
+
+    def take_served(self) -> None:
+        """Add what other ranks reduced while this one served them: it is every rank's gradient."""
+        self.reducer.land()
+        self.states = [self._with_served(number) for number in range(len(self.states))]
+
+    def _with_served(self, number: int) -> TrainState:
+        state, means = self.states[number], self.reducer.take_rows(number)
+        if not means:
+            return state
+        flats = filled(state, means, state.setup.gradients)
+        return accumulate(state, part_of_update(state, flats))
 
     def finish_forward(self) -> list[TrainState]:
         """A forward is over that no backward follows: what is gathered goes."""
@@ -176,10 +191,11 @@ class Pass:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
         self._gathered = self.silent = False
         knows = self.channel is not None and self.channel.ended_in_error
-        tell = self._speaks and not knows and not isinstance(error, AxisError)
+        in_step = self._speaks and (knows or not isinstance(error, AxisError))
+        tell = in_step and not knows
         self._speaks = False
         if self.sequencer is not None:
-            self.sequencer.fail(tell=tell)
+            self.sequencer.fail(in_step=in_step, tell=tell)
             return
         self.reducer.drop()
         if tell and self.channel is not None:
@@ -226,10 +242,11 @@ class Pass:
         assert self.sequencer is not None
         state = self.states[self._owner]
         index, known = state.progress.backwards, state.schedule
-        self.sequencer.begin(self._text(), index, phase, known, served=self._served)
+        served = self._served and not self._dropped
+        self.sequencer.begin(self._text(), index, phase, known, served=served)
 
     def _text(self) -> str:
-        lines = [self._name]
+        lines = [self._name, f"gradients dropped just before: {self._dropped}"]
         for state in self.states:
             setup = state.setup
             place = "in a window" if state.window.is_open else "at once"

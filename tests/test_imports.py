@@ -24,6 +24,7 @@ LEVELS = (
     ("packing", "placeholder"),
     ("collectives", "partition"),
     ("gather", "reduce", "functional", "optim"),
+    ("replay",),
     ("sequence",),
     ("transforms",),
     ("adapter",),

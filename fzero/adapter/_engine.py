@@ -38,7 +38,7 @@ from fzero.collectives import (
     told_everywhere,
 )
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.mesh import Axis, axis_of, end_group, own_group
+from fzero.mesh import Axis, axis_of
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch, no_optimizer
 from fzero.packing import unpack
 from fzero.placeholder import placeholders
@@ -196,7 +196,9 @@ class Engine(Access):
 
     def _take_over(self, setup: Setup) -> None:
         """Everything was checked: move the module's parameters onto the buffers of a state."""
-        setup, self._end_group = _with_own_group(self, setup)
+        channel = channel_of(setup.axis)
+        if channel is not None:
+            setup = replace(setup, axis=channel.data)
         self.axis = setup.axis
         self._sharded = setup.gathers_by_unit
         self._params = params = ModuleParameters(self.module, setup.layout)
@@ -205,7 +207,6 @@ class Engine(Access):
                 buffer.copy_(broadcast_from_first([buffer], self.axis)[0])
             done = (lambda index, _: params.let_go(index)) if self._sharded else params.show
             state = fill(setup, params.values, done)
-        channel = channel_of(self.axis)
         self._number = channel.number() if channel is not None else 0
         self._some_wait = False
         self._pass = Pass(
@@ -213,7 +214,7 @@ class Engine(Access):
             [state],
             self.axis,
             number=self._number,
-            served=self._sharded,
+            served=True,
         )
         if self._sharded:
             with free_to_swap(self.module):
@@ -564,8 +565,6 @@ class Engine(Access):
         self._pass.close()
         for p in self._every:
             _OWNERS.pop(id(p), None)
-        if self._end_group is not None:
-            self._end_group()
         self._closed = True
 
     def _give_states_back(self, optimizer: Optimizer) -> None:
@@ -773,20 +772,6 @@ def _as_optimizer(optimizer: Any, options: Options) -> Any:
     if pair or isinstance(optimizer, TorchOptimizer):
         return as_optimizer(optimizer)
     return from_torch(optimizer, master_weights=options.updating.master_weights)
-
-
-def _with_own_group(engine: Engine, setup: Setup) -> tuple[Setup, Callable[[], Any] | None]:
-    """A process group of the engine's own, so that engines may come in another order on each rank.
-
-    The engines of stage 3 share that of their channel, where their collectives have one order.
-    """
-    channel = channel_of(setup.axis)
-    if channel is None:
-        return setup, None
-    if setup.stage == 3:
-        return replace(setup, axis=channel.data), None
-    axis = own_group(setup.axis)
-    return replace(setup, axis=axis), weakref.finalize(engine, end_group, axis)
 
 
 def _laid_as(p: Tensor, x: Any) -> Any:

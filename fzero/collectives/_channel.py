@@ -78,8 +78,8 @@ class Member(Protocol):
         """Take part in that collective with what this rank has of the unit."""
         ...
 
-    def catch_up(self) -> None:
-        """Another pass begins in the middle of this one: start what is due."""
+    def give_way(self) -> None:
+        """Another member's pass begins or asks in the middle of its own: end its plan first."""
         ...
 
     def meet(self) -> None:

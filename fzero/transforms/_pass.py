@@ -9,17 +9,16 @@ Both drivers use it: a functional step makes one for each gradient call, an engi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from fzero.collectives import FUNCTIONAL, Channel, Kind, channel_of
+from fzero.collectives import FUNCTIONAL, Channel, channel_of
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.mesh import Axis
 from fzero.reduce import Reducer
-from fzero.sequence import Sequencer
+from fzero.sequence import Recorded, Sequencer
 from fzero.state import Placement, TrainState, schedule
 from fzero.state.window import CLOSED
 from fzero.transforms._donate import donates
@@ -53,21 +52,25 @@ class Pass:
         self.gatherer = Gatherer([setup.layout for setup in setups], data)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
+        self._lazy = bool(lazy) and self.channel is not None
         self.sequencer: Sequencer | None = None
-        if lazy and self.channel is not None:
-            self.gatherer.hold_shards([state.params.flats for state in self.states])
+        if self.channel is not None:
             gathering = setups[self._owner].gathering
             self.sequencer = Sequencer(
                 self.channel,
                 self.gatherer,
                 self.reducer,
                 gathering.limits,
-                gathering.persistent,
+                gathering.persistent if lazy else (),
+                gathers=self._lazy,
                 number=number,
             )
+        if self._lazy:
+            self.gatherer.hold_shards([state.params.flats for state in self.states])
             self._adopt()
-        self._speaks = self._running = self._gathered = self._dropped = False
+        self._speaks = self._gathered = self._dropped = False
         self.silent = False  # a backward has begun, and the other ranks were not told yet
+        self._keep_all()
 
     def close(self) -> None:
         """No pass will follow."""
@@ -83,15 +86,14 @@ class Pass:
         self._decide()
         if self.channel is not None:  # an error of the pass before does not concern this one
             self.channel.ended_in_error = False
-        self.reducer.keeps = [True for _ in self.states]  # what comes inside of it is put aside
-        if self.sequencer is not None and self._speaks:
+        if self._lazy and self._speaks:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
             self._gathered = True
             self._announce(0)
 
     def end_forward(self) -> None:
         """What the forward gathered is not kept for the backward, unless that is asked for."""
-        if self.sequencer is not None and self._speaks:
+        if self.sequencer is not None and self._lazy and self._speaks:
             self.sequencer.end_forward()
 
     def begin_backward(self, *, silent: bool = False, dropped: bool = False) -> None:
@@ -102,16 +104,16 @@ class Pass:
         just thrown away what it held, which the others must have done, too.
         """
         self._dropped = dropped
-        self._decide()
         self.put_aside()
-        self.reducer.begin()
-        self.silent = silent and self.sequencer is None
+        self._decide()
+        self.reducer.keep([state.window.is_open for state in self.states])
+        self.silent = silent and not self._lazy
         if not self.silent:
             self.first_gradient()
 
     def first_gradient(self) -> None:
         """The backward brings gradients: what waits is reduced with them, and ranks are told."""
-        self.silent, self._running = False, True
+        self.silent = False
         for number, state in enumerate(self.states):
             pending = state.window.pending
             if pending.held and not state.window.is_open:
@@ -119,13 +121,8 @@ class Pass:
                 flats = pending.flats if scale == 1.0 else [x / scale for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.give(number, dict(waited))
-        if not self._speaks or self.channel is None:
-            return
-        if self.sequencer is not None:
+        if self._speaks:
             self._announce(1)
-        else:
-            self.channel.announce(self._text())
-            self.reducer.before_first = self._agree
 
     def put_aside(self) -> None:
         """Let what came outside of a pass wait in the window.
@@ -134,21 +131,21 @@ class Pass:
         """
         if not self.reducer.received:
             return
-        self.reducer.received = 0
         for number, state in enumerate(self.states):
             found = self.reducer.local(number)
             if found:
                 flats = filled(state, found, Placement.PARTIAL)
                 self.states[number] = put(state, part_of_update(state, flats))
+        self._keep_all()
 
     def finish(self, *, counts: bool = True) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients.
 
         Unless it `counts`, one that brought no gradient to any rank changes nothing.
         """
-        self._finish_collectives()
-        self._running = self._gathered = False
-        self.reducer.end()
+        if self.sequencer is not None and self._speaks:
+            self._with_programs(self.sequencer.finish())
+        self._gathered = False
         new = []
         for number, state in enumerate(self.states):
             waits = state.window.is_open
@@ -166,7 +163,12 @@ class Pass:
             placement = Placement.PARTIAL if waits else state.setup.gradients
             new.append(receive(state, filled(state, found, placement)))
         self.states = new
+        self._keep_all()
         return new
+
+    def _keep_all(self) -> None:
+        """What comes outside of a pass stays here until `put_aside`."""
+        self.reducer.keep([True for _ in self.states])
 
     def take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""
@@ -182,7 +184,7 @@ class Pass:
 
     def finish_forward(self) -> list[TrainState]:
         """A forward is over that no backward follows: what is gathered goes."""
-        if self.sequencer is not None and self._speaks:
+        if self.sequencer is not None and self._lazy and self._speaks:
             self._with_programs(self.sequencer.finish())
         self._gathered = False
         return self.states
@@ -192,30 +194,22 @@ class Pass:
         self._gathered = self.silent = False
         knows = self.channel is not None and self.channel.ended_in_error
         in_step = self._speaks and (knows or not isinstance(error, AxisError))
-        tell = in_step and not knows
         self._speaks = False
-        if self.sequencer is not None:
-            self.sequencer.fail(in_step=in_step, tell=tell)
-            return
-        self.reducer.drop()
-        if tell and self.channel is not None:
-            with suppress(AxisError):  # the others know of it already
-                if self._running:
-                    self._agree()
-                    self.reducer.flush()
-                self.channel.fail()
-        self.reducer.drop()
-        self.reducer.before_first, self._running = None, False
+        if self.sequencer is None:
+            self.reducer.drop()
+        else:
+            self.sequencer.fail(in_step=in_step, tell=in_step and not knows)
+        self._keep_all()
 
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""
-        if self.sequencer is not None:
+        if self.sequencer is not None and self._lazy:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
             self.sequencer.changed()
 
     def window_ends(self) -> None:
         """Nothing is kept any longer than a backward."""
-        if self.sequencer is not None:
+        if self.sequencer is not None and self._lazy:
             self.sequencer.stays = False
             self.sequencer.let_go()
 
@@ -229,19 +223,18 @@ class Pass:
     def _decide(self) -> None:
         """Whether anything of the next phase crosses ranks, so that they must agree on it."""
         waits = [state.window.is_open for state in self.states]
-        self.reducer.keeps = waits
         if self.sequencer is not None:
             state = self.states[self._owner]
             reshard = state.setup.gathering.reshard_after_forward
             self.sequencer.stays = reshard == "window" and state.window.is_open
-        reads = self.sequencer is not None and not self.gatherer.has_everything
+        reads = self._lazy and not self.gatherer.has_everything
         reads = reads or self._gathered  # what this forward has gathered is finished with it
         self._speaks = self.channel is not None and (reads or not all(waits))
 
     def _announce(self, phase: int) -> None:
         assert self.sequencer is not None
         state = self.states[self._owner]
-        index, known = state.progress.backwards, state.schedule
+        index, known = state.progress.backwards, state.schedule if self._lazy else self._fixed()
         served = self._served and not self._dropped
         self.sequencer.begin(self._text(), index, phase, known, served=served)
 
@@ -255,28 +248,14 @@ class Pass:
                 lines.append(f"after {state.progress.reductions} reductions since the update")
         return "\n".join(lines)
 
-    def _agree(self) -> None:
-        """Raise unless all ranks announced this pass. Below stage 3 it has one order anyway."""
-        if self.reducer.before_first is not None and self.channel is not None:
-            self.reducer.before_first = None
-            self.channel.answer()
+    def _fixed(self) -> schedule.Schedule:
+        """Below stage 3 no program is recorded: every bucket is reduced, the last one first."""
+        program = schedule.Program(tuple(~unit for unit in self.reducer.backwards))
+        return schedule.record(schedule.Schedule(), 0, 1, program)
 
-    def _finish_collectives(self) -> None:
-        if not self._speaks or self.channel is None:
+    def _with_programs(self, found: Sequence[Recorded]) -> None:
+        if not self._lazy:
             return
-        if self.sequencer is not None:
-            self._with_programs(self.sequencer.finish())
-            return
-        self._agree()
-        late = True
-        while late:  # a weight used inside and outside of a reentrant checkpoint comes twice
-            self.reducer.flush()
-            self.channel.post(Kind.DONE, hint=int(bool(self.reducer.left())))
-            self.reducer.land()
-            late = any(message.hint for message in self.channel.read())
-            self.reducer.begin()
-
-    def _with_programs(self, found: Sequence[tuple[int, int, schedule.Program]]) -> None:
         owner = self.states[self._owner]
         known = owner.schedule
         for index, phase, program in found:

@@ -80,8 +80,8 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
     reducer = Reducer([setup], channel.data, [device])
     reducer.give(0, local)
     local.clear()
-    reducer.begin()
-    reducer.flush()
+    for unit in reducer.backwards:
+        reducer.start(unit)
     reducer.land()
     return reducer.take_rows(0)
 

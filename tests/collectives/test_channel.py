@@ -26,7 +26,7 @@ class Served:
     def serve(self, what: What, unit: int) -> None:
         self.seen.append((what, unit))
 
-    def catch_up(self) -> None:
+    def give_way(self) -> None:
         pass
 
     def meet(self) -> None:

@@ -6,7 +6,6 @@ import atexit
 import datetime
 import importlib
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -197,13 +196,6 @@ def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
         except (RuntimeError, AttributeError):  # no such backend, or one without options
             continue
     return None
-
-
-def end_group(axis: Axis) -> None:
-    """End the process group that `own_group` made, unless it is gone. No collective."""
-    if axis.runtime is Runtime.PROCESSES and dist.is_initialized():
-        with suppress(AxisError):
-            dist.destroy_process_group(axis.group())
 
 
 def ambient() -> Axis:

@@ -1,10 +1,5 @@
 """In which order ranks gather and reduce: by a program that all of them expect, or by asking.
 
-    begin(...)             announce a pass to the other ranks; nobody waits yet
-    use(unit)              a kernel reads a unit: go on to it in the plan, or ask for it
-    full(unit)             a gradient is complete: reduce it where the plan has it, or ask
-    end_forward, finish    the phase, or the pass, is over
-
 All ranks that announce the same program run its collectives in its order, whatever they use
 themselves (see `Replay`). A rank that needs what the rest of the plan does not have runs the plan
 to its end, and asks there: every rank takes part in what any rank asks for.
@@ -30,14 +25,11 @@ from fzero.collectives import Channel, What
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.reduce import Reducer
-from fzero.replay import Replay
-from fzero.state.schedule import Limits, Program, Schedule, expected, plan, union
+from fzero.replay import Done, Recording, Replay
+from fzero.state.schedule import Limits, Program, Schedule, expected, plan
 
 _LIVE = 2
 """Units whole at once while a rank asks: the one in use, and the one before it."""
-
-Recorded = tuple[int, int, Program]
-"""(pass, phase, what it did)"""
 
 
 class Sequencer:
@@ -62,8 +54,8 @@ class Sequencer:
         self._persistent, self._gathers = tuple(persistent), gathers
         self.stays = False  # what `limits.keeps` keeps stays beyond the backward, until `changed`
         self.number = channel.join(self, number)
-        self._recorded: dict[tuple[int, int], list[int]] = {}  # (pass, phase) -> what it did
-        self._events: list[int] = []
+        self._meeting = len(gatherer.units)  # stands in a program for a collective of the user's
+        self._recording = Recording(self.number, self._meeting)
         self._asked = False  # since the last `finish`
         self._program: Program | None = None
         self._replay: Replay | None = None
@@ -85,7 +77,7 @@ class Sequencer:
     def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
         """Announce pass `index` in `phase` (0 forward, 1 backward), expected by `schedule`."""
         self._others_give_way()
-        self._events = self._recorded[index, phase] = []
+        self._recording.begin(index, phase)
         self._replay, self._current = None, -1
         self._program = expected(schedule, index, phase)
         self._open = True
@@ -107,14 +99,16 @@ class Sequencer:
         self._settle()
         held, self._current = self.gatherer.touch(unit), unit
         if unit not in self._seen:
-            self._events.append(unit)
+            self._recording.add(unit)
             if self.limits.keeps:
                 self._seen.add(unit)
         replay = self._replay
         if replay is not None and not replay.stands:
-            replay.complete(self._taken_due())  # they start behind what this use frees
+            replay.complete(self._due)  # they start behind what this use frees
+            self._due = []
             if not replay.use(unit, held=held) and not self.gatherer.has(unit):
-                self._leave_plan()  # ask where ranks meet next, or at its end
+                self._asked = True  # where ranks meet next, or at its end
+                self._run_plan()
         self._reduce_due()
         if self._asks and not self.gatherer.has(unit):
             self._ask_for(unit)
@@ -131,7 +125,7 @@ class Sequencer:
             return
         self._settle()
         self._current = -1
-        self._events.append(self._meeting)
+        self._recording.add(self._meeting)
         self._asked |= self._run_plan()
         self._reduce_due()
         self._others_give_way()
@@ -146,7 +140,7 @@ class Sequencer:
         too, which would then be there twice.
         """
         self._settle()
-        self._events.append(~unit)
+        self._recording.add(~unit)
         self._reduce_due()
         self._due.append(unit)
 
@@ -155,12 +149,8 @@ class Sequencer:
         self.full(unit)
         self._reduce_due()
 
-    def _taken_due(self) -> list[int]:
-        due, self._due = self._due, []
-        return due
-
     def _reduce_due(self) -> None:
-        due = self._taken_due()
+        due, self._due = self._due, []
         if due and self._asks:
             self._ask(What.REDUCE, due)
         elif self._replay is not None:
@@ -171,12 +161,13 @@ class Sequencer:
         """The forward is over: finish its plan, and let go of what was gathered."""
         self._settle()
         self._end_plan()
-        self._current, self._events = -1, []  # what is read between is no part of the pass
+        self._current = -1
+        self._recording.pause()  # what is read between is no part of the pass
         self._run(False)
         if not self.limits.keeps:
             self.gatherer.release()
 
-    def finish(self) -> list[Recorded]:
+    def finish(self) -> list[Done]:
         """End the pass on every rank; return what its phases are from now on, if that is new.
 
         Serves the others until none is in the pass. What is left here is reduced on the way. If any
@@ -186,28 +177,19 @@ class Sequencer:
         self._end_plan()
         left = self.reducer.left()
         if left:
-            self._events += [~unit for unit in left]
+            self._recording.add(*[~unit for unit in left])
             self._asked = True
             self._ask(What.REDUCE, left)
         self._others_give_way()
         asked = self.channel.finish(asked=self._asked)
         self.reducer.land()
-        recorded, self._recorded, self._asked = self._recorded, {}, False
-        self._current, self._events = -1, []
+        done, self._asked, self._current = self._recording.taken(), False, -1
         self._run(False)
         self.let_go()
-        return self._union_of(recorded) if asked else []
-
-    def _union_of(self, recorded: dict[tuple[int, int], list[int]]) -> list[Recorded]:
-        """What all ranks did in this pass. Every rank comes here; one may end another's pass."""
-        done = {(self.number, *key): tuple(events) for key, events in recorded.items()}
-        told = [one for one in self.channel.tell(done) if one is not None]
-        keys = sorted({key for one in told for key in one if key[0] == self.number})
-        done_by = {key[1:]: [one[key] for one in told if key in one] for key in keys}
-        return [(*key, union(programs, self._meeting)) for key, programs in done_by.items()]
+        return self._recording.joined(self.channel.tell(done)) if asked else []
 
     def fail(self, *, in_step: bool, tell: bool) -> None:
-        """The pass raised here. `in_step`: run what is left of its plan; `tell` the others."""
+        """The pass is given up. `in_step`: run what is left of its plan; `tell` the others."""
         self._due = []
         self.reducer.drop()
         with suppress(AxisError):  # the others know of it already
@@ -217,13 +199,10 @@ class Sequencer:
             if tell:
                 self._others_give_way()
                 self.channel.fail()
-        self.forget()
-
-    def forget(self) -> None:
-        """The pass is given up, on every rank. Starts nothing."""
         self._open, self._replay, self._current, self._due = False, None, -1, []
         self._run(False)
-        self._recorded, self._asked = {}, False
+        self._recording.taken()
+        self._asked = False
         self.reducer.drop()
         self.gatherer.release(all_of_them=True)
         self._seen = set()
@@ -300,10 +279,6 @@ class Sequencer:
         self._replay = None
         return True
 
-    def _leave_plan(self) -> None:
-        self._asked = True
-        self._run_plan()
-
     def _end_plan(self) -> None:
         """The phase is over: run the plan, but not what lies behind a meeting that never came."""
         self._run_plan()
@@ -319,11 +294,6 @@ class Sequencer:
         for other in self.channel.running:
             if other is not self:
                 other.give_way()
-
-    @property
-    def _meeting(self) -> int:
-        """What stands in a program for a collective of the user's: one more than the last unit."""
-        return len(self.gatherer.units)
 
     @property
     def _asks(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from fzero.errors import LayoutError, explain
 from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
+from fzero.transforms.init import check_reshard
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -36,6 +38,31 @@ class Options:
     bucket_bytes: int
     persistence_threshold_numel: int
     leaf_modules: LeafSpec | None
+
+
+def options_of(**given: Any) -> Options:
+    """Return the options of `Engine(...)` in their groups, checked.
+
+    Raises `LayoutError`, naming the option, for a value out of range.
+    """
+    check_reshard(given["reshard_after_forward"])
+    names = {name for kind in (Updating, Reduction, Gathering) for name in _names(kind)}
+    return require_options(
+        Options(
+            updating=Updating(**_of(Updating, given)),
+            reduction=Reduction(**_of(Reduction, given)),
+            gathering=Gathering(**_of(Gathering, given)),
+            **{name: value for name, value in given.items() if name not in names},
+        )
+    )
+
+
+def _names(kind: type) -> list[str]:
+    return [one.name for one in fields(kind)]
+
+
+def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in _names(kind) if name in given}
 
 
 def require_options(options: Options) -> Options:

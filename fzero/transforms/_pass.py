@@ -18,7 +18,8 @@ from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.mesh import Axis
 from fzero.reduce import Reducer
-from fzero.sequence import Recorded, Sequencer
+from fzero.replay import Done
+from fzero.sequence import Sequencer
 from fzero.state import Placement, TrainState, schedule
 from fzero.state.window import CLOSED
 from fzero.transforms._donate import donates
@@ -70,7 +71,6 @@ class Pass:
             self._adopt()
         self._speaks = self._gathered = self._dropped = False
         self.silent = False  # a backward has begun, and the other ranks were not told yet
-        self._keep_all()
 
     def close(self) -> None:
         """No pass will follow."""
@@ -86,6 +86,7 @@ class Pass:
         self._decide()
         if self.channel is not None:  # an error of the pass before does not concern this one
             self.channel.ended_in_error = False
+        self.reducer.keep([True for _ in self.states])  # what comes inside of it is put aside
         if self._lazy and self._speaks:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
             self._gathered = True
@@ -136,7 +137,7 @@ class Pass:
             if found:
                 flats = filled(state, found, Placement.PARTIAL)
                 self.states[number] = put(state, part_of_update(state, flats))
-        self._keep_all()
+        self.reducer.received = 0
 
     def finish(self, *, counts: bool = True) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients.
@@ -163,12 +164,8 @@ class Pass:
             placement = Placement.PARTIAL if waits else state.setup.gradients
             new.append(receive(state, filled(state, found, placement)))
         self.states = new
-        self._keep_all()
+        self.reducer.received = 0
         return new
-
-    def _keep_all(self) -> None:
-        """What comes outside of a pass stays here until `put_aside`."""
-        self.reducer.keep([True for _ in self.states])
 
     def take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""
@@ -199,7 +196,6 @@ class Pass:
             self.reducer.drop()
         else:
             self.sequencer.fail(in_step=in_step, tell=in_step and not knows)
-        self._keep_all()
 
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""
@@ -253,7 +249,7 @@ class Pass:
         program = schedule.Program(tuple(~unit for unit in self.reducer.backwards))
         return schedule.record(schedule.Schedule(), 0, 1, program)
 
-    def _with_programs(self, found: Sequence[Recorded]) -> None:
+    def _with_programs(self, found: Sequence[Done]) -> None:
         if not self._lazy:
             return
         owner = self.states[self._owner]

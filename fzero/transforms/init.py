@@ -173,7 +173,8 @@ def plan(
         layout = plan_layout(
             params,
             ranks=axis.size,
-            grouped=not local,
+            # A rule that needs whole leaves may run at stage 0, and wants a group for each.
+            grouped=not local and (stage > 0 or chosen.elementwise),
             bucket_bytes=None if stage == 3 else bucket_bytes,
             unit=_apart(units, small) if small else units,
             trainable=trainable,

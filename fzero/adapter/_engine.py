@@ -25,7 +25,7 @@ from fzero.adapter._setup import planned
 from fzero.mesh import Axis, axis_of
 from fzero.state import HookState, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
-from fzero.transforms.init import BUCKET_BYTES, check_stage
+from fzero.transforms.init import BUCKET_BYTES
 
 
 class Engine(Access):
@@ -137,8 +137,8 @@ class Engine(Access):
             persistence_threshold_numel=persistence_threshold_numel,
             leaf_modules=leaf_modules,
         )
-        self.module, self.stage = module, check_stage(stage)
-        setup = planned(module, optimizer, self.stage, axis_of(mesh), self.options)
+        setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
+        self.module, self.stage = module, setup.stage
         self._driver = Driver(module, setup, loss_scale)
 
     @property

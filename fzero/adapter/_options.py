@@ -41,19 +41,13 @@ class Options:
 
 
 def options_of(**given: Any) -> Options:
-    """Return the options of `Engine(...)` in their groups, checked.
-
-    Raises `LayoutError`, naming the option, for a value out of range.
-    """
-    check_reshard(given["reshard_after_forward"])
+    """Return the options of `Engine(...)` in their groups, unchecked."""
     names = {name for kind in (Updating, Reduction, Gathering) for name in _names(kind)}
-    return require_options(
-        Options(
-            updating=Updating(**_of(Updating, given)),
-            reduction=Reduction(**_of(Reduction, given)),
-            gathering=Gathering(**_of(Gathering, given)),
-            **{name: value for name, value in given.items() if name not in names},
-        )
+    return Options(
+        updating=Updating(**_of(Updating, given)),
+        reduction=Reduction(**_of(Reduction, given)),
+        gathering=Gathering(**_of(Gathering, given)),
+        **{name: value for name, value in given.items() if name not in names},
     )
 
 
@@ -65,9 +59,10 @@ def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in _names(kind) if name in given}
 
 
-def require_options(options: Options) -> Options:
-    """Return `options`; raise `LayoutError`, naming the option, for a value out of range."""
+def require_options(options: Options) -> None:
+    """Raise `LayoutError`, naming the option, for a value out of range."""
     updating, reduction = options.updating, options.reduction
+    check_reshard(options.gathering.reshard_after_forward)
     for given, names in (
         (updating, ("master_weights", "average_micro_batches")),
         (reduction, ("contiguous_gradients", "overlap", "ordered")),
@@ -92,7 +87,6 @@ def require_options(options: Options) -> Options:
     wanted = "a fzero.adapter.LeafSpec(classes=..., names=..., name_suffixes=...)"
     leaves = options.leaf_modules
     _require("leaf_modules", leaves, lambda x: x is None or isinstance(x, LeafSpec), wanted)
-    return options
 
 
 def _require(name: str, value: Any, good: Any, wanted: str) -> None:

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from fzero.adapter._driver import OWNERS
 from fzero.adapter._module import require_one_device, require_plain
-from fzero.adapter._options import Options
+from fzero.adapter._options import Options, require_options
 from fzero.adapter._units import unit_of_leaves
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.mesh import Axis
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
 from fzero.state import Policy, Setup
 from fzero.transforms._modes import require_autograd
-from fzero.transforms.init import COMPARED, plan
+from fzero.transforms.init import COMPARED, check_stage, plan
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of the parameters that learn."""
@@ -30,6 +30,8 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
     """What the engine's state will be, if everything is as it must be. Nothing is touched yet."""
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
+        require_options(options)
+        check_stage(stage)
         require_plain(module, lambda p: id(p) in OWNERS)
         require_one_device(module)
         unit, warning = unit_of_leaves(module, options.leaf_modules)

@@ -244,8 +244,8 @@ class Sequencer:
         """Learn what the other ranks announced: the plan counts if all have the same."""
         if not self._open:
             return
-        same = self.channel.answer()
         self._open = False
+        same = self.channel.answer()
         if same and self._program is not None:
             for unit in self._persistent:
                 self.gatherer.start(unit)

@@ -46,14 +46,14 @@ class Access:
     def full_gradient(self, path: str) -> Tensor:
         """`full_gradients()[path]`, gathering only its group."""
         number, index, position = parts.find_learning(self._driver, path)
-        state = with_gradients(self._driver, f"full_gradient() {path}")
+        state = with_gradients(self._driver, "full_gradient()", path)
         flat = state.gradients.flats[number] * share(state)
         return parts.leaves_of(state, index, flat)[position].clone()
 
     def set_full_gradient(self, path: str, value: Tensor) -> None:
         """Make `value` (the same on every rank) the gradient that the update will use."""
         number, index, position = parts.find_learning(self._driver, path)
-        state = with_gradients(self._driver, f"set_full_gradient() {path}")
+        state = with_gradients(self._driver, "set_full_gradient()", path)
         factor = 1 / share(state)
         value = value * factor if factor != 1.0 and isinstance(value, Tensor) else value
         parts.write(state, index, position, state.gradients.flats[number], value)

@@ -33,15 +33,17 @@ def call(driver: Driver, name: str, value: int = 0) -> list[int]:
     return values
 
 
-def with_gradients(driver: Driver, name: str) -> TrainState:
+def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
     """Reduce what waits on any rank; return the state, which holds all gradients then.
+
+    `path`: of the parameter that the call is about.
 
     Raises `PhaseError` if no rank holds any.
     """
     require_no_window(driver, name)
     driver.wait()
     driver.drop_if_user_did()
-    driver.put(_reduced(*_agreed(driver, name)))
+    driver.put(_reduced(*_agreed(driver, f"{name} {path}".strip())))
     return driver.state
 
 

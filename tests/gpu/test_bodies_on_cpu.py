@@ -71,7 +71,7 @@ def test_no_host_reads_sees_a_read() -> None:
 
 def test_errors_of_one_rank() -> None:
     first, last = on_cpu(bodies.one_rank_raises, 3)
-    assert any("rank 1 raised" in error for error in first)
+    assert any("raised on rank [1]" in error for error in first)
     assert "ZeroDivisionError: on purpose" in last
 
 

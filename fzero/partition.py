@@ -35,9 +35,7 @@ no leaf cross a shard border gives whole tensors to one rank, as matrix optimize
 """
 
 
-def in_order(
-    numels: Sequence[int], ranks: int, alignment: int = 1
-) -> tuple[tuple[int, ...], int]:
+def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tuple[int, ...], int]:
     """Place leaves one behind the other; each leaf, and each shard, starts on the alignment.
 
     So a leaf is padded by less than `alignment` elements, and the end of the flat by less than

@@ -123,7 +123,7 @@ def test_delays_around_every_collective_change_nothing(
 def test_a_steady_step_never_waits_for_the_gpu(
     nccl: World, stage: int, driver: str, dtype: torch.dtype
 ) -> None:
-    nccl(bodies.no_reads_in_a_steady_step, stage, driver, dtype)
+    nccl(bodies.no_waits_in_a_steady_step, stage, driver, dtype)
 
 
 @every_stage

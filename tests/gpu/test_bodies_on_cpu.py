@@ -91,6 +91,11 @@ def test_a_wait_for_the_device_is_seen_and_what_is_the_host_s_is_not(name: str) 
                 WAITS[name](x)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_kernel_that_takes_the_address_of_a_placeholder(size: int) -> None:
+    on_cpu(costs.placeholder_by_pointer, size=size)
+
+
 def test_errors_of_one_rank() -> None:
     first, last = on_cpu(bodies.one_rank_raises, 3)
     assert any("raised on rank [1]" in error for error in first)

@@ -91,7 +91,7 @@ def _adam_kernel(
         list(slots[0]),
         list(slots[1]),
         [],
-        [torch.tensor(count - 1.0, device=p.device) for p in ps],
+        [torch.full((), count - 1.0, device=p.device) for p in ps],  # a copy to a GPU would wait
         amsgrad=False,
         beta1=o["betas"][0],
         beta2=o["betas"][1],

@@ -25,7 +25,7 @@ def models_of(params: Any, optimizer: Any, stage: Any) -> tuple[list[Model], opt
     by_stage, by_optimizer = _structure(stage), _structure(optimizer)
     treespec, of = (by_optimizer, "optimizers") if _is_one(by_stage) else (by_stage, "stages")
     if _is_one(treespec):
-        return [(params, optimizer, stage)], optree.tree_structure(0)
+        return [(params, optimizer, stage)], by_stage
     parts = _aligned(treespec, params, "init: the parameters", of)
     optimizers, stages = [optimizer] * len(parts), [stage] * len(parts)
     if not _is_one(by_optimizer):

@@ -124,9 +124,9 @@ def test_a_batch_of_another_structure(stage: int) -> None:
         with pytest.raises(KeyError, match="images"):
             fzero.grad_and_reduce(lambda p, batch: loss(p, batch["images"]), state)({"text": x})
         with pytest.raises(TypeError, match="argument"):
-            fzero.grad_and_reduce(loss, state)(x, x)
+            fzero.grad_and_reduce(loss, state)(x, x)  # pyright: ignore[reportCallIssue]
         with pytest.raises(TypeError, match="missing"):
-            fzero.grad_and_reduce(loss, state)()
+            fzero.grad_and_reduce(loss, state)()  # pyright: ignore[reportCallIssue]
         with refused(fzero.LayoutError, "(3,) does not divide into 2"):
             batch: Any = {"x": x.expand(3)}
             fzero.accumulate(good_step, steps=2)(state, batch)

@@ -36,8 +36,22 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
     Each starts from the caller's random state, as processes with one seed do. Without
     collectives and with W = 1 it is the identity up to the leading dim.
 
-    Differentiate inside `fn`; a torch.func transform around `simulate` raises `PhaseError`.
-    Raises `LayoutError` for a tensor argument without the leading dim.
+    Differentiate inside `fn`.
+
+    Args:
+        fn: any function, a sharded step among them. x [W, *t] in the call is x[r] [*t] in `fn`.
+        world_size: W, the number of ranks, at least 1.
+
+    Returns:
+        A step that is called as `fn` is, with stacked tensors. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: for a `world_size` that is no count; in a call, for a tensor argument without
+            the leading dim, and for results that differ by rank in more than their tensors.
+        PhaseError: in a call, inside another simulate, a torch.func transform or a trace.
+        AxisError: in a call, when the ranks call other collectives.
+
+    Source: Bradbury et al., JAX, `jax.pmap`: the stacked arguments and results are its.
 
     Example:
         >>> import torch, fzero

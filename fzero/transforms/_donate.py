@@ -11,12 +11,14 @@ from torch import Tensor
 
 from fzero.errors import DonatedError, explain
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
-from fzero.transforms._modes import in_transform, is_recorded
+from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 
 
 def donates(state: TrainState) -> bool:
-    """Whether this state's buffers may be overwritten here: a trace would not see it."""
-    return state.setup.policy.donate and not in_transform() and not is_recorded(state.params.flats)
+    """Whether this state's buffers may be overwritten here: no graph or trace needs them."""
+    if not state.setup.policy.donate or in_transform() or is_recorded(state.params.flats):
+        return False
+    return not wants_graph([*state.gradients.flats, *state.window.pending.flats])
 
 
 def without_donation(state: TrainState) -> TrainState:

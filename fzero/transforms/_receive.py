@@ -52,15 +52,16 @@ def accumulate(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
 
 def settle(state: TrainState) -> TrainState:
     """Reduce what waits in the window of a state and add it to its gradients. A collective."""
+    owned = donates(state)  # asked while the gradients are in it: they may carry a graph
     emptied, pending = window.take(state.window)
     state = state.replace(window=emptied)
     if not pending.held:
         return state
-    flats = take_over(pending).flats if donates(state) else pending.flats
+    flats = take_over(pending).flats if owned else pending.flats
     if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
         means = mean_of(state.setup, flats)
     else:
-        if not donates(state) and state.setup.gradients is not Placement.SHARDED:
+        if not owned and state.setup.gradients is not Placement.SHARDED:
             flats = [flat.clone() for flat in flats]  # they are reduced where they stand
         rows = reduced(state, dict(zip(state.setup.layout.trainable, flats, strict=True)))
         means = filled(state, rows, state.setup.gradients)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import optree
 import torch
@@ -30,13 +30,14 @@ from fzero.transforms._differentiate import (
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
 from fzero.transforms._pass import Pass
+from fzero.transforms._pipeline import P, R
 from fzero.transforms._receive import mean_of, receive
-from fzero.transforms._states import flatten_states
+from fzero.transforms._states import S, flatten_states
 
 
 def grad_and_reduce(
-    fn: Callable[..., Any], state: Any, *, has_aux: bool = False
-) -> Callable[..., tuple[Any, Any]]:
+    fn: Callable[Concatenate[Any, P], R], state: S, *, has_aux: bool = False
+) -> Callable[P, tuple[S, R]]:
     """Return g: g(*args) = (state', value), gradients' = gradients + mean_r dL_r/dp.
 
     L_r = fn(params, *args) on rank r, a scalar tensor. `value` is this rank's own L_r

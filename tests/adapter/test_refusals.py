@@ -117,7 +117,8 @@ def test_an_option_that_is_wrong_on_one_rank_is_told_to_the_others() -> None:
 
 def wrong_on_one_rank(rank: int, world_size: int) -> None:
     for name, bad, good in (("stage", 4, 2), ("bucket_bytes", 0, 8), ("max_norm", -1.0, 1.0)):
-        module, options = Net(), {"stage": 2} | {name: bad if rank else good}
+        module = Net()
+        options: Any = {"stage": 2} | {name: bad if rank else good}
         with pytest.raises(LayoutError if rank else AxisError, match=f"{name}={bad}"):
             Engine(module, torch.optim.SGD, **options)
         Engine(module, torch.optim.SGD, stage=2).close()

@@ -129,7 +129,7 @@ def _lion_kernel(
 
 
 SGD = Rule(name="sgd", moments=(), formula=_sgd_formula, kernel=_sgd_kernel)
-MOMENTUM = Rule(name="sgd", moments=("momentum",), formula=_sgd_formula, kernel=_sgd_kernel)
+MOMENTUM = Rule(name="sgd", moments=("momentum_buffer",), formula=_sgd_formula, kernel=_sgd_kernel)
 ADAM = Rule(
     name="adam", moments=("exp_avg", "exp_avg_sq"), formula=_adam_formula, kernel=_adam_kernel
 )

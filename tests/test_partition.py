@@ -149,9 +149,18 @@ def test_units_can_be_chosen_by_the_path() -> None:
     params = {"enc": [torch.ones(2), torch.ones(3)], "dec": torch.ones(1)}
     layout = plan_layout(params, ranks=2, unit=lambda path: path.split(".")[0])
     assert [(group.name, group.leaves) for group in layout.groups] == [
-        ("dec", (0,)),
-        ("enc", (1, 2)),
+        ("enc", (0, 1)),
+        ("dec", (2,)),
     ]
+
+
+def test_leaves_of_a_dict_come_in_its_own_order_as_a_module_has_them() -> None:
+    layers = [torch.ones(n) for n in range(1, 12)]
+    params = {f"layers.{n}.w": layer for n, layer in enumerate(layers)}
+    layout = plan_layout({"embed": {"w": torch.ones(3)}, "blocks": params}, ranks=2)
+    assert [leaf.path for leaf in layout.leaves] == ["embed.w", *(f"blocks.{p}" for p in params)]
+    again = unflatten(layout, flatten(layout, {"blocks": params, "embed": {"w": torch.ones(3)}}))
+    assert all(torch.equal(again["blocks"][path], layer) for path, layer in params.items())
 
 
 def test_paths_name_dict_keys_indices_and_fields() -> None:

@@ -18,6 +18,8 @@ from fzero.checkpoint._everywhere import everywhere, first_of, gathered
 from fzero.checkpoint._files import digest, require_path, require_whole, sweep
 from fzero.checkpoint._held import Held, held_states, require_closed, require_idle, restack
 from fzero.checkpoint._manifest import (
+    COUNT,
+    STEP,
     Manifest,
     as_extra,
     describe,
@@ -254,6 +256,7 @@ def _filled(
         for name, value in saved.counters.items()
         if name != "step"
     }
+    counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     params = tuple(next(values) for _ in state.params.flats)
     leaves, treespec = optree.tree_flatten(state.optimizer, namespace=NAMESPACE)
     return state.replace(

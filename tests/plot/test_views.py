@@ -130,7 +130,7 @@ def test_names_are_not_read_as_matplotlibs_own_marks() -> None:
     params = {"_orig.w": torch.ones(8), "$x_{$": torch.ones(8)}
     figure = side_by_side([partition_map(stacked_states(Case(params, 3, 2, 64))[0])])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names[:2] == [r"\$x_{\$", " _orig.w"]
+    assert names[:2] == [" _orig.w", r"\$x_{\$"]
     figure.savefig(io.BytesIO(), format="png")  # mathematics that does not close would raise
 
 

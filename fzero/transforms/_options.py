@@ -12,12 +12,15 @@ from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE, Reshard
 
+Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
+"""A ZeRO stage, or a pytree of stages: one for each model."""
+
 BUCKET_BYTES = 4 * 2**20
 """Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
 enough that a large layer is a bucket of its own and is never copied (see benchmarks/)."""
 
 
-class Placing(TypedDict, total=False):
+class InitOptions(TypedDict, total=False):
     """The keywords that `init` and `shard` share; see `init`."""
 
     mesh: DeviceMesh | Axis | None

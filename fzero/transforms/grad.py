@@ -133,9 +133,9 @@ def _by_autograd(
         if loss.requires_grad:
             torch.autograd.backward(loss)
             if learning and not any(one.reducer.received for one in passes):
-                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=5)
+                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4)
         elif learning:
-            warnings.warn(_DETACHED, UserWarning, stacklevel=5)
+            warnings.warn(_DETACHED, UserWarning, stacklevel=4)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]

@@ -40,7 +40,8 @@ from fzero.transforms._models import models_of
 from fzero.transforms._modes import in_transform, require_autograd
 from fzero.transforms._options import (
     BUCKET_BYTES,
-    Placing,
+    InitOptions,
+    Stages,
     check_bucket,
     check_flags,
     check_reshard,
@@ -67,22 +68,22 @@ def init(
     *,
     stage: int,
     initializer: Initializer | None = None,
-    **placing: Unpack[Placing],
+    **options: Unpack[InitOptions],
 ) -> TrainState: ...
 @overload
 def init(
     params: Any,
     optimizer: Any,
     *,
-    stage: Any,
+    stage: Stages,
     initializer: Initializer | None = None,
-    **placing: Unpack[Placing],
+    **options: Unpack[InitOptions],
 ) -> Any: ...
 def init(
     params: Any,
     optimizer: Any,
     *,
-    stage: Any,
+    stage: Stages,
     mesh: DeviceMesh | Axis | None = None,
     reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,

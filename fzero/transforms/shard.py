@@ -19,7 +19,8 @@ from fzero.transforms._models import stages_of
 from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._options import (
     BUCKET_BYTES,
-    Placing,
+    InitOptions,
+    Stages,
     check_flags,
     check_reshard,
     check_stages,
@@ -31,15 +32,15 @@ from fzero.transforms.init import init
 
 @overload
 def shard(
-    fn: Callable[P, R], /, *, stage: Any, donate: bool = False, **placing: Unpack[Placing]
+    fn: Callable[P, R], /, *, stage: Stages, donate: bool = False, **options: Unpack[InitOptions]
 ) -> Step[P, R]: ...
 @overload
-def shard(*, stage: Any, donate: bool = False, **placing: Unpack[Placing]) -> Transform: ...
+def shard(*, stage: Stages, donate: bool = False, **options: Unpack[InitOptions]) -> Transform: ...
 def shard(
     fn: Callable[..., Any] | None = None,
     /,
     *,
-    stage: Any,
+    stage: Stages,
     mesh: DeviceMesh | Axis | None = None,
     reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,

@@ -286,3 +286,14 @@ def test_a_write_through_data_is_refused_at_stage_3_and_not_seen_below(stage: in
         return fzero.full_params(state)["w"]
 
     assert virtual(run, RANKS, X).unique().tolist() == [1.0 if stage == 3 else 0.0]
+
+
+def test_a_warning_shows_the_line_that_made_the_call() -> None:
+    step = fzero.shard(good_step, stage=0)
+    state = step.init(PARAMS, fzero.optim.sgd(0.5))
+    x = torch.tensor(3.0, requires_grad=True)
+    with pytest.warns(UserWarning) as told:
+        fzero.grad_and_reduce(lambda p: p["w"].sum().detach(), state)()
+        state, _ = step(state, x)
+        step(state, x)
+    assert [warning.filename for warning in told] == [__file__, __file__]

@@ -130,6 +130,8 @@ def wrong_calls(state: fzero.TrainState, x: Tensor) -> None:
     fzero.accumulate(step_fn, steps="2")  # pyright: ignore[reportArgumentType]
     fzero.coalesce(state)  # pyright: ignore[reportArgumentType]
     sharded(state)  # pyright: ignore[reportCallIssue]
+    fzero.shard(step_fn, stage="2")  # pyright: ignore[reportArgumentType]
+    fzero.init(x, fzero.optim.sgd(1.0), stage="2")  # pyright: ignore[reportCallIssue, reportArgumentType]
     fzero.shard(step_fn, 2)  # pyright: ignore[reportCallIssue]
     fzero.shard(stage=2, bucket_bytes="4 MB")  # pyright: ignore[reportArgumentType]
     fzero.shard(stage=2, bucket_bytes=4)(step_fn)(state, x)  # pyright: ignore[reportCallIssue]

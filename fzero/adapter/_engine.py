@@ -279,6 +279,7 @@ class Engine(Access):
             self._failed(error)
             raise
 
+    @torch._disable_dynamo
     def backward(self, loss: Any, gradient: Any = None, **options: Any) -> None:
         """`torch.autograd.backward(loss, gradient, **options)`; plain loss.backward() is as good.
 
@@ -410,6 +411,7 @@ class Engine(Access):
 
     # The update.
 
+    @torch._disable_dynamo
     def step(self) -> bool:
         """Update the parameters from the gradients, and clear those. A collective.
 
@@ -463,6 +465,7 @@ class Engine(Access):
         groups = [group for unit in units for group in self._pass.gatherer.units[unit]]
         self._masters.take(self.state, groups)
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away every gradient since the last update. A collective, outside of a window.
 

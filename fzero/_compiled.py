@@ -55,7 +55,7 @@ def _(
 
 
 class Traced:
-    """The gatherer of a placeholder that torch.compile traces: a read becomes an op of the graph."""
+    """The gatherer of a placeholder that torch.compile traces: a read is an op of the graph."""
 
     def __init__(self, token: Tensor, meta: Tensor, device: torch.device) -> None:
         self.token, self._meta, self._device = token, meta, device

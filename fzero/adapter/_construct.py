@@ -62,7 +62,7 @@ class _Unowned(Gatherer):
 
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
         """Gather the parameter for one write."""
-        if placeholder.where[0] not in self.writable:
+        if not self.writable[placeholder.where[0]]:
             self._writes[placeholder.where[0]] = 1
             self.hold([placeholder.where[0]], writable=True)
 
@@ -81,6 +81,7 @@ def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
     nn.Sequential, say), and a model may be larger than a rank's memory. The values are rank 0's.
     Initializers that run later write to the placeholders, inside and after the block, until an
     `Engine` takes them over: on every rank.
+    What is on the meta device when the block ends is not sharded: call to_empty() inside.
     Every rank must make the same modules in the same order. On one rank nothing is different.
 
     Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2.

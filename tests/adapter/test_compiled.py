@@ -30,22 +30,30 @@ def sgd_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def no_breaks() -> Iterator[Callable[..., Any]]:
-    """Give a torch.compile that counts its graphs; fail if there is none, or if one broke."""
+def fresh() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing stays compiled."""
     torch._dynamo.reset()
     counters.clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch reads it
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+@contextmanager
+def no_breaks() -> Iterator[Callable[..., Any]]:
+    """Give a torch.compile that counts its graphs; fail if there is none, or if one broke."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # read by torch itself
+    with fresh():
         yield functools.partial(torch.compile, backend=backend)
-    broken = dict(counters["graph_break"])
-    torch._dynamo.reset()
-    assert graphs and not broken, broken
+        assert graphs and not counters["graph_break"], dict(counters["graph_break"])
 
 
 def compiled_around(compile_: Any) -> tuple[nn.Module, Any]:
@@ -146,11 +154,10 @@ def whole_loop(rank: int, world_size: int, stage: int) -> None:
         engine.backward(loss)
         engine.step()
 
-    torch._dynamo.reset()
-    for number in range(2):
-        train(number)
-        reference.step(number)
-    torch._dynamo.reset()
+    with fresh():
+        for number in range(2):
+            train(number)
+            reference.step(number)
     same_update("loop", engine.full_parameters(), reference.parameters(), reference.begin)
 
 
@@ -171,13 +178,9 @@ def written(rank: int, world_size: int) -> str:
     module = Writes(2, 2)
     module.compile(backend="eager")
     engine = Engine(module, SGD, stage=3)
-    try:
+    with fresh(), pytest.raises(Exception) as raised:
         engine(torch.ones(1, 2))
-    except Exception as error:
-        return str(error)
-    finally:
-        torch._dynamo.reset()
-    return "nothing"
+    return str(raised.value)
 
 
 @gloo

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import InFlight, broadcast, start_gather
-from fzero.errors import AxisError, LayoutError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.partition import shard_rows
@@ -55,6 +55,7 @@ class Gatherer:
         self.use: Callable[[int], None] = self.fetch  # set by the sequencer of a pass
         self.holds: Counter[int] = Counter()  # how many blocks hold a unit now
         self.writable: Counter[int] = Counter()  # how many of them write to it
+        self._sources: dict[int, int] = {}  # whose values count in the last one that did
         self.on_hold: Callable[[Sequence[int]], None] = self._fetch_all
         self.on_written: Callable[[Sequence[int]], None] = _nothing
         self._flights: dict[int, InFlight] = {}
@@ -130,13 +131,16 @@ class Gatherer:
         """Return the unit of a group."""
         return self._unit_of[group]
 
-    def hold(self, units: Sequence[int], *, writable: bool) -> None:
-        """Gather units, and keep them until `let_go`. A collective."""
+    def hold(self, units: Sequence[int], source: int | None) -> None:
+        """Gather units, and keep them until `let_go`; writable with a `source`. A collective."""
+        if source is not None:
+            self._require_source(units, source)
         self.on_hold(units)
         self.kept.update(units)
         self.holds.update(units)
-        if writable:
+        if source is not None:
             self.writable.update(units)
+            self._sources.update(dict.fromkeys(units, source))
 
     def let_go(self, units: Sequence[int], source: int | None) -> None:
         """End a `hold`; a writable one has a `source`, whose values are written to all shards.
@@ -151,6 +155,18 @@ class Gatherer:
         self.kept.difference_update(ended)
         for unit in ended:
             self.free(unit)
+
+    def _require_source(self, units: Sequence[int], source: int) -> None:
+        for unit in units:
+            if self.writable[unit] and self._sources[unit] != source:
+                raise PhaseError(
+                    explain(
+                        f"gathered(modify=True, from_rank={source}) inside a block with "
+                        f"from_rank={self._sources[unit]}, on parameters of one unit.",
+                        cause="parameters that stage 3 gathers together, written by two ranks.",
+                        fix="give both blocks the same from_rank, or end one before the other.",
+                    )
+                )
 
     @torch.no_grad()
     def _share(self, units: Sequence[int], source: int) -> None:

@@ -9,6 +9,7 @@ The gatherer holds full values and starts gathers. When to start and when to fre
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import InFlight, broadcast, start_gather
-from fzero.errors import AxisError, LayoutError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.partition import shard_rows
@@ -52,7 +53,9 @@ class Gatherer:
         self.flats: dict[int, list[Tensor]] = {}  # unit -> the full flat of each of its groups
         self.kept: set[int] = set()  # units that no plan frees
         self.use: Callable[[int], None] = self.fetch  # set by the sequencer of a pass
-        self.writable: set[int] = set()
+        self.holds: Counter[int] = Counter()  # how many blocks hold a unit now
+        self.writable: Counter[int] = Counter()  # how many of them write to it
+        self._sources: dict[int, int] = {}  # whose values count in the last one that did
         self.on_hold: Callable[[Sequence[int]], None] = self._fetch_all
         self.on_written: Callable[[Sequence[int]], None] = _nothing
         self._flights: dict[int, InFlight] = {}
@@ -101,7 +104,7 @@ class Gatherer:
 
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
         """Refuse: a write would reach the gathered copy only, and be forgotten."""
-        if self._unit_of[placeholder.where[0]] in self.writable:
+        if self.writable[self._unit_of[placeholder.where[0]]]:
             return
         raise LayoutError(
             explain(
@@ -128,21 +131,42 @@ class Gatherer:
         """Return the unit of a group."""
         return self._unit_of[group]
 
-    def hold(self, units: Sequence[int], *, writable: bool) -> None:
-        """Gather units, and keep them until `let_go`. A collective."""
+    def hold(self, units: Sequence[int], source: int | None) -> None:
+        """Gather units, and keep them until `let_go`; writable with a `source`. A collective."""
+        if source is not None:
+            self._require_source(units, source)
         self.on_hold(units)
         self.kept.update(units)
-        if writable:
+        self.holds.update(units)
+        if source is not None:
             self.writable.update(units)
+            self._sources.update(dict.fromkeys(units, source))
 
     def let_go(self, units: Sequence[int], source: int | None) -> None:
-        """End a `hold`; with a `source`, the values of that rank are written to all shards."""
-        self.writable.difference_update(units)
+        """End a `hold`; a writable one has a `source`, whose values are written to all shards.
+
+        A unit that another block around this one holds stays.
+        """
+        self.holds.subtract(units)
         if source is not None:
+            self.writable.subtract(units)
             self._share(units, source)
-        self.kept.difference_update(units)
-        for unit in units:
+        ended = [unit for unit in units if not self.holds[unit]]
+        self.kept.difference_update(ended)
+        for unit in ended:
             self.free(unit)
+
+    def _require_source(self, units: Sequence[int], source: int) -> None:
+        for unit in units:
+            if self.writable[unit] and self._sources[unit] != source:
+                raise PhaseError(
+                    explain(
+                        f"gathered(modify=True, from_rank={source}) inside a block with "
+                        f"from_rank={self._sources[unit]}, on parameters of one unit.",
+                        cause="parameters that stage 3 gathers together, written by two ranks.",
+                        fix="give both blocks the same from_rank, or end one before the other.",
+                    )
+                )
 
     @torch.no_grad()
     def _share(self, units: Sequence[int], source: int) -> None:

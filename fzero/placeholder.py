@@ -6,15 +6,20 @@ kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from fzero._compiled import Read, Traced
 from fzero.errors import LayoutError, explain
 from fzero.state.layout import Leaf
 from fzero.virtual import in_forward_mode
+
+_View = Callable[[Tensor], Tensor]
 
 
 class Gathers(Protocol):
@@ -50,7 +55,8 @@ class LazyParam(torch.Tensor):
     gatherer: Gathers
     where: tuple[int, int]  # group, position of the leaf in it
     meta: Tensor
-    views: tuple[Callable[[Tensor], Tensor], ...]
+    views: tuple[_View, ...]
+    read: Read | None  # how a compiled graph reads it, once one has it
 
     @staticmethod
     def __new__(
@@ -58,7 +64,7 @@ class LazyParam(torch.Tensor):
         gatherer: Gathers,
         where: tuple[int, int],
         meta: Tensor,
-        views: tuple[Callable[[Tensor], Tensor], ...] = (),
+        views: tuple[_View, ...] = (),
     ) -> LazyParam:
         """Make the placeholder; `meta` has its shape and strides."""
         made = torch.Tensor._make_wrapper_subclass(
@@ -70,16 +76,14 @@ class LazyParam(torch.Tensor):
             device=gatherer.device_of(where[0]),
         )
         made.gatherer, made.where, made.meta, made.views = gatherer, where, meta, views
+        made.read = None
         return made
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def full(self) -> Tensor:
         """Return the values, gathered."""
-        x = self.gatherer.leaf(*self.where)
-        for view in self.views:
-            x = view(x)
-        return x
+        return _values(self.gatherer, self.where, self.views)
 
     def _seen(self, meta: Tensor, *more: _Replay) -> LazyParam:
         """A view of it: its values are those of this one, seen through `more` as well."""
@@ -87,8 +91,9 @@ class LazyParam(torch.Tensor):
 
     def __repr__(self) -> str:
         group, position = self.where
-        leaf = self.gatherer.leaves_of(group)[position]
-        return f"LazyParam({leaf.path}, shape={tuple(self.shape)})"
+        traced = isinstance(self.gatherer, Traced)
+        name = "traced" if traced else self.gatherer.leaves_of(group)[position].path
+        return f"LazyParam({name}, shape={tuple(self.shape)})"
 
     @property
     def data(self) -> Tensor:
@@ -136,6 +141,8 @@ class LazyParam(torch.Tensor):
 
     def untyped_storage(self) -> Any:
         """Raise `LayoutError`: there is no memory to write to a file."""
+        if torch.compiler.is_compiling():  # which describes it, and writes nothing
+            return torch.Tensor.untyped_storage(self)
         raise self._not_here("saved")
 
     def storage(self) -> Any:
@@ -153,7 +160,32 @@ class LazyParam(torch.Tensor):
             )
         )
 
+    # What torch.compile makes of it: see fzero/_compiled.py.
+
+    @property
+    def token(self) -> Tensor:
+        """The tensor that a compiled graph is given in its place."""
+        if isinstance(self.gatherer, Traced):
+            return self.gatherer.token
+        if self.read is None:
+            # Not self.full: a reference to itself would keep the placeholder alive.
+            self.read = Read(functools.partial(_values, self.gatherer, self.where, self.views))
+        return self.read.token
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the tensors that it is made of, and what else it needs."""
+        return ["token"], (self.dtype, self.gatherer.device_of(self.where[0]))
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, shape: Any, stride: Any) -> LazyParam:
+        """Return a placeholder whose reads are ops of the graph that is traced."""
+        dtype, device = context
+        with _disable_current_modes():
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return LazyParam(Traced(inner["token"], meta, device), (0, 0), meta)
+
     @classmethod
+    @torch._disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Keep views lazy; gather for everything else."""
         kwargs = kwargs or {}
@@ -163,7 +195,7 @@ class LazyParam(torch.Tensor):
         # Forward mode insists that a view and its base share storage, so there it must gather.
         if _is_view(func) and isinstance(args[0], cls) and not in_forward_mode():
             first, rest = args[0], args[1:]
-            meta = func(first.meta, *rest, **kwargs)
+            meta = _meta_of(first, func, rest, kwargs)
             if isinstance(meta, list | tuple):  # split, unbind, chunk
                 return [first._seen(x, _Replay(func, rest, kwargs, i)) for i, x in enumerate(meta)]
             same = func is torch.ops.aten.detach.default  # of values that have no graph
@@ -172,6 +204,21 @@ class LazyParam(torch.Tensor):
         for placeholder in written:
             placeholder.gatherer.end_write(placeholder)
         return result
+
+
+def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the shape and strides of a view of it; a graph that is traced is not to have this."""
+    if not isinstance(placeholder.gatherer, Traced):
+        return func(placeholder.meta, *args, **kwargs)
+    with _disable_current_modes():
+        return func(placeholder.meta, *args, **kwargs)
+
+
+def _values(gatherer: Gathers, where: tuple[int, int], views: Sequence[_View]) -> Tensor:
+    x = gatherer.leaf(*where)
+    for view in views:
+        x = view(x)
+    return x
 
 
 def _filled(argument: Any) -> Any:

@@ -78,7 +78,22 @@ def _reduced(state: TrainState, waits: bool) -> TrainState:
     return accumulate(state, filled(state, reduced(state, local), placement))
 
 
-def step(driver: Driver) -> None:
+def call_step(driver: Driver, every: int) -> bool:
+    """Count a call of `step()`; update at every `every`-th one. Return whether it was due."""
+    require_outside(driver, "step()")
+    require_no_window(driver, "step()")
+    require_optimizer(driver)
+    driver.wait()
+    driver.drop_if_user_did()
+    counted, due = progress.call_step(driver.state.progress, every)
+    if due:
+        _step(driver)
+    else:
+        driver.put(driver.state.replace(progress=counted))
+    return due
+
+
+def _step(driver: Driver) -> None:
     """Update the parameters from the gradients, and clear those."""
     driver.params.require_same()
     state, waits = _agreed(driver, "step()")

@@ -62,9 +62,9 @@ class _Unowned(Gatherer):
 
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
         """Gather the parameter for one write."""
-        if placeholder.where[0] not in self.writable:
+        if not self.writable[placeholder.where[0]]:
             self._writes[placeholder.where[0]] = 1
-            self.hold([placeholder.where[0]], writable=True)
+            self.hold([placeholder.where[0]], 0)
 
     def end_write(self, placeholder: LazyParam) -> None:
         """Keep this rank's shard of what was written."""
@@ -81,6 +81,7 @@ def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
     nn.Sequential, say), and a model may be larger than a rank's memory. The values are rank 0's.
     Initializers that run later write to the placeholders, inside and after the block, until an
     `Engine` takes them over: on every rank.
+    What is on the meta device when the block ends is not sharded: call to_empty() inside.
     Every rank must make the same modules in the same order. On one rank nothing is different.
 
     Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2.
@@ -138,7 +139,8 @@ def gathered(
         mesh: whose ranks, for parameters that are whole (stages 0 to 2); default the world.
 
     Raises:
-        PhaseError: at the end of the block, if a parameter was written without `modify`.
+        PhaseError: at the end of the block, if a parameter was written without `modify`; for a
+            block inside another one that has other values of `from_rank` for one unit (stage 3).
         LayoutError: for what is no parameter, or a rank that is not there.
 
     Example:
@@ -160,7 +162,8 @@ def gathered(
                 fix=f"give a rank of the mesh, in range({axis.size}).",
             )
         )
-    held = _hold([p for p in wanted if isinstance(p, LazyParam)], writable=modify)
+    source = from_rank if modify else None
+    held = _hold([p for p in wanted if isinstance(p, LazyParam)], source)
     full = [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
     before = [x._version for x in full]
     try:
@@ -168,7 +171,7 @@ def gathered(
     finally:
         written = [i for i, x in enumerate(full) if x._version != before[i]]
         for owner, units in held:
-            owner.let_go(units, from_rank if modify else None)
+            owner.let_go(units, source)
         whole = [p for p in wanted if not isinstance(p, LazyParam)]
         if modify and whole:
             with torch.no_grad():  # `copy_` tells the engine that they were written
@@ -185,7 +188,7 @@ def gathered(
         )
 
 
-def _hold(lazy: Sequence[LazyParam], *, writable: bool) -> list[tuple[Any, list[int]]]:
+def _hold(lazy: Sequence[LazyParam], source: int | None) -> list[tuple[Any, list[int]]]:
     """Gather the units of placeholders, by their gatherers."""
     units: dict[int, tuple[Any, list[int]]] = {}
     for p in lazy:
@@ -194,7 +197,7 @@ def _hold(lazy: Sequence[LazyParam], *, writable: bool) -> list[tuple[Any, list[
         if unit not in ids:
             ids.append(unit)
     for owner, ids in units.values():
-        owner.hold(ids, writable=writable)
+        owner.hold(ids, source)
     return list(units.values())
 
 

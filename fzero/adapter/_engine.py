@@ -190,6 +190,7 @@ class Engine(Access):
             self._driver.failed(error)
             raise
 
+    @torch._disable_dynamo
     def backward(self, loss: Any, gradient: Any = None, **options: Any) -> None:
         """`torch.autograd.backward(loss, gradient, **options)`; plain loss.backward() is as good.
 
@@ -228,6 +229,7 @@ class Engine(Access):
         with boundary.window(self._driver, "no_sync()"):
             yield
 
+    @torch._disable_dynamo
     def step(self) -> bool:
         """Update the parameters from the gradients, and clear those. A collective.
 
@@ -240,20 +242,10 @@ class Engine(Access):
                 optimizer; everything is then as before.
             LayoutError: when a parameter was replaced, moved or unfrozen, or `p.grad` written.
         """
-        boundary.require_outside(self._driver, "step()")
-        boundary.require_no_window(self._driver, "step()")
-        boundary.require_optimizer(self._driver)
-        self._driver.wait()
-        self._driver.drop_if_user_did()
-        counted, due = progress.call_step(
-            self.state.progress, self.options.updating.gradient_accumulation_steps
-        )
-        if due:
-            boundary.step(self._driver)
-        else:
-            self._driver.put(self.state.replace(progress=counted))
-        return due
+        every = self.options.updating.gradient_accumulation_steps
+        return boundary.call_step(self._driver, every)
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away every gradient since the last update. A collective, outside of a window.
 
@@ -300,10 +292,9 @@ class Engine(Access):
         if self.closed:
             return "Engine(closed)"
         layout, counted = self.state.setup.layout, self.state.progress
-        numel = sum(leaf.numel for leaf in layout.leaves)
         return (
             f"Engine({type(self.module).__name__}, stage={self.stage}, {self.axis}, "
-            f"{numel:,} parameters in {len(layout.groups)} groups, "
+            f"{sum(x.numel for x in layout.leaves):,} parameters in {len(layout.groups)} groups, "
             f"{self.state.setup.optimizer!r}, {int(self.state.step)} updates, "
             f"{counted.backwards} backwards since)"
         )

@@ -12,6 +12,7 @@ never comes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -122,6 +123,7 @@ class Events:
 
     # Backward.
 
+    @torch._disable_dynamo
     def _on_output(self, gradient: Tensor) -> None:
         task = self._task()
         if self.hooks.backward_active_depth and task == self._task_of_record:
@@ -136,6 +138,7 @@ class Events:
         self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
 
     def _hook_of(self, leaf: int) -> Callable[[Tensor], None]:
+        @torch._disable_dynamo
         def on_gradient(p: Tensor) -> None:
             if p.grad is not None:
                 if not self.hooks.backward_active_depth and not self._depth:
@@ -180,6 +183,7 @@ class Events:
         if not self.hooks.backward_active_depth:
             self._enter(self._task(), p)
 
+    @torch._disable_dynamo
     def _on_completed(self, task: int) -> None:
         self._nested, self._apart = None, False
         self._apply(hooks.graph_completed, graph_task_id=task)
@@ -230,7 +234,7 @@ class Events:
         for effect in effects:
             match effect:
                 case QueueCallback(task):
-                    self._queue(lambda task=task: self._on_completed(task))
+                    self._queue(functools.partial(self._on_completed, task))
                 case RunEpilogue():
                     if not self._callbacks:
                         self.hooks, _ = hooks.exit_backward(self.hooks)
@@ -264,6 +268,7 @@ class _Hook:
     def __init__(self, do: Callable[..., None]) -> None:
         self._do = do
 
+    @torch._disable_dynamo
     def __call__(self, *args: Any) -> None:
         self._do(*args)
 

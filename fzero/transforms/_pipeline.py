@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
+import torch
+
 from fzero.errors import LayoutError, PhaseError, explain
 
 P = ParamSpec("P")  # the arguments of a step
@@ -43,6 +45,7 @@ class Step(Generic[P, R]):
         self._around, self._init = around, init
         functools.update_wrapper(self, inner, updated=())
 
+    @torch._disable_dynamo
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the transformed function, with its own calling convention."""
         return self._around(self.inner, *args, **kwargs)

@@ -79,6 +79,7 @@ def grad_and_reduce(
     for one in states:
         check_alive(one)
 
+    @torch._disable_dynamo
     @functools.wraps(fn, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def loss_of(params: list[Any]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from fzero.collectives import gather_in_place, gather_many
@@ -25,6 +26,7 @@ from fzero.transforms._receive import boundary, settle
 from fzero.transforms._states import S, flatten_states
 
 
+@torch._disable_dynamo
 def apply_gradients(state: S) -> S:
     """Return the state after one update: p' = p + update(mean gradient), step' = step + 1.
 

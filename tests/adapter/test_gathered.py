@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine, gathered
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, PhaseError
 from tests.adapter.nets import Tied
 from tests.adapter.plain import STAGES
 from tests.adapter.unsharded import Odd, Unsharded, loss_of, same_update, seeded
@@ -179,3 +179,35 @@ def tied_body(rank: int, world_size: int) -> None:
 def test_a_tied_parameter_given_twice_is_one() -> None:
     run_ranks(tied_body, 1)
     run_ranks(tied_body, 2)
+
+
+def nested_body(rank: int, world_size: int) -> None:
+    last = world_size - 1
+    for stage in STAGES:
+        engine = Engine(seeded(Odd), ADAM, stage=stage)
+        module = engine.module
+        weight, bias = module.get_parameter("a.weight"), module.get_parameter("a.bias")
+        with gathered(weight, modify=True, from_rank=last) as (outer,), torch.no_grad():
+            outer.fill_(2.0 + rank)
+            with gathered(module) as fulls:
+                paths = [path for path, _ in module.named_parameters()]
+                assert torch.equal(fulls[paths.index("a.weight")], outer)
+            with gathered(bias, modify=True, from_rank=last) as (inner,):
+                inner.fill_(3.0 + rank)
+            weight.mul_(5.0)  # through the module, after blocks inside have ended
+        found = engine.full_parameters()
+        assert found["a.weight"].unique().tolist() == [5.0 * (2.0 + last)], f"stage {stage}"
+        assert found["a.bias"].unique().tolist() == [3.0 + last], f"stage {stage}"
+        if stage == 3 and world_size > 1:
+            with gathered(module):
+                with gathered(bias, modify=True), pytest.raises(PhaseError, match="same from_rank"):
+                    gathered(weight, modify=True, from_rank=last).__enter__()
+                with pytest.raises(LayoutError, match="modify=True"), torch.no_grad():
+                    bias.zero_()
+        assert not engine.memory_report().live_parameters
+        engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_blocks_of_gathered_inside_each_other_end_one_by_one(world_size: int) -> None:
+    run_ranks(nested_body, world_size)

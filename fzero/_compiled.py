@@ -1,0 +1,92 @@
+"""What torch.compile has in the place of a placeholder: a gather that is one op of its graph.
+
+    token -> fzero::whole -> values
+
+A token is a number in a tensor. It is what a graph is given for each placeholder, so that nothing
+is gathered while a graph is traced or its guards are checked. Where a kernel reads the placeholder,
+in the forward and in the backward, the graph has the op, which gathers when it runs. That way every
+backend (inductor as well) works on ordinary tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError, explain
+
+_numbers = itertools.count()
+_reads: weakref.WeakValueDictionary[int, Read] = weakref.WeakValueDictionary()
+
+
+class Read:
+    """How the values of one placeholder are read, for as long as that placeholder lives."""
+
+    __slots__ = ("__weakref__", "token", "values")
+
+    def __init__(self, values: Callable[[], Tensor]) -> None:
+        number = next(_numbers)
+        self.values, self.token = values, torch.tensor(number)
+        _reads[number] = self
+
+
+@torch.library.custom_op("fzero::whole", mutates_args=())
+def whole(
+    token: Tensor, number: int, shape: list[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The values behind a token: a copy, for a graph may reuse the memory of what its ops return.
+
+    number: counts the reads in a graph. Two of them are then never one common subexpression, whose
+    values would stay from the forward to the backward: each of the two gathers its own.
+    """
+    return _reads[int(token)].values().detach().clone(memory_format=torch.contiguous_format)
+
+
+@whole.register_fake
+def _(
+    token: Tensor, number: int, shape: list[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+class Traced:
+    """The gatherer of a placeholder that torch.compile traces: a read is an op of the graph."""
+
+    def __init__(self, token: Tensor, meta: Tensor, device: torch.device) -> None:
+        self.token, self._meta, self._device = token, meta, device
+        self._reads = itertools.count()
+
+    def leaf(self, group: int, position: int) -> Tensor:
+        """Return what the op gives."""
+        shape, dtype = list(self._meta.shape), self._meta.dtype
+        return whole(self.token, next(self._reads), shape, dtype, self._device)
+
+    def device_of(self, group: int) -> torch.device:
+        """Return where the values will be."""
+        return self._device
+
+    def leaves_of(self, group: int) -> Any:
+        """Nobody asks for them while a graph is traced."""
+        return ()
+
+    def begin_write(self, placeholder: Any, func: Any) -> NoReturn:
+        """Refuse: the graph would write to a copy."""
+        raise LayoutError(
+            explain(
+                f"a parameter of stage 3 is written in place inside a compiled function ({func}): "
+                f"{placeholder!r}; this rank holds a shard of it.",
+                cause="an in-place method (add_, copy_, ...) or an initializer inside "
+                "torch.compile.",
+                fix="in a loss, clone it first: losses are pure. To change a parameter of a "
+                "module, use `with fzero.adapter.gathered(module, modify=True)`, outside of what "
+                "is compiled.",
+            )
+        )
+
+    def end_write(self, placeholder: Any) -> None:
+        """Never called: see `begin_write`."""

@@ -7,7 +7,8 @@ moments, over W ranks:
     1, 2    P + 2 P / W         P / W + 2 B: the gradient that is made, and one on the wire
     3       3 P / W             P / W + 2 B, and 2 B: the unit in use, and the next one
 
-A gradient that is held already is P / W more. An update adds nothing, and clipping neither.
+A gradient that is held already is P / W more. An update adds nothing, and clipping neither. The
+first backwards of stage 3, which record the schedule, may hold a unit more.
 """
 
 from __future__ import annotations
@@ -93,20 +94,21 @@ class BySteps:
 
     def _step(self, state: TrainState, x: Tensor, backwards: int, allow: Take) -> Any:
         for number in range(backwards):
-            with allow(*promised(state.stage, number)):
+            with allow(*promised(state, number)):
                 grad = fzero.grad_and_reduce(lambda p, x: self.apply(p, x).square().mean(), state)
                 state, _ = grad(x)
-        with allow(*promised(state.stage, None)):
+        with allow(*promised(state, None)):
             state = fzero.apply_gradients(state)
         return state, None
 
 
-def promised(stage: int, number: int | None) -> tuple[float, str]:
+def promised(state: TrainState, number: int | None) -> tuple[float, str]:
     """The bound of the n-th backward of a step, or of its update."""
+    stage = state.stage
     if number is None:
         return resident(stage) + P / RANKS + SLACK, f"stage {stage}, the update"
-    held = P / RANKS if number else 0
-    return resident(stage) + held + backward(stage) + SLACK, f"stage {stage}, backward {number}"
+    more = (P / RANKS if number else 0) + (BUCKET if stage == 3 and not int(state.step) else 0)
+    return resident(stage) + more + backward(stage) + SLACK, f"stage {stage}, backward {number}"
 
 
 def train(driver: Any, x: Tensor, backwards: int, live: LiveBytes) -> None:
@@ -115,9 +117,9 @@ def train(driver: Any, x: Tensor, backwards: int, live: LiveBytes) -> None:
         driver.state, _ = driver.step(driver.state, x, backwards, live.at_most)
         return
     for number in range(backwards):
-        with live.at_most(*promised(driver.state.stage, number)):
+        with live.at_most(*promised(driver.state, number)):
             driver.backward(x)
-    with live.at_most(*promised(driver.state.stage, None)):
+    with live.at_most(*promised(driver.state, None)):
         driver.update()
 
 

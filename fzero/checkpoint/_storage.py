@@ -65,7 +65,7 @@ class _Writing(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _values(self._named, index)
+        return _apart(_values(self._named, index))
 
 
 class _Reading(dcp.DefaultLoadPlanner):
@@ -111,6 +111,16 @@ def _values(named: Named, index: MetadataIndex) -> Tensor:
     """Return the values that a plan's item means: a process has few pieces of one tensor."""
     assert index.offset is not None
     return next(p.values for p in named[index.fqn] if p.start == index.offset[0])
+
+
+def _apart(values: Tensor) -> Tensor:
+    """Return the same memory as a storage that has nothing else in it.
+
+    DCP copies what is a part of a larger storage, and keeps all copies until the file is written.
+    """
+    if values.device.type != "cpu":
+        return values
+    return torch.from_numpy(values.detach().view(torch.uint8).numpy()).view(values.dtype)
 
 
 def _with_dcp(run: Callable[..., None], pieces: Sequence[Piece], axis: Axis, *, doing: str) -> None:

@@ -69,7 +69,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, masters: bool) -> Bound:
         dtype = stepped_dtype(p.dtype, masters=masters)
         dims = 1 if elementwise else max(p.ndim, 1)
         if _learns(p) and (g, dtype, dims) not in kept:
-            like = torch.empty(0, dtype=dtype, device=p.device)
+            like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
             kept[g, dtype, dims] = _learned(instance, g, earlies[g], like, dims)
     instance.state.clear()  # what the constructor made; it is made again for the shards
     return Bound(

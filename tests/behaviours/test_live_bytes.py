@@ -7,7 +7,8 @@ moments, over W ranks:
     1, 2    P + 2 P / W         P / W + 2 B: the gradient that is made, and one on the wire
     3       3 P / W             P / W + 2 B, and 2 B: the unit in use, and the next one
 
-A gradient that is held already is P / W more. An update adds nothing, and clipping neither.
+A gradient that is held already is P / W more. An update adds nothing, and clipping neither. The
+first backwards of stage 3, which record the schedule, may hold a unit more.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ def layers(device: str = "cpu") -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-Take = Callable[[float, str], Any]
+Allow = Callable[[float, str], Any]
 
 
 class ByEngine:
+    """A step with `loss.backward()` and `engine.step()`."""
+
     def __init__(self, stage: int, **options: Any) -> None:
         self.engine = Engine(layers(), ADAMW, stage=stage, bucket_bytes=BUCKET, **options)
 
@@ -75,7 +78,6 @@ class BySteps:
 
     def __init__(self, stage: int, max_norm: float | None = None) -> None:
         self.apply, params = fzero.functionalize(layers("meta"))
-        self.calls: list[Any] = []
         step: Any = fzero.shard(
             fzero.clip(self._step, max_norm=max_norm),
             stage=stage,
@@ -91,22 +93,23 @@ class BySteps:
             initializer=lambda path, leaf: torch.ones(leaf.shape),
         )
 
-    def _step(self, state: TrainState, x: Tensor, backwards: int, allow: Take) -> Any:
+    def _step(self, state: TrainState, x: Tensor, backwards: int, allow: Allow) -> Any:
         for number in range(backwards):
-            with allow(*promised(state.stage, number)):
+            with allow(*promised(state, number)):
                 grad = fzero.grad_and_reduce(lambda p, x: self.apply(p, x).square().mean(), state)
                 state, _ = grad(x)
-        with allow(*promised(state.stage, None)):
+        with allow(*promised(state, None)):
             state = fzero.apply_gradients(state)
         return state, None
 
 
-def promised(stage: int, number: int | None) -> tuple[float, str]:
+def promised(state: TrainState, number: int | None) -> tuple[float, str]:
     """The bound of the n-th backward of a step, or of its update."""
+    stage = state.stage
     if number is None:
         return resident(stage) + P / RANKS + SLACK, f"stage {stage}, the update"
-    held = P / RANKS if number else 0
-    return resident(stage) + held + backward(stage) + SLACK, f"stage {stage}, backward {number}"
+    more = (P / RANKS if number else 0) + (BUCKET if stage == 3 and not int(state.step) else 0)
+    return resident(stage) + more + backward(stage) + SLACK, f"stage {stage}, backward {number}"
 
 
 def train(driver: Any, x: Tensor, backwards: int, live: LiveBytes) -> None:
@@ -115,9 +118,9 @@ def train(driver: Any, x: Tensor, backwards: int, live: LiveBytes) -> None:
         driver.state, _ = driver.step(driver.state, x, backwards, live.at_most)
         return
     for number in range(backwards):
-        with live.at_most(*promised(driver.state.stage, number)):
+        with live.at_most(*promised(driver.state, number)):
             driver.backward(x)
-    with live.at_most(*promised(driver.state.stage, None)):
+    with live.at_most(*promised(driver.state, None)):
         driver.update()
 
 
@@ -157,8 +160,8 @@ def test_a_step_holds_what_its_stage_and_its_schedule_promise(
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("kind", [ByEngine, BySteps])
 def test_one_bucket_more_on_the_wire_is_seen(kind: type) -> None:
-    """The bounds are tight: this fails if two more inputs of reductions could be alive unseen."""
-    for _, text in run_ranks(steps_of, RANKS, kind, 2, None, 3, raises=True):
+    """The bound is tight: it is broken where two reductions run at once, not one."""
+    for _, text in run_ranks(steps_of, RANKS, kind, 2, None, 2, raises=True):
         assert "bytes, at most" in text
 
 

@@ -304,14 +304,6 @@ def test_a_state_from_before_a_step_of_the_engine_is_used_up(
     fzero.full_params(trainer.state)
 
 
-def test_a_state_with_gradients_of_an_engine_is_not_saved(tmp_path: Path) -> None:
-    trainer = Trainer("engine", 2, "sgd", seed=1, loss=curved)
-    assert trainer.engine is not None
-    curved(trainer.engine(rows_of(0))).backward()
-    with pytest.raises(fzero.errors.PhaseError, match="between gradient and update"):
-        save(tmp_path, trainer.state)
-
-
 def test_another_rule_of_torch_is_refused_by_its_name(tmp_path: Path) -> None:
     params = {"w": torch.ones(3)}
     radam = fzero.optim.from_torch(torch.optim.RAdam)  # it has the slots of Adam

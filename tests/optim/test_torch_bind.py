@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import fzero
 from fzero.errors import LayoutError, PhaseError
 from fzero.optim import from_torch
 from fzero.state import NAMESPACE
@@ -148,3 +149,14 @@ def test_the_state_is_a_pytree() -> None:
     held: Any = state
     twice: Any = optree.tree_map(lambda x: torch.stack([x, x]), held, namespace=NAMESPACE)
     assert twice.slots["exp_avg"][0].shape == (2, 33) and twice.count.shape == (2,)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_state_is_made_from_parameters_without_values(stage: int) -> None:
+    """The rule is tried where the values will be: the meta device has none to compare."""
+    optimizer = from_torch(functools.partial(torch.optim.AdamW, lr=0.5, weight_decay=0.0))
+    params = {"w": torch.empty(3, device="meta")}
+    made = fzero.init(params, optimizer, stage=stage, initializer=lambda path, leaf: torch.ones(3))
+    state, _ = fzero.grad_and_reduce(lambda p: (2 * p["w"]).sum(), made)()
+    after = fzero.full_params(fzero.apply_gradients(state))["w"]
+    torch.testing.assert_close(after, torch.full((3,), 0.5))

@@ -160,6 +160,9 @@ def functionalize(
             to its weights in the forward (`max_norm`), has sparse gradients, or updates buffers
             while `buffers` is False.
 
+    Source: PyTorch, `torch.func.functional_call`, on a copy; Babuschkin et al., Haiku,
+    `haiku.transform`: a module as a pure function and its parameters.
+
     Example:
         >>> module = nn.Linear(2, 1)
         >>> apply, params = functionalize(module)

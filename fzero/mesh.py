@@ -6,7 +6,6 @@ import atexit
 import datetime
 import importlib
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -40,6 +39,15 @@ class Axis:
     """An axis of `size` ranks. Holds no handle, so that it can live in a treespec.
 
     `rank` is looked up when it is asked for: the same record is right on every rank.
+
+    Args:
+        name: by which a collective may be told the axis: psum(x, "dp").
+        size: the number of ranks, at least 1.
+        runtime: where the ranks live.
+        group_name: torch.distributed's name of the process group, for processes.
+
+    Raises:
+        AxisError: for fewer than one rank, and for several that nothing connects.
 
     Example:
         >>> axis = Axis(size=1)
@@ -110,10 +118,14 @@ def world() -> Axis:
     Inside `fzero.simulate` these are the virtual ranks; with a process group, its ranks. Without
     one, the group is started here (gloo for CPU tensors, and with GPUs nccl for CUDA tensors)
     under torchrun, and where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe several
-    ranks; else one local rank.
+    ranks; else one local rank. Collectives wait for `FZERO_TIMEOUT_S` seconds, 600 by default.
 
-    Raises `AxisError` where srun or mpirun started several processes, and the variables that say
-    how they find each other are not all set.
+    Returns:
+        The axis, named "dp". Where it starts the group, a collective.
+
+    Raises:
+        AxisError: where srun or mpirun started several processes, and the variables that say how
+            they find each other are not all set; for a variable that is no number.
 
     Example:
         >>> world().size
@@ -133,7 +145,18 @@ def world() -> Axis:
 
 
 def axis_of(mesh: DeviceMesh | Axis | None) -> Axis:
-    """Return the axis that `mesh` means: None is the world, a DeviceMesh must have one dim."""
+    """Return the axis that `mesh` means.
+
+    Args:
+        mesh: a DeviceMesh of one dim, whose name becomes the axis's; an axis; None for the world.
+
+    Raises:
+        AxisError: for anything else, and on a rank that is not in the mesh.
+
+    Example:
+        >>> axis_of(None).size, axis_of(Axis(name="shard", size=1)).name
+        (1, 'shard')
+    """
     if mesh is None:
         return world()
     if isinstance(mesh, Axis):
@@ -182,6 +205,7 @@ def own_group(axis: Axis, *, backend: str | None = None) -> Axis:
     ranks = dist.get_process_group_ranks(axis.group())
     local = len(ranks) < dist.get_world_size()  # only the ranks of the axis come here
     timeout = _timeout_of(axis.group())
+    backend = backend or dist.get_backend(axis.group())  # torch's default is that of the world
     group: Any = dist.new_group(
         ranks, timeout=timeout, backend=backend, use_local_synchronization=local
     )
@@ -197,13 +221,6 @@ def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
         except (RuntimeError, AttributeError):  # no such backend, or one without options
             continue
     return None
-
-
-def end_group(axis: Axis) -> None:
-    """End the process group that `own_group` made, unless it is gone. No collective."""
-    if axis.runtime is Runtime.PROCESSES and dist.is_initialized():
-        with suppress(AxisError):
-            dist.destroy_process_group(axis.group())
 
 
 def ambient() -> Axis:
@@ -228,7 +245,13 @@ def _running() -> list[Axis]:
 
 
 def axis_index() -> int:
-    """Return this rank's index on the ambient axis.
+    """Return r, this rank's index on the ambient axis: that of the step that runs, else the world.
+
+    Returns:
+        An int in range(axis_size()).
+
+    Raises:
+        AxisError: where the axis is not here, e.g. virtual ranks outside of `fzero.simulate`.
 
     Example:
         >>> axis_index()
@@ -238,7 +261,13 @@ def axis_index() -> int:
 
 
 def axis_size() -> int:
-    """Return the number of ranks on the ambient axis.
+    """Return W, the number of ranks on the ambient axis: of the step that runs, else the world.
+
+    Returns:
+        An int, at least 1.
+
+    Raises:
+        AxisError: as `world` does, where no step runs.
 
     Example:
         >>> axis_size()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -61,9 +60,8 @@ def pack_copied(layout: Layout, index: int, tensors: Sequence[Tensor | None]) ->
     if len(tensors) == 1 and like.numel() == layout.full_numel(index):
         return like.reshape(-1)
     given = [t for t in tensors if t is not None and t.is_contiguous()]
-    if len(given) == len(tensors) and list(group.offsets) == _behind(given)[:-1]:
-        padding = like.new_zeros(layout.full_numel(index) - _behind(given)[-1])
-        return torch.cat([t.view(-1) for t in (*given, padding)])
+    if len(given) == len(tensors):
+        return pack(layout, index, given)
     flat = like.new_empty(layout.full_numel(index))
     end = 0
     for leaf, offset, tensor in zip(group.leaves, group.offsets, tensors, strict=True):
@@ -75,11 +73,6 @@ def pack_copied(layout: Layout, index: int, tensors: Sequence[Tensor | None]) ->
             flat[offset:end].view(tensor.shape).copy_(tensor)
     flat[end:].zero_()
     return flat
-
-
-def _behind(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor begins and the last one ends, one behind the other."""
-    return [0, *accumulate(t.numel() for t in tensors)]
 
 
 class _Cut(torch.autograd.Function):

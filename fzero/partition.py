@@ -23,26 +23,40 @@ from fzero.packing import pack, unpack
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Group, Layout, Leaf
 
-Placing = Callable[[Sequence[int], int], tuple[tuple[int, ...], int]]
-"""(numels of a group's leaves, ranks) -> (offset of each, shard_numel).
+ALIGNMENT_BYTES = 16
+"""Where leaves and shards may start in a flat: vectorized CUDA kernels load 16 bytes at once, and
+tensors that start elsewhere take slower ones. A flat itself starts on more than that."""
 
-The seam for other partitioners: one that lets no leaf cross a shard border gives whole tensors
-to one rank, as matrix optimizers need.
+Placing = Callable[[Sequence[int], int, int], tuple[tuple[int, ...], int]]
+"""(numels of a group's leaves, ranks, alignment) -> (offset of each, shard_numel).
+
+`alignment` is that of `ALIGNMENT_BYTES` in elements. The seam for other partitioners: one that lets
+no leaf cross a shard border gives whole tensors to one rank, as matrix optimizers need.
 """
 
 
-def contiguous(numels: Sequence[int], ranks: int) -> tuple[tuple[int, ...], int]:
-    """Place leaves one behind the other; pad only the end.
+def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tuple[int, ...], int]:
+    """Place leaves one behind the other; each leaf, and each shard, starts on the alignment.
+
+    So a leaf is padded by less than `alignment` elements, and the end of the flat by less than
+    `ranks alignment`. On one rank no shard starts behind the first, so its end is not padded.
 
     Example:
-        >>> contiguous([3, 4], 2)
-        ((0, 3), 4)
+        >>> in_order([3, 4], 2, alignment=4)
+        ((0, 4), 4)
+        >>> in_order([3, 4], 1, alignment=4)
+        ((0, 4), 8)
     """
-    offsets, total = [], 0
+    offsets, end = [], 0
     for numel in numels:
-        offsets.append(total)
-        total += numel
-    return tuple(offsets), -(-total // ranks)
+        offsets.append(_rounded_up(end, alignment))
+        end = offsets[-1] + numel
+    shard_numel = -(-end // ranks)
+    return tuple(offsets), _rounded_up(shard_numel, alignment) if ranks > 1 else shard_numel
+
+
+def _rounded_up(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
 
 
 def unit_of(path: str) -> str:
@@ -71,15 +85,18 @@ def plan_layout(
     unit: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
-    placing: Placing = contiguous,
+    placing: Placing = in_order,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks.
 
-    Groups hold leaves of one dtype and one `kind(path)`, all trainable or all frozen. With
+    Leaves are numbered as they stand in `params`, those of a dict in its own order, in which a
+    model uses them more often than in that of the sorted names. Groups hold leaves of one dtype
+    and one `kind(path)`, all trainable or all frozen. With
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
     on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
-    make.
+    make. Within a group `placing` says where leaves and shards start; by default on a multiple of
+    16 bytes.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -91,7 +108,7 @@ def plan_layout(
         >>> params = {"a": torch.ones(3), "b": torch.ones(2, 2)}
         >>> layout = plan_layout(params, ranks=2, bucket_bytes=99)
         >>> [(g.offsets, g.shard_numel) for g in layout.groups]
-        [((0, 3), 4)]
+        [((0, 4), 4)]
     """
     for name, given in (("units", unit), ("trainable", trainable or unit)):
         if not callable(given):
@@ -103,7 +120,8 @@ def plan_layout(
                 )
             )
     paths, tensors, treespec = named_leaves(params)
-    leaves, slots = _unique_leaves(paths, tensors, trainable)
+    order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
+    leaves, slots = _unique_leaves(paths, tensors, order, trainable)
     if not (ranks > 1 if grouped is None else grouped):
         members = [[i] for i in range(len(leaves))]
         names = [leaf.path for leaf in leaves]
@@ -213,12 +231,28 @@ def _problem_with(leaf: object) -> str:
     return "a complex tensor" if leaf.is_complex() else ""
 
 
+def _in_order(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, those of a dict in its own order; optree sorts the keys."""
+    if optree.tree_is_leaf(tree, namespace=NAMESPACE):
+        return [tree]
+    children, _, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+    if isinstance(tree, dict):
+        at = dict(zip(entries, children, strict=True))
+        children = [at[key] for key in tree]
+    return [leaf for child in children for leaf in _in_order(child)]
+
+
 def _unique_leaves(
-    paths: list[str], tensors: list[Tensor], trainable: Callable[[str], bool] | None
+    paths: list[str],
+    tensors: list[Tensor],
+    order: Sequence[int],
+    trainable: Callable[[str], bool] | None,
 ) -> tuple[tuple[Leaf, ...], tuple[int, ...]]:
     seen: dict[Any, int] = {}
-    leaves, slots = [], []
-    for path, tensor in zip(paths, tensors, strict=True):
+    leaves: list[Leaf] = []
+    slots = [0] * len(order)
+    for position in order:
+        path, tensor = paths[position], tensors[position]
         index = seen.setdefault(_identity(tensor), len(leaves))
         learns = _learns(path, tensor, trainable)
         if index == len(leaves):
@@ -234,7 +268,7 @@ def _unique_leaves(
                     fix="freeze both, or neither.",
                 )
             )
-        slots.append(index)
+        slots[position] = index
     return tuple(leaves), tuple(slots)
 
 
@@ -291,10 +325,12 @@ def _by_unit(
 def _group(
     name: str, leaves: Sequence[Leaf], ids: Sequence[int], ranks: int, placing: Placing
 ) -> Group:
-    offsets, shard_numel = placing([leaf.numel for leaf in leaves], ranks)
+    dtype = leaves[0].dtype
+    numels = [leaf.numel for leaf in leaves]
+    offsets, shard_numel = placing(numels, ranks, ALIGNMENT_BYTES // dtype.itemsize)
     return Group(
         name=name,
-        dtype=leaves[0].dtype,
+        dtype=dtype,
         trainable=leaves[0].trainable,
         leaves=tuple(ids),
         offsets=offsets,

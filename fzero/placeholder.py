@@ -127,6 +127,18 @@ class LazyParam(torch.Tensor):
         """Raise `LayoutError`: there is no memory to share."""
         raise self._not_here("shared")
 
+    def data_ptr(self) -> int:
+        """Raise `LayoutError`: there is no memory, and a kernel would read at address 0."""
+        raise LayoutError(
+            explain(
+                f"the address of {self!r} was asked for; this rank has only a shard of it.",
+                cause="a kernel that takes an address (Triton, a C++ extension, ctypes) was given "
+                "a parameter of stage 3.",
+                fix="give it `p.clone()`, which has gathered values, and gradients go through it; "
+                "`p.detach().clone()` if it needs none.",
+            )
+        )
+
     def untyped_storage(self) -> Any:
         """Raise `LayoutError`: there is no memory to write to a file."""
         if torch.compiler.is_compiling():  # which describes it, and writes nothing

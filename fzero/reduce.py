@@ -6,8 +6,8 @@
       it is over                    / W -> rows, in the dtype in which gradients add up
 
 A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
-together. Below stage 3 buckets start in one fixed order on every rank, so ranks may use other
-parameters, or use them in another order. At stage 3 the `Sequencer` says when.
+together. The `Sequencer` says which one may start, in one order on every rank, so ranks may use
+other parameters, or use them in another order.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3 (buckets in one order).
 """
@@ -109,19 +109,14 @@ class Reducer:
     ) -> None:
         self.setups, self.axis, self._devices = setups, axis, devices
         self.keeps = [False for _ in setups]
-        self.before_first: Callable[[], None] | None = None  # called before anything starts
-        self.on_full: Callable[[int], None] = self._in_turn
+        self.on_full: Callable[[int], None] = self.start  # set by the sequencer of a pass
         self.rows: list[dict[int, Tensor]] = [{} for _ in setups]
-        self.received = 0  # gradients of leaves since `begin`
+        self.received = 0  # gradients of leaves since `keep`
         self._groups: list[dict[int, _Group]] = []
         self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
         self._where: list[dict[int, tuple[int, _Group, int]]] = []
         for number, setup in enumerate(setups):
             self._add(number, setup)
-        backwards = range(len(self._units) - 1, -1, -1)  # the last layers come first
-        self._order = list(backwards)
-        self._turn = len(self._order)
-        self._full: set[int] = set()
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._local = axis.runtime is Runtime.LOCAL
 
@@ -174,22 +169,16 @@ class Reducer:
         if len(indices) == 1 or all(self._groups[state][i].full for i in indices):
             self.on_full(unit)
 
-    def _in_turn(self, unit: int) -> None:
-        """Start what is full, as far as all that comes before it in the order is, too."""
-        self._full.add(unit)
-        while self._turn < len(self._order) and self._order[self._turn] in self._full:
-            self._turn += 1
-            self.start(self._order[self._turn - 1])
-
     # Collectives.
 
     def start(self, unit: int, *, mine: bool = True) -> None:
-        """Start the reduction of a unit, with zeros where this rank has nothing. A collective."""
+        """Start the reduction of a unit, with zeros where this rank has nothing. A collective.
+
+        Not `mine`: another rank asked for it, and what this rank has of it stays here.
+        """
         state, indices = self._units[unit]
-        if not indices or self.keeps[state]:
+        if not indices or (mine and self.keeps[state]):
             return
-        if self.before_first is not None:
-            self.before_first()
         setup = self.setups[state]
         sharded = setup.gradients is Placement.SHARDED
         while sharded and len(self._flights) >= IN_FLIGHT:
@@ -224,12 +213,6 @@ class Reducer:
             rows[index] = mean if held is None else held.add_(mean)
 
     # The end of a backward.
-
-    def flush(self) -> None:
-        """Below stage 3: start every bucket that has not started, in the order."""
-        while self._turn < len(self._order):
-            self._turn += 1
-            self.start(self._order[self._turn - 1])
 
     def give(self, state: int, flats: dict[int, Tensor]) -> None:
         """Take whole local gradients of a state, {group: [W l]}: what has waited in a window."""
@@ -267,13 +250,14 @@ class Reducer:
         rows, self.rows[state] = self.rows[state], {}
         return rows
 
-    def begin(self) -> None:
-        """A backward begins: nothing is here, and it is the first bucket's turn."""
-        self._turn, self._full, self.received = 0, set(), 0
+    def keep(self, keeps: Sequence[bool]) -> None:
+        """From here on, gradients of the states that `keeps` stay here. None has come yet."""
+        self.keeps, self.received = list(keeps), 0
 
-    def end(self) -> None:
-        """The backward is over: what comes now waits for the next one."""
-        self._turn, self._full, self.received = len(self._order), set(), 0
+    @property
+    def backwards(self) -> Sequence[int]:
+        """The units in the order in which a backward completes them, nearly: the last one first."""
+        return range(len(self._units) - 1, -1, -1)
 
     def drop(self) -> None:
         """Forget what this backward has brought. Starts nothing; waits for what was started."""

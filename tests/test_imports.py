@@ -24,6 +24,7 @@ LEVELS = (
     ("packing", "placeholder"),
     ("collectives", "partition"),
     ("gather", "reduce", "functional", "optim"),
+    ("replay",),
     ("sequence",),
     ("transforms",),
     ("adapter",),
@@ -38,7 +39,7 @@ COLLECTIVE = re.compile(
 )
 COMMUNICATION = ("torch.distributed.", "torch.ops.c10d", "torch.ops._c10d", "torch.ops._dtensor")
 
-MAX_FILE_LINES = 370
+MAX_FILE_LINES = 330
 MAX_FUNCTION_LINES = 45  # lines with code: no docstring, comment or blank
 MAX_FIELDS = 8
 
@@ -194,12 +195,7 @@ def test_only_collectives_communicate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", HOUSE, ids=_id)
-def test_files_functions_and_records_are_small_and_ascii(
-    path: Path, request: pytest.FixtureRequest
-) -> None:
-    if _id(path) == "fzero/adapter/_engine.py":
-        why = "the engine is one file of 800 lines; it waits to be split by concept"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+def test_files_functions_and_records_are_small_and_ascii(path: Path) -> None:
     assert broken_caps(path.read_text(encoding="utf-8")) == []
 
 
@@ -272,8 +268,8 @@ def test_the_communication_check_sees(source: str, uses: list[str]) -> None:
 @pytest.mark.parametrize(
     ("source", "broken"),
     [
-        ("x = 1\n" * 371, ["371 lines"]),
-        ("x = 1\n" * 370, []),
+        ("x = 1\n" * 331, ["331 lines"]),
+        ("x = 1\n" * 330, []),
         ("def f():\n" + "    x = 1\n" * 45, ["f: 46 lines of code"]),
         ('def f():\n    """D.\n\n    E.\n    """\n' + "    x = 1\n\n    # y\n" * 44, []),
         ("async def f(): 'caf\u00e9'", ["line 1: not ASCII"]),

@@ -66,16 +66,57 @@ def test_every_tensor_is_stored_once_in_a_group_of_its_kind(
 
 
 @given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets)
-def test_padding_is_zero_at_the_end_and_less_than_the_ranks(
+def test_padding_is_zero_and_less_than_16_bytes_for_each_leaf_and_each_shard(
     tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
     layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
     for index, (group, flat) in enumerate(zip(layout.groups, flatten(layout, tree), strict=True)):
         numels = [layout.leaves[i].numel for i in group.leaves]
-        assert group.offsets == tuple(sum(numels[:i]) for i in range(len(numels)))
         assert flat.shape == (layout.full_numel(index),) == (ranks * group.shard_numel,)
-        assert 0 <= flat.numel() - sum(numels) < ranks
-        assert not flat[sum(numels) :].any()
+        padded = (flat.numel() - sum(numels)) * flat.itemsize
+        assert 0 <= padded < 16 * (len(numels) + (ranks if ranks > 1 else 0))
+        rest = torch.ones(flat.shape, dtype=torch.bool)
+        for offset, numel in zip(group.offsets, numels, strict=True):
+            rest[offset : offset + numel] = False
+        assert not flat.detach()[rest].any()
+
+
+@given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets)
+def test_every_leaf_and_every_shard_starts_on_16_bytes(
+    tree: Any, ranks: int, bucket_bytes: int | None
+) -> None:
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
+    for index, flat in enumerate(flatten(layout, tree)):
+        held = flat.detach().clone()
+        shards = [shard_rows(held, ranks, rank) for rank in range(ranks)]
+        for x in (*unpack(layout, index, held), *shards):
+            assert x.data_ptr() % 16 == 0 or not x.numel()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "offsets", "shard_numel"),
+    [
+        (torch.float64, 3, (0, 6, 6, 8), 4),  # 9 elements, 3 on each of 3 ranks: rounded up to 4
+        (torch.float32, 2, (0, 8, 8, 12), 8),  # 13 elements, 7 on each of 2 ranks
+        (torch.bfloat16, 2, (0, 8, 8, 16), 16),
+        (torch.uint8, 4, (0, 16, 16, 32), 16),
+        (torch.float32, 1, (0, 8, 8, 12), 13),  # one shard: it starts where the flat does
+    ],
+    ids=str,
+)
+def test_the_offsets_of_a_matrix_an_empty_leaf_a_vector_and_a_scalar(
+    dtype: torch.dtype, ranks: int, offsets: tuple[int, ...], shard_numel: int
+) -> None:
+    shapes = [(5,), (0,), (1, 2), ()]
+    params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    layout = plan_layout(params, ranks=ranks, bucket_bytes=99, grouped=True)
+    assert [(g.offsets, g.shard_numel) for g in layout.groups] == [(offsets, shard_numel)]
+
+
+def test_leaves_of_one_rank_are_not_padded() -> None:
+    params = [torch.ones(shape) for shape in [(3,), (), (0,)]]
+    layout = plan_layout(params, ranks=1)
+    assert [(g.offsets, g.shard_numel) for g in layout.groups] == [((0,), 3), ((0,), 1), ((0,), 0)]
 
 
 @given(tree=trees(empty=True), ranks=many, bucket_bytes=st.integers(1, 300))
@@ -108,9 +149,18 @@ def test_units_can_be_chosen_by_the_path() -> None:
     params = {"enc": [torch.ones(2), torch.ones(3)], "dec": torch.ones(1)}
     layout = plan_layout(params, ranks=2, unit=lambda path: path.split(".")[0])
     assert [(group.name, group.leaves) for group in layout.groups] == [
-        ("dec", (0,)),
-        ("enc", (1, 2)),
+        ("enc", (0, 1)),
+        ("dec", (2,)),
     ]
+
+
+def test_leaves_of_a_dict_come_in_its_own_order_as_a_module_has_them() -> None:
+    layers = [torch.ones(n) for n in range(1, 12)]
+    params = {f"layers.{n}.w": layer for n, layer in enumerate(layers)}
+    layout = plan_layout({"embed": {"w": torch.ones(3)}, "blocks": params}, ranks=2)
+    assert [leaf.path for leaf in layout.leaves] == ["embed.w", *(f"blocks.{p}" for p in params)]
+    again = unflatten(layout, flatten(layout, {"blocks": params, "embed": {"w": torch.ones(3)}}))
+    assert all(torch.equal(again["blocks"][path], layer) for path, layer in params.items())
 
 
 def test_paths_name_dict_keys_indices_and_fields() -> None:
@@ -150,9 +200,9 @@ def test_what_learns_is_floating_requires_grad_and_passes_the_predicate() -> Non
     assert {x.path for x in layout.leaves if x.trainable} == {"head"}
 
 
-def owners(numels: Sequence[int], ranks: int) -> tuple[tuple[int, ...], int]:
+def owners(numels: Sequence[int], ranks: int, alignment: int) -> tuple[tuple[int, ...], int]:
     """Another placing: leaf i whole on rank i."""
-    shard_numel = max(numels)
+    shard_numel = -(-max(numels) // alignment) * alignment
     return tuple(rank * shard_numel for rank in range(len(numels))), shard_numel
 
 

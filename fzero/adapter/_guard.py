@@ -14,12 +14,16 @@ from fzero.errors import PhaseError, explain
 class Guard:
     """What `step` and `state_dict` of an optimizer do while an engine has it: they raise."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer | None) -> None:
         self._steps = False
-        self._handles = [
-            optimizer.register_step_pre_hook(self._require_engine),
-            optimizer.register_state_dict_pre_hook(_refuse_state_dict),
-        ]
+        self._handles = (
+            []
+            if optimizer is None
+            else [
+                optimizer.register_step_pre_hook(self._require_engine),
+                optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+            ]
+        )
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

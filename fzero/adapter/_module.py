@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.packing import unpack
-from fzero.placeholder import in_place_of
+from fzero.placeholder import LazyParam, in_place_of
 from fzero.state import Layout
 
 
@@ -87,6 +87,8 @@ class ModuleParameters:
         module = self.module.get_submodule(owner)
         if getattr(module, name) is not p:
             setattr(module, name, p)
+        if isinstance(module, nn.RNNBase):
+            _keep_apart(module, isinstance(p, LazyParam))
 
     # What may have happened to them since.
 
@@ -97,7 +99,7 @@ class ModuleParameters:
                 owner._parameters,
                 name,
                 p,
-                p.data_ptr(),
+                Tensor.data_ptr(p),
                 f"{prefix}.{name}".lstrip("."),
                 p.requires_grad,
             )
@@ -111,7 +113,7 @@ class ModuleParameters:
         for held, name, p, pointer, path, learns in self._known:
             if held.get(name) is not p:
                 seen, cause = "is another tensor now than", "an assignment after Engine(...)"
-            elif p.data_ptr() != pointer:
+            elif Tensor.data_ptr(p) != pointer:
                 seen, cause = "has other memory now than", "`p.data = x` after Engine(...)"
             elif not learns and p.requires_grad:
                 seen, cause = "requires grad now, unlike", "requires_grad_(True) after Engine(...)"
@@ -145,6 +147,22 @@ def free_to_swap(module: nn.Module) -> Iterator[None]:
         for part in recurrent:
             weights = part._flat_weights
             part._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
+
+
+def _keep_apart(module: nn.RNNBase, lazy: bool) -> None:
+    """Let `flatten_parameters` of a recurrent module do nothing while its weights are `lazy`.
+
+    On CUDA it asks for their addresses, to move them into one block. `module.to(device)` calls it,
+    and so do forwards that were written for nn.DataParallel.
+    """
+    if lazy:
+        vars(module)["flatten_parameters"] = _leave_as_they_are
+    else:
+        vars(module).pop("flatten_parameters", None)
+
+
+def _leave_as_they_are() -> None:
+    """Stand in for `RNNBase.flatten_parameters`."""
 
 
 def require_plain(module: Any, is_taken: Callable[[Tensor], bool]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from fzero.errors import LayoutError, explain
 from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
+from fzero.transforms.init import check_reshard
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -38,9 +40,29 @@ class Options:
     leaf_modules: LeafSpec | None
 
 
-def require_options(options: Options) -> Options:
-    """Return `options`; raise `LayoutError`, naming the option, for a value out of range."""
+def options_of(**given: Any) -> Options:
+    """Return the options of `Engine(...)` in their groups, unchecked."""
+    names = {name for kind in (Updating, Reduction, Gathering) for name in _names(kind)}
+    return Options(
+        updating=Updating(**_of(Updating, given)),
+        reduction=Reduction(**_of(Reduction, given)),
+        gathering=Gathering(**_of(Gathering, given)),
+        **{name: value for name, value in given.items() if name not in names},
+    )
+
+
+def _names(kind: type) -> list[str]:
+    return [one.name for one in fields(kind)]
+
+
+def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in _names(kind) if name in given}
+
+
+def require_options(options: Options) -> None:
+    """Raise `LayoutError`, naming the option, for a value out of range."""
     updating, reduction = options.updating, options.reduction
+    check_reshard(options.gathering.reshard_after_forward)
     for given, names in (
         (updating, ("master_weights", "average_micro_batches")),
         (reduction, ("contiguous_gradients", "overlap", "ordered")),
@@ -65,7 +87,6 @@ def require_options(options: Options) -> Options:
     wanted = "a fzero.adapter.LeafSpec(classes=..., names=..., name_suffixes=...)"
     leaves = options.leaf_modules
     _require("leaf_modules", leaves, lambda x: x is None or isinstance(x, LeafSpec), wanted)
-    return options
 
 
 def _require(name: str, value: Any, good: Any, wanted: str) -> None:

@@ -24,7 +24,7 @@ class LossScale:
 
     def require(self, outer_task: int | None) -> None:
         """A parameter gets a gradient: raise `PhaseError` if it is not that of a scaled loss."""
-        if self._task in (current_graph_task(), outer_task):
+        if self._scale == 1.0 or self._task in (current_graph_task(), outer_task):
             return
         raise PhaseError(
             explain(

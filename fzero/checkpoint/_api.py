@@ -18,6 +18,8 @@ from fzero.checkpoint._everywhere import everywhere, first_of, gathered
 from fzero.checkpoint._files import digest, require_path, require_whole, sweep
 from fzero.checkpoint._held import Held, held_states, require_closed, require_idle, restack
 from fzero.checkpoint._manifest import (
+    COUNT,
+    STEP,
     Manifest,
     as_extra,
     describe,
@@ -58,10 +60,17 @@ def save(path: PathLike, state: TrainState, *, extra: Mapping[str, Any] | None =
 
     With virtual ranks, save the stacked state, outside `fzero.simulate`.
 
-    Raises `PhaseError` for a state between gradient and update, `DonatedError` for a used-up
-    one, `LayoutError` for an empty path, or an `extra` or an optimizer state that cannot be saved,
-    `AxisError` when the ranks save at different steps or paths, `CheckpointError` when the disk
-    does not take it.
+    Args:
+        path: a folder, which is made if it is not there; other files in it stay.
+        state: one state, idle: no gradient is held.
+        extra: anything that belongs to the checkpoint and that JSON can hold.
+
+    Raises:
+        PhaseError: for a state between gradient and update.
+        DonatedError: for a used-up one.
+        LayoutError: for an empty path, or an `extra` or an optimizer state that cannot be saved.
+        AxisError: when the ranks save at different steps or paths.
+        CheckpointError: when the disk does not take it.
 
     Example:
         >>> import tempfile, torch, fzero
@@ -107,8 +116,17 @@ def load(path: PathLike, state: TrainState) -> TrainState:
     size and checksum of each file. The tensors' index is a pickle of torch.distributed.checkpoint:
     load only what you trust.
 
-    Raises `LayoutError` for another model or optimizer, naming every difference, `CheckpointError`
-    for a missing or damaged checkpoint, `PhaseError` inside a coalesced step.
+    Args:
+        path: what was given to `save`.
+        state: one state, for its layout; with virtual ranks a stacked one.
+
+    Returns:
+        The new state, without gradients, at the step that was saved.
+
+    Raises:
+        LayoutError: for another model or optimizer, naming every difference.
+        CheckpointError: for a missing or damaged checkpoint.
+        PhaseError: inside a coalesced step.
 
     Example:
         >>> import tempfile, torch, fzero
@@ -152,7 +170,23 @@ def load(path: PathLike, state: TrainState) -> TrainState:
 def read_extra(path: PathLike) -> dict[str, Any]:
     """Return the `extra` that was given to `save`. No collective; needs no state.
 
-    Raises `CheckpointError` if there is no good checkpoint at `path`.
+    Args:
+        path: what was given to `save`.
+
+    Returns:
+        The dict, as JSON gives it back: tuples are lists, keys are strings.
+
+    Raises:
+        CheckpointError: if there is no good checkpoint at `path`.
+        LayoutError: for an empty path.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1), stage=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fzero.checkpoint.save(folder, state, extra={"epoch": 3})
+        ...     fzero.checkpoint.read_extra(folder)
+        {'epoch': 3}
     """
     require_path("read_extra", path)
     return read_manifest(Path(path)).extra
@@ -222,6 +256,7 @@ def _filled(
         for name, value in saved.counters.items()
         if name != "step"
     }
+    counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     params = tuple(next(values) for _ in state.params.flats)
     leaves, treespec = optree.tree_flatten(state.optimizer, namespace=NAMESPACE)
     return state.replace(

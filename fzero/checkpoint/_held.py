@@ -112,7 +112,8 @@ def _check_alive(name: str, state: TrainState) -> None:
                 explain(
                     f"{name}: this state was donated: the parameters of {group.name} belong to a "
                     "newer state now.",
-                    cause="a state was used again after a step made with shard(..., donate=True).",
+                    cause="a state was used again after a step made with shard(..., donate=True), "
+                    "or after engine.step().",
                     fix="use the state that the step returned, or a new one from init.",
                 )
             )

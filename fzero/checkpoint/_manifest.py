@@ -21,6 +21,7 @@ from fzero.state import NAMESPACE, TrainState
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
+COUNT, STEP = "count", "step"  # updates made; what Adam counts: the same number, unless it was set
 _SHOWN = 8  # differences that an error lists
 
 
@@ -54,8 +55,7 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
             "stage": setup.stage,
             "ranks": layout.ranks,
             "torch": torch.__version__,
-            # The rule's name without its options: those may change from run to run.
-            "optimizer": repr(setup.optimizer).partition("(")[0],
+            "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
         },
         leaves={
             name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"
@@ -85,8 +85,7 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
     for slot in sorted({*saved.slots, *wanted.slots}):
         inside = _differences(saved.slots.get(slot, {}), wanted.slots.get(slot, {}))
         different += [f"slot {slot} of {line}" for line in inside]
-    counted = [dict.fromkeys(m.counters, "a number") for m in (saved, wanted)]
-    different += [f"counter {line}" for line in _differences(*counted)]
+    different += [f"counter {line}" for line in _counted_differently(saved, wanted)]
     if different:
         raise LayoutError(
             explain(
@@ -98,6 +97,17 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
                 "fzero.init(fzero.full_params(loaded), other, stage=...). Nothing was changed.",
             )
         )
+
+
+def _counted_differently(saved: Manifest, wanted: Manifest) -> Iterator[str]:
+    """Say which counters one has and the other has not, but for a step that is the count."""
+    step, count = f"optimizer/{STEP}", f"optimizer/{COUNT}"
+    theirs, ours = saved.counters, wanted.counters
+    implied = count in theirs and count in ours and theirs.get(step, theirs[count]) == theirs[count]
+    names = [
+        [name for name in counters if not (implied and name == step)] for counters in (theirs, ours)
+    ]
+    return _differences(*(dict.fromkeys(some, "a number") for some in names))
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ more than that of a leaf that is not its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import optree
@@ -64,16 +64,17 @@ def leaf_names(layout: Layout) -> list[str]:
 
 
 def optimizer_roles(state: TrainState) -> list[Role]:
-    """Return the role of every leaf of the state's optimizer state."""
+    """Return the role of every leaf of the state's optimizer state, by its name in a checkpoint."""
     layout = state.setup.layout
     sharded = state.setup.optimizer_state is Placement.SHARDED
-    return roles_of(
-        state.optimizer,
-        [
-            layout.groups[i].shard_numel if sharded else layout.full_numel(i)
-            for i in layout.trainable
-        ],
-    )
+    numels = [
+        layout.groups[i].shard_numel if sharded else layout.full_numel(i) for i in layout.trainable
+    ]
+    names = state.setup.optimizer.saved_names(state.optimizer, layout.leaves)
+    return [
+        replace(role, name=names.parts.get(role.name, role.name), idle=role.name in names.idle)
+        for role in roles_of(state.optimizer, numels)
+    ]
 
 
 def rows_of(state: TrainState, roles: Sequence[Role], rank: int) -> list[Rows]:

@@ -32,6 +32,7 @@ class Role:
 
     name: str  # of the slot or the counter: the same in every layout
     position: int | None = None  # of a slot: which trainable group; None: a counter
+    idle: bool = False  # a counter of parameters that never learn: its value says nothing
 
 
 def roles_of(optimizer: Any, numels: Sequence[int]) -> list[Role]:
@@ -59,7 +60,7 @@ def counters_of(roles: Sequence[Role], leaves: Sequence[Any]) -> dict[str, int |
     """Return the value of every counter. Raises `LayoutError` if two of one name differ."""
     found: dict[str, int | float | bool] = {}
     for role, leaf in zip(roles, leaves, strict=True):
-        if role.position is not None:
+        if role.position is not None or role.idle:
             continue
         value = leaf.item() if isinstance(leaf, Tensor) else leaf
         if found.setdefault(role.name, value) != value:

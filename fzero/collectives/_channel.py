@@ -20,13 +20,13 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from fzero.collectives import _lowering as lowering
-from fzero.errors import AxisError, MismatchError, PeerFailedError, PhaseError, explain
+from fzero.collectives._round import Kind, Message, What, has_asked, is_over, mismatch
+from fzero.errors import AxisError, PeerFailedError, PhaseError, explain
 from fzero.mesh import Axis, Runtime, own_group
 from fzero.virtual import current_ranks
 
@@ -40,42 +40,15 @@ _MANY = 2**24
 """More units than a state has."""
 
 
-class Kind(IntEnum):
-    """What a rank says in a round."""
-
-    FAILED = 0
-    DONE = 1
-    ASK = 2
-    PASS = 3
-    CALL = 4
-
-
-class What(IntEnum):
-    """Which collective of a unit a rank asks for."""
-
-    GATHER = 0
-    REDUCE = 1
-
-
-class Message(NamedTuple):
-    """What one rank says in one round.
-
-    `digest` stands for what must be equal to go together, `hint` for the order of collectives that
-    the rank expects. `served`: ranks that make a call take part in this pass.
-    """
-
-    kind: Kind
-    digest: int
-    hint: int
-    served: int
-    codes: tuple[int, ...]
-
-
 class Member(Protocol):
     """Whoever has units: the channel asks it to take part in a collective that a rank needs."""
 
     def serve(self, what: What, unit: int) -> None:
         """Take part in that collective with what this rank has of the unit."""
+        ...
+
+    def give_way(self) -> None:
+        """Another member's pass begins or asks in the middle of its own: end its plan first."""
         ...
 
     def meet(self) -> None:
@@ -213,8 +186,8 @@ class Channel:
         while True:
             self.post(Kind.DONE, hint=int(asked))
             messages = self.read()
-            if _is_over(messages):
-                return _has_asked(messages)
+            if is_over(messages):
+                return has_asked(messages)
             self._serve(messages)
 
     def tell(self, value: Any) -> list[Any]:
@@ -237,7 +210,7 @@ class Channel:
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
             self._serve(messages)
-            if _is_over(messages) and _has_asked(messages):
+            if is_over(messages) and has_asked(messages):
                 self.tell(None)  # those that end their pass tell each other what they did
 
     def fail(self) -> None:
@@ -268,40 +241,7 @@ class Channel:
 
     def _raise_mismatch(self) -> None:
         self.ended_in_error = True
-        texts = lowering.gather_objects(self._text, self.axis)
-        lines = [text.splitlines() for text in texts]
-        first = lines[0]
-        rank, other = next((r, t) for r, t in enumerate(lines) if t != first)
-        at = next(
-            i for i in range(max(len(first), len(other))) if first[i : i + 1] != other[i : i + 1]
-        )
-        raise MismatchError(
-            explain(
-                f"the ranks make different calls: rank 0 {_named(first, at)}, "
-                f"rank {rank} {_named(other, at)}.",
-                cause="a call under `if rank == 0:`, one step more on some ranks, or an option "
-                "that differs by rank.",
-                fix="make the same calls, with the same options, on every rank. Nothing was "
-                "changed.",
-            )
-        )
-
-
-def _is_over(messages: Sequence[Message]) -> bool:
-    """Whether no rank is in a pass any more."""
-    return all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages)
-
-
-def _has_asked(messages: Sequence[Message]) -> bool:
-    """Whether a rank that ends its pass has asked for a collective in it."""
-    return any(message.hint for message in messages if message.kind is Kind.DONE)
-
-
-def _named(lines: Sequence[str], at: int) -> str:
-    """The call, and the line of it that differs."""
-    if at == 0:
-        return lines[0] if lines else "nothing"
-    return f"{lines[0]} with {lines[at] if at < len(lines) else 'nothing'}"
+        raise mismatch(lowering.gather_objects(self._text, self.axis))
 
 
 _OPEN: dict[tuple[int, ...], Channel] = {}

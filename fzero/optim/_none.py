@@ -11,6 +11,7 @@ from torch import Tensor
 from fzero.errors import PhaseError, explain
 from fzero.optim._optimizer import Piece
 from fzero.state.layout import Leaf
+from fzero.state.setup import SavedNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,13 @@ class NoOptimizer:
         """Raise `PhaseError`."""
         raise no_optimizer()
 
-    def describe(self, leaves: Sequence[Leaf]) -> list[str]:
+    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
         """What ranks compare."""
         return ["no optimizer"]
+
+    def saved_names(self, state: Any, leaves: Sequence[Leaf]) -> SavedNames:
+        """What a checkpoint calls it."""
+        return SavedNames(rule="no optimizer")
 
     def __repr__(self) -> str:
         return "no optimizer"

@@ -16,6 +16,7 @@ from fzero.optim._rules import Rule, has_kernel
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
 from fzero.state.layout import Leaf
+from fzero.state.setup import SavedNames
 
 LeafTest = Callable[[Leaf], bool]
 Schedule = Callable[[int], float]
@@ -184,6 +185,11 @@ class Optimizer:
                 shown = ", ".join(f"{key}={_shown(value)}" for key, value in changes.items())
                 lines.append(f"optimizer of {leaf.path}: {shown}")
         return lines
+
+    def saved_names(self, state: OptimizerState, leaves: Sequence[Leaf]) -> SavedNames:
+        """What a checkpoint calls the rule and its moments."""
+        moments = enumerate(self.rule.moments)
+        return SavedNames(rule=self.rule.name, parts={f"moments[{k}]": m for k, m in moments})
 
     def _override_of(self, leaf: Leaf) -> int:
         return next((k for k, (test, _) in enumerate(self.overrides) if test(leaf)), -1)

@@ -18,6 +18,7 @@ from fzero.optim._optimizer import Optimizer, Piece
 from fzero.optim._torch import TorchOptimizer
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Leaf
+from fzero.state.setup import SavedNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,10 @@ class Pair:
     def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
         """What ranks compare: a foreign pair shows no options, at no `step`."""
         return [f"optimizer {self!r}"]
+
+    def saved_names(self, state: Any, leaves: Sequence[Leaf]) -> SavedNames:
+        """What a checkpoint calls it: its state has the names that its own form gives."""
+        return SavedNames(rule="pair")
 
     def advance(
         self,

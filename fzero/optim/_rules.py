@@ -16,6 +16,8 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
+from fzero.state.buffers import SIXTEEN_BIT
+
 Options = dict[str, Any]  # lr, weight_decay, betas, ... of one set of leaves
 Slots = tuple[list[Tensor], ...]  # the rule's moments, each a list parallel to the parameters
 
@@ -59,7 +61,7 @@ def _sgd_kernel(ps: list[Tensor], gs: list[Tensor], slots: Slots, count: float, 
         dampening=0.0,
         nesterov=o["nesterov"],
         maximize=False,
-        fused=True,
+        fused=sgd_fuses(ps),
     )
 
 
@@ -91,7 +93,7 @@ def _adam_kernel(
         list(slots[0]),
         list(slots[1]),
         [],
-        [torch.tensor(count - 1.0, device=p.device) for p in ps],
+        [torch.full((), count - 1.0, device=p.device) for p in ps],  # a copy to a GPU would wait
         amsgrad=False,
         beta1=o["betas"][0],
         beta2=o["betas"][1],
@@ -127,11 +129,20 @@ def _lion_kernel(
 
 
 SGD = Rule(name="sgd", moments=(), formula=_sgd_formula, kernel=_sgd_kernel)
-MOMENTUM = Rule(name="sgd", moments=("momentum",), formula=_sgd_formula, kernel=_sgd_kernel)
+MOMENTUM = Rule(name="sgd", moments=("momentum_buffer",), formula=_sgd_formula, kernel=_sgd_kernel)
 ADAM = Rule(
     name="adam", moments=("exp_avg", "exp_avg_sq"), formula=_adam_formula, kernel=_adam_kernel
 )
 LION = Rule(name="lion", moments=("exp_avg",), formula=_lion_formula, kernel=_lion_kernel)
+
+
+def sgd_fuses(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch's fused SGD is right for these tensors.
+
+    On a CPU it is not for 16-bit ones: up to torch 2.13 it leaves most elements as they are, and
+    takes the momentum from other memory (pytorch issue 191763).
+    """
+    return not any(t.dtype in SIXTEEN_BIT and t.device.type == "cpu" for t in tensors)
 
 
 def has_kernel(tensors: Sequence[Tensor]) -> bool:

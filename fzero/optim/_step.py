@@ -88,7 +88,8 @@ def _lent(instance: Optimizer, groups: int, loans: Sequence[_Loan]) -> Iterator[
         lent[loan.unit.group].append(loan.parameter)
     owners = list(instance.param_groups)
     users = [group["params"] for group in owners]
-    fused = [group for group, params in zip(owners, lent, strict=True) if fuses(group, params)]
+    pairs = zip(owners, lent, strict=True)
+    fused = [group for group, params in pairs if fuses(instance, group, params)]
     try:
         for group, params in zip(owners, lent, strict=True):
             group["params"] = params

@@ -19,6 +19,9 @@ from fzero.optim._step import Unit, step
 from fzero.optim._trial import Kept
 from fzero.state._record import record
 from fzero.state.layout import Leaf
+from fzero.state.setup import SavedNames
+
+_SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
 @record
@@ -172,6 +175,24 @@ class TorchOptimizer:
             shown = ", ".join(f"{name}={x}" for name, x in options.items() if x)
             lines.append(f"param group {number} of {sizes[number]} leaves: {shown}")
         return lines
+
+    def saved_names(self, state: TorchState, leaves: Sequence[Leaf]) -> SavedNames:
+        """What a checkpoint calls the class, and by torch.optim's own names its state.
+
+        A counter is one number for all param groups, which may be others when it is loaded.
+        """
+        name = type(self.instance).__name__.lower()
+        learning = {self.group_of(leaf.path) for leaf in leaves if leaf.trainable}
+        parts = {f"slots['{slot}']": slot for slot in state.slots}
+        idle: set[str] = set()
+        for counter, numbers in state.counters.items():
+            for group in range(len(numbers)):
+                part = f"counters['{counter}'][{group}]"
+                parts[part] = counter
+                if self.elementwise and group not in learning:
+                    idle.add(part)
+        rule = _SAME_RULE.get(name, name)
+        return SavedNames(rule=rule, parts=parts, idle=frozenset(idle))
 
     def _bound(self) -> Bound:
         if self.bound is None:

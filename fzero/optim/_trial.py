@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fzero.errors import LayoutError, explain
 from fzero.optim._elementwise import SMALL, Rule, numbers_of, seeded
+from fzero.optim._rules import has_kernel, sgd_fuses
 
 Early = Mapping[str, Any]
 """State from before the first step: of a slot its one value as `Fill`; of a counter the value."""
@@ -123,11 +124,13 @@ def as_kept(kept: Kept, name: str, counter: Tensor) -> Any:
     return kept.numbers[name](counter.item()) if name in kept.numbers else counter
 
 
-def fuses(group: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
+def fuses(optimizer: Optimizer, group: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
     """Whether a param group that leaves the choice to torch is stepped by a fused kernel here."""
     free = group.get("fused", False) is None and group.get("foreach") is None
     plain = not (group.get("capturable") or group.get("differentiable"))
-    taken = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+    taken = all(p.is_floating_point() for p in params) and has_kernel(params)
+    if isinstance(optimizer, torch.optim.SGD):
+        taken = taken and sgd_fuses(params)
     return free and plain and taken and not isinstance(group.get("lr"), Tensor)
 
 
@@ -171,7 +174,7 @@ def _small_copy(optimizer: Optimizer, number: int, params: list[nn.Parameter]) -
         options["lr"] = torch.full_like(lr, 0.1)
     elif isinstance(lr, int | float):
         options["lr"] = 0.1  # a warm-up begins with 0, at which all rules are alike
-    if fuses(options, params):
+    if fuses(optimizer, options, params):
         options["fused"] = True
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks"):

@@ -28,7 +28,8 @@ class Leaf:
 class Group:
     """Leaves that travel together in one flat buffer [ranks * shard_numel].
 
-    `offsets[i]` is where leaf `leaves[i]` starts; what no leaf covers is padding, always zero.
+    `offsets[i]` is where leaf `leaves[i]` starts; what no leaf covers is padding, always zero. It
+    is there so that each leaf, and each shard, starts on a multiple of 16 bytes.
     """
 
     name: str  # the unit (stage 3) or bucket it came from

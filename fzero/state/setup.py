@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT, Placement
-from fzero.state.layout import Layout
+from fzero.state.layout import Layout, Leaf
 from fzero.state.schedule import Limits
 
 Reshard = bool | Literal["window"]
@@ -45,6 +45,19 @@ class Gathering:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedNames:
+    """What a checkpoint calls an update rule and the parts of its state.
+
+    Rules that keep the same numbers have the same names, torch.optim's, whatever their records are:
+    so training goes on with the other.
+    """
+
+    rule: str  # without options, which may change from run to run
+    parts: Mapping[str, str] = field(default_factory=dict)  # "moments[0]": "exp_avg"; else its own
+    idle: frozenset[str] = frozenset()  # counters of parameters that never learn: they say nothing
+
+
 class StatefulUpdate(Protocol):
     """What a state needs of an optimizer, on the list of this rank's flat shards."""
 
@@ -61,6 +74,11 @@ class StatefulUpdate(Protocol):
     @property
     def describe(self) -> Callable[..., list[str]]:
         """(leaves, step) -> lines that must be equal on every rank."""
+        ...
+
+    @property
+    def saved_names(self) -> Callable[[Any, Sequence[Leaf]], SavedNames]:
+        """(optimizer state, leaves) -> what a checkpoint calls its parts."""
         ...
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from fzero.errors import PhaseError, explain
@@ -40,17 +42,11 @@ def open_window(window: Window) -> Window:
 
 
 def put(window: Window, gradients: Buffers) -> Window:
-    """Add this rank's own gradients to what is pending. Raises `PhaseError` if closed."""
-    if not window.is_open:
-        raise PhaseError(
-            explain(
-                "a local gradient has no open window to wait in.",
-                cause="window.put was called on a closed window.",
-                fix="open it first, or reduce the gradient now.",
-            )
-        )
-    pending = buffers.add(window.pending, gradients)
-    return Window(pending=pending, gathered=window.gathered, is_open=True)
+    """Add this rank's own gradients to what is pending.
+
+    In a closed window (an engine's, after `no_sync`) they wait for the next reduction.
+    """
+    return replace(window, pending=buffers.add(window.pending, gradients))
 
 
 def take(window: Window, *, keep_gathered: bool = False) -> tuple[Window, Buffers]:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from fzero.errors import DonatedError, explain
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
-from fzero.transforms._modes import in_transform, is_recorded
+from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 
 
 def donates(state: TrainState) -> bool:
-    """Whether this state's buffers may be overwritten here: a trace would not see it."""
-    return state.setup.policy.donate and not in_transform() and not is_recorded(state.params.flats)
+    """Whether this state's buffers may be overwritten here: no graph or trace needs them."""
+    if not state.setup.policy.donate or in_transform() or is_recorded(state.params.flats):
+        return False
+    return not wants_graph([*state.gradients.flats, *state.window.pending.flats])
 
 
 def without_donation(state: TrainState) -> TrainState:
@@ -105,7 +107,8 @@ def _take(tensor: Any, empties: dict[Any, Tensor]) -> Any:
 def _message(what: str, group: str) -> str:
     return explain(
         f"this state was donated: the {what} of {group} belong to a newer state now.",
-        cause="a state was used again after a step made with shard(..., donate=True) took it.",
+        cause="a state was used again after a step made with shard(..., donate=True), or "
+        "engine.step(), took it.",
         fix="go on with the state that the step returned, or keep a copy before it: "
         'optree.tree_map(torch.clone, state, namespace="fzero").',
     )

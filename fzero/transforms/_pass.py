@@ -9,21 +9,21 @@ Both drivers use it: a functional step makes one for each gradient call, an engi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from fzero.collectives import FUNCTIONAL, Channel, Kind, channel_of
+from fzero.collectives import FUNCTIONAL, Channel, channel_of
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.mesh import Axis
 from fzero.reduce import Reducer
+from fzero.replay import Done
 from fzero.sequence import Sequencer
-from fzero.state import TrainState, buffers, schedule
+from fzero.state import Placement, TrainState, schedule
 from fzero.state.window import CLOSED
 from fzero.transforms._donate import donates
-from fzero.transforms._receive import as_buffers, receive
+from fzero.transforms._receive import accumulate, filled, part_of_update, put, receive
 
 
 class Pass:
@@ -53,20 +53,23 @@ class Pass:
         self.gatherer = Gatherer([setup.layout for setup in setups], data)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
+        self._lazy = bool(lazy) and self.channel is not None
         self.sequencer: Sequencer | None = None
-        if lazy and self.channel is not None:
-            self.gatherer.hold_shards([state.params.flats for state in self.states])
+        if self.channel is not None:
             gathering = setups[self._owner].gathering
             self.sequencer = Sequencer(
                 self.channel,
                 self.gatherer,
                 self.reducer,
                 gathering.limits,
-                gathering.persistent,
+                gathering.persistent if lazy else (),
+                gathers=self._lazy,
                 number=number,
             )
+        if self._lazy:
+            self.gatherer.hold_shards([state.params.flats for state in self.states])
             self._adopt()
-        self._speaks = self._running = self._gathered = False
+        self._speaks = self._gathered = self._dropped = False
         self.silent = False  # a backward has begun, and the other ranks were not told yet
 
     def close(self) -> None:
@@ -78,37 +81,40 @@ class Pass:
 
     def begin_forward(self) -> None:
         """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
+        self._dropped = False
         self.put_aside()
         self._decide()
         if self.channel is not None:  # an error of the pass before does not concern this one
             self.channel.ended_in_error = False
-        self.reducer.keeps = [True for _ in self.states]  # what comes inside of it is put aside
-        if self.sequencer is not None and self._speaks:
+        self.reducer.keep([True for _ in self.states])  # what comes inside of it is put aside
+        if self._lazy and self._speaks:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
             self._gathered = True
             self._announce(0)
 
     def end_forward(self) -> None:
         """What the forward gathered is not kept for the backward, unless that is asked for."""
-        if self.sequencer is not None and self._speaks:
+        if self.sequencer is not None and self._lazy and self._speaks:
             self.sequencer.end_forward()
 
-    def begin_backward(self, *, silent: bool = False) -> None:
+    def begin_backward(self, *, silent: bool = False, dropped: bool = False) -> None:
         """Announce that gradients will be reduced.
 
         `silent`: below stage 3, leave that to `first_gradient`. A backward that brings none, such
-        as torch.autograd.grad by an input, then concerns no other rank.
+        as torch.autograd.grad by an input, then concerns no other rank. `dropped`: this rank has
+        just thrown away what it held, which the others must have done, too.
         """
-        self._decide()
+        self._dropped = dropped
         self.put_aside()
-        self.reducer.begin()
-        self.silent = silent and self.sequencer is None
+        self._decide()
+        self.reducer.keep([state.window.is_open for state in self.states])
+        self.silent = silent and not self._lazy
         if not self.silent:
             self.first_gradient()
 
     def first_gradient(self) -> None:
         """The backward brings gradients: what waits is reduced with them, and ranks are told."""
-        self.silent, self._running = False, True
+        self.silent = False
         for number, state in enumerate(self.states):
             pending = state.window.pending
             if pending.held and not state.window.is_open:
@@ -116,13 +122,8 @@ class Pass:
                 flats = pending.flats if scale == 1.0 else [x / scale for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.give(number, dict(waited))
-        if not self._speaks or self.channel is None:
-            return
-        if self.sequencer is not None:
+        if self._speaks:
             self._announce(1)
-        else:
-            self.channel.announce(self._text())
-            self.reducer.before_first = self._agree
 
     def put_aside(self) -> None:
         """Let what came outside of a pass wait in the window.
@@ -131,43 +132,56 @@ class Pass:
         """
         if not self.reducer.received:
             return
-        self.reducer.received = 0
         for number, state in enumerate(self.states):
-            found, scale = self.reducer.local(number), state.setup.policy.grad_scale
+            found = self.reducer.local(number)
             if found:
-                scaled = found if scale == 1.0 else {i: x * scale for i, x in found.items()}
-                new, pending = as_buffers(state, scaled, partial=True), state.window.pending
-                window = replace(
-                    state.window, pending=buffers.add(pending, new) if pending.held else new
-                )
-                self.states[number] = state.replace(window=window)
+                flats = filled(state, found, Placement.PARTIAL)
+                self.states[number] = put(state, part_of_update(state, flats))
+        self.reducer.received = 0
 
     def finish(self, *, counts: bool = True) -> list[TrainState]:
         """The backward is over on every rank: return the states with its gradients.
 
         Unless it `counts`, one that brought no gradient to any rank changes nothing.
         """
-        self._finish_collectives()
-        self._running = self._gathered = False
-        self.reducer.end()
+        if self.sequencer is not None and self._speaks:
+            self._with_programs(self.sequencer.finish())
+        self._gathered = False
         new = []
         for number, state in enumerate(self.states):
+            waits = state.window.is_open
+            if waits:
+                state = self._with_served(number)
             found = self.reducer.take_rows(number)
             if not found:  # on one rank, or in a window
-                held = state.window.pending.held if state.window.is_open else state.gradients.held
+                held = state.window.pending.held if waits else state.gradients.held
                 found = self.reducer.local(number, to_write=donates(state) and not held)
             if not found and not counts:
                 new.append(state)
                 continue
-            if state.window.pending.held and not state.window.is_open:
+            if state.window.pending.held and not waits:
                 state = state.replace(window=CLOSED)
-            new.append(receive(state, found))
+            placement = Placement.PARTIAL if waits else state.setup.gradients
+            new.append(receive(state, filled(state, found, placement)))
         self.states = new
+        self.reducer.received = 0
         return new
+
+    def take_served(self) -> None:
+        """Add what other ranks reduced while this one served them: it is every rank's gradient."""
+        self.reducer.land()
+        self.states = [self._with_served(number) for number in range(len(self.states))]
+
+    def _with_served(self, number: int) -> TrainState:
+        state, means = self.states[number], self.reducer.take_rows(number)
+        if not means:
+            return state
+        flats = filled(state, means, state.setup.gradients)
+        return accumulate(state, part_of_update(state, flats))
 
     def finish_forward(self) -> list[TrainState]:
         """A forward is over that no backward follows: what is gathered goes."""
-        if self.sequencer is not None and self._speaks:
+        if self.sequencer is not None and self._lazy and self._speaks:
             self._with_programs(self.sequencer.finish())
         self._gathered = False
         return self.states
@@ -176,30 +190,22 @@ class Pass:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
         self._gathered = self.silent = False
         knows = self.channel is not None and self.channel.ended_in_error
-        tell = self._speaks and not knows and not isinstance(error, AxisError)
+        in_step = self._speaks and (knows or not isinstance(error, AxisError))
         self._speaks = False
-        if self.sequencer is not None:
-            self.sequencer.fail(tell=tell)
-            return
-        self.reducer.drop()
-        if tell and self.channel is not None:
-            with suppress(AxisError):  # the others know of it already
-                if self._running:
-                    self._agree()
-                    self.reducer.flush()
-                self.channel.fail()
-        self.reducer.drop()
-        self.reducer.before_first, self._running = None, False
+        if self.sequencer is None:
+            self.reducer.drop()
+        else:
+            self.sequencer.fail(in_step=in_step, tell=in_step and not knows)
 
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""
-        if self.sequencer is not None:
+        if self.sequencer is not None and self._lazy:
             self.gatherer.hold_shards([state.params.flats for state in self.states])
             self.sequencer.changed()
 
     def window_ends(self) -> None:
         """Nothing is kept any longer than a backward."""
-        if self.sequencer is not None:
+        if self.sequencer is not None and self._lazy:
             self.sequencer.stays = False
             self.sequencer.let_go()
 
@@ -213,23 +219,23 @@ class Pass:
     def _decide(self) -> None:
         """Whether anything of the next phase crosses ranks, so that they must agree on it."""
         waits = [state.window.is_open for state in self.states]
-        self.reducer.keeps = waits
         if self.sequencer is not None:
             state = self.states[self._owner]
             reshard = state.setup.gathering.reshard_after_forward
             self.sequencer.stays = reshard == "window" and state.window.is_open
-        reads = self.sequencer is not None and not self.gatherer.has_everything
+        reads = self._lazy and not self.gatherer.has_everything
         reads = reads or self._gathered  # what this forward has gathered is finished with it
         self._speaks = self.channel is not None and (reads or not all(waits))
 
     def _announce(self, phase: int) -> None:
         assert self.sequencer is not None
         state = self.states[self._owner]
-        index, known = state.progress.backwards, state.schedule
-        self.sequencer.begin(self._text(), index, phase, known, served=self._served)
+        index, known = state.progress.backwards, state.schedule if self._lazy else self._fixed()
+        served = self._served and not self._dropped
+        self.sequencer.begin(self._text(), index, phase, known, served=served)
 
     def _text(self) -> str:
-        lines = [self._name]
+        lines = [self._name, f"gradients dropped just before: {self._dropped}"]
         for state in self.states:
             setup = state.setup
             place = "in a window" if state.window.is_open else "at once"
@@ -238,28 +244,14 @@ class Pass:
                 lines.append(f"after {state.progress.reductions} reductions since the update")
         return "\n".join(lines)
 
-    def _agree(self) -> None:
-        """Raise unless all ranks announced this pass. Below stage 3 it has one order anyway."""
-        if self.reducer.before_first is not None and self.channel is not None:
-            self.reducer.before_first = None
-            self.channel.answer()
+    def _fixed(self) -> schedule.Schedule:
+        """Below stage 3 no program is recorded: every bucket is reduced, the last one first."""
+        program = schedule.Program(tuple(~unit for unit in self.reducer.backwards))
+        return schedule.record(schedule.Schedule(), 0, 1, program)
 
-    def _finish_collectives(self) -> None:
-        if not self._speaks or self.channel is None:
+    def _with_programs(self, found: Sequence[Done]) -> None:
+        if not self._lazy:
             return
-        if self.sequencer is not None:
-            self._with_programs(self.sequencer.finish())
-            return
-        self._agree()
-        late = True
-        while late:  # a weight used inside and outside of a reentrant checkpoint comes twice
-            self.reducer.flush()
-            self.channel.post(Kind.DONE, hint=int(bool(self.reducer.left())))
-            self.reducer.land()
-            late = any(message.hint for message in self.channel.read())
-            self.reducer.begin()
-
-    def _with_programs(self, found: Sequence[tuple[int, int, schedule.Program]]) -> None:
         owner = self.states[self._owner]
         known = owner.schedule
         for index, phase, program in found:

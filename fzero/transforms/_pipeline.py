@@ -51,7 +51,22 @@ class Step(Generic[P, R]):
         return self._around(self.inner, *args, **kwargs)
 
     def init(self, params: Any, optimizer: Any, **options: Any) -> Any:
-        """Return a new state for this step: see `fzero.init`, which also takes `options`."""
+        """Return a new state for this step, partitioned as its `fzero.shard` says.
+
+        Args:
+            params: as in `fzero.init`; inside of `simulate` whole ones, that all ranks are given.
+            optimizer: as in `fzero.init`.
+            options: others of `fzero.init`, such as `initializer`.
+
+        Returns:
+            A state; a pytree of them if the stage or the optimizer is one; stacked [W, ...] by
+            `simulate`. A collective.
+
+        Raises:
+            PhaseError: if there is no `fzero.shard` in the step.
+            LayoutError: as `fzero.init` does.
+            AxisError: as `fzero.init` does.
+        """
         init = self.find_init()
         if init is None:
             raise PhaseError(

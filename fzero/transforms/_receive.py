@@ -16,22 +16,26 @@ from fzero.transforms._donate import add_donated, donates, take_over
 from fzero.transforms._modes import in_transform, is_recorded
 
 
-def receive(state: TrainState, found: Mapping[int, Tensor]) -> TrainState:
-    """Add the gradients of one backward: {group: mean over ranks}, or in a window this rank's own.
+def receive(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
+    """Count one backward, and add the gradient of each group that learns.
 
-    A group that is absent has a gradient of zero.
+    `flats` are means over ranks, [l] (at stage 0 [W l]); in a window this rank's own, [W l].
     """
-    scale = state.setup.policy.grad_scale
-    new = as_buffers(state, found, partial=state.window.is_open)
-    if scale != 1.0:
-        new = Buffers(flats=tuple(flat * scale for flat in new.flats), placement=new.placement)
     waits = state.window.is_open
     state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
-    return put(state, new) if waits else accumulate(state, new)
+    flats = part_of_update(state, flats)
+    return put(state, flats) if waits else accumulate(state, flats)
 
 
-def put(state: TrainState, new: Buffers) -> TrainState:
-    """Return `state` with `new` added to what waits in its window."""
+def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return gradients of one micro-batch times its share of an averaged update."""
+    scale = state.setup.policy.grad_scale
+    return flats if scale == 1.0 else [flat * scale for flat in flats]
+
+
+def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
+    """Return `state` with gradients of this rank, [W l], added to what waits to be reduced."""
+    new = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
     pending = state.window.pending
     if pending.held and donates(state):
         emptied, _ = window.take(state.window, keep_gathered=True)
@@ -39,29 +43,29 @@ def put(state: TrainState, new: Buffers) -> TrainState:
     return state.replace(window=window.put(state.window, new))
 
 
-def accumulate(state: TrainState, new: Buffers) -> TrainState:
-    """Return `state` with `new` added to its reduced gradients."""
-    old = state.gradients
-    if old.held and donates(state):
-        return state.replace(gradients=add_donated(old, new))
-    return state.replace(gradients=buffers.add(old, new))
+def accumulate(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
+    """Return `state` with means over ranks, [l] or [W l], added to its reduced gradients."""
+    new, old = Buffers(flats=tuple(flats), placement=state.setup.gradients), state.gradients
+    added = add_donated(old, new) if old.held and donates(state) else buffers.add(old, new)
+    return state.replace(gradients=added)
 
 
 def settle(state: TrainState) -> TrainState:
     """Reduce what waits in the window of a state and add it to its gradients. A collective."""
+    owned = donates(state)  # asked while the gradients are in it: they may carry a graph
     emptied, pending = window.take(state.window)
     state = state.replace(window=emptied)
     if not pending.held:
         return state
-    flats = take_over(pending).flats if donates(state) else pending.flats
+    flats = take_over(pending).flats if owned else pending.flats
     if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
-        new = Buffers(flats=tuple(mean_of(state.setup, flats)), placement=state.setup.gradients)
+        means = mean_of(state.setup, flats)
     else:
-        if not donates(state) and state.setup.gradients is not Placement.SHARDED:
+        if not owned and state.setup.gradients is not Placement.SHARDED:
             flats = [flat.clone() for flat in flats]  # they are reduced where they stand
         rows = reduced(state, dict(zip(state.setup.layout.trainable, flats, strict=True)))
-        new = as_buffers(state, rows, partial=False)
-    state = accumulate(state, new)
+        means = filled(state, rows, state.setup.gradients)
+    state = accumulate(state, means)
     return state.replace(progress=progress.saw_reduction(state.progress))
 
 
@@ -77,8 +81,8 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
     reducer = Reducer([setup], channel.data, [device])
     reducer.give(0, local)
     local.clear()
-    reducer.begin()
-    reducer.flush()
+    for unit in reducer.backwards:
+        reducer.start(unit)
     reducer.land()
     return reducer.take_rows(0)
 
@@ -129,10 +133,9 @@ def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
     return Buffers(flats=rows, placement=to)
 
 
-def as_buffers(state: TrainState, found: Mapping[int, Tensor], *, partial: bool) -> Buffers:
-    """{group: flat} as buffers, with zeros for a group that is absent; `partial`: not reduced."""
+def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement) -> list[Tensor]:
+    """Return the gradient of each group that learns: what was `found`, or zeros."""
     setup, layout = state.setup, state.setup.layout
-    placement = Placement.PARTIAL if partial else setup.gradients
     flats = []
     for index in layout.trainable:
         flat = found.get(index)
@@ -142,4 +145,4 @@ def as_buffers(state: TrainState, found: Mapping[int, Tensor], *, partial: bool)
             device = state.params.flats[index].device
             flat = torch.zeros(numel, dtype=setup.accumulate_dtype(index), device=device)
         flats.append(flat)
-    return Buffers(flats=tuple(flats), placement=placement)
+    return flats

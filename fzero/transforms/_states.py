@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, TrainState
+
+S = TypeVar("S")  # a state, or a pytree of them
 
 
 def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTreeSpec]:

@@ -20,11 +20,25 @@ from fzero.transforms._states import flatten_states
 
 
 def full_params(state: Any) -> Any:
-    """Return the parameters as the pytree given to `init`, whole, on every rank.
+    """p = concat_r(p_r): the parameters as the pytree given to `init`, whole, on every rank.
 
-    A collective at stage 3: every rank must call it. The tensors are copies: they stay as they
-    are when the state goes on; frozen floating leaves are parameters that require no grad, so
-    that another `init` sees them as frozen too. `state` may be a pytree of states.
+    The tensors are copies: they stay as they are when the state goes on; frozen floating leaves
+    are parameters that require no grad, so that another `init` sees them as frozen too.
+
+    Args:
+        state: a `TrainState`, or a pytree of them.
+
+    Returns:
+        The pytree of full tensors, in the shapes and dtypes given to `init`; P bytes on each rank.
+        For a pytree of states one such pytree for each. A collective at stage 3: every rank must
+        call it.
+
+    Raises:
+        LayoutError: for what is no state.
+        DonatedError: for a state that was used up.
+        MismatchError: at stage 3, on every rank, when the ranks make other calls.
+
+    Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.3.
 
     Example:
         >>> import torch, fzero
@@ -40,13 +54,26 @@ def full_params(state: Any) -> Any:
 
 
 def gradients(state: Any) -> Any:
-    """Return the mean gradients, whole, on every rank, in the structure of the parameters.
+    """g = (1/W) sum_r g_r, whole, on every rank, in the structure of the parameters.
 
     What is pending in an open window is reduced for the answer (the state itself keeps it
-    pending). Unused leaves are zero, frozen ones None. Not clipped. A collective: every rank
-    must call it. `state` may be a pytree of states.
+    pending). Not clipped. `full_gradients` is another name of it.
 
-    Raises `PhaseError` if the state holds no gradients.
+    Args:
+        state: a `TrainState`, or a pytree of them.
+
+    Returns:
+        The pytree of full tensors, in the shapes of the parameters, in fp32 for 16-bit ones, else
+        in their dtype. Unused leaves are zero, frozen ones None. For a pytree of states one such
+        pytree for each. A collective: every rank must call it.
+
+    Raises:
+        LayoutError: for what is no state.
+        PhaseError: if a state holds no gradients.
+        DonatedError: for a state that was used up.
+        MismatchError: on every rank, when the ranks make other calls.
+
+    Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.2.
 
     Example:
         >>> import torch, fzero

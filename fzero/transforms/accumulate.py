@@ -35,10 +35,21 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
 
     Accumulations may be nested: the update then waits for the last part of the outermost one.
 
-    Raises `LayoutError`, naming the argument, when a batch does not divide by `steps`, or when a
-    state is among the arguments after the first; `PhaseError` when `fn` updates twice, or goes on
-    to another gradient after its update, also where that update ends an `accumulate` inside `fn`:
-    those would be lost in one sum.
+    Args:
+        fn: the step. Its state may be a pytree of states.
+        steps: k, the number of parts, at least 1. A batch [n, *t] is given in parts [n / k, *t].
+
+    Returns:
+        A step that is called as `fn` is. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: for `steps` that is no count; in a call, naming the argument, when a batch does
+            not divide by `steps`, or when a state is among the arguments after the first.
+        PhaseError: in a call, when `fn` updates twice, or goes on to another gradient after its
+            update, also where that update ends an `accumulate` inside `fn`: those would be lost in
+            one sum.
+
+    Source: Huang et al., "GPipe", arXiv 1811.06965, section 2: micro-batches and one update.
 
     Example:
         >>> import torch, fzero

@@ -9,10 +9,10 @@ import optree
 from fzero.errors import LayoutError, explain
 from fzero.packing import pack
 from fzero.partition import shard_rows
-from fzero.state import NAMESPACE, Buffers, Placement, TrainState, progress
+from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform
-from fzero.transforms._receive import accumulate, boundary, mean_of, put
+from fzero.transforms._receive import boundary, mean_of, receive
 
 
 def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> TrainState:
@@ -25,8 +25,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     Args:
         state: a train state.
         grads: a pytree like the parameters, of full tensors of the same shapes; None for a leaf
-        that
-            does not learn, or that has none. Other dtypes are converted to that of the sum.
+            that does not learn, or that has none. Other dtypes are converted to that of the sum.
         reduced: they are the same on every rank, and the mean already.
 
     Returns:
@@ -34,8 +33,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
 
     Raises:
         LayoutError: for another structure or shape, and for a reduced gradient in a window, where
-        it
-            would be reduced again.
+            it would be reduced again.
         DonatedError: for a state that was used up.
 
     Example:
@@ -58,17 +56,11 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     local = _flats(state, grads)
     if not waits:
         boundary(f"add_gradients(reduced={reduced})", [state])
-    scale = setup.policy.grad_scale
     if not waits and not reduced:
         local = mean_of(setup, local)
     elif not waits and setup.gradients is Placement.SHARDED:
         local = [shard_rows(flat, setup.axis.size, setup.axis.rank) for flat in local]
-    local = [flat * scale for flat in local] if scale != 1.0 else local
-    counted = progress.saw_backward(state.progress, reduced=not waits)
-    state = state.replace(progress=counted)
-    placement = Placement.PARTIAL if waits else setup.gradients
-    new = Buffers(flats=tuple(local), placement=placement)
-    return put(state, new) if waits else accumulate(state, new)
+    return receive(state, local)
 
 
 def _flats(state: TrainState, grads: Any) -> list[Any]:

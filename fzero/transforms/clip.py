@@ -23,7 +23,16 @@ def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> 
     torch.nn.utils.clip_grad_norm_'s. `max_norm=None` or infinity is the identity. Of two clips
     the smaller bound holds, in either order.
 
-    Raises `LayoutError` for a bound that is not a positive number.
+    Args:
+        fn: the step. If its state is a pytree of states, each has a norm of its own.
+        max_norm: the bound, in the unit of the mean gradient after all scales; None for none.
+
+    Returns:
+        A step that is called as `fn` is. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: for a bound that is not a positive number.
+        MismatchError: in a call, on every rank, when the ranks clip by other bounds.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks",
     arXiv 1211.5063, algorithm 1.

@@ -26,8 +26,20 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
     If `fn` raises, nothing is reduced and the caller's state is as it was. Several windows
     before one update add up; a window without gradients is the identity.
 
-    Raises `LayoutError` for coalesce around coalesce, `PhaseError` for a state whose window is
-    open already (one coalesced step called inside another).
+    Args:
+        fn: the step. Its state may be a pytree of states, which have a window each.
+
+    Returns:
+        A step that is called as `fn` is. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: for coalesce around coalesce; in a call, when `fn` does not return a pair.
+        PhaseError: in a call, for a state whose window is open already (one coalesced step called
+            inside another).
+        MismatchError: in a call, on every rank, when the ranks have other gradients to reduce.
+
+    Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
+    arXiv 2101.06983, needs it: N backward passes for one batch.
 
     Example:
         >>> import torch, fzero

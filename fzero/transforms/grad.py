@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import optree
 import torch
@@ -18,7 +18,7 @@ from fzero.mesh import Axis, enter, leave
 from fzero.packing import seat_shape, unpack
 from fzero.partition import assemble
 from fzero.placeholder import placeholders
-from fzero.state import NAMESPACE, Buffers, Placement, TrainState, progress
+from fzero.state import NAMESPACE, TrainState
 from fzero.transforms._differentiate import (
     LossOf,
     Result,
@@ -30,13 +30,14 @@ from fzero.transforms._differentiate import (
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
 from fzero.transforms._pass import Pass
-from fzero.transforms._receive import accumulate, mean_of, put
-from fzero.transforms._states import flatten_states
+from fzero.transforms._pipeline import P, R
+from fzero.transforms._receive import mean_of, receive
+from fzero.transforms._states import S, flatten_states
 
 
 def grad_and_reduce(
-    fn: Callable[..., Any], state: Any, *, has_aux: bool = False
-) -> Callable[..., tuple[Any, Any]]:
+    fn: Callable[Concatenate[Any, P], R], state: S, *, has_aux: bool = False
+) -> Callable[P, tuple[S, R]]:
     """Return g: g(*args) = (state', value), gradients' = gradients + mean_r dL_r/dp.
 
     L_r = fn(params, *args) on rank r, a scalar tensor. `value` is this rank's own L_r
@@ -133,9 +134,9 @@ def _by_autograd(
         if loss.requires_grad:
             torch.autograd.backward(loss)
             if learning and not any(one.reducer.received for one in passes):
-                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=5)
+                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4)
         elif learning:
-            warnings.warn(_DETACHED, UserWarning, stacklevel=5)
+            warnings.warn(_DETACHED, UserWarning, stacklevel=4)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]
@@ -286,17 +287,9 @@ def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
 
 def _received(state: TrainState, grads: Sequence[Tensor]) -> TrainState:
     """Add this rank's own gradients: leave them in the open window, or reduce them now."""
-    setup, scale = state.setup, state.setup.policy.grad_scale
+    setup = state.setup
     local = [
         g.reshape(-1).to(setup.accumulate_dtype(i))
         for i, g in zip(setup.layout.trainable, grads, strict=True)
     ]
-    waits = state.window.is_open
-    state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
-    if not waits:
-        local = mean_of(setup, local)
-    if scale != 1.0:
-        local = [g * scale for g in local]
-    placement = Placement.PARTIAL if waits else setup.gradients
-    new = Buffers(flats=tuple(local), placement=placement)
-    return put(state, new) if waits else accumulate(state, new)
+    return receive(state, local if state.window.is_open else mean_of(setup, local))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack, overload
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from fzero.collectives import assert_same_everywhere, broadcast_from_first, told_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis, Runtime, axis_of
-from fzero.optim import as_optimizer, require_elementwise
+from fzero.optim import (
+    NoOptimizer,
+    Optimizer,
+    TorchOptimizer,
+    as_optimizer,
+    require_elementwise,
+)
 from fzero.packing import pack
 from fzero.partition import leaves_of, named_leaves, plan_layout, shard_rows, unit_of
 from fzero.state import (
@@ -29,24 +36,54 @@ from fzero.state import (
     TrainState,
 )
 from fzero.state.window import CLOSED
+from fzero.transforms._models import models_of
 from fzero.transforms._modes import in_transform, require_autograd
+from fzero.transforms._options import (
+    BUCKET_BYTES,
+    InitOptions,
+    Stages,
+    check_bucket,
+    check_flags,
+    check_reshard,
+    check_stages,
+)
+from fzero.transforms._options import (
+    check_stage as check_stage,
+)
 from fzero.transforms._pieces import pieces_of
 
 Initializer = Callable[[str, Tensor], Tensor]
+OneOptimizer = (
+    Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]
+)
 
 COMPARED = "the layout of the parameters"
 """What ranks compare before a state is made, and what an error before that is told as."""
 
-BUCKET_BYTES = 4 * 2**20
-"""Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
-enough that a large layer is a bucket of its own and is never copied (see benchmarks/)."""
 
-
+@overload
+def init(
+    params: Any,
+    optimizer: OneOptimizer,
+    *,
+    stage: int,
+    initializer: Initializer | None = None,
+    **options: Unpack[InitOptions],
+) -> TrainState: ...
+@overload
 def init(
     params: Any,
     optimizer: Any,
     *,
-    stage: int,
+    stage: Stages,
+    initializer: Initializer | None = None,
+    **options: Unpack[InitOptions],
+) -> Any: ...
+def init(
+    params: Any,
+    optimizer: Any,
+    *,
+    stage: Stages,
     mesh: DeviceMesh | Axis | None = None,
     reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,
@@ -54,7 +91,7 @@ def init(
     bucket_bytes: int = BUCKET_BYTES,
     ordered: bool = False,
     initializer: Initializer | None = None,
-) -> TrainState:
+) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
 
     (Stage 1 is stage 2: a gradient that is reduce-scattered costs less on the wire than one that is
@@ -70,20 +107,32 @@ def init(
     The values are rank 0's on every rank, as when DDP is built; `params` is copied, not kept.
     (Inside a torch.func transform they stay each rank's own, and differentiable by `params`.)
 
-    optimizer: from `fzero.optim`, or any (init, update) pair.
-    mesh: a one-dim DeviceMesh; default the world (what torchrun started; else one rank).
-    reshard_after_forward: stage 3 only. True: the full values of a unit go when another unit is
-        used, and are gathered again in backward. False: they stay until the backward is over.
-        "window": they stay over a coalescing window.
-    units: path -> name of the stage-3 unit it is gathered with.
-    trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
-    bucket_bytes: stages 0 to 2, the size up to which leaves share a collective.
-    ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
-    initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes only
-        (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
+    Several models: let `stage`, or `optimizer`, or both be a pytree, {"g": 2, "d": 3}. There is one
+    state for each of its leaves, made of what `params` has under that key; the states come back in
+    the same structure. All other options hold for each model, and paths begin inside of it.
 
-    Raises `LayoutError` for bad options and for parameters that are no tensors (by path);
-    `AxisError` when the ranks disagree about the layout (the first rank and line that differ).
+    Args:
+        params: a pytree of tensors, of any shapes, the same on every rank.
+        optimizer: from `fzero.optim`, or any (init, update) pair; or a pytree of them.
+        stage: 0, 1, 2 or 3; or a pytree of such.
+        mesh: a one-dim DeviceMesh; default the world (what torchrun started; else one rank).
+        reshard_after_forward: stage 3 only. True: the full values of a unit go when another unit
+            is used, and are gathered again in backward. False: they stay until the backward is
+            over. "window": they stay over a coalescing window.
+        units: path -> name of the stage-3 unit it is gathered with.
+        trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
+        bucket_bytes: stages 0 to 2, the size in bytes up to which leaves share a collective.
+        ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
+        initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
+            only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
+
+    Returns:
+        A `TrainState`, or a pytree of them. A collective: every rank must call it.
+
+    Raises:
+        LayoutError: for bad options, for parameters that are no tensors (by path), and for trees of
+            stages, optimizers and parameters that do not fit each other (by key).
+        AxisError: when the ranks disagree about the layout (the first rank and line that differ).
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.
 
@@ -92,21 +141,37 @@ def init(
         >>> state = init({"w": torch.ones(4)}, fzero.optim.sgd(0.1), stage=2)
         >>> state.stage, fzero.full_params(state)["w"]
         (2, tensor([1., 1., 1., 1.]))
+        >>> params = {"g": torch.ones(2), "d": torch.zeros(3)}
+        >>> states = init(params, fzero.optim.sgd(0.1), stage={"g": 0, "d": 3})
+        >>> {name: state.stage for name, state in states.items()}
+        {'g': 0, 'd': 3}
     """
     require_autograd("init")
     check_flags(ordered=ordered)
-    stage, axis = check_stage(stage), axis_of(mesh)
-    setup = plan(
-        params,
-        optimizer,
-        stage=stage,
-        axis=axis,
-        units=units,
-        trainable=trainable,
-        bucket_bytes=_check_bucket(bucket_bytes),
-        reduction=Reduction(ordered=ordered),
-        gathering=Gathering(reshard_after_forward=check_reshard(reshard_after_forward)),
-    )
+    axis, bucket_bytes = axis_of(mesh), check_bucket(bucket_bytes)
+    stage = check_stages(stage)
+    gathering = Gathering(reshard_after_forward=check_reshard(reshard_after_forward))
+    with told_everywhere(axis, what=COMPARED):
+        models, treespec = models_of(params, optimizer, stage)
+
+    def one(params: Any, optimizer: Any, stage: int) -> TrainState:
+        setup = plan(
+            params,
+            optimizer,
+            stage=stage,
+            axis=axis,
+            units=units,
+            trainable=trainable,
+            bucket_bytes=bucket_bytes,
+            reduction=Reduction(ordered=ordered),
+            gathering=gathering,
+        )
+        return _filled(setup, params, initializer)
+
+    return optree.tree_unflatten(treespec, [one(*model) for model in models])
+
+
+def _filled(setup: Setup, params: Any, initializer: Initializer | None) -> TrainState:
     layout, tensors = setup.layout, leaves_of(setup.layout, params)
     _require_some(layout)
 
@@ -173,7 +238,8 @@ def plan(
         layout = plan_layout(
             params,
             ranks=axis.size,
-            grouped=not local,
+            # A rule that needs whole leaves may run at stage 0, and wants a group for each.
+            grouped=not local and (stage > 0 or chosen.elementwise),
             bucket_bytes=None if stage == 3 else bucket_bytes,
             unit=_apart(units, small) if small else units,
             trainable=trainable,
@@ -253,54 +319,3 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
         progress=Progress(),
         setup=setup,
     )
-
-
-def check_stage(stage: Any) -> int:
-    """Return `stage` if it is 0, 1, 2 or 3; raise `LayoutError` otherwise."""
-    if isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3:
-        return stage
-    raise LayoutError(
-        explain(
-            f"stage={stage!r}.",
-            cause="a ZeRO stage that does not exist.",
-            fix="use 0 (replicas), 1 (+ optimizer sharded), 2 (+ gradients) or 3 (+ parameters).",
-        )
-    )
-
-
-def check_flags(**flags: Any) -> None:
-    """Raise `LayoutError` for what is neither True nor False: "no" would count as True."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise LayoutError(
-                explain(
-                    f"{name}={value!r}.",
-                    cause="a word from a config file or a command line.",
-                    fix="pass True or False.",
-                )
-            )
-
-
-def check_reshard(reshard: Any) -> Reshard:
-    """Return `reshard` if it is True, False or "window"; raise `LayoutError` otherwise."""
-    if reshard is True or reshard is False or reshard == "window":
-        return reshard
-    raise LayoutError(
-        explain(
-            f"reshard_after_forward={reshard!r}.",
-            cause="a mistyped option.",
-            fix='use True (gather again in backward), False (keep until then) or "window".',
-        )
-    )
-
-
-def _check_bucket(bucket_bytes: Any) -> int:
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise LayoutError(
-            explain(
-                f"bucket_bytes={bucket_bytes!r}.",
-                cause="a size that is no positive integer.",
-                fix=f"give bytes, e.g. the default {BUCKET_BYTES}.",
-            )
-        )
-    return bucket_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, overload
 
 import optree
 import torch
@@ -19,12 +19,22 @@ from fzero._ambient import Autocast
 from fzero._module_copy import tracks
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE
-from fzero.transforms._pipeline import Step, describe, require_order
+from fzero.transforms._pipeline import P, R, Step, describe, require_order
 from fzero.transforms._watch import Watch
 
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
 
 
+class _Decorator(Protocol):
+    """What `remat()` returns: a function that keeps the type of the one it is given."""
+
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def remat(fn: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def remat() -> _Decorator: ...
 def remat(fn: Callable[..., Any] | None = None, /) -> Any:
     """Return `fn` with its activations recomputed in backward: y = fn(x), saving x only.
 

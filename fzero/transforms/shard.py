@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack, overload
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,16 +15,32 @@ from fzero.mesh import Axis, Runtime, axis_of
 from fzero.partition import unit_of
 from fzero.state import Reshard, TrainState
 from fzero.transforms._donate import check_alive, own_gradients
-from fzero.transforms._pipeline import Step, require_order, returned_pair
+from fzero.transforms._models import stages_of
+from fzero.transforms._modes import in_transform, is_recorded
+from fzero.transforms._options import (
+    BUCKET_BYTES,
+    InitOptions,
+    Stages,
+    check_flags,
+    check_reshard,
+    check_stages,
+)
+from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
 from fzero.transforms._states import flatten_states, map_states
-from fzero.transforms.init import BUCKET_BYTES, check_flags, check_reshard, check_stage, init
+from fzero.transforms.init import init
 
 
+@overload
+def shard(
+    fn: Callable[P, R], /, *, stage: Stages, donate: bool = False, **options: Unpack[InitOptions]
+) -> Step[P, R]: ...
+@overload
+def shard(*, stage: Stages, donate: bool = False, **options: Unpack[InitOptions]) -> Transform: ...
 def shard(
     fn: Callable[..., Any] | None = None,
     /,
     *,
-    stage: int,
+    stage: Stages,
     mesh: DeviceMesh | Axis | None = None,
     reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,
@@ -34,18 +51,42 @@ def shard(
 ) -> Any:
     """Run `fn(state, *args) -> (state, aux)` on states partitioned as ZeRO `stage` says.
 
-    `step.init(params, optimizer)` makes such a state; every other option is that of `fzero.init`,
-    and counts there: a state that was made elsewhere keeps its own. The arguments stay each rank's
-    own. With stage 0 on one rank it is the identity. Use it outermost, but for `simulate`; usable
-    as `@fzero.shard(stage=2)`.
+    `step.init(params, optimizer)` makes such a state. The arguments stay each rank's own. With
+    stage 0 on one rank it is the identity. Use it outermost, but for `simulate`.
 
-    donate: `apply_gradients` then writes into the buffers of the state it is given, at fused
-        speed and without a second copy. That state, and every state that shares its buffers, is
-        used up: using it again raises `DonatedError`. If the step raises before the update, the
-        state is still good.
+    Several models: `stage` may be a pytree, {"g": 2, "d": 3}, and so may the optimizer. `init` then
+    takes a pytree of parameters with these keys and gives one of states; the step is given that
+    pytree and returns it, and with `donate` all that it has updated is donated.
 
-    Raises `LayoutError` for a state of another stage, `AxisError` for one of another axis,
-    before anything runs.
+    A batch that requires grad makes the parameters part of its graph, so that the caller can
+    differentiate through the step. A step that is given such parameters again warns: they keep the
+    activations of every earlier step.
+
+    Args:
+        fn: the step.
+        stage: 0, 1, 2 or 3, of all states; or a pytree of such, in the structure of the states.
+        mesh: as in `fzero.init`. This and the next five options are what `step.init` makes a state
+            with; a state that was made elsewhere keeps its own.
+        reshard_after_forward: as in `fzero.init`.
+        units: as in `fzero.init`.
+        trainable: as in `fzero.init`.
+        bucket_bytes: as in `fzero.init`.
+        ordered: as in `fzero.init`.
+        donate: `apply_gradients` then writes into the buffers of the state it is given, at fused
+            speed and without a second copy. That state, and every state that shares its buffers,
+            is used up: using it again raises `DonatedError`. If the step raises before the update,
+            also in a backward, the state is still good.
+
+    Returns:
+        A step that is called as `fn` is. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: for a bad option; in a call, before anything runs, for a state of another
+            stage, or states under other keys.
+        AxisError: in a call, before anything runs, for a state of another axis.
+        DonatedError: in a call, for a state that was used up.
+
+    Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.
 
     Example:
         >>> import torch, fzero
@@ -59,7 +100,7 @@ def shard(
         >>> fzero.full_params(state)
         {'w': tensor([0.5000, 0.5000])}
     """
-    stage, reshard = check_stage(stage), check_reshard(reshard_after_forward)
+    stage, reshard = check_stages(stage), check_reshard(reshard_after_forward)
     flags = {"ordered": ordered, "donate": donate}
     check_flags(**flags)
     init_state = functools.partial(
@@ -75,13 +116,15 @@ def shard(
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(mesh)
-        for one in flatten_states("shard", state)[0]:
-            _check_state(one, stage, axis)
+        states = flatten_states("shard", state)[0]
+        for one, its_stage, where in stages_of(stage, state, states):
+            _check_state(one, its_stage, axis, where)
+            _warn_of_graph(one)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
-    def wrap(inner: Callable[..., Any]) -> Step:
+    def wrap(inner: Callable[P, R]) -> Step[P, R]:
         require_order(
             "shard",
             inner,
@@ -95,7 +138,7 @@ def shard(
 
 
 def _shown(
-    stage: int, reshard: Reshard, bucket_bytes: int, flags: dict[str, bool]
+    stage: Any, reshard: Reshard, bucket_bytes: int, flags: dict[str, bool]
 ) -> dict[str, Any]:
     """The options that a pipeline shows: the stage, and what is not the default."""
     shown: dict[str, Any] = {"stage": stage}
@@ -113,12 +156,13 @@ def _donating(state: TrainState, donate: bool) -> TrainState:
     return state.replace(setup=replace(state.setup, policy=policy))
 
 
-def _check_state(state: TrainState, stage: int, axis: Axis) -> None:
+def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
     check_alive(state)
     if state.setup.stage != stage:
         raise LayoutError(
             explain(
-                f"a state of stage {state.setup.stage} was given to a step of stage {stage}.",
+                f"a state of stage {state.setup.stage} was given to a step of stage {stage}"
+                f"{where and f', at {where}'}.",
                 cause="the state came from another step's init.",
                 fix=f"use this step's init, or fzero.shard(step, stage={state.setup.stage}).",
             )
@@ -134,3 +178,19 @@ def _check_state(state: TrainState, stage: int, axis: Axis) -> None:
                 "from one number of ranks to another.",
             )
         )
+
+
+def _warn_of_graph(state: TrainState) -> None:
+    """Warn of parameters that keep all earlier steps alive; under a transform that is meant."""
+    flats = state.params.flats
+    if in_transform() or is_recorded(flats) or all(flat.grad_fn is None for flat in flats):
+        return
+    warnings.warn(_GRAPH, UserWarning, stacklevel=4)
+
+
+_GRAPH = explain(
+    "the parameters of this state carry the graph of all steps before, which stay in memory.",
+    cause="a batch that requires grad, or that a model under training made.",
+    fix="give the step batch.detach(). To differentiate through several steps, take "
+    "torch.func.grad of a function that makes them.",
+)

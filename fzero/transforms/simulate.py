@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -14,6 +15,7 @@ from fzero.state import NAMESPACE
 from fzero.transforms._donate import empty
 from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order
+from fzero.transforms._states import is_state
 from fzero.virtual import current_ranks, run_ranks
 
 
@@ -34,8 +36,22 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
     Each starts from the caller's random state, as processes with one seed do. Without
     collectives and with W = 1 it is the identity up to the leading dim.
 
-    Differentiate inside `fn`; a torch.func transform around `simulate` raises `PhaseError`.
-    Raises `LayoutError` for a tensor argument without the leading dim.
+    Differentiate inside `fn`.
+
+    Args:
+        fn: any function, a sharded step among them. x [W, *t] in the call is x[r] [*t] in `fn`.
+        world_size: W, the number of ranks, at least 1.
+
+    Returns:
+        A step that is called as `fn` is, with stacked tensors. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: for a `world_size` that is no count; in a call, for a tensor argument without
+            the leading dim, and for results that differ by rank in more than their tensors.
+        PhaseError: in a call, inside another simulate, a torch.func transform or a trace.
+        AxisError: in a call, when the ranks call other collectives.
+
+    Source: Bradbury et al., JAX, `jax.pmap`: the stacked arguments and results are its.
 
     Example:
         >>> import torch, fzero
@@ -137,13 +153,7 @@ def _stack(results: list[Any]) -> Any:
     treespec = flat[0][1]
     for rank, (_, other) in enumerate(flat):
         if other != treespec:
-            raise LayoutError(
-                explain(
-                    f"simulate: rank {rank} returned {other}, rank 0 {treespec}.",
-                    cause="the structure, or a static fact of a state, differs by rank.",
-                    fix="return the same structure on every rank.",
-                )
-            )
+            raise _unlike(rank, results[rank], results[0])
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return optree.tree_unflatten(treespec, [_stack_leaf(list(column)) for column in columns])
 
@@ -173,3 +183,43 @@ def _stack_leaf(column: list[Any]) -> Any:
             fix="return tensors or numbers.",
         )
     )
+
+
+def _unlike(rank: int, theirs: Any, first: Any) -> LayoutError:
+    """Name the first place where two results differ, whatever their tensors are."""
+    theirs, first = (optree.tree_map(lambda _: 0, x, namespace=NAMESPACE) for x in (theirs, first))
+    here = optree.tree_structure(theirs, is_leaf=is_state, namespace=NAMESPACE)
+    there = optree.tree_structure(first, is_leaf=is_state, namespace=NAMESPACE)
+    if here != there:
+        return LayoutError(
+            explain(
+                f"simulate: rank {rank} returned {here}, rank 0 {there}.",
+                cause="a branch that depends on the rank.",
+                fix="return the same structure on every rank.",
+            )
+        )
+    pairs = zip(here.flatten_up_to(theirs), there.flatten_up_to(first), strict=True)
+    found = (_differing_fact(mine, other) for mine, other in pairs if is_state(mine))
+    name, mine, other = next(filter(None, found), ("structure", here, there))
+    return LayoutError(
+        explain(
+            f"simulate: rank {rank} returned a state with {name} = {mine!r:.200}, "
+            f"rank 0 one with {other!r:.200}.",
+            cause="a state, its optimizer or the schedule of its lr was made inside the simulated "
+            "function, anew on each rank; or the ranks took other ways between two updates.",
+            fix="make schedules and optimizers once, outside; make states with simulate(...).init.",
+        )
+    )
+
+
+def _differing_fact(a: Any, b: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The first static fact in which two records differ: (its name, a's, b's)."""
+    if type(a) is type(b) and dataclasses.is_dataclass(a):
+        names = [field.name for field in dataclasses.fields(a)]
+        pairs = [(f"{name}.{key}".strip("."), getattr(a, key), getattr(b, key)) for key in names]
+    elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        pairs = [(f"{name}[{i}]", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        return None if a == b else (name, a, b)
+    found = (_differing_fact(x, y, key) for key, x, y in pairs)
+    return next(filter(None, found), None)

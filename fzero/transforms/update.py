@@ -23,11 +23,11 @@ from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._pieces import pieces_of
 from fzero.transforms._receive import boundary, settle
-from fzero.transforms._states import flatten_states
+from fzero.transforms._states import S, flatten_states
 
 
 @torch._disable_dynamo
-def apply_gradients(state: Any) -> Any:
+def apply_gradients(state: S) -> S:
     """Return the state after one update: p' = p + update(mean gradient), step' = step + 1.
 
     A pending window is reduced first (once) and stays open if it was; gradients are clipped as
@@ -52,7 +52,8 @@ def apply_gradients(state: Any) -> Any:
     for one in due:
         progress.saw_update(one.progress)
     boundary("apply_gradients", due, updates=True)
-    return optree.tree_unflatten(treespec, [_apply(one) for one in states])
+    new: Any = optree.tree_unflatten(treespec, [_apply(one) for one in states])
+    return new
 
 
 def global_norm(state: TrainState) -> Tensor:

@@ -258,18 +258,18 @@ def test_a_wrong_path_shape_or_name_is_named_and_changes_nothing(world_size: int
 
 
 class Wide(nn.Module):
-    """16 x 6 and 6 in bf16, 12 x 4 in fp32: every size divides by 1, 2 and 3."""
+    """Both groups divide by 1, 2 and 3 ranks into multiples of 16 bytes: nothing is padded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.low = nn.Linear(16, 6, dtype=torch.bfloat16)
+        self.low = nn.Linear(16, 48, dtype=torch.bfloat16)
         self.full = nn.Linear(12, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.low(x.bfloat16()).float().sum() + self.full(x[:, :12]).sum()
 
 
-LOW, FULL = 16 * 6 + 6, 12 * 4
+LOW, FULL = 16 * 48 + 48, 12 * 4
 
 
 def report_body(rank: int, world_size: int) -> None:

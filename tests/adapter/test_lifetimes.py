@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine, gathered
-from fzero.errors import AxisError, LayoutError, PhaseError
+from fzero.errors import AxisError, LayoutError, MismatchError, PeerFailedError, PhaseError
 from tests.adapter.plain import STAGES, Draw, check_program, engine_of, same
 from tests.ranks import run_ranks
 
@@ -41,18 +41,38 @@ def twice_body(rank: int, world_size: int) -> None:
 def apart_body(rank: int, world_size: int) -> None:
     """Ranks that run another number of backwards before they throw the gradients away."""
     engine, x = engine_of(linear, 3), torch.ones(1, 3).double()
-    for zero_grad in (engine.zero_grad, engine.optimizer.zero_grad):
-        for _ in range(1 + rank):
-            engine(x).sum().backward()
-        zero_grad()
-        (10 * engine(x)).sum().backward()
-        assert engine.full_gradient("bias").tolist() == [10.0, 10.0]
-        engine.step()
+    for _ in range(1 + rank):
+        engine(x).sum().backward()
+    engine.zero_grad()
+    (10 * engine(x)).sum().backward()
+    assert engine.full_gradient("bias").tolist() == [10.0, 10.0]
+    engine.step()
     with engine.coalesce():
         for _ in range(1 + rank):  # in a window nothing is reduced, and nobody waits
             engine(x).sum().backward()
             engine.zero_grad()
         engine(x).sum().backward()
+    assert engine.full_gradient("bias").tolist() == [1.0, 1.0]
+    engine.close()
+
+
+def dropped_body(rank: int, world_size: int) -> None:
+    """p.grad = None is seen at the next backward: it must be that of the other ranks, too."""
+    engine, x = engine_of(linear, 3), torch.ones(1, 3).double()
+    for _ in range(2):
+        engine(x).sum().backward()
+        engine.module.zero_grad()
+        (10 * engine(x)).sum().backward()
+        assert engine.full_gradient("bias").tolist() == [10.0, 10.0]
+        engine.step()
+    engine(x).sum().backward()
+    with pytest.raises(MismatchError, match="gradients dropped just before: True"):
+        for _ in range(rank):
+            engine(x).sum().backward()
+        engine.module.zero_grad()
+        (10 * engine(x)).sum().backward()
+    engine.zero_grad()
+    engine(x).sum().backward()
     assert engine.full_gradient("bias").tolist() == [1.0, 1.0]
     engine.close()
 
@@ -147,18 +167,14 @@ def served_body(rank: int, world_size: int) -> None:
 
 
 def alone_body(rank: int, world_size: int) -> None:
-    """One rank raises in its backward and goes on: below stage 3 all are told at the update."""
-    for stage in (0, 1, 2):
+    """One rank raises in its backward: the others raise in theirs, and nothing is changed."""
+    for stage in STAGES:
         engine = engine_of(Branches, stage, bucket_bytes=1)
         loss = engine(Draw(rank, 0)(2, 3), fails=rank == 0).sum()
-        if rank == 0:
-            with pytest.raises(ZeroDivisionError):
-                engine.backward(loss)
-        else:
+        with pytest.raises(PeerFailedError if rank else ZeroDivisionError):
             engine.backward(loss)
-        with pytest.raises(PhaseError, match="the gradients of the ranks differ"):
+        with pytest.raises(PhaseError, match="there are no gradients"):
             engine.step()
-        engine.zero_grad()
         engine(Draw(rank, 1)(2, 3)).sum().backward()
         assert engine.step()
         engine.close()
@@ -226,7 +242,7 @@ def test_engines_are_made_once_and_evaluation_leaves_what_waits_alone(
 @pytest.mark.parametrize(
     "body",
     [
-        *(apart_body, slopes_body, failed_body, served_body, alone_body),
+        *(apart_body, dropped_body, slopes_body, failed_body, served_body, alone_body),
         *(unreached_body, written_body),
     ],
 )

@@ -1,8 +1,7 @@
-"""Point 10: any elementwise torch.optim optimizer, on this rank's flat rows."""
+"""Any elementwise torch.optim optimizer, on this rank's flat rows."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, PhaseError
 from tests.adapter.nets import linear
 from tests.adapter.plain import STAGES
 from tests.adapter.unsharded import Odd, Unsharded, loss_of, same_update, seeded
@@ -160,20 +159,23 @@ def state_dict_body(rank: int, world_size: int) -> None:
         first = Engine(seeded(Odd), functools.partial(torch.optim.AdamW, lr=0.05), stage=stage)
         begin = first.full_parameters()
         assert first.optimizer is not None
-        halfway = train(first, rank, range(2))
-        saved = copy.deepcopy(first.optimizer.state_dict())
+        train(first, rank, range(2))
+        with pytest.raises(PhaseError, match=r"optimizer\.state_dict(.|\n)*checkpoint\.save"):
+            first.optimizer.state_dict()
+        states = first.full_optimizer_states()
         wanted = train(first, rank, range(2, 5))
-        second = Engine(seeded(Odd), functools.partial(torch.optim.AdamW, lr=9.0), stage=stage)
-        assert second.optimizer is not None
-        second.optimizer.load_state_dict(saved)
-        for path, value in halfway.items():
-            second.set_full_parameter(path, value)
+        second = Engine(seeded(Odd), functools.partial(torch.optim.AdamW, lr=0.05), stage=stage)
+        train(second, rank, range(2))
+        for path, slots in states.items():
+            for name, value in slots.items():
+                second.set_full_optimizer_state(path, name, torch.full_like(value, 9.0))
+                second.set_full_optimizer_state(path, name, value)
         found = train(second, rank, range(2, 5))
         same_update(f"stage {stage}, W={world_size}", found, wanted, begin, rtol=0.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_optimizers_own_state_dict_loads_into_another_engine_and_training_goes_on(
+def test_the_optimizer_refuses_its_own_state_dict_and_whole_states_are_read_and_written(
     world_size: int,
 ) -> None:
     run_ranks(state_dict_body, world_size)
@@ -193,8 +195,14 @@ def fused_body(rank: int, world_size: int) -> None:
                 optimizer = factory if style == "factory" else factory(learning(module))
                 engine = Engine(module, optimizer, stage=2)
                 assert engine.optimizer is not None
-                groups = engine.optimizer.param_groups
-                found = [(group["fused"], group["foreach"]) for group in groups]
+                found = []
+
+                def note(one: Any, *_: Any, found: list[Any] = found) -> None:
+                    found += [(group["fused"], group["foreach"]) for group in one.param_groups]
+
+                engine.optimizer.register_step_pre_hook(note)
+                loss_of(engine, rank, 0).backward()
+                engine.step()
                 assert found == [wanted], f"{cls.__name__}, {given}, {style}: {found}"
                 engine.close()
 
@@ -204,20 +212,17 @@ def test_kernels_are_fused_unless_the_optimizer_says_otherwise() -> None:
     run_ranks(fused_body, 2)
 
 
-def refused(world_size: int) -> list[Any]:
-    more = [torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Muon]
-    return [torch.optim.LBFGS, *(more if world_size > 1 else [])]
-
-
 def refusal_body(rank: int, world_size: int) -> None:
-    for cls in refused(world_size):
+    always = dict.fromkeys((torch.optim.LBFGS, torch.optim.SparseAdam), STAGES)
+    whole = dict.fromkeys((torch.optim.Adafactor, torch.optim.Muon), STAGES[1:])
+    for cls, stages in (always | (whole if world_size > 1 else {})).items():
         for style in ("class", "instance"):
             module = nn.Sequential(linear(3, 3, bias=False), linear(3, 2, bias=False))
             values = {name: p.data_ptr() for name, p in module.named_parameters()}
             hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
             begin = [p.detach().clone() for p in module.parameters()]
             optimizer = cls if style == "class" else cls(list(module.parameters()))
-            for stage in STAGES:
+            for stage in stages:
                 try:
                     Engine(module, optimizer, stage=stage)
                 except LayoutError as error:
@@ -238,21 +243,24 @@ def test_optimizers_that_need_whole_matrices_are_refused_by_name_before_the_modu
     run_ranks(refusal_body, world_size)
 
 
-def whole_on_one_rank_body(rank: int, world_size: int) -> None:
+def whole_body(rank: int, world_size: int, stage: int) -> None:
     def make() -> nn.Module:
         return nn.Sequential(linear(3, 4, bias=False), nn.Tanh(), linear(4, 3, bias=False))
 
     for cls in (torch.optim.Adafactor, torch.optim.Muon):
-        reference = Unsharded(make, lambda m, c=cls: c(learning(m)), 1)
+        reference = Unsharded(make, lambda m, c=cls: c(learning(m)), world_size)
         for number in range(STEPS):
             reference.step(number)
-        engine = Engine(seeded(make), cls, stage=3)
+        engine = Engine(seeded(make), cls, stage=stage)
         found = train(engine, rank)
         same_update(cls.__name__, found, reference.parameters(), reference.begin)
 
 
-def test_one_rank_alone_may_use_optimizers_of_whole_matrices() -> None:
-    run_ranks(whole_on_one_rank_body, 1)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 0)])
+def test_optimizers_of_whole_matrices_run_where_a_rank_has_whole_matrices(
+    world_size: int, stage: int
+) -> None:
+    run_ranks(whole_body, world_size, stage)
 
 
 class TiedAndFrozen(Odd):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fzero.adapter import Engine
-from fzero.errors import FzeroError, LayoutError, PhaseError
+from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import F64, Net
 from tests.adapter.plain import STAGES, Draw, Reference, engine_of, same
 from tests.ranks import run_ranks
@@ -109,3 +109,16 @@ def wrong_arguments(rank: int, world_size: int) -> None:
         Engine(module, torch.optim.SGD, stage=3).close()
         if rank == 0:
             assert all(map(torch.equal, values, module.parameters()))
+
+
+def test_an_option_that_is_wrong_on_one_rank_is_told_to_the_others() -> None:
+    run_ranks(wrong_on_one_rank, 2, timeout_s=20)
+
+
+def wrong_on_one_rank(rank: int, world_size: int) -> None:
+    for name, bad, good in (("stage", 4, 2), ("bucket_bytes", 0, 8), ("max_norm", -1.0, 1.0)):
+        module = Net()
+        options: Any = {"stage": 2} | {name: bad if rank else good}
+        with pytest.raises(LayoutError if rank else AxisError, match=f"{name}={bad}"):
+            Engine(module, torch.optim.SGD, **options)
+        Engine(module, torch.optim.SGD, stage=2).close()

@@ -124,9 +124,9 @@ def test_a_batch_of_another_structure(stage: int) -> None:
         with pytest.raises(KeyError, match="images"):
             fzero.grad_and_reduce(lambda p, batch: loss(p, batch["images"]), state)({"text": x})
         with pytest.raises(TypeError, match="argument"):
-            fzero.grad_and_reduce(loss, state)(x, x)
+            fzero.grad_and_reduce(loss, state)(x, x)  # pyright: ignore[reportCallIssue]
         with pytest.raises(TypeError, match="missing"):
-            fzero.grad_and_reduce(loss, state)()
+            fzero.grad_and_reduce(loss, state)()  # pyright: ignore[reportCallIssue]
         with refused(fzero.LayoutError, "(3,) does not divide into 2"):
             batch: Any = {"x": x.expand(3)}
             fzero.accumulate(good_step, steps=2)(state, batch)
@@ -196,3 +196,104 @@ def test_parameters_in_the_place_of_a_state() -> None:
     ):
         with refused(fzero.LayoutError, "TrainState"):
             use()
+
+
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_a_detached_loss_is_told(stage: int, reshard: Any) -> None:
+    """Its gradient is zero, on every rank, which nobody wants without knowing."""
+
+    def run(x: Tensor) -> Any:
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
+        state, value = fzero.grad_and_reduce(lambda p, x: loss(p, x).detach(), state)(x)
+        return fzero.gradients(state), value
+
+    with pytest.warns(UserWarning, match=r"requires no grad[\s\S]*Fix: return the loss as"):
+        gradients, value = virtual(run, RANKS, X)
+    assert value.tolist() == [7.0, 17.0]
+    assert not gradients["w"].any() and not gradients["b"].any()
+
+
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_loss_that_is_a_parameter_itself(ranks: int, stage: int, reshard: Any) -> None:
+    """A leaf of the graph: its gradient is one where it was used, on two of three ranks."""
+
+    def leaf(params: Any) -> Tensor:
+        return params["s"] if fzero.axis_index() < 2 else 4 * params["w"].sum()
+
+    def run(_: Tensor) -> Any:
+        params = {"s": torch.tensor(5.0), "w": torch.ones(3)}
+        state = fzero.init(params, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
+        state, value = fzero.grad_and_reduce(leaf, state)()
+        return fzero.gradients(state), value
+
+    gradients, value = virtual(run, ranks, torch.zeros(ranks))
+    used = min(ranks, 2) / ranks
+    assert value.tolist() == [5.0, 5.0, 12.0][:ranks]
+    torch.testing.assert_close(gradients["s"], torch.full((ranks,), used))
+    torch.testing.assert_close(gradients["w"], torch.full((ranks, 3), 4 * (ranks == 3) / 3))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_batch_that_requires_grad_is_told_at_the_next_step(stage: int, donate: bool) -> None:
+    """The parameters would keep the graph of every step so far: memory that only grows."""
+    step = fzero.shard(good_step, stage=stage, donate=donate)
+
+    def run(x: Tensor, steps: int) -> Any:
+        state = step.init(PARAMS, fzero.optim.sgd(0.5))
+        for _ in range(steps):
+            state, _ = step(state, x.requires_grad_())
+        return fzero.full_params(state)["w"].detach()
+
+    assert torch.equal(virtual(run, RANKS, X.clone(), 1), torch.full((RANKS, 5), 1 - 0.5 * 2.0))
+    with pytest.warns(UserWarning, match=r"graph of all steps before[\s\S]*Fix: .*detach\(\)"):
+        after = virtual(run, RANKS, X.clone(), 2)
+    assert torch.equal(after, torch.full((RANKS, 5), 1 - 2 * 0.5 * 2.0))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_means_to_differentiate_through_steps_is_not_told(stage: int) -> None:
+    """Through one step by autograd; through two by torch.func. Both are d(sum w)/dx."""
+    step = fzero.shard(good_step, stage=stage)
+
+    def through(x: Tensor, steps: int) -> Tensor:
+        state = step.init(PARAMS, fzero.optim.sgd(0.5))
+        for _ in range(steps):
+            state, _ = step(state, x)
+        return fzero.full_params(state)["w"].sum()
+
+    x = torch.tensor(3.0, requires_grad=True)
+    assert torch.autograd.grad(through(x, 1), x)[0] == -0.5 * 5
+    assert torch.func.grad(through)(torch.tensor(3.0), 2) == -0.5 * 5 * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_write_through_data_is_refused_at_stage_3_and_not_seen_below(stage: int) -> None:
+    """Torch does not count it. docs/semantics.md says so."""
+
+    def writes(params: Any, x: Tensor) -> Tensor:
+        params["w"].data.zero_()
+        return loss(params, x)
+
+    def run(x: Tensor) -> Any:
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage)
+        if stage == 3:
+            with refused(fzero.LayoutError, "w", "is written in place", "clone it first"):
+                fzero.grad_and_reduce(writes, state)(x)
+        else:
+            fzero.grad_and_reduce(writes, state)(x)
+        return fzero.full_params(state)["w"]
+
+    assert virtual(run, RANKS, X).unique().tolist() == [1.0 if stage == 3 else 0.0]
+
+
+def test_a_warning_shows_the_line_that_made_the_call() -> None:
+    step = fzero.shard(good_step, stage=0)
+    state = step.init(PARAMS, fzero.optim.sgd(0.5))
+    x = torch.tensor(3.0, requires_grad=True)
+    with pytest.warns(UserWarning) as told:
+        fzero.grad_and_reduce(lambda p: p["w"].sum().detach(), state)()
+        state, _ = step(state, x)
+        step(state, x)
+    assert [warning.filename for warning in told] == [__file__, __file__]

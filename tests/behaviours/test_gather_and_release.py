@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fzero
+from fzero.partition import plan_layout
 from tests.behaviours.costs import Probe, probe_gathers
 from tests.behaviours.networks import (
     KEEPS,
@@ -33,11 +34,9 @@ from tests.behaviours.networks import (
 
 def unit_bytes(params: Any, units: Callable[[str], str], ranks: int) -> list[int]:
     """Bytes of each unit, with its padding, largest first."""
-    layout = fzero.init(params, fzero.optim.sgd(0.1), stage=3, units=units).setup.layout
-    totals: dict[str, int] = {}
-    for leaf in layout.leaves:
-        totals[units(leaf.path)] = totals.get(units(leaf.path), 0) + leaf.numel
-    return sorted((-(-n // ranks) * ranks * 8 for n in totals.values()), reverse=True)
+    layout = plan_layout(params, ranks=ranks, unit=units)
+    numels = (sum(layout.full_numel(i) for i in groups) for groups in layout.units)
+    return sorted((8 * numel for numel in numels), reverse=True)
 
 
 def probe_one_step(

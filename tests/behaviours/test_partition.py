@@ -58,8 +58,12 @@ PYTREES = st.recursive(
 )
 
 
+def _has_tensors(tree: Any) -> bool:
+    return bool(optree.tree_leaves(tree))
+
+
 @given(
-    tree=PYTREES,
+    tree=PYTREES.filter(_has_tensors),
     ranks=st.integers(1, 7),
     stage=st.sampled_from(STAGES),
     bucket_bytes=st.sampled_from([1, 64, 2**20]),
@@ -81,9 +85,11 @@ def test_20_shards_hold_the_tree_whatever_it_is(
     for rows, right in zip(optree.tree_leaves(whole), wanted, strict=True):
         assert rows.dtype == right.dtype
         assert all(torch.equal(row, right) for row in rows)
-    numel = sum({id(leaf): leaf.numel() for leaf in wanted}.values())
+    stored = {id(leaf): leaf.numel() for leaf in wanted}
+    numel = sum(stored.values())
     everywhere = int(held[0]) * (ranks if stage == 3 else 1)
-    assert numel <= everywhere <= numel + (ranks - 1) * int(groups[0])
+    starts = len(stored) + ranks * int(groups[0])  # of leaves and shards: each on 16 bytes
+    assert numel <= everywhere <= numel + 15 * (starts if ranks > 1 else 0)
 
 
 def test_20_tied_leaves_are_one_and_stay_one() -> None:
@@ -134,7 +140,7 @@ def test_21_buckets_change_no_bit_of_a_gradient(ranks: int) -> None:
             torch.testing.assert_close(got[1][name], after[name])
 
 
-@given(bucket_bytes=st.integers(1, 200), sizes=st.lists(st.integers(0, 30), max_size=6))
+@given(bucket_bytes=st.integers(1, 200), sizes=st.lists(st.integers(0, 30), min_size=1, max_size=6))
 def test_21_buckets_are_bounded_unless_one_leaf_is_larger(
     bucket_bytes: int, sizes: list[int]
 ) -> None:

@@ -102,9 +102,9 @@ def test_a_gan_updates_one_model_at_a_time(stage: int, reshard: Any) -> None:
         place = {"stage": stage, "reshard_after_forward": reshard}
         g = fzero.init(g_params, fzero.optim.sgd(0.1), **place)
         d = fzero.init(d_params, fzero.optim.sgd(0.1), **place)
-        both, _ = fzero.grad_and_reduce(lambda p, *b: d_loss(p["d"], p["g"], *b), {"g": g, "d": d})(
-            x, y
-        )
+        both, _ = fzero.grad_and_reduce(
+            lambda p, x, y: d_loss(p["d"], p["g"], x, y), {"g": g, "d": d}
+        )(x, y)
         d = fzero.apply_gradients(both["d"])
         both, _ = fzero.grad_and_reduce(g_loss, {"g": g, "d": d})(x)
         g = fzero.apply_gradients(both["g"])

@@ -132,14 +132,14 @@ def test_counters_that_differ_are_refused(tmp_path: Path) -> None:
             fzero.optim.adam(0.1),
             [
                 "rule: sgd in the checkpoint, adam here",
-                r"slot moments\[0\] of w: nothing in the checkpoint, torch.float32 in the state",
-                r"slot moments\[1\] of w",
+                r"slot exp_avg of w: nothing in the checkpoint, torch.float32 in the state",
+                "slot exp_avg_sq of w",
             ],
         ),
         (
             fzero.optim.adam(0.1),
             fzero.optim.sgd(0.1, momentum=0.9),
-            [r"slot moments\[1\] of w: torch.float32 in the checkpoint, nothing in the state"],
+            [r"slot exp_avg_sq of w: torch.float32 in the checkpoint, nothing in the state"],
         ),
         (
             fzero.optim.lion(0.1),
@@ -151,7 +151,7 @@ def test_counters_that_differ_are_refused(tmp_path: Path) -> None:
             fzero.optim.adam(0.1, master_weights=False),
             [
                 "slot masters of h: torch.float32 in the checkpoint, nothing in the state",
-                r"slot moments\[0\] of h: torch.float32 in .*, torch.bfloat16 in the state",
+                r"slot exp_avg of h: torch.float32 in .*, torch.bfloat16 in the state",
             ],
         ),
         (fzero.optim.sgd(0.1), FOREIGN, ["rule: sgd", r"inner.mu of w", "counter optimizer/rate"]),

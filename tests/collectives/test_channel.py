@@ -26,6 +26,9 @@ class Served:
     def serve(self, what: What, unit: int) -> None:
         self.seen.append((what, unit))
 
+    def give_way(self) -> None:
+        pass
+
     def meet(self) -> None:
         raise AssertionError("no collective of the user's is in this test")
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fzero
 from fzero import collectives as c
 from fzero import mesh
-from fzero.collectives import InFlight, _lowering
+from fzero.collectives import InFlight, _backend, _lowering
 from fzero.mesh import Runtime
 from tests.collectives.maps import gathered, reduced, scattered
 from tests.ranks import run_ranks
@@ -290,7 +290,7 @@ def test_a_peer_that_does_not_come_is_named_as_the_cause() -> None:
 
 
 def backends_of(group: Any) -> list[str]:
-    return [_lowering._backend_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
+    return [_backend.backend_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
 
 
 def test_the_device_of_a_tensor_decides_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:

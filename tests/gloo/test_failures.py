@@ -146,7 +146,8 @@ def raise_on_all(rank: int, world_size: int) -> None:
         for where in ("before a parameter", "after one", "after all", "in backward"):
             with pytest.raises((ArithmeticError, fzero.AxisError)):
                 fzero.grad_and_reduce(_failing_loss, state)(torch.ones(()), True, where)
-            for bad in (torch.ones(2), "text"):
+            wrong: tuple[Any, ...] = (torch.ones(2), "text")
+            for bad in wrong:
                 with pytest.raises((fzero.FzeroError, TypeError)):
                     fzero.grad_and_reduce(loss, state)(bad)
             with pytest.raises(fzero.PhaseError, match="holds no gradients"):

@@ -5,22 +5,25 @@ Every body checks by itself; what it returns is for the report or for a check ac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero.adapter import Engine
 from tests.gpu import training as t
+from tests.gpu.reads import on_device
 from tests.gpu.training import Task
-from tests.gpu.watch import Where, delayed, no_host_reads
+from tests.gpu.watch import Where, delayed
 
 STAGES = (0, 1, 2, 3)
 DRIVERS = {"engine": t.by_engine, "functional step": t.by_function}
@@ -130,29 +133,87 @@ class _Raises(torch.autograd.Function):
         raise ZeroDivisionError("on purpose")
 
 
-def no_reads_in_a_steady_step(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """How a steady step is made: its optimizer, and what is around its backwards."""
+
+    optimizer: str  # "sgd", "adamw" or "from_torch", that is torch's AdamW
+    micro: int = 1  # micro-batches of one update
+    window: bool = False  # around them
+    max_norm: float | None = 1.0
+
+
+PROGRAMS = (
+    Program(optimizer="adamw"),
+    Program(optimizer="from_torch", micro=2, window=True),
+    Program(optimizer="sgd", micro=2, max_norm=None),
+)
+
+
+def no_waits_in_a_steady_step(
     rank: int, size: int, device: str, stage: int, driver: str, dtype: torch.dtype
 ) -> None:
-    """After three steps a step reads nothing on the host: clipping, masters and all."""
-    task = Task(stage=stage, max_norm=1.0, dtype=dtype)
-    batches = [t.make_batch(device, step=step, at=0, rank=rank) for step in range(5)]
-    if driver == "engine":
-        model = t.make_model(task, device)
-        optimizer = t.torch_optimizer(task, model.parameters())
-        engine = Engine(model, optimizer, stage=stage, max_norm=1.0)
-        for batch in batches[:3]:
-            t.engine_step(engine, [batch])
-        with no_host_reads(device):
-            t.engine_step(engine, [batches[3]])
-            t.engine_step(engine, [batches[4]])
-        engine.close()
-        return
-    step, state = t.make_step(task, device)
-    for batch in batches[:3]:
-        state, _ = step(state, [batch])
-    with no_host_reads(device):
-        for batch in batches[3:]:
-            state, _ = step(state, [batch])
+    """After three steps the host waits for nothing in a step: it reads and copies no tensor."""
+    make = {"engine": _engine_program, "functional step": _functional_program}[driver]
+    for program in PROGRAMS:
+        with on_device(device) as watched:
+            model = watched.put(t.make_model(Task(stage=stage, dtype=dtype), device))
+            batches = [watched.put(t.make_batch(device, step=s, at=0, rank=rank)) for s in range(5)]
+            step, close = make(program, stage, model)
+            for batch in batches[:3]:
+                step(batch.unbind())
+            with watched.no_waits():
+                for batch in batches[3:]:
+                    step(batch.unbind())
+            close()
+
+
+def _engine_program(program: Program, stage: int, model: nn.Module) -> tuple[Any, Any]:
+    kinds = {"sgd": partial(torch.optim.SGD, lr=t.LR, momentum=0.5)}
+    kind = kinds.get(program.optimizer, partial(torch.optim.AdamW, lr=t.LR))
+    every = 1 if program.window else program.micro
+    engine = Engine(
+        model, kind, stage=stage, max_norm=program.max_norm, gradient_accumulation_steps=every
+    )
+
+    def step(batch: Sequence[Tensor]) -> None:
+        with engine.coalesce() if program.window else nullcontext():
+            for part in zip(*(x.chunk(program.micro) for x in batch), strict=True):
+                t.loss_of(engine, part).backward()
+                if not program.window:
+                    engine.step()
+        if program.window:
+            engine.step()
+
+    return step, engine.close
+
+
+def _functional_program(program: Program, stage: int, model: nn.Module) -> tuple[Any, Any]:
+    apply, params = fzero.functionalize(model)
+    optimizer = {
+        "sgd": fzero.optim.sgd(t.LR, momentum=0.5),
+        "adamw": fzero.optim.adamw(t.LR),
+        "from_torch": fzero.optim.from_torch(partial(torch.optim.AdamW, lr=t.LR)),
+    }[program.optimizer]
+
+    def step_fn(state: Any, x: Tensor, y: Tensor) -> Any:
+        state, loss = fzero.grad_and_reduce(
+            lambda params: t.loss_of(partial(apply, params), (x, y)), state
+        )()
+        return fzero.apply_gradients(state), loss
+
+    train_step: Any = fzero.accumulate(step_fn, steps=program.micro)
+    if program.window:
+        train_step = fzero.coalesce(train_step)
+    if program.max_norm is not None:
+        train_step = fzero.clip(train_step, max_norm=program.max_norm)
+    train_step = fzero.shard(train_step, stage=stage, donate=True)
+    held = [train_step.init(params, optimizer)]
+
+    def step(batch: Sequence[Tensor]) -> None:
+        held[0], _ = train_step(held[0], *batch)
+
+    return step, lambda: None
 
 
 def derivatives(rank: int, size: int, device: str) -> None:

@@ -11,9 +11,10 @@ import torch
 
 from tests.gpu import bodies, costs
 from tests.gpu.bodies import DRIVERS
+from tests.gpu.reads import HostReadError, on_device
 from tests.gpu.test_nccl import check_killed
 from tests.gpu.training import Task
-from tests.gpu.watch import Span, Trace, no_host_reads, sort_events
+from tests.gpu.watch import Span, Trace, sort_events
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -57,21 +58,47 @@ def test_delays(where: str) -> None:
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_steady_step_reads_nothing_on_the_host(stage: int, driver: str) -> None:
-    on_cpu(bodies.no_reads_in_a_steady_step, stage, driver, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_steady_step_never_waits_for_the_device(
+    stage: int, driver: str, dtype: torch.dtype
+) -> None:
+    on_cpu(bodies.no_waits_in_a_steady_step, stage, driver, dtype)
 
 
-def test_no_host_reads_sees_a_read() -> None:
-    with no_host_reads("cpu"):
-        torch.ones(2).sum()
-        with pytest.raises(RuntimeError, match="reads a tensor on the host"):
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a number": lambda x: x.sum().item(),
+    "a branch": lambda x: bool(x.sum() > 0),
+    "a list": lambda x: x.tolist(),
+    "a copy": lambda x: x.cpu(),
+    "a copy into memory of the host": lambda x: torch.zeros(2).copy_(x),
+    "a copy from memory of the host": lambda x: x.copy_(torch.zeros(2)),
+    "a new tensor of numbers": lambda x: torch.tensor([1.0], device=x.device),
+    "a mask": lambda x: x[x > 0],
+    "equality": lambda x: torch.equal(x, x),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_for_the_device_is_seen_and_what_is_the_host_s_is_not(name: str) -> None:
+    with on_device("cpu") as watched:
+        x = watched.put(torch.ones(2)) * 2
+        WAITS[name](x)
+        with watched.no_waits():
             torch.ones(2).sum().item()
+            assert (x + torch.full((2,), 1.0, device=x.device)).shape == (2,)
+            with pytest.raises(HostReadError, match="waits for the device"):
+                WAITS[name](x)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_kernel_that_takes_the_address_of_a_placeholder(size: int) -> None:
+    on_cpu(costs.placeholder_by_pointer, size=size)
 
 
 def test_errors_of_one_rank() -> None:
     first, last = on_cpu(bodies.one_rank_raises, 3)
-    assert any("rank 1 raised" in error for error in first)
+    assert any("raised on rank [1]" in error for error in first)
     assert "ZeroDivisionError: on purpose" in last
 
 

@@ -81,10 +81,10 @@ def make_batch(device: str, *, step: int, at: int, rank: int) -> Tensor:
     return torch.randint(0, SYMBOLS, (2, 4, 6), generator=generator).to(device)
 
 
-def loss_of(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+def loss_of(model: Callable[[Tensor], Tensor], batch: Tensor | Sequence[Tensor]) -> Tensor:
     logits = model(batch[0]).flatten(0, 1)
     return F.cross_entropy(
-        logits.float() if logits.dtype.itemsize < 4 else logits, batch[1].view(-1)
+        logits.float() if logits.dtype.itemsize < 4 else logits, batch[1].reshape(-1)
     )
 
 

@@ -1,4 +1,4 @@
-"""What a test does to a step from outside: delay its collectives, forbid host reads, trace it."""
+"""What a test does to a step from outside: delay its collectives, trace it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 SLEEP_CYCLES = 20_000_000  # about 10 ms: longer than any kernel of these tests
 Where = Literal["before", "after", "rank 0"]
@@ -79,35 +76,6 @@ def delayed(where: Where, rank: int, device: str) -> Iterator[list[str]]:
                 patch.setattr(dist, name, slow(name))
         patch.setattr(dist, "_coalescing_manager", manager)
         yield seen
-
-
-class _NoHostReads(TorchDispatchMode):
-    """Raises where the host reads a floating-point tensor, as each such read on a GPU waits."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        reads = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select")
-        if func._schema.name.removeprefix("aten::") in reads and any(
-            isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(args)
-        ):
-            raise RuntimeError(f"{func} reads a tensor on the host")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_host_reads(device: str) -> Iterator[None]:
-    """Raise where the host waits for a GPU; on a CPU, where it reads a floating-point tensor."""
-    if device != "cuda":
-        with _NoHostReads():
-            yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Span(NamedTuple):

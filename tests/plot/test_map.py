@@ -112,7 +112,7 @@ def test_parameters_kept_over_a_window_are_shown() -> None:
     step = fzero.simulate(
         fzero.shard(step_fn, stage=3, reshard_after_forward="window"), world_size=2
     )
-    _, inside = step(step.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1)))
+    _, inside = step(step.init({"w": torch.ones(7)}, fzero.optim.sgd(0.1)))
     found = partition_map(inside)
     assert dict(found.kinds) == {
         "parameters": "sharded",
@@ -121,8 +121,8 @@ def test_parameters_kept_over_a_window_are_shown() -> None:
         "gradients": "none",
         "optimizer": "none",  # plain sgd keeps nothing
     }
-    assert [found.label(s) for s in found.of(1, "parameters")] == ["w[2:3]", "padding[1]"]
-    assert [found.label(s) for s in found.of(1, "gathered")] == ["w[0:3]", "padding[1]"]
+    assert [found.label(s) for s in found.of(1, "parameters")] == ["w[4:7]", "padding[1]"]
+    assert [found.label(s) for s in found.of(1, "gathered")] == ["w[0:7]", "padding[1]"]
 
 
 def rank_map(rank: int, world_size: int, stage: int) -> PartitionMap:

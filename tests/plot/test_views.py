@@ -17,7 +17,8 @@ from fzero.plot._palette import ABSENT, BASE, colour, ink
 from fzero.state import TrainState
 from tests.plot.states import Case, cases, stacked_states
 
-CASE = Case({"a<b>": torch.arange(3.0), "c": torch.arange(3.0, 5.0)}, 3, 2, 4096)
+A, C = torch.arange(3, dtype=torch.float64), torch.arange(3, 6, dtype=torch.float64)
+CASE = Case({"a<b>": A, "c": C}, 3, 2, 4096)  # two numbers on rank 0, one and padding on rank 1
 
 
 class Balanced(HTMLParser):
@@ -72,15 +73,16 @@ def test_widths_of_a_bar_add_up_to_the_whole() -> None:
 def test_the_text_table_names_rank_placement_and_segments() -> None:
     lines = partition_map(stacked_states(CASE)[2]).table().splitlines()
     assert lines[0].split() == ["rank", "buffer", "placement", "elements", "segments"]
-    assert lines[1].split() == ["0", "parameters", "sharded", "3", "a<b>[0:2]", "c[0:1]"]
+    assert lines[1].split() == ["0", "parameters", "sharded", "4", "a<b>[0:2]", "c[0:2]"]
     assert lines[5].split() == [
         "1",
         "gradients",
         "sharded",
-        "3",
+        "4",
         "a<b>[2:3]",
         "padding[1]",
-        "c[1:2]",
+        "c[2:3]",
+        "padding[1]",
     ]
 
 
@@ -128,7 +130,7 @@ def test_names_are_not_read_as_matplotlibs_own_marks() -> None:
     params = {"_orig.w": torch.ones(8), "$x_{$": torch.ones(8)}
     figure = side_by_side([partition_map(stacked_states(Case(params, 3, 2, 64))[0])])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names[:2] == [r"\$x_{\$", " _orig.w"]
+    assert names[:2] == [" _orig.w", r"\$x_{\$"]
     figure.savefig(io.BytesIO(), format="png")  # mathematics that does not close would raise
 
 
@@ -164,8 +166,8 @@ def test_the_shard_table_shows_every_ranks_values_and_counters() -> None:
     values = {(r.rank, r.buffer, r.group): r.values for r in shard_table(reduced).rows}
     assert values[0, "parameters", "a<b>"] == "0 1"
     assert values[1, "parameters", "a<b>"] == "2 _"  # 3 elements on 2 ranks: one of padding
-    assert values[1, "gradients", "c"] == "4"
-    assert values[1, "optimizer", "moments[0][1]"] == "0"
+    assert values[1, "gradients", "c"] == "5 _"
+    assert values[1, "optimizer", "moments[0][1]"] == "0 0"
     assert values[1, "counters", ""] == "step 0, 1 backwards, 1 reductions, window closed"
     partial = {(r.rank, r.buffer, r.group): r for r in shard_table(inside).rows}
     assert partial[1, "window", "a<b>"].values == "0 1 2 _"

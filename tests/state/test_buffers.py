@@ -94,13 +94,14 @@ def test_every_buffer_of_a_state_has_the_placement_of_its_stage(stage: int, rank
         return fzero.grad_and_reduce(lambda p: p.sum(), state)()
 
     run = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=ranks)
-    state, _ = run(run.init(torch.ones(3), fzero.optim.adam(1.0)))
+    state, _ = run(run.init(torch.ones(12), fzero.optim.adam(1.0)))
     setup = state.setup
     params, gradients, optimizer = TAGS[stage]
     assert (setup.params, setup.gradients, setup.optimizer_state) == TAGS[stage]
     assert (state.params.placement, state.gradients.placement) == (params, gradients)
 
-    shard, full = -(-3 // ranks), -(-3 // ranks) * ranks
+    shard = {1: 12, 2: 8, 3: 4, 4: 4}[ranks]  # 12 / W, rounded up to 16 bytes
+    full = shard * ranks
     numel = {Placement.SHARDED: shard, Placement.REPLICATED: full}
     assert state.params.flats[0].shape == (ranks, numel[params])
     assert state.gradients.flats[0].shape == (ranks, numel[gradients])

@@ -154,3 +154,78 @@ def test_the_buffers_of_the_old_state_are_the_new_ones() -> None:
     held = [x.data_ptr() for x in (*state.params.flats, *state.optimizer.moments[0])]
     new, _ = step(state, torch.ones(1))
     assert [x.data_ptr() for x in (*new.params.flats, *new.optimizer.moments[0])] == held
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_graph_through_a_donating_step_is_that_through_a_plain_one(
+    stage: int, ranks: int, window: bool
+) -> None:
+    """Writing in place would cut it: where the caller differentiates, nothing is donated."""
+    fn = fzero.coalesce(many_backwards) if window else many_backwards
+    steps = {donate: fzero.shard(fn, stage=stage, donate=donate) for donate in (False, True)}
+
+    def by_batch(xs: Tensor, donate: bool) -> Any:
+        state = steps[donate].init(PARAMS, fzero.optim.sgd(0.25, momentum=0.5))
+        new, _ = steps[donate](state, xs.requires_grad_())
+        full = fzero.full_params(new)
+        slope = torch.autograd.grad((full["w"] ** 2).sum(), xs)[0]
+        return slope, {"w": full["w"].detach()}, fzero.full_params(state)
+
+    xs = integers((ranks, 2), 4)
+    run = fzero.simulate(by_batch, world_size=ranks)
+    got, want = run(xs.clone(), True), run(xs.clone(), False)
+    same(got, want)
+    assert want[0].all()
+
+
+class FailsInBackward(torch.autograd.Function):
+    """The identity, with a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
+def fails_late(params: Any, x: Tensor) -> Tensor:
+    """Its backward raises when the gradient of `b` is there, and that of `w` is not."""
+    return FailsInBackward.apply((params["w"] * x).sum()) + 12 * params["b"][0]
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_after_an_error_in_backward_a_donated_state_is_good(
+    stage: int, ranks: int, coalesced: bool
+) -> None:
+    """Caught inside of the step, between two gradients, and caught outside."""
+
+    def steps(catches: bool) -> Any:
+        def step_fn(state: Any, xs: Tensor) -> Any:
+            state, _ = fzero.grad_and_reduce(square_loss, state)(xs[0])
+            try:
+                fzero.grad_and_reduce(fails_late, state)(xs[1])
+            except ArithmeticError:
+                if not catches:
+                    raise
+            state, _ = fzero.grad_and_reduce(square_loss, state)(xs[1])
+            return fzero.apply_gradients(state), None
+
+        fn = fzero.coalesce(step_fn) if coalesced else step_fn
+        return fzero.simulate(fzero.shard(fn, stage=stage, donate=True), world_size=ranks)
+
+    plain = fzero.simulate(fzero.shard(many_backwards, stage=stage), world_size=ranks)
+    xs = integers((ranks, 2), 4)
+    want, _ = plain(plain.init(PARAMS, sgd()), xs)
+    state = steps(catches=True).init(PARAMS, sgd())
+    with pytest.raises(ArithmeticError, match="in backward"):
+        steps(catches=False)(state, xs)
+    new, _ = steps(catches=True)(state, xs)
+    same(tensors(new), tensors(want))
+    with pytest.raises(DonatedError, match=MESSAGE):
+        steps(catches=True)(state, xs)

@@ -182,3 +182,28 @@ def test_a_virtual_axis_outside_is_refused() -> None:
     axis = fzero.simulate(lambda: fzero.world(), world_size=2)()
     with pytest.raises(AxisError, match=r"none run here[\s\S]*Fix: call `fzero.simulate"):
         fzero.psum(torch.ones(1), axis)
+
+
+def _own_schedule() -> Any:
+    return fzero.init(torch.ones(2), fzero.optim.sgd(lambda step: 0.5), stage=2)
+
+
+def _gradient_on_one_rank_only() -> Any:
+    state = fzero.init(torch.ones(2), fzero.optim.sgd(0.5), stage=0, mesh=fzero.Axis(size=1))
+    gradient = fzero.grad_and_reduce(lambda p: p.sum(), state)
+    return {"a": [state if fzero.axis_index() else gradient()[0]]}
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (_own_schedule, r"setup.optimizer.options\[0\]\[1\] = <function .*, rank 0 one with <func"),
+        (_gradient_on_one_rank_only, r"gradients.flats = \(\), rank 0 one with \(0,\)"),
+    ],
+)
+def test_states_that_differ_are_refused_by_the_fact_in_which_they_do(make: Any, name: str) -> None:
+    with pytest.raises(LayoutError, match=rf"rank 1 returned a state with {name}") as caught:
+        fzero.simulate(make, world_size=2)()
+    seen, cause, fix = str(caught.value).splitlines()
+    assert len(seen) < 300 and "schedule of its lr" in cause
+    assert fix.startswith("Fix: make schedules and optimizers once, outside")

@@ -6,7 +6,7 @@ is one that the checker must report, else the ignore itself is an error.
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor
@@ -18,6 +18,26 @@ from fzero.transforms._pipeline import Step
 def step_fn(state: fzero.TrainState, x: Tensor, *, scale: float) -> tuple[fzero.TrainState, Tensor]:
     state, loss = fzero.grad_and_reduce(lambda p: scale * (p * x).mean(), state)()
     return fzero.apply_gradients(state), loss
+
+
+def loss_fn(params: Tensor, x: Tensor, *, scale: float) -> tuple[Tensor, int]:
+    return scale * (params * x).mean(), len(x)
+
+
+@fzero.shard(stage=2, donate=True)
+@fzero.coalesce
+def sharded(state: fzero.TrainState, x: Tensor) -> tuple[fzero.TrainState, int]:
+    return state, len(x)
+
+
+@fzero.remat
+def layer(x: Tensor, power: int) -> Tensor:
+    return x**power
+
+
+@fzero.remat()
+def other_layer(x: Tensor) -> Tensor:
+    return x.tanh()
 
 
 @fzero.coalesce
@@ -48,6 +68,46 @@ def test_the_result_has_the_type_of_the_step() -> None:
     assert (new.step.item(), bare(state, x)[1], decorated(state, x)[1]) == (1, 4, 4)
 
 
+def test_shard_keeps_the_type_of_the_step() -> None:
+    step = fzero.shard(fzero.coalesce(step_fn), stage=2, bucket_bytes=64)
+    new, loss = step(step.init(torch.ones(2), fzero.optim.sgd(1.0)), torch.ones(2), scale=2.0)
+    assert_type(new, fzero.TrainState)
+    assert_type(loss, Tensor)
+    found = sharded(sharded.init(torch.ones(2), fzero.optim.sgd(1.0)), torch.ones(3))
+    assert_type(found, tuple[fzero.TrainState, int])
+    assert (new.step.item(), loss.item(), found[1]) == (1, 2.0, 3)
+
+
+def test_remat_keeps_the_type_of_a_function() -> None:
+    found = layer(torch.tensor(3.0), 2), other_layer(torch.tensor(0.0))
+    assert_type(found, tuple[Tensor, Tensor])
+    assert found == (9.0, 0.0)
+
+
+def test_a_gradient_keeps_the_types_of_the_loss_and_of_the_states() -> None:
+    states = {"a": new_state(), "b": new_state()}
+    one = fzero.grad_and_reduce(loss_fn, new_state(), has_aux=True)(torch.ones(2), scale=2.0)
+    assert_type(one, tuple[fzero.TrainState, tuple[Tensor, int]])
+    several, (value, _) = fzero.grad_and_reduce(
+        lambda params, x: loss_fn(params["a"] * params["b"], x, scale=2.0), states, has_aux=True
+    )(torch.ones(2))
+    assert_type(several, dict[str, fzero.TrainState])
+    assert_type(fzero.apply_gradients(several), dict[str, fzero.TrainState])
+    assert_type(value, Tensor)
+    assert (one[1], value) == ((2.0, 2), 2.0)
+
+
+def test_a_state_is_one_where_stage_and_optimizer_are_and_anything_where_they_are_trees() -> None:
+    pair = fzero.optim.sgd(1.0), fzero.optim.adamw(1.0)
+    assert_type(fzero.init(torch.ones(2), pair[0], stage=3), fzero.TrainState)
+    assert_type(
+        fzero.init(torch.ones(2), (pair[0].init, pair[0].update), stage=0), fzero.TrainState
+    )
+    several = fzero.init([torch.ones(2)] * 2, [*pair], stage=[0, 3])
+    assert_type(several, Any)
+    assert [state.stage for state in several] == [0, 3]
+
+
 def test_simulate_keeps_the_type_of_any_function() -> None:
     def centered(x: Tensor) -> Tensor:
         return x - fzero.pmean(x)
@@ -69,3 +129,12 @@ def wrong_calls(state: fzero.TrainState, x: Tensor) -> None:
     fzero.clip(step_fn)  # pyright: ignore[reportCallIssue]
     fzero.accumulate(step_fn, steps="2")  # pyright: ignore[reportArgumentType]
     fzero.coalesce(state)  # pyright: ignore[reportArgumentType]
+    sharded(state)  # pyright: ignore[reportCallIssue]
+    fzero.shard(step_fn, stage="2")  # pyright: ignore[reportArgumentType]
+    fzero.init(x, fzero.optim.sgd(1.0), stage="2")  # pyright: ignore[reportCallIssue, reportArgumentType]
+    fzero.shard(step_fn, 2)  # pyright: ignore[reportCallIssue]
+    fzero.shard(stage=2, bucket_bytes="4 MB")  # pyright: ignore[reportArgumentType]
+    fzero.shard(stage=2, bucket_bytes=4)(step_fn)(state, x)  # pyright: ignore[reportCallIssue]
+    layer(x)  # pyright: ignore[reportCallIssue]
+    other_layer("x")  # pyright: ignore[reportArgumentType]
+    fzero.grad_and_reduce(loss_fn, state)(x)  # pyright: ignore[reportCallIssue]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fzero.adapter._engine import Engine, Factory
+from fzero.adapter._engine import Engine
+from fzero.adapter._setup import Factory
 from fzero.adapter.deepspeed._keys import MOE_CLASSES
 from fzero.adapter.deepspeed._optimizer import Schedule, check_schedule, configured, follow
 from fzero.adapter.deepspeed._read import (

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fzero.adapter._engine import Engine, Factory
+from fzero.adapter._engine import Engine
+from fzero.adapter._setup import Factory
 from fzero.adapter.deepspeed._keys import OPTIMIZER_PARAMS
 from fzero.adapter.deepspeed._read import config_error
 
@@ -136,7 +137,7 @@ def follow(engine: Engine, given: Schedule) -> None:
     schedule = given if isinstance(given, LRScheduler) else given(engine.optimizer)
 
     def step(*_: Any) -> None:
-        if not engine._closed:  # a closed engine has given its optimizer back
+        if not engine.closed:  # a closed engine has given its optimizer back
             schedule.step()
 
     engine.optimizer.register_step_post_hook(step)

@@ -1,0 +1,202 @@
+"""Calls that every rank makes together: they meet, agree on what is held, and reduce it.
+
+Each of them says which call it is, so a call on some ranks only raises on all of them. Ranks that
+are still in a backward are served until they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from fzero.adapter._driver import Driver
+from fzero.errors import PhaseError, explain
+from fzero.optim import NoOptimizer, no_optimizer
+from fzero.state import TrainState, buffers, progress
+from fzero.state.window import CLOSED, open_window
+from fzero.transforms._norm import clip_factor
+from fzero.transforms._receive import accumulate, filled, reduced
+from fzero.transforms.update import norm_of_state, scaled, share, update
+
+
+def call(driver: Driver, name: str, value: int = 0) -> list[int]:
+    """Wait until every rank makes this call; return the `value` of each."""
+    driver.require_not_closed()
+    channel = driver.running.channel
+    if channel is None:
+        return [value]
+    values = channel.call(f"{name} of engine {driver.number}", value)
+    driver.running.take_served()
+    return values
+
+
+def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
+    """Reduce what waits on any rank; return the state, which holds all gradients then.
+
+    `path`: of the parameter that the call is about.
+
+    Raises `PhaseError` if no rank holds any.
+    """
+    require_no_window(driver, name)
+    driver.wait()
+    driver.drop_if_user_did()
+    driver.put(_reduced(*_agreed(driver, f"{name} {path}".strip())))
+    return driver.state
+
+
+def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool]:
+    """The state, with the backwards of the rank that made the most; whether any rank's wait."""
+    state = driver.state
+    held = int(state.window.pending.held) + 2 * int(state.gradients.held)
+    codes = call(driver, name, held + 4 * state.progress.backwards)
+    if not any(code & 3 for code in codes):
+        raise PhaseError(
+            explain(
+                f"{name}: there are no gradients; {int(state.step)} updates so far.",
+                cause="no backward ran since the last step() or zero_grad(), or it ran on "
+                "another model, or none of this model's parameters took part in the loss.",
+                fix="run loss.backward() or engine.backward(loss) before it.",
+            )
+        )
+    state, backwards = driver.state, max(max(code >> 2 for code in codes), 1)
+    agreed = state.replace(progress=replace(state.progress, backwards=backwards))
+    return agreed, any(code & 1 for code in codes)
+
+
+def _reduced(state: TrainState, waits: bool) -> TrainState:
+    """Reduce what `waits` on any rank. A collective if something does."""
+    placement = state.setup.gradients
+    if not waits:
+        held = state.gradients.held
+        return state if held else accumulate(state, filled(state, {}, placement))
+    pending = state.window.pending
+    local = dict(zip(state.setup.layout.trainable, pending.flats, strict=False))
+    state = state.replace(window=replace(state.window, pending=CLOSED.pending))
+    return accumulate(state, filled(state, reduced(state, local), placement))
+
+
+def step(driver: Driver) -> None:
+    """Update the parameters from the gradients, and clear those."""
+    driver.params.require_same()
+    state, waits = _agreed(driver, "step()")
+    driver.masters.follow(state)
+    state = _reduced(state, waits)
+    driver.put(state)  # if the optimizer raises, this is what the engine has
+    with driver.guard.stepping():
+        new, driver.norm = update(state)
+    driver.gradients.drop()
+    driver.put(new)
+    driver.published()
+
+
+def clip(driver: Driver, max_norm: float) -> Tensor:
+    """Scale the gradients to a global norm of at most `max_norm`; return that before."""
+    state = with_gradients(driver, "clip_grad_norm_()")
+    norm = norm_of_state(state, state.gradients) * share(state)
+    gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
+    driver.put(state.replace(gradients=gradients))
+    return norm
+
+
+def zero_grad(driver: Driver) -> progress.Progress:
+    """Throw away every gradient, and return what they counted. In a window no rank is asked."""
+    driver.require_not_closed()
+    if not driver.events.inside():
+        driver.events.abandon()  # a backward that raised is what is to be thrown away
+        driver.running.put_aside()  # so is what a forward brought
+    driver.norm = None
+    if not driver.state.window.is_open:
+        call(driver, "zero_grad()")
+    counted = driver.state.progress
+    driver.gradients.drop()
+    driver.clear()
+    return counted
+
+
+# Windows.
+
+
+@contextmanager
+def window(driver: Driver, name: str) -> Iterator[None]:
+    """Gradients of the block wait, unreduced. One that raises leaves what was there before."""
+    require_outside(driver, name)
+    require_no_window(driver, name)
+    driver.wait()
+    before = driver.state
+    opened = open_window(replace(before.window, pending=CLOSED.pending))
+    driver.put(before.replace(window=opened))
+    driver.outside = before
+    good = False
+    try:
+        yield
+        good = True
+    finally:
+        driver.wait()
+        if good:
+            driver.drop_if_user_did()
+        now, before, driver.outside = driver.state, driver.outside, None
+        driver.put(_closed(before, now) if good else _kept(before, now))
+        driver.show_gradients()
+        driver.running.window_ends()
+
+
+def _closed(before: TrainState, now: TrainState) -> TrainState:
+    """What waited before a window and in it waits on, for one reduction."""
+    cleared = now.progress.backwards < before.progress.backwards  # zero_grad() inside
+    waited = CLOSED.pending if cleared else before.window.pending
+    if now.window.pending.held:
+        waited = buffers.add(waited, now.window.pending)
+    return now.replace(window=replace(CLOSED, pending=waited))
+
+
+def _kept(before: TrainState, now: TrainState) -> TrainState:
+    """What was there before a window that raised."""
+    kept = replace(CLOSED, pending=before.window.pending)
+    return now.replace(window=kept, progress=before.progress)
+
+
+def reduce_what_waits(driver: Driver, name: str) -> None:
+    """Reduce what waits, if there is anything on any rank."""
+    waits = any(call(driver, name, int(driver.state.window.pending.held)))
+    if waits:
+        driver.put(_reduced(driver.state, waits))
+        driver.show_gradients()
+
+
+# What raises.
+
+
+def require_optimizer(driver: Driver) -> None:
+    """Raise `LayoutError` for an engine that was made without an optimizer."""
+    if isinstance(driver.state.setup.optimizer, NoOptimizer):
+        raise no_optimizer()
+
+
+def require_outside(driver: Driver, name: str) -> None:
+    """Raise `PhaseError` inside a backward."""
+    driver.require_not_closed()
+    if driver.events.inside():
+        raise PhaseError(
+            explain(
+                f"{name} inside a backward.",
+                cause="a hook on a tensor or parameter called it.",
+                fix="call it after loss.backward() has returned.",
+            )
+        )
+
+
+def require_no_window(driver: Driver, name: str) -> None:
+    """Raise `PhaseError` inside a window."""
+    if driver.state.window.is_open:
+        raise PhaseError(
+            explain(
+                f"{name} inside a window (coalesce() or no_sync()).",
+                cause="the window was left open around the whole step, or gradients were asked "
+                "for before it has reduced them.",
+                fix="leave the `with engine.coalesce():` block first; its end reduces what it "
+                "collected.",
+            )
+        )

@@ -1,0 +1,289 @@
+"""The state of an engine on its way: what the events of a module and of autograd lead to.
+
+    a root forward begins     the pass announces its gathers (stage 3)
+    a backward begins         the pass announces its reductions
+    a parameter's gradient    goes into its bucket
+    the epilogue              the state has what the backward brought
+
+The calls that all ranks make together (an update, the end of a window) are in `_boundary`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fzero.adapter._events import Events
+from fzero.adapter._gradient import Gradients, HeldGradient
+from fzero.adapter._guard import Guard
+from fzero.adapter._masters import Masters
+from fzero.adapter._module import ModuleParameters, free_to_swap
+from fzero.adapter._scale import LossScale
+from fzero.collectives import broadcast_from_first, channel_of, gather_many
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.optim import TorchOptimizer
+from fzero.packing import unpack
+from fzero.placeholder import placeholders
+from fzero.state import Buffers, Setup, TrainState, progress
+from fzero.state.window import CLOSED
+from fzero.transforms._pass import Pass
+from fzero.transforms.init import fill
+
+OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
+"""The open driver of each parameter object, by id: a parameter has one at a time."""
+
+
+class Driver:
+    """One state, one module, and the pass between them.
+
+    outside: inside of a window, the state before it. norm: of the last update, if it clipped.
+    """
+
+    def __init__(self, module: nn.Module, setup: Setup, loss_scale: float) -> None:
+        channel = channel_of(setup.axis)
+        if channel is not None:  # the engines of an axis share one group: their order is one
+            setup = replace(setup, axis=channel.data)
+        self.module, self.axis, self.sharded = module, setup.axis, setup.gathers_by_unit
+        self.params = ModuleParameters(module, setup.layout)
+        self.closed = False
+        self.outside: TrainState | None = None
+        self.norm: Tensor | None = None
+        self.scale = LossScale(loss_scale)
+        state = self._moved(setup)
+        self.number = channel.number() if channel is not None else 0
+        self.running = Pass(
+            f"a forward or backward of engine {self.number}",
+            [state],
+            self.axis,
+            number=self.number,
+            served=True,
+        )
+        self.running.gatherer.on_written = self._written
+        if self.sharded:
+            with free_to_swap(module):
+                for index in range(len(setup.layout.groups)):
+                    self.params.place(index, placeholders(self.running.gatherer, index))
+        self.params.remember()
+        self._every = self.params.all_objects
+        learning = [
+            (p, leaf)
+            for leaf, one in enumerate(setup.layout.leaves)
+            if one.trainable
+            for p in self.params.objects(leaf)
+        ]
+        paths = [leaf.path for leaf in setup.layout.leaves]
+        self.gradients = Gradients([(p, paths[leaf]) for p, leaf in learning])
+        self.events = Events(module, learning, self)
+        self.masters = Masters(self.params, setup)
+        self.optimizer = _optimizer_of(setup, [p for p, _ in learning])
+        self.guard = Guard(self.optimizer)
+        OWNERS.update((id(p), self) for p in self._every)
+
+    @torch.no_grad()
+    def _moved(self, setup: Setup) -> TrainState:
+        """Everything was checked: move the module's values into the buffers of a state."""
+        for buffer in self.module.buffers():
+            buffer.copy_(broadcast_from_first([buffer], self.axis)[0])
+        params = self.params
+        done = (lambda index, _: params.let_go(index)) if self.sharded else params.show
+        return fill(setup, params.values, done)
+
+    # The state.
+
+    @property
+    def state(self) -> TrainState:
+        """What the engine holds now."""
+        return self.running.states[0]
+
+    def put(self, state: TrainState) -> None:
+        """Go on with another state."""
+        self.running.states[0] = state
+
+    @torch.no_grad()
+    def adopt(self, state: TrainState) -> None:
+        """Write the values of another state into this one's buffers."""
+        own = self.state
+        if state.setup.layout != own.setup.layout or state.stage != own.stage:
+            raise LayoutError(
+                explain(
+                    f"engine.state was set to a state of stage {state.stage} with "
+                    f"{len(state.setup.layout.groups)} groups; the engine has stage {own.stage}, "
+                    f"{len(own.setup.layout.groups)} groups.",
+                    cause="a state of another model, stage or number of ranks.",
+                    fix="load it into the engine's form: "
+                    "engine.state = fzero.checkpoint.load(path, engine.state).",
+                )
+            )
+        for mine, theirs in zip(own.params.flats, state.params.flats, strict=True):
+            if mine is not theirs:
+                mine.copy_(theirs)
+        self.gradients.drop()
+        self.put(state.replace(params=own.params, setup=own.setup))
+        self.published()
+
+    def published(self) -> None:
+        """The parameters have new values, for the module too."""
+        self.running.changed()
+        # A graph from before the update must not be differentiated with the new values: autograd
+        # then says so, as it does for an optimizer that writes to the parameters themselves.
+        torch.autograd.graph.increment_version(self._every)
+        self.masters.published()
+
+    def _written(self, units: Sequence[int]) -> None:
+        """Units of stage 3 were written, by `gathered(modify=True)`."""
+        groups = [group for unit in units for group in self.running.gatherer.units[unit]]
+        self.masters.take(self.state, groups)
+
+    # What the events lead to.
+
+    def forward_begins(self) -> None:
+        """A root forward starts: at stage 3 its gathers are announced."""
+        self.running.begin_forward()
+
+    def forward_ends(self, *, trains: bool) -> None:
+        """A root forward is over."""
+        self.running.end_forward()
+        if not trains:
+            self.running.finish_forward()
+
+    def backward_begins(self, first: Tensor | None) -> None:
+        """A backward starts."""
+        dropped = self.gradients.dropped(first)
+        if dropped:
+            self.gradients.forget()
+            self.clear()
+        self.running.begin_backward(silent=True, dropped=dropped)
+
+    def received(self, leaf: int, p: Tensor) -> None:
+        """A parameter got a gradient."""
+        self.scale.require(self.events.hooks.post_backward_callback_graph_task_id)
+        if self.running.silent:
+            self.running.first_gradient()
+        if isinstance(p.grad, HeldGradient):
+            gradient = p.grad.taken()
+            if gradient is not None:
+                self.running.reducer.put(0, leaf, gradient.detach())
+        else:
+            self.running.reducer.take(0, leaf, p)
+            self.gradients.stand_again(p)  # create_graph=True: autograd put another one there
+
+    def backward_ends(self) -> None:
+        """The epilogue: what the backward brought is in the state from here on."""
+        if self.running.reducer.received or self.running.gathers:
+            try:
+                self.running.finish(counts=False)  # torch.autograd.grad may have gathered only
+            except BaseException as error:
+                self.running.fail(error)
+                raise
+        self.running.silent = False
+        self.show_gradients()
+
+    def drop(self) -> None:
+        """A backward raised somewhere where nobody could say so: its gradients go."""
+        self.running.fail(RuntimeError("a backward that raised"))
+
+    def failed(self, error: BaseException) -> None:
+        """A forward or a backward raised here; what it is part of comes here as well."""
+        if not self.events.inside():
+            self.running.fail(error)
+            self.events.abandon()
+
+    # Gradients.
+
+    def show_gradients(self) -> None:
+        """Let `p.grad` say that the engine holds gradients, if it does."""
+        held = self.state.gradients.held or self.state.window.pending.held
+        self.gradients.stand() if held else self.gradients.drop()
+
+    def clear(self) -> None:
+        """Forget every gradient, also what an open window adds to."""
+        self.put(_cleared(self.state))
+        self.outside = self.outside and _cleared(self.outside)
+
+    def drop_if_user_did(self) -> None:
+        """Forget every gradient if somebody has set `p.grad` to None."""
+        if self.gradients.dropped():
+            self.gradients.drop()
+            self.clear()
+
+    # Where it stands.
+
+    def wait(self) -> None:
+        """Drop a backward that raised where nobody could say so, of any engine on these ranks."""
+        self.require_not_closed()
+        channel = self.running.channel
+        for other in set(OWNERS.values()):
+            if other is self or (channel is not None and other.running.channel is channel):
+                other.events.settle()
+        if not self.events.inside():
+            self.running.put_aside()
+
+    def require_not_closed(self) -> None:
+        """Raise `PhaseError` for an engine that was closed."""
+        if self.closed:
+            raise PhaseError(
+                explain(
+                    "a closed engine was used.",
+                    cause="engine.close() gave the module and the optimizer back.",
+                    fix="use those as ordinary ones, or make a new Engine of the module.",
+                )
+            )
+
+    # The end.
+
+    @torch.no_grad()
+    def close(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the module back as an ordinary one, unit by unit. Every rank comes here.
+
+        `states`: of the optimizer, {path: {name: whole value}}, as if it had stepped the module.
+        """
+        self.events.remove()
+        self.gradients.drop()
+        self.running.changed()
+        layout = self.state.setup.layout
+        with free_to_swap(self.module):
+            for index, flat in enumerate(self.state.params.flats):
+                whole = gather_many([flat], self.axis)[0] if self.sharded else flat
+                leaves = [x.clone() for x in unpack(layout, index, whole)]
+                (self.params.place if self.sharded else self.params.have)(index, leaves)
+        self.guard.remove()
+        for path, state in states.items():
+            self._give_back(self.params.at(path), state)
+        self.running.close()
+        for p in self._every:
+            OWNERS.pop(id(p), None)
+        self.closed = True
+
+    def _give_back(self, p: Tensor, state: Mapping[str, Any]) -> None:
+        assert self.optimizer is not None
+        if any(p is q for group in self.optimizer.param_groups for q in group["params"]):
+            self.optimizer.state[p] = {name: _laid_as(p, x) for name, x in state.items()}
+
+
+def _optimizer_of(setup: Setup, learning: Sequence[Tensor]) -> Optimizer | None:
+    """The torch.optim optimizer of a state, if it has one; made of a class, it gets parameters."""
+    chosen: Any = setup.optimizer
+    if not isinstance(chosen, TorchOptimizer):
+        return None
+    if chosen.instance is not chosen.source:
+        chosen.instance.param_groups[0]["params"] = list({id(p): p for p in learning}.values())
+    return chosen.instance
+
+
+def _cleared(state: TrainState) -> TrainState:
+    """The state without any gradient; an open window stays open."""
+    window = replace(state.window, pending=CLOSED.pending)
+    return state.replace(gradients=Buffers(), window=window, progress=progress.Progress())
+
+
+def _laid_as(p: Tensor, x: Any) -> Any:
+    """A state of `p` in the memory format of `p`, as the optimizer itself would make it."""
+    if not isinstance(x, Tensor) or x.shape != p.shape:
+        return x
+    return torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)

@@ -1,0 +1,164 @@
+"""One parameter in the flats of a state: where it is, and reading and writing it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.adapter._driver import Driver
+from fzero.adapter._masters import own_part, take_values
+from fzero.collectives import gather_many
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.optim import OptimizerState, TorchState
+from fzero.packing import unpack
+from fzero.state import Placement, TrainState
+
+Slots = Mapping[str, Sequence[Tensor]]
+"""{name: flats}: a state of the optimizer for each group that learns."""
+
+
+def find(driver: Driver, path: str) -> tuple[int, int]:
+    """Return the group of the parameter at `path`, and its position in it."""
+    layout = driver.state.setup.layout
+    leaf = next((i for i, paths in driver.params.paths.items() if path in paths), None)
+    if leaf is None:
+        raise LayoutError(
+            explain(
+                f"there is no parameter {path!r}.",
+                cause="a misspelt path.",
+                fix=f"use one of {[leaf.path for leaf in layout.leaves][:6]} ...",
+            )
+        )
+    index = next(i for i, group in enumerate(layout.groups) if leaf in group.leaves)
+    return index, layout.groups[index].leaves.index(leaf)
+
+
+def find_learning(driver: Driver, path: str) -> tuple[int, int, int]:
+    """Return (its number among the groups that learn, group, position) of a parameter."""
+    index, position = find(driver, path)
+    trainable = driver.state.setup.layout.trainable
+    if index not in trainable:
+        raise PhaseError(
+            explain(
+                f"{path} has no gradient: it did not require grad when the engine was made.",
+                cause="a frozen parameter.",
+                fix="ask for a parameter that learns.",
+            )
+        )
+    return trainable.index(index), index, position
+
+
+def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
+    """Return the full leaves of a group of which this rank has a part, as its optimizer has."""
+    sharded = state.setup.optimizer_state is Placement.SHARDED
+    whole = gather_many([part.detach()], state.setup.axis)[0] if sharded else part.detach()
+    return unpack(state.setup.layout, index, whole)
+
+
+def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
+    """Return what this rank's part of a group has of one leaf: 1-D."""
+    low, high, first = _range(state, index, position, part)
+    return part.detach()[low - first : high - first]
+
+
+def write(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
+    """Write the full `value` of one leaf into what this rank holds of its group."""
+    layout = state.setup.layout
+    group = layout.groups[index]
+    leaf = layout.leaves[group.leaves[position]]
+    if not isinstance(value, Tensor) or tuple(value.shape) != leaf.shape:
+        seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise LayoutError(
+            explain(
+                f"{leaf.path} has the shape {leaf.shape}, the new value {seen}.",
+                cause="a flattened or transposed value.",
+                fix="give the full value, in the shape of the parameter.",
+            )
+        )
+    low, high, first = _range(state, index, position, part)
+    begin = group.offsets[position]
+    with torch.no_grad():
+        given = value.detach().reshape(-1)[low - begin : high - begin]
+        part[low - first : high - first].copy_(given)
+
+
+def _range(state: TrainState, index: int, position: int, part: Tensor) -> tuple[int, int, int]:
+    """(low, high) of a leaf, as far as `part` has it, and where `part` begins in its group."""
+    layout, axis = state.setup.layout, state.setup.axis
+    group = layout.groups[index]
+    whole = part.numel() == layout.full_numel(index)
+    first = 0 if whole else axis.rank * group.shard_numel
+    begin = group.offsets[position]
+    end = begin + layout.leaves[group.leaves[position]].numel
+    low = min(max(begin, first), first + part.numel())
+    return low, max(low, min(end, first + part.numel())), first
+
+
+def stepped(state: TrainState, index: int) -> Tensor:
+    """Return this rank's part of a group as its optimizer steps it: the master, if it has one."""
+    part, master = own_part(state, state.params.flats[index]), master_of(state, index)
+    if master is None:
+        return part
+    if not state.setup.gathers_by_unit:
+        take_values(master, part)
+    return master
+
+
+def master_of(state: TrainState, index: int) -> Tensor | None:
+    """Return the fp32 copy of this rank's part of a group, if there is one."""
+    masters, trainable = getattr(state.optimizer, "masters", ()), state.setup.layout.trainable
+    if not masters or index not in trainable:
+        return None
+    master = masters[trainable.index(index)]
+    return master if master.numel() else None
+
+
+def steps(state: TrainState, path: str) -> bool:
+    """Return whether the optimizer steps the parameter at `path`."""
+    rule: Any = state.setup.optimizer
+    return rule.group_of(path) != -1 and state.optimizer != ()
+
+
+def optimizer_states(driver: Driver, path: str) -> tuple[Slots, dict[str, Tensor]]:
+    """Return the optimizer's slots, and its scalars, for the parameter at `path`."""
+    if not steps(driver.state, path):
+        raise PhaseError(
+            explain(
+                f"no optimizer steps {path}.",
+                cause="the parameter is frozen, or was not given to the optimizer.",
+                fix="ask for a parameter that the optimizer steps.",
+            )
+        )
+    optimizer: Any = driver.state.optimizer
+    rule: Any = driver.state.setup.optimizer
+    if isinstance(optimizer, TorchState):
+        group, number = rule.group_of(path), find_learning(driver, path)[0]
+        scalars = {name: values[group] for name, values in optimizer.counters.items()}
+        own = {
+            name: flats
+            for name, flats in optimizer.slots.items()
+            if flats[number].numel() or not any(flat.numel() for flat in flats)
+        }
+        return own, scalars
+    if isinstance(optimizer, OptimizerState):
+        slots = dict(zip(rule.rule.moments, optimizer.moments, strict=True))
+        return slots, {"step": optimizer.count}
+    return {}, {}
+
+
+def named_state(driver: Driver, path: str, name: str) -> tuple[Slots, dict[str, Tensor]]:
+    """Return `optimizer_states`, which have `name`; raise `LayoutError` if they have not."""
+    slots, scalars = optimizer_states(driver, path)
+    if name not in slots and name not in scalars:
+        raise LayoutError(
+            explain(
+                f"the optimizer has no state {name!r} for {path}; it has "
+                f"{sorted([*slots, *scalars])}.",
+                cause="a misspelt name, or the state of another optimizer.",
+                fix="use one of those.",
+            )
+        )
+    return slots, scalars

@@ -1,0 +1,74 @@
+"""From a module, an optimizer and options to the setup of a state: checked, nothing touched."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fzero.adapter._driver import OWNERS
+from fzero.adapter._module import require_one_device, require_plain
+from fzero.adapter._options import Options, require_options
+from fzero.adapter._units import unit_of_leaves
+from fzero.collectives import assert_same_everywhere, told_everywhere
+from fzero.mesh import Axis
+from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
+from fzero.state import Policy, Setup
+from fzero.transforms._modes import require_autograd
+from fzero.transforms.init import COMPARED, check_stage, plan
+
+Factory = Callable[[list[nn.Parameter]], Optimizer]
+"""Makes an optimizer of the parameters that learn."""
+
+
+def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: Options) -> Setup:
+    """What the engine's state will be, if everything is as it must be. Nothing is touched yet."""
+    with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
+        require_autograd("Engine(...)")
+        require_options(options)
+        check_stage(stage)
+        require_plain(module, lambda p: id(p) in OWNERS)
+        require_one_device(module)
+        unit, warning = unit_of_leaves(module, options.leaf_modules)
+        chosen = _as_optimizer(optimizer, options)
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=4)
+    setup = plan(
+        OrderedDict(module.named_parameters(remove_duplicate=False)),
+        chosen,
+        stage=stage,
+        axis=axis,
+        units=unit,
+        trainable=None,
+        bucket_bytes=options.bucket_bytes,
+        reduction=options.reduction,
+        gathering=options.gathering,
+        persistence_threshold_numel=options.persistence_threshold_numel,
+    )
+    assert_same_everywhere([f"{options}"], axis, what="the engine's options")
+    updating = options.updating
+    steps = updating.gradient_accumulation_steps
+    averages = updating.average_micro_batches
+    policy = Policy(
+        max_norm=updating.max_norm,
+        grad_scale=1.0 / steps if averages else 1.0,
+        unscale=1.0 / updating.loss_scale,
+        averages=averages and steps == 1,
+        donate=True,
+    )
+    return replace(setup, policy=policy)
+
+
+def _as_optimizer(optimizer: Any, options: Options) -> Any:
+    """An optimizer of a state: torch.optim's through `from_torch`."""
+    if optimizer is None:
+        return NoOptimizer()
+    pair = isinstance(optimizer, tuple) or hasattr(optimizer, "update")
+    if pair or isinstance(optimizer, TorchOptimizer):
+        return as_optimizer(optimizer)
+    return from_torch(optimizer, master_weights=options.updating.master_weights)

@@ -1,0 +1,99 @@
+"""What torch.distributed offers: works to wait for, a backend for each kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fzero.errors import AxisError, explain
+from fzero.mesh import Axis
+
+
+class Started(NamedTuple):
+    """A collective under way: its works, and what is left to do on this rank once they are over."""
+
+    op: str
+    axis: Axis
+    works: Sequence[Any]
+    finish: Callable[[], list[Tensor]]
+    held: Sequence[Tensor] = ()  # what the works read, which must live as long as they do
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the works, then finish; once only, for finishing may communicate again."""
+        self.join()
+        return self.finish()
+
+    def join(self) -> None:
+        """Wait for the works: what they read may go."""
+        wait_for(self.works, self.op, self.axis)
+
+
+def given(outs: Sequence[Tensor], axis: Axis) -> Started:
+    """What is there already, as if it had been started."""
+    return Started("nothing", axis, (), lambda: list(outs))
+
+
+def wait_for(works: Sequence[Any], op: str, axis: Axis) -> None:
+    """Wait for every work. Raises `AxisError` as `explained` does."""
+    with explained(op, axis):
+        for work in works:
+            work.wait()
+
+
+@contextmanager
+def explained(op: str, axis: Axis) -> Iterator[None]:
+    """Raise what a backend raises in this block as an `AxisError` that says whose fault it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise AxisError(
+            explain(
+                f"{op} on rank {axis.rank} of {axis} failed: {error}",
+                cause="another rank ended or raised, or did not come within the timeout.",
+                fix="see the first error among the ranks' outputs; FZERO_TIMEOUT_S sets how long "
+                "a group that fzero starts waits.",
+            )
+        ) from error
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on `device` go over gloo."""
+    return backend_of(group, device) == "gloo"
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend that serves tensors on `device`, or "": "cpu:gloo,cuda:nccl" has two."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return next((name for kind, _, name in pairs if kind == device.type), "")
+
+
+def native(op: str) -> Any:
+    """Return torch's tensor collective by the name it has: 2.13 renamed both."""
+    names = {
+        "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+        "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    }[op]
+    for name in names:
+        if name in vars(dist):
+            return getattr(dist, name)
+    raise AttributeError(f"torch.distributed has neither of {names}; fzero supports torch >= 2.11")
+
+
+def in_one_go(
+    op: str, pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup
+) -> list[Any]:
+    """Start one of torch's tensor collectives for all (output, input), as one launch."""
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        for out, x in pairs:
+            native(op)(out, x, group=group)
+    return manager.works
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return the memory of contiguous `x`: what is only copied may have a dtype of no backend."""
+    return x.view(-1).view(torch.uint8)

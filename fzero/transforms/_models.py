@@ -1,0 +1,112 @@
+"""Several models in one tree: which parameters, optimizer and stage belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+
+from fzero.errors import LayoutError, explain
+from fzero.state import NAMESPACE
+from fzero.transforms._states import is_state
+
+Model = tuple[Any, Any, Any]  # params, optimizer, stage
+
+
+def models_of(params: Any, optimizer: Any, stage: Any) -> tuple[list[Model], optree.PyTreeSpec]:
+    """Return (params, optimizer, stage) of each model, and the structure that they are in.
+
+    A number as `stage`, or one optimizer, is that of all models; a tree of them has one for each.
+    If neither is a tree there is one model, whatever the structure of `params`.
+
+    Raises `LayoutError`, naming the keys, if the trees do not fit each other.
+    """
+    by_stage, by_optimizer = _structure(stage), _structure(optimizer)
+    treespec, of = (by_optimizer, "optimizers") if _is_one(by_stage) else (by_stage, "stages")
+    if _is_one(treespec):
+        return [(params, optimizer, stage)], by_stage
+    parts = _aligned(treespec, params, "init: the parameters", of)
+    optimizers, stages = [optimizer] * len(parts), [stage] * len(parts)
+    if not _is_one(by_optimizer):
+        optimizers = _aligned(treespec, optimizer, "init: the optimizers", of)
+    if not _is_one(by_stage):
+        stages = _aligned(treespec, stage, "init: the stages", of)
+    return list(zip(parts, optimizers, stages, strict=True)), treespec
+
+
+def stages_of(stage: Any, tree: Any, states: Sequence[Any]) -> list[tuple[Any, int, str]]:
+    """Return (state, its stage, where it stands) for each of `states`, which are those of `tree`.
+
+    Raises `LayoutError`, naming the keys, if `stage` is a tree of other models.
+    """
+    treespec = _structure(stage)
+    if _is_one(treespec):
+        return [(state, stage, "") for state in states]
+    found = _aligned(treespec, tree, "shard: the states", "stages")
+    wheres = ["".join(f"[{key!r}]" for key in path) for path in treespec.paths()]
+    for state, where in zip(found, wheres, strict=True):
+        if not is_state(state):
+            raise _misfit(f"shard: there is a {type(state).__name__} of states at {where}")
+    stages = optree.tree_leaves(stage, namespace=NAMESPACE)
+    return list(zip(found, stages, wheres, strict=True))
+
+
+def _structure(tree: Any) -> optree.PyTreeSpec:
+    """The structure of a tree of stages or of optimizers: an (init, update) pair is one of them."""
+    return optree.tree_structure(tree, is_leaf=_is_pair, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def _is_pair(node: Any) -> bool:
+    return isinstance(node, tuple) and len(node) == 2 and all(map(callable, node))
+
+
+def _is_one(treespec: optree.PyTreeSpec) -> bool:
+    return treespec.num_nodes == 1  # an empty container, too: it will be refused as what it is
+
+
+def _aligned(treespec: optree.PyTreeSpec, tree: Any, what: str, of: str) -> list[Any]:
+    """The parts of `tree` (that is `what`) at the leaves of `treespec`, the structure `of`."""
+    try:
+        return treespec.flatten_up_to(tree)
+    except ValueError:
+        shape = optree.tree_unflatten(treespec, [0] * treespec.num_leaves)
+        kinds = (f"a {type(tree).__name__}", f"a {type(shape).__name__}")
+        found, wanted = _first_difference(tree, shape) or kinds
+        raise _misfit(f"{what} are {found}, the {of} {wanted}") from None
+
+
+def _misfit(seen: str) -> LayoutError:
+    return LayoutError(
+        explain(
+            f"{seen}.",
+            cause="a model without a stage or an optimizer, or under another name.",
+            fix="give each model one of everything under the same key, as in "
+            'shard(step, stage={"g": 2, "d": 3}).init({"g": ..., "d": ...}, {"g": ..., "d": ...}).',
+        )
+    )
+
+
+def _first_difference(tree: Any, shape: Any) -> tuple[str, str] | None:
+    """The children of both at the first node, from the top, where they differ."""
+    found, wanted = _children(tree), _children(shape)
+    if not wanted:  # a leaf of the shape: there, anything may stand
+        return None
+    if found.keys() != wanted.keys():
+        return _names(tree, found), _names(shape, wanted)
+    below = (_first_difference(found[key], wanted[key]) for key in wanted)
+    return next(filter(None, below), None)
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    """The children of a container by their key; of a leaf or a state none."""
+    if is_state(node):
+        return {}
+    paths, children, _ = optree.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node, none_is_leaf=True, namespace=NAMESPACE
+    )
+    return {path[0]: child for path, child in zip(paths, children, strict=True) if path}
+
+
+def _names(node: Any, children: dict[Any, Any]) -> str:
+    return ", ".join(sorted(map(repr, children))) or f"a {type(node).__name__}"

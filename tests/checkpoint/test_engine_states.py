@@ -1,0 +1,376 @@
+"""`engine.state` is a train state: it is read, saved, loaded and gone on with as any other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero.adapter import Engine
+from fzero.checkpoint import load, save
+from fzero.errors import DonatedError, LayoutError
+from fzero.state import TrainState
+from tests.ranks import run_ranks
+from tests.strategies import integers
+
+Style = Literal["engine", "engine with a rule", "steps", "steps with torch"]
+STYLES: tuple[Style, ...] = ("engine", "engine with a rule", "steps", "steps with torch")
+RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "adamw": (
+        functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+        functools.partial(fzero.optim.adamw, 0.01, weight_decay=0.1),
+    ),
+    "sgd": (
+        functools.partial(torch.optim.SGD, lr=2.0**-4, momentum=0.5),
+        functools.partial(fzero.optim.sgd, 2.0**-4, momentum=0.5),
+    ),
+}
+ROWS = 6  # of all ranks together
+
+
+class Net(nn.Module):
+    """Sizes that do not divide, a tied weight, a frozen one, one in 16 bits with a master.
+
+    The output is linear in every parameter: if the loss is its sum, gradients are integers, and
+    the same on any number of ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first = nn.Linear(3, 7), nn.Linear(3, 5)
+        self.low, self.tied = nn.Linear(3, 4, bias=False).bfloat16(), nn.Linear(3, 5)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.frozen
+        parts = (self.first(x), self.second(x), self.low(x.bfloat16()).float(), 2 * self.tied(x))
+        return torch.cat(parts, dim=1)
+
+
+def make(seed: int) -> Net:
+    module = Net()
+    with torch.no_grad():
+        for number, p in enumerate(p for p in module.parameters() if p.requires_grad):
+            p.copy_(integers(tuple(p.shape), 100 * seed + number, p.dtype))
+    return module
+
+
+def rows_of(update: int) -> Tensor:
+    """This rank's rows [ROWS / W, 3] of the batch."""
+    rows = integers((ROWS, 3), update, torch.float32)
+    return rows.chunk(fzero.axis_size())[fzero.axis_index()]
+
+
+def total(out: Tensor) -> Tensor:
+    """The mean over ranks of this is the sum over all rows."""
+    return fzero.axis_size() * out.sum()
+
+
+def curved(out: Tensor) -> Tensor:
+    return out.sin().sum()
+
+
+class Trainer:
+    """One driver at one stage with one of two optimizers that have the same rule."""
+
+    def __init__(self, style: Style, stage: int, rule: str, *, seed: int, loss: Any) -> None:
+        by_torch, by_rule = RULES[rule]
+        self.loss = loss
+        self.engine: Engine | None = None
+        if style.startswith("engine"):
+            chosen = by_rule() if style.endswith("rule") else by_torch
+            self.engine = Engine(make(seed), chosen, stage=stage, bucket_bytes=64)
+            return
+        optimizer = fzero.optim.from_torch(by_torch) if style.endswith("torch") else by_rule()
+        self.apply, params = fzero.functionalize(make(seed))
+        self.step = fzero.shard(self._update, stage=stage, donate=True, bucket_bytes=64)
+        self._state: TrainState = self.step.init(params, optimizer)
+
+    def _update(self, state: TrainState, x: Tensor) -> Any:
+        grad = fzero.grad_and_reduce(lambda p, x: self.loss(self.apply(p, x)), state)
+        return fzero.apply_gradients(grad(x)[0]), None
+
+    @property
+    def state(self) -> TrainState:
+        return self._state if self.engine is None else self.engine.state
+
+    def train(self, *updates: int) -> None:
+        for number in updates:
+            if self.engine is None:
+                self._state, _ = self.step(self._state, rows_of(number))
+            else:
+                self.loss(self.engine(rows_of(number))).backward()
+                self.engine.step()
+
+    def load(self, path: Path) -> None:
+        if self.engine is None:
+            self._state = load(path, self._state)
+        else:
+            self.engine.state = load(path, self.engine.state)
+
+    def end(self) -> dict[str, Tensor]:
+        """Close it; return the whole parameters as the module has them, and the step."""
+        params = {path: p.detach() for path, p in fzero.full_params(self.state).items()}
+        params["step"] = self.state.step
+        params.pop("tied.weight", None)  # an engine names a tied parameter twice
+        if self.engine is not None:
+            self.engine.close()
+        return params
+
+
+def equal(found: dict[str, Tensor], wanted: dict[str, Tensor], label: object) -> None:
+    assert found.keys() == wanted.keys(), label
+    for path, value in wanted.items():
+        assert found[path].dtype == value.dtype, (label, path)
+        assert torch.equal(found[path], value), (label, path)
+
+
+class Place(NamedTuple):
+    ranks: int
+    stage: int
+    style: Style
+
+
+MOVES = (
+    (Place(2, 2, "engine"), Place(3, 3, "engine")),
+    (Place(2, 2, "engine"), Place(3, 3, "steps")),
+    (Place(2, 2, "engine with a rule"), Place(3, 3, "steps with torch")),
+    (Place(2, 3, "engine"), Place(2, 0, "steps with torch")),
+    (Place(3, 3, "steps"), Place(1, 0, "engine")),
+    (Place(3, 3, "steps with torch"), Place(2, 0, "engine with a rule")),
+    (Place(3, 1, "steps"), Place(2, 3, "engine")),
+    (Place(1, 3, "engine"), Place(3, 2, "steps")),
+)
+
+
+def unsharded(*updates: int) -> dict[str, Tensor]:
+    """Plain torch.optim.SGD on all rows, with fp32 masters by hand."""
+    module = make(seed=1)
+    masters = {path: p.detach().float() for path, p in module.named_parameters()}
+    buffers = {path: torch.zeros_like(p) for path, p in masters.items()}
+    for number in updates:
+        module.zero_grad()
+        module(integers((ROWS, 3), number, torch.float32)).sum().backward()
+        for path, p in module.named_parameters():
+            if p.grad is not None:
+                buffers[path] = 0.5 * buffers[path] + p.grad.float()
+                masters[path] = masters[path] - 2.0**-4 * buffers[path]
+    found = {path: masters[path].to(p.dtype) for path, p in module.named_parameters()}
+    return found | {"step": torch.tensor(len(updates))}
+
+
+def save_here(rank: int, size: int, folder: Path) -> None:
+    for number, (source, _) in enumerate(MOVES):
+        if source.ranks == size:
+            trainer = Trainer(source.style, source.stage, "sgd", seed=1, loss=total)
+            trainer.train(0, 1)
+            save(folder / f"{number}", trainer.state)
+            trainer.end()
+
+
+def go_on_here(rank: int, size: int, folder: Path) -> dict[int, dict[str, Tensor]]:
+    found = {}
+    for number, (_, target) in enumerate(MOVES):
+        if target.ranks == size:
+            trainer = Trainer(target.style, target.stage, "sgd", seed=2, loss=total)
+            trainer.load(folder / f"{number}")
+            trainer.train(2, 3)
+            found[number] = trainer.end()
+    return found
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_training_goes_on_at_another_place_by_another_driver(tmp_path: Path) -> None:
+    for ranks in (1, 2, 3):
+        run_ranks(save_here, ranks, tmp_path)
+    wanted = unsharded(0, 1, 2, 3)
+    for ranks in (1, 2, 3):
+        for found in run_ranks(go_on_here, ranks, tmp_path):
+            assert found
+            for number, params in found.items():
+                equal(params, wanted, MOVES[number])
+
+
+def go_on_with_each(rank: int, size: int, folder: Path) -> None:
+    for rule in RULES:
+        for stage in range(4):
+            whole = Trainer("engine", stage, rule, seed=1, loss=curved)
+            whole.train(0, 1, 2, 3)
+            wanted = whole.end()
+            for source in STYLES:
+                first = Trainer(source, stage, rule, seed=1, loss=curved)
+                first.train(0, 1)
+                path = folder / f"{rule} {stage} {source}"
+                save(path, first.state)
+                first.end()
+            for source, target in zip(STYLES, (*STYLES[2:], *STYLES[:2]), strict=True):
+                second = Trainer(target, stage, rule, seed=2, loss=curved)
+                second.load(folder / f"{rule} {stage} {source}")
+                second.train(2, 3)
+                equal(second.end(), wanted, (rule, stage, source, target))
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_training_that_changes_driver_and_optimizer_has_the_bits_of_one_that_does_not(
+    size: int, tmp_path: Path
+) -> None:
+    run_ranks(go_on_with_each, size, tmp_path)
+
+
+def states_of(rank: int, size: int, stage: int, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Save after one update; or load. Return the optimizer's state."""
+    trainer = Trainer("engine", stage, "adamw", seed=stage, loss=curved)
+    if folder.exists():
+        trainer.load(folder)
+    else:
+        trainer.train(0)
+        save(folder, trainer.state)
+    assert trainer.engine is not None
+    found = trainer.engine.full_optimizer_states()
+    trainer.end()
+    return found
+
+
+@pytest.mark.xdist_group("gloo")
+def test_an_engine_loads_the_optimizer_state_of_another_number_of_ranks(tmp_path: Path) -> None:
+    wanted = run_ranks(states_of, 2, 2, tmp_path / "here")[0]
+    assert set(wanted["first.weight"]) == {"exp_avg", "exp_avg_sq", "step"}
+    for ranks, stage in ((3, 3), (3, 0), (1, 1)):
+        for found in run_ranks(states_of, ranks, stage, tmp_path / "here"):
+            assert found.keys() == wanted.keys()
+            for path, state in wanted.items():
+                equal(found[path], state, (ranks, stage, path))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_reads_a_state_reads_that_of_an_engine(stage: int) -> None:
+    """Before the update, with gradients: the answers are those of a functional step's state."""
+
+    def each(x: Tensor) -> Tensor:
+        by_engine = Trainer("engine", stage, "adamw", seed=1, loss=curved)
+        by_steps = Trainer("steps with torch", stage, "adamw", seed=1, loss=curved)
+        assert by_engine.engine is not None
+        curved(by_engine.engine(rows_of(0))).backward()
+        loss = fzero.grad_and_reduce(lambda p, x: curved(by_steps.apply(p, x)), by_steps.state)
+        mine, theirs = by_engine.state, loss(rows_of(0))[0]
+        assert torch.equal(fzero.global_norm(mine), fzero.global_norm(theirs))
+        assert fzero.state_bytes(mine) == fzero.state_bytes(theirs)
+        for read in (fzero.full_params, fzero.full_gradients):
+            found, wanted = read(mine), read(theirs)
+            found.pop("tied.weight")
+            assert found.keys() == wanted.keys()
+            for path, value in wanted.items():
+                if value is not None:
+                    assert torch.equal(found[path], value), path
+        shown = [fzero.plot.partition_map(state) for state in (mine, theirs)]
+        assert repr(shown[0]) == repr(shown[1])
+        by_engine.end()
+        return x
+
+    fzero.simulate(each, world_size=2)(torch.zeros(2, 1))
+
+
+READS: dict[str, Callable[[TrainState, Path], Any]] = {
+    "full_params": lambda state, path: fzero.full_params(state),
+    "full_gradients": lambda state, path: fzero.full_gradients(state),
+    "global_norm": lambda state, path: fzero.global_norm(state),
+    "apply_gradients": lambda state, path: fzero.apply_gradients(state),
+    "save": lambda state, path: save(path, state),
+    "load": lambda state, path: load(path, state),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("read", READS)
+def test_a_state_from_before_a_step_of_the_engine_is_used_up(
+    read: str, stage: int, tmp_path: Path
+) -> None:
+    trainer = Trainer("engine", stage, "sgd", seed=1, loss=curved)
+    save(tmp_path, trainer.state)
+    assert trainer.engine is not None
+    curved(trainer.engine(rows_of(0))).backward()
+    before = trainer.state
+    trainer.engine.step()
+    with pytest.raises(DonatedError, match=r"engine\.step\(\)"):
+        READS[read](before, tmp_path)
+    fzero.full_params(trainer.state)
+
+
+def test_a_state_with_gradients_of_an_engine_is_not_saved(tmp_path: Path) -> None:
+    trainer = Trainer("engine", 2, "sgd", seed=1, loss=curved)
+    assert trainer.engine is not None
+    curved(trainer.engine(rows_of(0))).backward()
+    with pytest.raises(fzero.errors.PhaseError, match="between gradient and update"):
+        save(tmp_path, trainer.state)
+
+
+def test_another_rule_of_torch_is_refused_by_its_name(tmp_path: Path) -> None:
+    params = {"w": torch.ones(3)}
+    radam = fzero.optim.from_torch(torch.optim.RAdam)  # it has the slots of Adam
+    save(tmp_path, fzero.init(params, radam, stage=0))
+    with pytest.raises(LayoutError, match="the rule: radam in the checkpoint, adam here"):
+        load(tmp_path, fzero.init(params, fzero.optim.adamw(0.1), stage=0))
+
+
+def two_groups(module: nn.Sequential) -> torch.optim.Optimizer:
+    """Param groups with other options; nothing in the second one learns."""
+    module[1].requires_grad_(False)
+    groups = [{"params": list(module[i].parameters()), "lr": 0.1 * (i + 1)} for i in (0, 1, 2)]
+    return torch.optim.AdamW(groups, weight_decay=0.0)
+
+
+def test_counters_of_param_groups_are_one_step_for_any_other_groups(tmp_path: Path) -> None:
+    """A group of frozen parameters, which never counts, is in nobody's way."""
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    engine = Engine(module, two_groups(module), stage=2)
+    for _ in range(2):
+        engine(torch.ones(1, 2)).sum().backward()
+        engine.step()
+    save(tmp_path, engine.state)
+    apply, params = fzero.functionalize(module)
+    groups = [(lambda leaf: leaf.path.startswith("2"), {"lr": 0.3})]
+    rule = fzero.optim.adamw(0.1, weight_decay=0.0, groups=groups)
+    state = load(tmp_path, fzero.init(params, rule, stage=0))
+    assert int(state.optimizer.count) == 2
+    state, _ = fzero.grad_and_reduce(lambda p: apply(p, torch.ones(1, 2)).sum(), state)()
+    after = fzero.full_params(fzero.apply_gradients(state))
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.step()
+    for path, value in engine.full_parameters().items():
+        assert torch.equal(after[path], value), path
+    engine.close()
+
+
+def test_a_step_that_is_not_the_count_is_kept_by_torch_and_refused_by_a_rule(
+    tmp_path: Path,
+) -> None:
+    """Adam's correction of its bias was set by hand, by who went on from another library."""
+    trainer = Trainer("engine", 0, "adamw", seed=1, loss=curved)
+    trainer.train(0)
+    assert trainer.engine is not None
+    trainer.engine.set_full_optimizer_state("first.bias", "step", 1000)
+    save(tmp_path, trainer.state)
+    again = Trainer("steps with torch", 3, "adamw", seed=2, loss=curved)
+    again.load(tmp_path)
+    assert again.state.optimizer.counters["step"][0].item() == 1000
+    rule = Trainer("steps", 3, "adamw", seed=2, loss=curved)
+    with pytest.raises(LayoutError, match="counter optimizer/step: a number in the checkpoint"):
+        rule.load(tmp_path)
+
+
+def test_an_engine_without_optimizer_is_saved_and_loaded_and_not_stepped(tmp_path: Path) -> None:
+    engines = [Engine(make(seed), None, stage=stage) for seed, stage in ((1, 0), (2, 3))]
+    save(tmp_path, engines[0].state)
+    engines[1].state = load(tmp_path, engines[1].state)
+    equal(engines[1].full_parameters(), engines[0].full_parameters(), "loaded")
+    curved(engines[0](rows_of(0))).backward()
+    with pytest.raises(fzero.errors.PhaseError, match="without optimizer"):
+        fzero.apply_gradients(engines[0].state)

@@ -1,0 +1,198 @@
+"""A pytree of models: each at a stage of its own, with an optimizer of its own, in one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.errors import DonatedError, LayoutError
+from tests.strategies import integers, same
+
+PARAMS = {"g": {"w": integers((5,), 1), "b": integers((), 2)}, "d": integers((2, 3), 3)}
+STAGES: list[Any] = [0, 1, 2, 3, {"g": 2, "d": 3}, {"g": 3, "d": 0}, {"g": 1, "d": 2}]
+
+
+def make_optimizers() -> dict[str, Any]:
+    return {"g": fzero.optim.sgd(2.0**-4, momentum=0.5), "d": fzero.optim.sgd(2.0**-6)}
+
+
+def made(g: Any, x: Tensor) -> Tensor:
+    return x * g["w"].sum() + g["b"]
+
+
+def d_loss(params: Any, x: Tensor) -> Tensor:
+    return 12 * (made(params["g"], x).detach() - x) * params["d"].sum()
+
+
+def g_loss(params: Any, x: Tensor) -> Tensor:
+    return 12 * made(params["g"], x) * (params["d"] * torch.arange(3.0)).sum()
+
+
+def gan_step(states: Any, x: Tensor) -> tuple[Any, Tensor]:
+    """One update of the discriminator; then, with the new one, of the generator."""
+    found, of_d = fzero.grad_and_reduce(d_loss, states)(x)
+    states = {**states, "d": fzero.apply_gradients(found["d"])}
+    found, of_g = fzero.grad_and_reduce(g_loss, states)(x)
+    return {**states, "g": fzero.apply_gradients(found["g"])}, torch.stack([of_d, of_g])
+
+
+def plain_gan(xs: Tensor) -> dict[str, Any]:
+    """The same on whole parameters, for xs [step, rank], by torch.optim."""
+    w, b, d = (x.clone().requires_grad_() for x in (*PARAMS["g"].values(), PARAMS["d"]))
+    params = {"g": {"w": w, "b": b}, "d": d}
+    optimizers = {
+        "g": torch.optim.SGD([w, b], 2.0**-4, momentum=0.5),
+        "d": torch.optim.SGD([d], 2.0**-6),
+    }
+    for batch in xs:
+        for name, loss in (("d", d_loss), ("g", g_loss)):
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            (torch.stack([loss(params, x) for x in batch]).sum() / len(batch)).backward()
+            optimizers[name].step()
+    return {"g": {"w": w.detach(), "b": b.detach()}, "d": d.detach()}
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gan_is_one_sharded_step_and_all_of_it_is_donated(
+    stage: Any, ranks: int, window: bool
+) -> None:
+    step = fzero.coalesce(gan_step) if window else gan_step
+    run = fzero.simulate(fzero.shard(step, stage=stage, donate=True), world_size=ranks)
+    xs = integers((2, ranks), 4, bound=1)
+    states = run.init(PARAMS, make_optimizers())
+    for x in xs:
+        old = states
+        states, _ = run(states, x)
+        for used in old.values():
+            with pytest.raises(DonatedError, match="this state was donated"):
+                fzero.simulate(fzero.full_params, world_size=ranks)(used)
+    held = fzero.simulate(fzero.full_params, world_size=ranks)(states)
+    for rank in range(ranks):
+        mine = {"g": {k: v[rank] for k, v in held["g"].items()}, "d": held["d"][rank]}
+        same(mine, plain_gan(xs))
+
+
+def test_one_stage_or_one_optimizer_is_that_of_all_models() -> None:
+    three = fzero.shard(gan_step, stage=3).init(PARAMS, make_optimizers())
+    assert {name: (s.stage, str(s.setup.optimizer)) for name, s in three.items()} == {
+        "g": (3, str(make_optimizers()["g"])),
+        "d": (3, str(make_optimizers()["d"])),
+    }
+    shared = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage={"g": 0, "d": 2})
+    assert [(s.stage, s.setup.optimizer) for s in (shared["g"], shared["d"])] == [
+        (0, fzero.optim.sgd(0.5)),
+        (2, fzero.optim.sgd(0.5)),
+    ]
+    same(fzero.full_params(shared), PARAMS)
+
+
+def test_without_trees_a_dict_of_models_is_one_state() -> None:
+    state = fzero.shard(gan_step, stage=2).init(PARAMS, fzero.optim.sgd(0.5))
+    assert isinstance(state, fzero.TrainState)
+    assert [leaf.path for leaf in state.setup.layout.leaves] == ["d", "g.b", "g.w"]
+
+
+def test_an_init_and_an_update_function_are_one_optimizer_and_not_two_models() -> None:
+    rule = fzero.optim.sgd(0.5)
+    state = fzero.init((torch.ones(2), torch.ones(3)), (rule.init, rule.update), stage=0)
+    assert isinstance(state, fzero.TrainState)
+    several = fzero.init((torch.ones(2), torch.ones(3)), (rule, rule), stage=0)
+    assert [one.setup.layout.leaves[0].shape for one in several] == [(2,), (3,)]
+
+
+def test_trees_may_be_deep_and_paths_begin_inside_of_each_model() -> None:
+    params = [PARAMS["d"], {"left": PARAMS["g"], "right": PARAMS["g"]}]
+    seen: list[str] = []
+    meta: Any = [params[0].to("meta"), {k: _on_meta(v) for k, v in params[1].items()}]
+    states = fzero.init(
+        meta,
+        fzero.optim.sgd(0.5),
+        stage=[3, {"left": 0, "right": 2}],
+        trainable=lambda path: path != "b",
+        initializer=lambda path, leaf: (seen.append(path), torch.ones_like(leaf, device="cpu"))[1],
+    )
+    assert sorted(seen) == [".", "b", "b", "w", "w"]
+    assert (states[0].stage, states[1]["left"].stage, states[1]["right"].stage) == (3, 0, 2)
+    assert [leaf.trainable for leaf in states[1]["left"].setup.layout.leaves] == [False, True]
+
+
+def _on_meta(tree: Any) -> Any:
+    return {name: x.to("meta") for name, x in tree.items()}
+
+
+@pytest.mark.parametrize(
+    ("params", "optimizers", "stage", "message"),
+    [
+        (
+            {"g": 1, "e": 1},
+            "both",
+            {"g": 2, "d": 3},
+            "parameters are 'e', 'g', the stages 'd',",
+        ),
+        (
+            {"g": 1, "d": 1},
+            {"g": 1},
+            {"g": 2, "d": 3},
+            "optimizers are 'g', the stages 'd', 'g'",
+        ),
+        ({"g": 1, "e": 1}, "both", 2, "parameters are 'e', 'g', the optimizers 'd', 'g'"),
+        ([1, 1], "both", 2, "parameters are 0, 1, the optimizers 'd', 'g'"),
+        ([1, 1], [1, 1], (2, 3), "parameters are a list, the stages a tuple"),
+        (
+            {"a": {"g": 1}},
+            1,
+            {"a": {"g": 2, "d": 3}},
+            "parameters are 'g', the stages 'd', 'g'",
+        ),
+    ],
+)
+def test_trees_that_do_not_fit_are_refused_by_their_keys(
+    params: Any, optimizers: Any, stage: Any, message: str
+) -> None:
+    sgd, w = fzero.optim.sgd(0.5), torch.ones(2)
+    made = make_optimizers() if optimizers == "both" else _with(sgd, optimizers)
+    with pytest.raises(LayoutError) as caught:
+        fzero.shard(gan_step, stage=stage).init(_with(w, params), made)
+    assert f"init: the {message}" in str(caught.value)
+    assert "Fix: give each model one of everything under the same key" in str(caught.value)
+
+
+def _with(value: Any, tree: Any) -> Any:
+    """The tree with `value` in the place of each number."""
+    if isinstance(tree, dict):
+        return {key: _with(value, child) for key, child in tree.items()}
+    return [_with(value, child) for child in tree] if isinstance(tree, list) else value
+
+
+@pytest.mark.parametrize("stage", [{}, {"g": 2, "d": 4}, {"g": 2, "d": None}, [1, "2"], (True,)])
+def test_what_is_no_stage_is_refused_in_a_tree_too(stage: Any) -> None:
+    with pytest.raises(LayoutError, match=r"stage=[\s\S]*Fix: use 0 \(replicas\)"):
+        fzero.shard(gan_step, stage=stage)
+
+
+def test_states_that_do_not_fit_a_step_are_refused_before_it_runs() -> None:
+    calls: list[Any] = []
+    step = fzero.shard(lambda states, x: (calls.append(x), states)[::-1], stage={"g": 2, "d": 3})
+    states = step.init(PARAMS, make_optimizers())
+    for wrong, message in (
+        (states["g"], "the states are a TrainState, the stages 'd', 'g'"),
+        ({"g": states["g"]}, "the states are 'g', the stages 'd', 'g'"),
+        ({**states, "e": states["g"]}, "the states are 'd', 'e', 'g', the stages 'd', 'g'"),
+        ({**states, "d": {"a": states["d"]}}, "there is a dict of states at ['d']"),
+        (
+            {**states, "d": states["g"]},
+            "stage 2 was given to a step of stage 3, at ['d']",
+        ),
+    ):
+        with pytest.raises(LayoutError) as caught:
+            step(wrong, 1.0)
+        assert message in str(caught.value)
+    assert calls == []
+    assert step(states, 1.0) == (states, None)

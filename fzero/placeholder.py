@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -176,13 +176,7 @@ class LazyParam(torch.Tensor):
         """Return the names of the tensors that it is made of, and what else it needs."""
         return ["token"], (self.dtype, self.gatherer.device_of(self.where[0]))
 
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, shape: Any, stride: Any) -> LazyParam:
-        """Return a placeholder whose reads are ops of the graph that is traced."""
-        dtype, device = context
-        with _disable_current_modes():
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return LazyParam(Traced(inner["token"], meta, device), (0, 0), meta)
+    __tensor_unflatten__: ClassVar[Any]  # see `_Unflatten`
 
     @classmethod
     @torch._disable_dynamo
@@ -204,6 +198,29 @@ class LazyParam(torch.Tensor):
         for placeholder in written:
             placeholder.gatherer.end_write(placeholder)
         return result
+
+
+class _Unflatten:
+    """`LazyParam.__tensor_unflatten__`, which is there while torch.compile runs.
+
+    At other times module.to() would take what has it for a parameter that must be swapped.
+    """
+
+    def __get__(self, placeholder: Any, cls: Any) -> Callable[..., LazyParam]:
+        if not torch.compiler.is_compiling():
+            raise AttributeError("__tensor_unflatten__")
+        return _traced
+
+
+LazyParam.__tensor_unflatten__ = _Unflatten()
+
+
+def _traced(inner: Any, context: Any, shape: Any, stride: Any) -> LazyParam:
+    """Return a placeholder whose reads are ops of the graph that is traced."""
+    dtype, device = context
+    with _disable_current_modes():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return LazyParam(Traced(inner["token"], meta, device), (0, 0), meta)
 
 
 def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from fzero.collectives import InFlight, broadcast, start_gather
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.packing import unpack
-from fzero.partition import shard_rows
+from fzero.partition import shard_of
 from fzero.placeholder import LazyParam
 from fzero.state.layout import Layout, Leaf
 
@@ -174,7 +174,7 @@ class Gatherer:
             flats = broadcast(self.flats[unit], self.axis, source)
             for group, flat in zip(self.units[unit], flats, strict=True):
                 shard = self.groups[group].shard
-                shard.copy_(shard_rows(flat, self.axis.size, self.axis.rank))
+                shard.copy_(shard_of(flat, self.axis.size, self.axis.rank))
         self.on_written(units)
 
     def _fetch_all(self, units: Sequence[int]) -> None:

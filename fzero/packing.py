@@ -66,7 +66,7 @@ def pack(layout: Layout, index: int, tensors: Sequence[Tensor]) -> Tensor:
 def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     """Cut the flat [W l] buffer of group `index` into its leaves: views, and one split.
 
-    `flat` may have the `seat_shape` of the group.
+    `flat` may have the `input_shape` of the group.
     """
     group = layout.groups[index]
     leaves = [layout.leaves[i] for i in group.leaves]
@@ -126,12 +126,12 @@ class _Cut(torch.autograd.Function):
 
 def cut(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     """`unpack` for one backward pass of ordinary autograd, and for that only."""
-    if seat_shape(layout, index) == layout.leaves[layout.groups[index].leaves[0]].shape:
+    if input_shape(layout, index) == layout.leaves[layout.groups[index].leaves[0]].shape:
         return unpack(layout, index, flat)
     return list(_Cut.apply(flat, layout, index))
 
 
-def seat_shape(layout: Layout, index: int) -> tuple[int, ...]:
+def input_shape(layout: Layout, index: int) -> tuple[int, ...]:
     """Return the shape to differentiate group `index` by: its leaf's own if it is just one.
 
     A matrix product hands out a transposed gradient; by a flat view of the leaf autograd would

@@ -1,7 +1,7 @@
 """Pytree of tensors <-> flat padded groups <-> shards. Pure functions and a recorded layout.
 
 params --plan_layout--> Layout
-params --flatten--> one flat [W l] for each group --shard_rows--> [l]
+params --flatten--> one flat [W l] for each group --shard_of--> [l]
 flats --unflatten--> params
 """
 
@@ -152,11 +152,11 @@ def assemble(layout: Layout, by_leaf: dict[int, Any]) -> Any:
     return optree.tree_unflatten(layout.treespec, [by_leaf.get(i) for i in layout.slots])
 
 
-def shard_rows(full: Tensor, ranks: int, rank: int) -> Tensor:
+def shard_of(full: Tensor, ranks: int, rank: int) -> Tensor:
     """Return rank's rows of a flat [W l] buffer: a view [l].
 
     Example:
-        >>> shard_rows(torch.arange(6), 3, 1)
+        >>> shard_of(torch.arange(6), 3, 1)
         tensor([2, 3])
     """
     return rearrange(full, "(r l) -> r l", r=ranks)[rank]

@@ -3,7 +3,7 @@
     put(state, leaf, gradient)      autograd made one
       the bucket is full            pack -> [W l] in the dtype of the wire
       it may start                  reduce-scatter (or all-reduce), at most two at a time
-      it is over                    / W -> rows, in the dtype in which gradients add up
+      it is over                    / W -> means, in the dtype in which gradients add up
 
 A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
 together. The `Sequencer` says which one may start, in one order on every rank, so ranks may use
@@ -100,7 +100,7 @@ class _Group:
 class Reducer:
     """The gradients of some states on one axis, for one backward after another.
 
-    `rows[state][group]` are the means over ranks that are there. Gradients of a state that `keeps`
+    `means[state][group]` are the means over ranks that are there. Gradients of a state that `keeps`
     stay on this rank, for a coalescing window: see `local`.
     """
 
@@ -110,7 +110,7 @@ class Reducer:
         self.setups, self.axis, self._devices = setups, axis, devices
         self.keeps = [False for _ in setups]
         self.on_full: Callable[[int], None] = self.start  # set by the sequencer of a pass
-        self.rows: list[dict[int, Tensor]] = [{} for _ in setups]
+        self.means: list[dict[int, Tensor]] = [{} for _ in setups]
         self.received = 0  # gradients of leaves since `keep`
         self._groups: list[dict[int, _Group]] = []
         self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
@@ -203,14 +203,14 @@ class Reducer:
         return torch.zeros(numel, dtype=_wire(setup, index), device=self._devices[state])
 
     def _land(self) -> None:
-        """Wait for the oldest reduction, and add its mean to the rows."""
+        """Wait for the oldest reduction, and add its mean to those before."""
         unit, flight = self._flights.popleft()
         state, indices = self._units[unit]
-        rows, setup = self.rows[state], self.setups[state]
+        means, setup = self.means[state], self.setups[state]
         for index, summed in zip(indices, flight.wait(), strict=True):
             mean = summed.to(setup.accumulate_dtype(index)).div_(self.axis.size)
-            held = rows.get(index)
-            rows[index] = mean if held is None else held.add_(mean)
+            held = means.get(index)
+            means[index] = mean if held is None else held.add_(mean)
 
     # The end of a backward.
 
@@ -245,10 +245,10 @@ class Reducer:
                 found[index] = flat.to(setup.accumulate_dtype(index))
         return found
 
-    def take_rows(self, state: int) -> dict[int, Tensor]:
-        """Return, and forget, the rows of a state."""
-        rows, self.rows[state] = self.rows[state], {}
-        return rows
+    def take_means(self, state: int) -> dict[int, Tensor]:
+        """Return, and forget, the means of a state."""
+        means, self.means[state] = self.means[state], {}
+        return means
 
     def keep(self, keeps: Sequence[bool]) -> None:
         """From here on, gradients of the states that `keeps` stay here. None has come yet."""
@@ -267,7 +267,7 @@ class Reducer:
         while self._flights:
             with suppress(AxisError):
                 self._flights.popleft()[1].wait()
-        self.rows = [{} for _ in self.setups]
+        self.means = [{} for _ in self.setups]
 
 
 def _is_shared(flat: Tensor, written: set[int]) -> bool:

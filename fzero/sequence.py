@@ -96,7 +96,7 @@ class Sequencer:
         """Make sure that a unit is whole: a kernel reads it."""
         if unit == self._current and unit in self.gatherer.held:
             return
-        self._settle()
+        self._hear()
         held, self._current = self.gatherer.touch(unit), unit
         if unit not in self._seen:
             self._recording.add(unit)
@@ -123,7 +123,7 @@ class Sequencer:
         """
         if not self._gathers:
             return
-        self._settle()
+        self._hear()
         self._current = -1
         self._recording.add(self._meeting)
         self._asked |= self._run_plan()
@@ -139,7 +139,7 @@ class Sequencer:
         Its reduction starts with what comes next: while a hook runs, autograd has the gradient,
         too, which would then be there twice.
         """
-        self._settle()
+        self._hear()
         self._recording.add(~unit)
         self._reduce_due()
         self._due.append(unit)
@@ -159,7 +159,7 @@ class Sequencer:
 
     def end_forward(self) -> None:
         """The forward is over: finish its plan, and let go of what was gathered."""
-        self._settle()
+        self._hear()
         self._end_plan()
         self._current = -1
         self._recording.pause()  # what is read between is no part of the pass
@@ -173,7 +173,7 @@ class Sequencer:
         Serves the others until none is in the pass. What is left here is reduced on the way. If any
         rank has asked, the programs become the union of what the ranks did.
         """
-        self._settle()
+        self._hear()
         self._end_plan()
         left = self.reducer.left()
         if left:
@@ -194,7 +194,7 @@ class Sequencer:
         self.reducer.drop()
         with suppress(AxisError):  # the others know of it already
             if in_step:
-                self._settle()
+                self._hear()
                 self._end_plan()
             if tell:
                 self._others_give_way()
@@ -240,7 +240,7 @@ class Sequencer:
 
     # The plan.
 
-    def _settle(self) -> None:
+    def _hear(self) -> None:
         """Learn what the other ranks announced: the plan counts if all have the same."""
         if not self._open:
             return
@@ -287,7 +287,7 @@ class Sequencer:
 
     def give_way(self) -> None:
         """Another pass begins or asks in the middle of this one: this plan ends here."""
-        self._settle()
+        self._hear()
         self._end_plan()
 
     def _others_give_way(self) -> None:

@@ -1,6 +1,6 @@
 """Virtual ranks: W threads of this process that run one at a time and meet at collectives.
 
-A rank runs alone until it reaches a collective; then the baton goes to the next rank. So a run
+A rank runs alone until it reaches a collective; then it is the turn of the next rank. So a run
 is deterministic, every rank executes the very kernels that a real process would, any Python is
 allowed (also code that differs by rank), and each rank has a random stream of its own. The
 threads exist only inside `run_ranks`; nothing outlives the call.
@@ -73,7 +73,7 @@ def run_ranks(body: Callable[[int], Any], size: int) -> list[Any]:
     modes (no_grad, autocast, the default device); afterwards the caller's state is the one that
     rank 0 reached. The first exception of any rank is raised here, with the rank in its notes.
     """
-    return _Baton(body, size).run()
+    return _Turns(body, size).run()
 
 
 class _TorchGlobals(NamedTuple):
@@ -95,7 +95,7 @@ class _TorchGlobals(NamedTuple):
         _symbolic_trace.CURRENT_PATCHER = self.fx_patcher
 
 
-class _Baton:
+class _Turns:
     """Who may run, what was handed in at the current meeting, and how each rank ended."""
 
     def __init__(self, body: Callable[[int], Any], size: int) -> None:
@@ -175,7 +175,7 @@ class _Baton:
         return met
 
     def _pass_on(self, rank: int) -> None:
-        """Give the baton to a rank that can still run; complete the meeting if all are in it."""
+        """Let a rank run that still can; complete the meeting if all are in it."""
         if len(self.waiting) == self.size and self.error is None:
             self._meet()
         elif self.waiting and len(self.waiting) + len(self.results) == self.size:

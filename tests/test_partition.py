@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from fzero.errors import LayoutError
-from fzero.packing import cut, pack, pack_copied, seat_shape, unpack
-from fzero.partition import flatten, plan_layout, shard_rows, unflatten, unit_of
+from fzero.packing import cut, input_shape, pack, pack_copied, unpack
+from fzero.partition import flatten, plan_layout, shard_of, unflatten, unit_of
 from fzero.state import Layout
 from tests.strategies import (
     LEARNING,
@@ -45,7 +45,7 @@ def test_unshard_after_shard_is_the_identity(
 ) -> None:
     layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
     flats = flatten(layout, tree)
-    shards = [[shard_rows(flat, ranks, rank).clone() for flat in flats] for rank in range(ranks)]
+    shards = [[shard_of(flat, ranks, rank).clone() for flat in flats] for rank in range(ranks)]
     back = unflatten(layout, [torch.cat(rows) for rows in zip(*shards, strict=True)])
     same(back, tree)
     assert ties(back) == ties(tree)
@@ -88,7 +88,7 @@ def test_every_leaf_and_every_shard_starts_on_16_bytes(
     layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
     for index, flat in enumerate(flatten(layout, tree)):
         held = flat.detach().clone()
-        shards = [shard_rows(held, ranks, rank) for rank in range(ranks)]
+        shards = [shard_of(held, ranks, rank) for rank in range(ranks)]
         for x in (*unpack(layout, index, held), *shards):
             assert x.data_ptr() % 16 == 0 or not x.numel()
 
@@ -212,7 +212,7 @@ def test_another_placing_can_give_whole_tensors_to_one_rank() -> None:
     (flat,) = flatten(layout, params)
     same(unflatten(layout, [flat]), params)
     for rank, leaf in enumerate(params):
-        rows = shard_rows(flat, 3, rank)
+        rows = shard_of(flat, 3, rank)
         same(rows[: leaf.numel()], leaf.reshape(-1))
         assert not rows[leaf.numel() :].any()
 
@@ -229,7 +229,7 @@ def test_unflatten_and_flatten_are_adjoint_and_the_fast_ways_agree(
         dys = [integers(x.shape, i, x.dtype) for i, x in enumerate(apart)]
         want = pack(layout, index, dys)
         for take_apart in (unpack, cut):
-            seat = flat.detach().clone().view(seat_shape(layout, index)).requires_grad_()
+            seat = flat.detach().clone().view(input_shape(layout, index)).requires_grad_()
             got = torch.autograd.grad(take_apart(layout, index, seat), seat, dys)[0]
             same(got.reshape(-1), want)
 

@@ -18,7 +18,7 @@ from fzero.optim import NoOptimizer, no_optimizer
 from fzero.state import TrainState, buffers, progress
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms._norm import clip_factor
-from fzero.transforms._receive import accumulate, filled, reduced
+from fzero.transforms._receive import accumulate, filled, reduce_window
 from fzero.transforms.update import norm_of_state, scaled, share, update
 
 
@@ -68,14 +68,11 @@ def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool]:
 
 def _reduced(state: TrainState, waits: bool) -> TrainState:
     """Reduce what `waits` on any rank. A collective if something does."""
-    placement = state.setup.gradients
-    if not waits:
-        held = state.gradients.held
-        return state if held else accumulate(state, filled(state, {}, placement))
-    pending = state.window.pending
-    local = dict(zip(state.setup.layout.trainable, pending.flats, strict=False))
-    state = state.replace(window=replace(state.window, pending=CLOSED.pending))
-    return accumulate(state, filled(state, reduced(state, local), placement))
+    if waits:
+        return reduce_window(state)
+    if state.gradients.held:
+        return state
+    return accumulate(state, filled(state, {}, state.setup.gradients))  # zeros
 
 
 def call_step(driver: Driver, every: int) -> bool:

@@ -21,7 +21,7 @@ from fzero.gather import Gatherer
 from fzero.gather import GroupShard as GroupShard
 from fzero.mesh import Axis, Runtime, axis_of
 from fzero.packing import pack
-from fzero.partition import plan_layout, shard_rows
+from fzero.partition import plan_layout, shard_of
 from fzero.placeholder import LazyParam, in_place_of, placeholders
 
 
@@ -49,7 +49,7 @@ class _Unowned(Gatherer):
         size = self.axis.size
         layout = plan_layout(OrderedDict({name: p}), ranks=size, bucket_bytes=2**62)
         flat = broadcast_from_first([pack(layout, 0, [p.detach()])], self.axis)[0]
-        self.groups.append(GroupShard(layout, 0, shard_rows(flat, size, self.axis.rank).clone()))
+        self.groups.append(GroupShard(layout, 0, shard_of(flat, size, self.axis.rank).clone()))
         # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
         return in_place_of(p, placeholders(self, self.add(layout))[0])
 

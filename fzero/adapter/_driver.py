@@ -220,7 +220,7 @@ class Driver:
         channel = self.running.channel
         for other in set(OWNERS.values()):
             if other is self or (channel is not None and other.running.channel is channel):
-                other.events.settle()
+                other.events.drop_unfinished()
         if not self.events.inside():
             self.running.put_aside()
 

@@ -98,7 +98,7 @@ class Events:
         self._foreign = in_transform() or self._stands_in()
         self._own = not self._foreign and not self.inside()
         if self._own:
-            self.settle()
+            self.drop_unfinished()
             self._apply(hooks.reset_for_new_step)
             with torch.inference_mode(False), torch.no_grad():  # what waits is for training
                 self._driven.forward_begins()
@@ -190,7 +190,7 @@ class Events:
 
     # What raised.
 
-    def settle(self) -> None:
+    def drop_unfinished(self) -> None:
         """Outside of every graph task, a backward that is still open has raised: drop it."""
         if self.hooks.unfinished and not self.inside():
             self._drop_what_raised()

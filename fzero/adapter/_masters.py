@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._module import ModuleParameters
-from fzero.partition import shard_rows
+from fzero.partition import shard_of
 from fzero.state import Placement, Setup, TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 
@@ -49,18 +49,18 @@ class Masters:
             self.take(state, written)
 
 
-def take_values(master: Tensor, rows: Tensor) -> None:
+def take_values(master: Tensor, values: Tensor) -> None:
     """Write 16-bit values into a master; elements that are equal keep their low bits."""
     with torch.no_grad():
-        changed = rows != master.to(rows.dtype)
-        master.copy_(torch.where(changed, rows.to(master.dtype), master))
+        changed = values != master.to(values.dtype)
+        master.copy_(torch.where(changed, values.to(master.dtype), master))
 
 
 def own_part(state: TrainState, flat: Tensor) -> Tensor:
     """This rank's part of a group's parameters, as the optimizer steps it."""
     setup = state.setup
     if setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED:
-        return shard_rows(flat, setup.axis.size, setup.axis.rank)
+        return shard_of(flat, setup.axis.size, setup.axis.rank)
     return flat
 
 

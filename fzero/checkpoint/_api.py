@@ -27,7 +27,7 @@ from fzero.checkpoint._manifest import (
     require_fit,
     write_manifest,
 )
-from fzero.checkpoint._pieces import Piece, Rows, optimizer_roles, pieces_of, rows_of
+from fzero.checkpoint._pieces import OwnShard, Piece, optimizer_roles, pieces_of, shards_of
 from fzero.checkpoint._slots import Role, with_values
 from fzero.collectives import assert_same_everywhere, gather_many
 from fzero.mesh import Axis
@@ -89,7 +89,7 @@ def save(path: PathLike, state: TrainState, *, extra: Mapping[str, Any] | None =
             require_idle(one)
         roles = [optimizer_roles(one) for one in held.states]
         manifest = replace(describe(held.states[0], roles[0]), extra=as_extra(extra))
-        return manifest, _pieces(held, _rows(held, roles))
+        return manifest, _pieces(held, _shards(held, roles))
 
     manifest, pieces = everywhere(held.axis, prepare, what="prepare the checkpoint")
     facts = [f"path {path}", f"step {manifest.counters['step']}"]
@@ -157,9 +157,9 @@ def load(path: PathLike, state: TrainState) -> TrainState:
 
     roles = everywhere(axis, prepare, what=f"read {path}")
     with torch.no_grad():
-        rows = [[_blank(one) for one in some] for some in _rows(held, roles)]
-        _storage().read(_pieces(held, rows), path / saved.data, axis)
-        full = _whole(held, rows)
+        shards = [[_blank(one) for one in some] for some in _shards(held, roles)]
+        _storage().read(_pieces(held, shards), path / saved.data, axis)
+        full = _whole(held, shards)
         made = [
             _filled(one, some, iter(values), saved)
             for one, some, values in zip(held.states, roles, full, strict=True)
@@ -192,18 +192,18 @@ def read_extra(path: PathLike) -> dict[str, Any]:
     return read_manifest(Path(path)).extra
 
 
-def _rows(held: Held, roles: Sequence[list[Role]]) -> list[list[Rows]]:
+def _shards(held: Held, roles: Sequence[list[Role]]) -> list[list[OwnShard]]:
     each = zip(held.states, roles, held.ranks, strict=True)
-    return [rows_of(one, some, rank) for one, some, rank in each]
+    return [shards_of(one, some, rank) for one, some, rank in each]
 
 
-def _blank(rows: Rows) -> Rows:
-    return rows._replace(values=torch.zeros_like(rows.values))  # what is padding stays zero
+def _blank(shards: OwnShard) -> OwnShard:
+    return shards._replace(values=torch.zeros_like(shards.values))  # what is padding stays zero
 
 
-def _pieces(held: Held, rows: Sequence[list[Rows]]) -> list[Piece]:
+def _pieces(held: Held, shards: Sequence[list[OwnShard]]) -> list[Piece]:
     layout = held.states[0].setup.layout
-    each = zip(rows, held.ranks, strict=True)
+    each = zip(shards, held.ranks, strict=True)
     return [piece for some, rank in each for piece in pieces_of(layout, some, rank)]
 
 
@@ -232,17 +232,17 @@ def _commit(axis: Axis, path: Path, manifest: Manifest) -> None:
     first_of(axis, lambda: write_manifest(whole, path), what=f"write {path}")
 
 
-def _whole(held: Held, rows: Sequence[list[Rows]]) -> list[list[Tensor]]:
-    """Make what is replicated whole again: rows [l] -> [W l], for each rank of this process."""
+def _whole(held: Held, shards: Sequence[list[OwnShard]]) -> list[list[Tensor]]:
+    """Make what is replicated whole again: shards [l] -> [W l], for each rank of this process."""
     if held.is_stack:
         columns = [
             [torch.cat([one.values for one in column])] * len(column)
             if column[0].is_part
             else [one.values for one in column]
-            for column in zip(*rows, strict=True)
+            for column in zip(*shards, strict=True)
         ]
-        return [[column[i] for column in columns] for i in range(len(rows))]
-    (mine,) = rows
+        return [[column[i] for column in columns] for i in range(len(shards))]
+    (mine,) = shards
     gathered = iter(gather_many([one.values for one in mine if one.is_part], held.axis))
     return [[next(gathered) if one.is_part else one.values for one in mine]]
 
@@ -250,7 +250,7 @@ def _whole(held: Held, rows: Sequence[list[Rows]]) -> list[list[Tensor]]:
 def _filled(
     state: TrainState, roles: list[Role], values: Iterator[Tensor], saved: Manifest
 ) -> TrainState:
-    """Return an idle state like `state` with `values` (in the order of `rows_of`) in it."""
+    """Return an idle state like `state` with `values` (in the order of `shards_of`) in it."""
     counters = {
         name.removeprefix("optimizer/"): value
         for name, value in saved.counters.items()

@@ -2,11 +2,11 @@
 
 A leaf of n elements is saved as a 1-D tensor of n elements, whatever its shape: a shard cuts
 leaves at any element, and in one dim every cut is a range. Every rank writes, and reads, only
-rows r of every group, also where it holds all rows: so the work is shared at every stage. Ranges
+shard r of every group, also where it holds all of it: so the work is shared at every stage. Ranges
 are cut again at every multiple of BLOCK_NUMEL: DCP reads saved ranges whole, and so nobody holds
 more than that of a leaf that is not its own.
 
-    state --rows_of--> flat rows [l] of each group --pieces_of--> ranges of leaves
+    state --shards_of--> shards [l] of each group --pieces_of--> ranges of leaves
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import optree
 from torch import Tensor
 
 from fzero.checkpoint._slots import Role, roles_of
-from fzero.partition import shard_rows
+from fzero.partition import shard_of
 from fzero.state import NAMESPACE, Layout, Placement, TrainState
 
 BLOCK_NUMEL = 2**24
@@ -35,8 +35,8 @@ class Piece:
     values: Tensor  # a view of what the rank holds
 
 
-class Rows(NamedTuple):
-    """A rank's rows of one group of parameters, or of one optimizer slot of it."""
+class OwnShard(NamedTuple):
+    """A rank's shard of one group of parameters, or of one optimizer slot of it."""
 
     prefix: str  # params, or optimizer/<slot>
     group: int
@@ -77,31 +77,31 @@ def optimizer_roles(state: TrainState) -> list[Role]:
     ]
 
 
-def rows_of(state: TrainState, roles: Sequence[Role], rank: int) -> list[Rows]:
-    """Return rank's rows of everything that has elements: parameters first, then slots."""
+def shards_of(state: TrainState, roles: Sequence[Role], rank: int) -> list[OwnShard]:
+    """Return a rank's shards of all that has elements: parameters first, then slots."""
     setup, layout = state.setup, state.setup.layout
 
-    def rows(prefix: str, group: int, flat: Tensor, placement: Placement) -> Rows:
+    def shard(prefix: str, group: int, flat: Tensor, placement: Placement) -> OwnShard:
         whole = placement is not Placement.SHARDED
-        values = shard_rows(flat, layout.ranks, rank) if whole else flat
-        return Rows(prefix, group, values, whole)
+        values = shard_of(flat, layout.ranks, rank) if whole else flat
+        return OwnShard(prefix, group, values, whole)
 
-    found = [rows("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
+    found = [shard("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
     leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     trainable = layout.trainable  # a property that looks at every group
     for role, leaf in zip(roles, leaves, strict=True):
         if role.position is not None and leaf.numel():
             prefix, group = f"optimizer/{role.name}", trainable[role.position]
-            found.append(rows(prefix, group, leaf, setup.optimizer_state))
+            found.append(shard(prefix, group, leaf, setup.optimizer_state))
     return found
 
 
 def pieces_of(
-    layout: Layout, rows: Sequence[Rows], rank: int, *, block_numel: int = BLOCK_NUMEL
+    layout: Layout, shards: Sequence[OwnShard], rank: int, *, block_numel: int = BLOCK_NUMEL
 ) -> Iterator[Piece]:
-    """Cut rank's rows at the borders of leaves and of blocks in them; padding is in no piece."""
+    """Cut the shards of a rank at the borders of leaves and blocks; padding is in no piece."""
     names = leaf_names(layout)
-    for prefix, index, values, _ in rows:
+    for prefix, index, values, _ in shards:
         group = layout.groups[index]
         begin = rank * group.shard_numel
         for leaf, offset in zip(group.leaves, group.offsets, strict=True):

@@ -36,7 +36,7 @@ def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tens
 def reduce_scatter(
     x: Tensor, axis: AxisLike | None = None, *, dim: int = 0, ordered: bool = False
 ) -> Tensor:
-    """y_r = rows r of sum_s(x_s): [.., W l, ..] -> [.., l, ..] along `dim`.
+    """y_r = shard r of sum_s(x_s): [.., W l, ..] -> [.., l, ..] along `dim`.
 
     The first half of `all_reduce`. transpose: all_gather. Always a sum; divide visibly for a
     mean. 16-bit floats are summed in fp32 where the backend's lowering allows it (gloo, virtual

@@ -18,18 +18,18 @@ from fzero.state.buffers import SIXTEEN_BIT
 
 
 def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> Started:
-    """Reduce-scatter: every rank sends each other rank its rows, and adds up what it gets.
+    """Reduce-scatter: every rank sends each other rank its shard, and adds up what it gets.
 
-    On gloo by single sends: an all_to_all would also copy a rank's own rows to itself, which takes
+    On gloo by single sends: an all_to_all would also copy a rank's own shard to itself, which takes
     more memory and is no faster. On nccl by an all_to_all, which is one launch.
     """
     group, rank = axis.group(), axis.rank
     if not all(is_gloo(group, full.device) for full in fulls):
         return _begin_scatter_by_all_to_all(fulls, axis, op)
     peers = [dist.get_global_rank(group, r) for r in range(axis.size)]
-    rows = [list(full.chunk(axis.size)) if full.numel() else [full] * axis.size for full in fulls]
+    parts = [list(full.chunk(axis.size)) if full.numel() else [full] * axis.size for full in fulls]
     works, parts = [], []
-    for own in rows:
+    for own in parts:
         got = [x if r == rank else torch.empty_like(x) for r, x in enumerate(own)]
         parts.append(got)
         with explained(op, axis):  # after a timeout it raises where it starts
@@ -85,11 +85,11 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
         if not is_gloo(group, out.device):
             native.append((out, shard))
             continue
-        for rank, rows in enumerate(out.chunk(axis.size)):
-            if rank == axis.rank and rows.data_ptr() != shard.data_ptr():
-                rows.copy_(shard)
+        for rank, parts in enumerate(out.chunk(axis.size)):
+            if rank == axis.rank and parts.data_ptr() != shard.data_ptr():
+                parts.copy_(shard)
             source = dist.get_global_rank(group, rank)
-            works.append(dist.broadcast(as_bytes(rows), source, group=group, async_op=True))
+            works.append(dist.broadcast(as_bytes(parts), source, group=group, async_op=True))
     if native:
         works += in_one_go("all_gather", native, group)
     return Started("all_gather", axis, works, lambda: list(outs), shards)

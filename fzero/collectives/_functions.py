@@ -73,7 +73,7 @@ def gather_many(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 
 
 def scatter_many(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> list[Tensor]:
-    """Each [W l] -> [l]: this rank's rows of the sum over ranks. Adjoint: `gather_many`."""
+    """Each [W l] -> [l]: this rank's shard of the sum over ranks. Adjoint: `gather_many`."""
     return _apply(("scatter", axis, ordered), fulls)
 
 

@@ -47,7 +47,7 @@ def all_gather(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 
 
 def reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) -> list[Tensor]:
-    """Each [r l, *t] -> [l, *t]: this rank's rows of the sum over ranks."""
+    """Each [r l, *t] -> [l, *t]: this rank's shard of the sum over ranks."""
     return begin_reduce_scatter(fulls, axis, ordered=ordered).wait()
 
 
@@ -59,7 +59,7 @@ def all_reduce(
 
 
 def gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> None:
-    """Each [r l]: rows of rank r are right on rank r only; make them right on every rank."""
+    """Each [r l]: the shard of rank r is right on rank r only; make them right on every rank."""
     begin_gather_in_place(fulls, axis).wait()
 
 

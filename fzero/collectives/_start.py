@@ -2,7 +2,7 @@
 
     flights = [start_scatter(fulls, axis) for fulls in buckets]    # on the wire from here on
     ...                                                            # compute something else
-    rows = [flight.wait() for flight in flights]                   # in the order of the starts
+    shards = [flight.wait() for flight in flights]                   # in the order of the starts
 
 Every rank must start *and wait* in the same order: what gloo and nccl match up is the order of
 the calls, and a `start_reduce` that sums by exchange (`ordered`, or 16-bit floats on gloo) sends
@@ -67,7 +67,7 @@ def start_gather(shards: Sequence[Tensor], axis: Axis) -> InFlight:
 
 
 def start_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> InFlight:
-    """Each [W l] -> [l]: this rank's rows of the sum over ranks; see `scatter_many`."""
+    """Each [W l] -> [l]: this rank's shard of the sum over ranks; see `scatter_many`."""
 
     def begin(xs: Sequence[Tensor], axis: Axis) -> lowering.Started:
         return lowering.begin_reduce_scatter(xs, axis, ordered=ordered)
@@ -89,7 +89,7 @@ def start_reduce(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False)
 
 
 def start_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
-    """Each [W l], contiguous: rows of rank r are right on rank r only; fill in those of others.
+    """Each [W l], contiguous: the shard of rank r is right on rank r only; fill in those of others.
 
     What is given are the `fulls`; nobody may read or write them before `wait` has returned.
     """

@@ -90,7 +90,7 @@ def saved_form(settings: Settings) -> dict[str, dict[str, Any]]:
     }
 
 
-def settle(given: dict[str, Any], saved: dict[str, Any] | None = None) -> Settings:
+def resolve(given: dict[str, Any], saved: dict[str, Any] | None = None) -> Settings:
     """Make settings of what was given on the command line, over what was saved, over defaults.
 
     Args:
@@ -101,9 +101,9 @@ def settle(given: dict[str, Any], saved: dict[str, Any] | None = None) -> Settin
         LayoutError: an option was given that contradicts the kind of the saved run.
 
     Example:
-        >>> settle({"stage": 3, "width": 64}).kind.model.width
+        >>> resolve({"stage": 3, "width": 64}).kind.model.width
         64
-        >>> settle({"optimizer": "lion"}).course.lr
+        >>> resolve({"optimizer": "lion"}).course.lr
         0.001
     """
     saved = saved or {"kind": {}, "course": {}, "split": {}}

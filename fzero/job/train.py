@@ -20,7 +20,7 @@ from fzero.errors import FzeroError, explain
 from fzero.job.finish import finish
 from fzero.job.progress import make_progress
 from fzero.job.saving import find_checkpoint, read_facts, require_free, require_writable, save_run
-from fzero.job.settings import changed_course, saved_form, settle
+from fzero.job.settings import changed_course, resolve, saved_form
 from fzero.job.step import Job, make_batches, make_job, make_optimizer
 from fzero.job.stop import StopSignals
 
@@ -45,7 +45,7 @@ def train(given: dict[str, Any]) -> int:
     folder = find_checkpoint(given["resume"]) if "resume" in given else None
     facts = read_facts(folder) if folder else {}
     place = {"out": folder.parent} if folder else {}  # a resumed run goes on where it was
-    settings = settle({**place, **given}, facts.get("settings"))
+    settings = resolve({**place, **given}, facts.get("settings"))
     goes_on = folder is not None and settings.output.out.resolve() == folder.parent.resolve()
     if not (goes_on or settings.output.overwrite):
         require_free(settings.output.out)

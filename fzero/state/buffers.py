@@ -18,7 +18,7 @@ class Placement(Enum):
     """What the ranks' copies of a buffer are to each other."""
 
     REPLICATED = "replicated"  # [W l]: every rank has the same full values
-    SHARDED = "sharded"  # [l]: rank r has rows r of the full values
+    SHARDED = "sharded"  # [l]: rank r has shard r of the full values
     PARTIAL = "partial"  # [W l]: the full value is the sum of all ranks' copies
 
 

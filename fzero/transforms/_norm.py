@@ -13,7 +13,7 @@ from fzero.state import Placement
 
 
 def norm_of(flats: Sequence[Tensor], placement: Placement, axis: Axis, *, ordered: bool) -> Tensor:
-    """Return the 2-norm of `flats`, of which each rank holds all or its rows: []."""
+    """Return the 2-norm of `flats`, of which each rank holds all or its shard: []."""
     squares = [_square_sum(flat) for flat in flats if flat.numel()]
     if squares:
         total = torch.stack(squares).sum()

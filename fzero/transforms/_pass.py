@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from fzero.collectives import FUNCTIONAL, Channel, channel_of
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
@@ -23,7 +21,7 @@ from fzero.sequence import Sequencer
 from fzero.state import Placement, TrainState, schedule
 from fzero.state.window import CLOSED
 from fzero.transforms._donate import donates
-from fzero.transforms._receive import accumulate, filled, part_of_update, put, receive
+from fzero.transforms._receive import accumulate, device_of, filled, part_of_update, put, receive
 
 
 class Pass:
@@ -48,7 +46,7 @@ class Pass:
         self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
         self.channel: Channel | None = channel_of(data)
-        devices = [_device(state) for state in states]
+        devices = [device_of(state) for state in states]
         self.reducer = Reducer(setups, data, devices)
         self.gatherer = Gatherer([setup.layout for setup in setups], data)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
@@ -152,7 +150,7 @@ class Pass:
             waits = state.window.is_open
             if waits:
                 state = self._with_served(number)
-            found = self.reducer.take_rows(number)
+            found = self.reducer.take_means(number)
             if not found:  # on one rank, or in a window
                 held = state.window.pending.held if waits else state.gradients.held
                 found = self.reducer.local(number, to_write=donates(state) and not held)
@@ -173,7 +171,7 @@ class Pass:
         self.states = [self._with_served(number) for number in range(len(self.states))]
 
     def _with_served(self, number: int) -> TrainState:
-        state, means = self.states[number], self.reducer.take_rows(number)
+        state, means = self.states[number], self.reducer.take_means(number)
         if not means:
             return state
         flats = filled(state, means, state.setup.gradients)
@@ -270,7 +268,3 @@ class Pass:
         gathered = [state.window.gathered for state in self.states]
         self.gatherer.adopt(gathered)
         self.sequencer.adopted()
-
-
-def _device(state: TrainState) -> torch.device:
-    return next((flat.device for flat in state.params.flats), torch.device("cpu"))

@@ -7,7 +7,7 @@ from fzero.state import Layout, Placement, Setup
 
 
 def pieces_of(setup: Setup) -> list[Piece]:
-    """Which elements of this rank's rows belong to which leaf; padding goes with its neighbour."""
+    """Which elements of this rank's shards are of which leaf; padding goes with its neighbour."""
     layout = setup.layout
     sharded = setup.optimizer_state is Placement.SHARDED
     found = []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fzero.collectives import channel_of, gather_many, reduce_many, scatter_many
 from fzero.mesh import Axis, Runtime
-from fzero.partition import shard_rows
+from fzero.partition import shard_of
 from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
@@ -50,21 +50,30 @@ def accumulate(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     return state.replace(gradients=added)
 
 
-def settle(state: TrainState) -> TrainState:
-    """Reduce what waits in the window of a state and add it to its gradients. A collective."""
+def reduce_pending(state: TrainState) -> TrainState:
+    """Reduce what waits in the window of a state, if anything, and add it to its gradients.
+
+    A collective if it does.
+    """
+    if state.window.pending.held:
+        return reduce_window(state)
+    return state.replace(window=window.take(state.window)[0])
+
+
+def reduce_window(state: TrainState) -> TrainState:
+    """Reduce what waits in the window of a state: zeros if nothing does. A collective."""
     owned = donates(state)  # asked while the gradients are in it: they may carry a graph
     emptied, pending = window.take(state.window)
     state = state.replace(window=emptied)
-    if not pending.held:
-        return state
     flats = take_over(pending).flats if owned else pending.flats
     if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
         means = mean_of(state.setup, flats)
     else:
         if not owned and state.setup.gradients is not Placement.SHARDED:
             flats = [flat.clone() for flat in flats]  # they are reduced where they stand
-        rows = reduced(state, dict(zip(state.setup.layout.trainable, flats, strict=True)))
-        means = filled(state, rows, state.setup.gradients)
+        local = dict(zip(state.setup.layout.trainable, flats, strict=False))
+        del flats, pending  # a bucket is freed when it is reduced
+        means = filled(state, reduced(state, local), state.setup.gradients)
     state = accumulate(state, means)
     return state.replace(progress=progress.saw_reduction(state.progress))
 
@@ -77,14 +86,18 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
     setup, channel = state.setup, channel_of(state.setup.axis)
     if channel is None:
         return local
-    device = next((flat.device for flat in local.values()), torch.device("cpu"))
-    reducer = Reducer([setup], channel.data, [device])
+    reducer = Reducer([setup], channel.data, [device_of(state)])
     reducer.give(0, local)
     local.clear()
     for unit in reducer.backwards:
         reducer.start(unit)
     reducer.land()
-    return reducer.take_rows(0)
+    return reducer.take_means(0)
+
+
+def device_of(state: TrainState) -> torch.device:
+    """Return where the values of a state are."""
+    return next((flat.device for flat in state.params.flats), torch.device("cpu"))
 
 
 def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
@@ -129,8 +142,8 @@ def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
         return held
     if to is Placement.REPLICATED:
         return Buffers(flats=tuple(gather_many(held.flats, axis)), placement=to)
-    rows = tuple(shard_rows(flat, axis.size, axis.rank) for flat in held.flats)
-    return Buffers(flats=rows, placement=to)
+    shards = tuple(shard_of(flat, axis.size, axis.rank) for flat in held.flats)
+    return Buffers(flats=shards, placement=to)
 
 
 def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement) -> list[Tensor]:

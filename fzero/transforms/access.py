@@ -15,7 +15,7 @@ from fzero.partition import assemble
 from fzero.state import Group, Placement, TrainState, progress
 from fzero.transforms._donate import check_alive, without_donation
 from fzero.transforms._modes import in_transform
-from fzero.transforms._receive import boundary, place, settle
+from fzero.transforms._receive import boundary, place, reduce_pending
 from fzero.transforms._states import flatten_states
 
 
@@ -121,9 +121,9 @@ def _marked(group: Group) -> Callable[[Tensor], Tensor]:
 
 def _gradients(state: TrainState) -> Any:
     layout = state.setup.layout
-    settled = place(state, settle(without_donation(state)).gradients, Placement.REPLICATED)
+    whole = place(state, reduce_pending(without_donation(state)).gradients, Placement.REPLICATED)
     found: dict[int, Any] = {}
-    for index, flat in zip(layout.trainable, settled.flats, strict=True):
+    for index, flat in zip(layout.trainable, whole.flats, strict=True):
         flat = flat if in_transform() else flat.clone()
         found.update(zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True))
     return assemble(layout, found)

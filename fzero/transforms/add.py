@@ -8,7 +8,7 @@ import optree
 
 from fzero.errors import LayoutError, explain
 from fzero.packing import pack
-from fzero.partition import shard_rows
+from fzero.partition import shard_of
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform
@@ -59,7 +59,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     if not waits and not reduced:
         local = mean_of(setup, local)
     elif not waits and setup.gradients is Placement.SHARDED:
-        local = [shard_rows(flat, setup.axis.size, setup.axis.rank) for flat in local]
+        local = [shard_of(flat, setup.axis.size, setup.axis.rank) for flat in local]
     return receive(state, local)
 
 

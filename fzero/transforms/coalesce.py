@@ -8,7 +8,7 @@ from typing import Any, overload
 from fzero.state import TrainState, window
 from fzero.transforms._donate import check_alive
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
-from fzero.transforms._receive import boundary, settle
+from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._states import flatten_states, map_states
 
 
@@ -79,5 +79,5 @@ def _open(state: TrainState) -> TrainState:
 
 
 def _close(state: TrainState) -> TrainState:
-    state = settle(state)
+    state = reduce_pending(state)
     return state.replace(window=window.close(state.window))

@@ -15,7 +15,7 @@ from torch import Tensor
 from fzero.collectives import FUNCTIONAL, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis, enter, leave
-from fzero.packing import seat_shape, unpack
+from fzero.packing import input_shape, unpack
 from fzero.partition import assemble
 from fzero.placeholder import placeholders
 from fzero.state import NAMESPACE, TrainState
@@ -281,7 +281,7 @@ def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
             leaves.update(zip(group.leaves, unpack(layout, i, flat), strict=True))
         return assemble(layout, leaves)
 
-    inputs = tuple(fulls[i].view(seat_shape(layout, i)) for i in layout.trainable)
+    inputs = tuple(fulls[i].view(input_shape(layout, i)) for i in layout.trainable)
     return Source(inputs=inputs, build=build)
 
 

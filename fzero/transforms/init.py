@@ -22,7 +22,7 @@ from fzero.optim import (
     require_elementwise,
 )
 from fzero.packing import pack
-from fzero.partition import leaves_of, named_leaves, plan_layout, shard_rows, unit_of
+from fzero.partition import leaves_of, named_leaves, plan_layout, shard_of, unit_of
 from fzero.state import (
     Buffers,
     Gathering,
@@ -303,13 +303,13 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
         if not in_transform():  # inside one, the state goes on depending on `params`
             flat = broadcast_from_first([flat.detach()], axis)[0]
         if setup.params is Placement.SHARDED:
-            flat = shard_rows(flat, axis.size, axis.rank)
+            flat = shard_of(flat, axis.size, axis.rank)
         held.append(flat.clone())
         if done is not None:
             done(index, held[-1])
     fulls = [held[i] for i in layout.trainable]
     splits = setup.params is not setup.optimizer_state
-    stepped = [shard_rows(x, axis.size, axis.rank) for x in fulls] if splits else fulls
+    stepped = [shard_of(x, axis.size, axis.rank) for x in fulls] if splits else fulls
     return TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),

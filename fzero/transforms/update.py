@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import gather_in_place, gather_many
-from fzero.partition import shard_rows
+from fzero.partition import shard_of
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.transforms._donate import (
     check_alive,
@@ -22,7 +22,7 @@ from fzero.transforms._donate import (
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._pieces import pieces_of
-from fzero.transforms._receive import boundary, settle
+from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._states import S, flatten_states
 
 
@@ -74,19 +74,19 @@ def global_norm(state: TrainState) -> Tensor:
     check_alive(state)
     progress.require_gradients(state.progress, "global_norm")
     boundary("global_norm", [state])
-    return norm_of_state(state, settle(without_donation(state)).gradients)
+    return norm_of_state(state, reduce_pending(without_donation(state)).gradients)
 
 
 def _apply(state: TrainState) -> TrainState:
     if state.setup.policy.defer_update:
         return state.replace(progress=progress.defer_update(state.progress))
-    return update(settle(state))[0]
+    return update(reduce_pending(state))[0]
 
 
 def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
     """Return the state after one update from its reduced gradients, and their norm if clipped.
 
-    Both drivers come here: no rank is asked, the window is settled. Raises `PhaseError` if there
+    Both drivers come here: no rank is asked, what waited is reduced. Raises `PhaseError` if there
     are no gradients. If the optimizer raises, the state is as it was.
     """
     after = progress.saw_update(state.progress)
@@ -115,7 +115,7 @@ def share(state: TrainState) -> float:
 
 
 def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, Any]:
-    """Run the optimizer on this rank's rows, and make the parameters whole again."""
+    """Run the optimizer on this rank's shards, and make the parameters whole again."""
     setup, layout = state.setup, state.setup.layout
     owned = donates(state)
     held, optimizer = state.params, state.optimizer
@@ -123,17 +123,17 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
         held, optimizer = take_over(held), take_over(optimizer)
     fulls = [held.flats[i] for i in layout.trainable]
     splits = setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED
-    rows = [shard_rows(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
-    general = in_transform() or is_recorded(rows) or wants_graph([*rows, *gradients])
+    shards = [shard_of(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
+    general = in_transform() or is_recorded(shards) or wants_graph([*shards, *gradients])
     try:
         new, optimizer = setup.optimizer.advance(
-            rows, gradients, optimizer, pieces_of(setup), differentiable=general, owned=owned
+            shards, gradients, optimizer, pieces_of(setup), differentiable=general, owned=owned
         )
     except BaseException:
         give_back((state.params, state.optimizer), (held, optimizer))
         raise
     if splits and setup.axis.size > 1:
-        if owned:  # the rows were written where they stand
+        if owned:  # the shards were written where they stand
             wanted = [full for full in fulls if full.numel()]
             gather_in_place(wanted, setup.axis)
             new = fulls

@@ -149,7 +149,7 @@ def test_35_a_window_is_refused_with_its_reason() -> None:
 
 @pytest.mark.parametrize(("stage", "reshard"), PLACES)
 def test_35_an_update_from_an_open_window_reduces_it_first(stage: int, reshard: Any) -> None:
-    """Nothing can apply local gradients: apply_gradients settles; by hand it is refused."""
+    """Nothing can apply local gradients: apply_gradients reduces them; by hand it is refused."""
 
     def step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
         state, _ = fzero.grad_and_reduce(chain_loss, state)(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.checkpoint import load
 from fzero.job.saving import find_checkpoint, read_facts
-from fzero.job.settings import settle
+from fzero.job.settings import resolve
 from fzero.job.step import make_job, make_optimizer
 from fzero.state import NAMESPACE
 
@@ -36,7 +36,7 @@ def small(out: Path, **more: Any) -> dict[str, Any]:
 def saved_state(out: Path) -> Any:
     """Return the newest state under `out`, as one rank sees it."""
     folder = find_checkpoint(out)
-    settings = settle({}, read_facts(folder)["settings"])
+    settings = resolve({}, read_facts(folder)["settings"])
     job, params = make_job(settings)
     return load(folder, job.step.init(params, make_optimizer(settings)))
 

@@ -13,7 +13,7 @@ from fzero.job.curve import plot_losses
 from fzero.job.finish import finish, validate
 from fzero.job.gpt import GPT
 from fzero.job.progress import Bar, Lines, Silent, make_progress
-from fzero.job.settings import settle
+from fzero.job.settings import resolve
 from fzero.job.step import make_job, make_optimizer
 from fzero.job.stream import even_windows
 from tests.job.runs import small
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 
 def validate_rank(rank: int, world_size: int, out: Path, count: int) -> float:
-    job, params = make_job(settle(small(out, global_batch=24)))
+    job, params = make_job(resolve(small(out, global_batch=24)))
     return validate(job, params, even_windows(job.corpus.valid, context=16, count=count))
 
 
@@ -30,7 +30,7 @@ def validate_rank(rank: int, world_size: int, out: Path, count: int) -> float:
 def test_validation_is_the_mean_over_all_windows_once(
     tmp_path: Path, world_size: int, count: int
 ) -> None:
-    settings = settle(small(tmp_path))
+    settings = resolve(small(tmp_path))
     job, _ = make_job(settings)
     torch.manual_seed(settings.course.seed)
     held = even_windows(job.corpus.valid, context=16, count=count).long()
@@ -41,7 +41,7 @@ def test_validation_is_the_mean_over_all_windows_once(
 
 
 def test_the_lines_say_validation_bigram_curve_and_sample(tmp_path: Path) -> None:
-    settings = settle(small(tmp_path, plot=True, sample_bytes=30))
+    settings = resolve(small(tmp_path, plot=True, sample_bytes=30))
     job, params = make_job(settings)
     lines = finish(job, job.step.init(params, make_optimizer(settings)), [5.0, 4.0])
     assert len(lines) == 3

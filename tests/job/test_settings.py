@@ -16,8 +16,8 @@ from fzero.job.settings import (
     Settings,
     add_options,
     changed_course,
+    resolve,
     saved_form,
-    settle,
 )
 
 
@@ -29,7 +29,7 @@ def parse(*argv: str) -> dict[str, Any]:
 
 def test_nothing_given_is_the_defaults() -> None:
     assert parse() == {}
-    assert settle({}) == Settings()
+    assert resolve({}) == Settings()
 
 
 EVERYTHING = shlex.split(
@@ -44,7 +44,7 @@ EVERYTHING = shlex.split(
 
 def test_every_option_arrives() -> None:
     given = parse(*EVERYTHING)
-    settings, default = settle(given), Settings()
+    settings, default = resolve(given), Settings()
     flat, flat_default = [
         {**saved["kind"], **saved["course"], **saved["split"]}
         for saved in (saved_form(settings), saved_form(default))
@@ -58,8 +58,8 @@ def test_every_option_arrives() -> None:
 
 @pytest.mark.parametrize("optimizer", list(DEFAULT_LR))
 def test_the_learning_rate_follows_the_optimizer_unless_given(optimizer: str) -> None:
-    assert settle({"optimizer": optimizer}).course.lr == DEFAULT_LR[optimizer]
-    assert settle({"optimizer": optimizer, "lr": 0.125}).course.lr == 0.125
+    assert resolve({"optimizer": optimizer}).course.lr == DEFAULT_LR[optimizer]
+    assert resolve({"optimizer": optimizer, "lr": 0.125}).course.lr == 0.125
 
 
 @pytest.mark.parametrize(
@@ -90,22 +90,22 @@ def test_a_wrong_option_ends_with_its_name(
 
 
 def saved(**given: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(saved_form(settle(given))))  # as it comes from the file
+    return json.loads(json.dumps(saved_form(resolve(given))))  # as it comes from the file
 
 
 def test_a_resumed_run_keeps_what_was_saved() -> None:
     before = {"width": 64, "steps": 9, "seed": 4, "stage": 3, "optimizer": "sgd", "coalesce": False}
-    assert saved_form(settle({}, saved(**before))) == saved(**before)
+    assert saved_form(resolve({}, saved(**before))) == saved(**before)
 
 
 def test_a_resumed_run_may_split_the_work_in_another_way() -> None:
-    settings = settle({"stage": 0, "micro_batches": 4}, saved(stage=3))
+    settings = resolve({"stage": 0, "micro_batches": 4}, saved(stage=3))
     assert (settings.split.stage, settings.split.micro_batches) == (0, 4)
     assert changed_course(settings, saved(stage=3)) == []
 
 
 def test_a_resumed_run_says_what_it_changes_of_the_course() -> None:
-    settings = settle({"global_batch": 16, "lr": 1e-4}, saved())
+    settings = resolve({"global_batch": 16, "lr": 1e-4}, saved())
     assert changed_course(settings, saved()) == ["--global-batch 8 -> 16", "--lr 0.002 -> 0.0001"]
 
 
@@ -114,4 +114,4 @@ def test_a_resumed_run_says_what_it_changes_of_the_course() -> None:
 )
 def test_a_resumed_run_cannot_become_another_model(name: str, value: Any) -> None:
     with pytest.raises(LayoutError, match=rf"(?s)--{name} {value}: .*Fix: leave --{name} out"):
-        settle({name: value}, saved())
+        resolve({name: value}, saved())

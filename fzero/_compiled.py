@@ -20,6 +20,9 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 
+DISABLED_FRAMES = 2
+"""Frames of torch's between a caller and a function that is `torch._disable_dynamo`."""
+
 _numbers = itertools.count()
 _reads: weakref.WeakValueDictionary[int, Read] = weakref.WeakValueDictionary()
 

@@ -142,22 +142,10 @@ class Access:
     def full_optimizer_states(self) -> dict[str, dict[str, Any]]:
         """{path: {name: value}} of every parameter that the optimizer steps."""
         call(self._driver, "full_optimizer_states()")
-        state = self._driver.state
-        layout = state.setup.layout
+        layout = self._driver.state.setup.layout
         found: dict[str, dict[str, Any]] = {}
-        for number, index in enumerate(layout.trainable):
-            paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
-            if not parts.steps(state, paths[0]):
-                continue
-            slots, scalars = parts.optimizer_states(self._driver, paths[0])
-            states: list[dict[str, Any]] = [
-                {name: value.clone() for name, value in scalars.items()} for _ in paths
-            ]
-            for name, flats in slots.items():
-                leaves = parts.leaves_of(state, index, flats[number])
-                for one, leaf in zip(states, leaves, strict=True):
-                    one[name] = leaf.clone()
-            found.update(zip(paths, states, strict=True))
+        for index in layout.trainable:
+            found.update(parts.states_of_group(self._driver, index))
         return {leaf.path: found[leaf.path] for leaf in layout.leaves if leaf.path in found}
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ The calls that all ranks make together (an update, the end of a window) are in `
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,9 @@ from fzero.adapter._guard import Guard
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._scale import LossScale
-from fzero.collectives import broadcast_from_first, channel_of, gather_many
+from fzero.collectives import broadcast_from_first, channel_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.optim import TorchOptimizer
-from fzero.packing import unpack
 from fzero.placeholder import placeholders
 from fzero.state import Buffers, Setup, TrainState, progress
 from fzero.state.window import CLOSED
@@ -235,35 +234,12 @@ class Driver:
                 )
             )
 
-    # The end.
-
-    @torch.no_grad()
-    def close(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give the module back as an ordinary one, unit by unit. Every rank comes here.
-
-        `states`: of the optimizer, {path: {name: whole value}}, as if it had stepped the module.
-        """
-        self.events.remove()
-        self.gradients.drop()
-        self.running.changed()
-        layout = self.state.setup.layout
-        with free_to_swap(self.module):
-            for index, flat in enumerate(self.state.params.flats):
-                whole = gather_many([flat], self.axis)[0] if self.sharded else flat
-                leaves = [x.clone() for x in unpack(layout, index, whole)]
-                (self.params.place if self.sharded else self.params.have)(index, leaves)
-        self.guard.remove()
-        for path, state in states.items():
-            self._give_back(self.params.at(path), state)
+    def end(self) -> None:
+        """The module and the optimizer were given back: no pass follows."""
         self.running.close()
         for p in self._every:
             OWNERS.pop(id(p), None)
         self.closed = True
-
-    def _give_back(self, p: Tensor, state: Mapping[str, Any]) -> None:
-        assert self.optimizer is not None
-        if any(p is q for group in self.optimizer.param_groups for q in group["params"]):
-            self.optimizer.state[p] = {name: _laid_as(p, x) for name, x in state.items()}
 
 
 def _optimizer_of(setup: Setup, learning: Sequence[Tensor]) -> Optimizer | None:
@@ -280,10 +256,3 @@ def _cleared(state: TrainState) -> TrainState:
     """The state without any gradient; an open window stays open."""
     window = replace(state.window, pending=CLOSED.pending)
     return state.replace(gradients=Buffers(), window=window, progress=progress.Progress())
-
-
-def _laid_as(p: Tensor, x: Any) -> Any:
-    """A state of `p` in the memory format of `p`, as the optimizer itself would make it."""
-    if not isinstance(x, Tensor) or x.shape != p.shape:
-        return x
-    return torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from fzero._compiled import DISABLED_FRAMES
 from fzero.adapter import _boundary as boundary
 from fzero.adapter._access import Access
+from fzero.adapter._close import give_back
 from fzero.adapter._driver import Driver
 from fzero.adapter._options import options_of
 from fzero.adapter._report import MemoryReport, report
@@ -255,7 +257,7 @@ class Engine(Access):
         counted = boundary.zero_grad(self._driver)
         every = self.options.updating.gradient_accumulation_steps
         if message := progress.thrown_away(counted, every):
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warnings.warn(message, UserWarning, stacklevel=2 + DISABLED_FRAMES)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; return it before.
@@ -317,5 +319,4 @@ class Engine(Access):
             return
         self._driver.wait()
         boundary.call(self._driver, "close()")
-        stepped = self.optimizer is not None and int(self.state.optimizer.count) > 0
-        self._driver.close(self.full_optimizer_states() if stepped else {})
+        give_back(self._driver)

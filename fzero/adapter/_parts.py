@@ -149,6 +149,34 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, dict[str, Tensor
     return {}, {}
 
 
+def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
+    """Return {path: {name: whole value}} of a group; of one that is not stepped, nothing."""
+    state, layout = driver.state, driver.state.setup.layout
+    paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
+    if index not in layout.trainable or not steps(state, paths[0]):
+        return {}
+    slots, scalars = optimizer_states(driver, paths[0])
+    found = {path: {name: value.clone() for name, value in scalars.items()} for path in paths}
+    for name, flats in slots.items():
+        leaves = leaves_of(state, index, flats[layout.trainable.index(index)])
+        for path, leaf in zip(paths, leaves, strict=True):
+            found[path][name] = leaf.clone()
+    return found
+
+
+def flats_of_group(state: TrainState, index: int) -> list[Tensor]:
+    """Return all flats that this rank holds of a group: parameters, masters, optimizer slots."""
+    trainable, optimizer = state.setup.layout.trainable, state.optimizer
+    held = [state.params.flats[index]]
+    if index not in trainable:
+        return held
+    torchs = isinstance(optimizer, TorchState)
+    slots: Any = optimizer.slots.values() if torchs else getattr(optimizer, "moments", ())
+    for flats in (*slots, getattr(optimizer, "masters", ())):
+        held += [flats[trainable.index(index)]] if flats else []
+    return held
+
+
 def named_state(driver: Driver, path: str, name: str) -> tuple[Slots, dict[str, Tensor]]:
     """Return `optimizer_states`, which have `name`; raise `LayoutError` if they have not."""
     slots, scalars = optimizer_states(driver, path)

@@ -27,9 +27,9 @@ def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> S
     if not all(is_gloo(group, full.device) for full in fulls):
         return _begin_scatter_by_all_to_all(fulls, axis, op)
     peers = [dist.get_global_rank(group, r) for r in range(axis.size)]
-    parts = [list(full.chunk(axis.size)) if full.numel() else [full] * axis.size for full in fulls]
+    pieces = [list(full.chunk(axis.size)) if full.numel() else [full] * axis.size for full in fulls]
     works, parts = [], []
-    for own in parts:
+    for own in pieces:
         got = [x if r == rank else torch.empty_like(x) for r, x in enumerate(own)]
         parts.append(got)
         with explained(op, axis):  # after a timeout it raises where it starts
@@ -85,11 +85,11 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
         if not is_gloo(group, out.device):
             native.append((out, shard))
             continue
-        for rank, parts in enumerate(out.chunk(axis.size)):
-            if rank == axis.rank and parts.data_ptr() != shard.data_ptr():
-                parts.copy_(shard)
+        for rank, piece in enumerate(out.chunk(axis.size)):
+            if rank == axis.rank and piece.data_ptr() != shard.data_ptr():
+                piece.copy_(shard)
             source = dist.get_global_rank(group, rank)
-            works.append(dist.broadcast(as_bytes(parts), source, group=group, async_op=True))
+            works.append(dist.broadcast(as_bytes(piece), source, group=group, async_op=True))
     if native:
         works += in_one_go("all_gather", native, group)
     return Started("all_gather", axis, works, lambda: list(outs), shards)

@@ -58,7 +58,7 @@ def _structure(tree: Any) -> optree.PyTreeSpec:
 
 
 def _is_pair(node: Any) -> bool:
-    return isinstance(node, tuple) and len(node) == 2 and all(map(callable, node))
+    return isinstance(node, tuple) and any(map(callable, node))  # also a wrong one, to be refused
 
 
 def _is_one(treespec: optree.PyTreeSpec) -> bool:

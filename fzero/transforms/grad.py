@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._compiled import DISABLED_FRAMES
 from fzero.collectives import FUNCTIONAL, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis, enter, leave
@@ -134,9 +135,9 @@ def _by_autograd(
         if loss.requires_grad:
             torch.autograd.backward(loss)
             if learning and not any(one.reducer.received for one in passes):
-                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4)
+                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4 + DISABLED_FRAMES)
         elif learning:
-            warnings.warn(_DETACHED, UserWarning, stacklevel=4)
+            warnings.warn(_DETACHED, UserWarning, stacklevel=4 + DISABLED_FRAMES)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]

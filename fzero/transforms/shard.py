@@ -10,6 +10,7 @@ from typing import Any, Unpack, overload
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from fzero._compiled import DISABLED_FRAMES
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, Runtime, axis_of
 from fzero.partition import unit_of
@@ -185,7 +186,7 @@ def _warn_of_graph(state: TrainState) -> None:
     flats = state.params.flats
     if in_transform() or is_recorded(flats) or all(flat.grad_fn is None for flat in flats):
         return
-    warnings.warn(_GRAPH, UserWarning, stacklevel=4)
+    warnings.warn(_GRAPH, UserWarning, stacklevel=4 + DISABLED_FRAMES)
 
 
 _GRAPH = explain(

@@ -44,7 +44,7 @@ def test_the_first_rank_and_line_that_differ_are_named(
     ("params", "options", "seen"),
     [
         ({"w": torch.ones(2), "v": torch.ones(4)}, {}, r"v \(3,\) .*, rank 1 has v \(4,\)"),
-        ({"w": torch.ones(2)}, {}, r"rank 0 has v \(3,\) .*, rank 1 has w \(2,\)"),
+        ({"v": torch.ones(2)}, {}, r"rank 0 has w \(2,\) .*, rank 1 has v \(2,\)"),
         (TWO | {"v": torch.ones(3).double()}, {}, "float32 .*, rank 1 has .*float64"),
         (TWO | {"v": TWO["w"]}, {}, "rank 1 has"),
         (TWO, {"trainable": lambda path: path == "w"}, "trainable, rank 1 has v .* frozen"),

@@ -1,0 +1,58 @@
+"""An engine gives its module and its optimizer back, as ordinary ones, group by group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.adapter import _parts as parts
+from fzero.adapter._driver import Driver
+from fzero.adapter._module import free_to_swap
+from fzero.collectives import gather_many
+from fzero.packing import unpack
+from fzero.transforms._donate import empty
+
+
+@torch.no_grad()
+def give_back(driver: Driver) -> None:
+    """Make parameters and optimizer states whole, as if there had been no engine. A collective.
+
+    What this rank holds of a group is let go as soon as the group was given back.
+    """
+    driver.events.remove()
+    driver.gradients.drop()
+    driver.guard.remove()
+    driver.running.changed()
+    state = driver.state
+    stepped = driver.optimizer is not None and int(state.optimizer.count) > 0
+    with free_to_swap(driver.module):
+        for index in range(len(state.setup.layout.groups)):
+            _give_parameters(driver, index)
+            for path, slots in parts.states_of_group(driver, index).items() if stepped else ():
+                _give_state(driver, path, slots)
+            for flat in parts.flats_of_group(state, index):
+                empty(flat, flat.new_empty(0))
+    driver.end()
+
+
+def _give_parameters(driver: Driver, index: int) -> None:
+    flat = driver.state.params.flats[index]
+    whole = gather_many([flat], driver.axis)[0] if driver.sharded else flat
+    leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
+    (driver.params.place if driver.sharded else driver.params.have)(index, leaves)
+
+
+def _give_state(driver: Driver, path: str, slots: dict[str, Any]) -> None:
+    optimizer, p = driver.optimizer, driver.params.at(path)
+    assert optimizer is not None
+    if any(p is q for group in optimizer.param_groups for q in group["params"]):
+        optimizer.state[p] = {name: _laid_as(p, x) for name, x in slots.items()}
+
+
+def _laid_as(p: Tensor, x: Any) -> Any:
+    """A state of `p` in the memory format of `p`, as the optimizer itself would make it."""
+    if not isinstance(x, Tensor) or x.shape != p.shape:
+        return x
+    return torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)

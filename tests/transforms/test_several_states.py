@@ -96,7 +96,7 @@ def test_one_stage_or_one_optimizer_is_that_of_all_models() -> None:
 def test_without_trees_a_dict_of_models_is_one_state() -> None:
     state = fzero.shard(gan_step, stage=2).init(PARAMS, fzero.optim.sgd(0.5))
     assert isinstance(state, fzero.TrainState)
-    assert [leaf.path for leaf in state.setup.layout.leaves] == ["d", "g.b", "g.w"]
+    assert [leaf.path for leaf in state.setup.layout.leaves] == ["g.w", "g.b", "d"]
 
 
 def test_an_init_and_an_update_function_are_one_optimizer_and_not_two_models() -> None:
@@ -120,7 +120,7 @@ def test_trees_may_be_deep_and_paths_begin_inside_of_each_model() -> None:
     )
     assert sorted(seen) == [".", "b", "b", "w", "w"]
     assert (states[0].stage, states[1]["left"].stage, states[1]["right"].stage) == (3, 0, 2)
-    assert [leaf.trainable for leaf in states[1]["left"].setup.layout.leaves] == [False, True]
+    assert [leaf.trainable for leaf in states[1]["left"].setup.layout.leaves] == [True, False]
 
 
 def _on_meta(tree: Any) -> Any:

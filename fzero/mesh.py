@@ -205,7 +205,7 @@ def own_group(axis: Axis, *, backend: str | None = None) -> Axis:
     ranks = dist.get_process_group_ranks(axis.group())
     local = len(ranks) < dist.get_world_size()  # only the ranks of the axis come here
     timeout = _timeout_of(axis.group())
-    backend = backend or dist.get_backend(axis.group())  # torch's default is that of the world
+    backend = backend or dist.get_backend_config(axis.group())  # torch's default: the world's
     group: Any = dist.new_group(
         ranks, timeout=timeout, backend=backend, use_local_synchronization=local
     )

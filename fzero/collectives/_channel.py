@@ -244,9 +244,9 @@ class Channel:
         raise mismatch(lowering.gather_objects(self._text, self.axis))
 
 
-_OPEN: dict[tuple[int, ...], Channel] = {}
-"""The channel of each set of processes: a handle, like torch's own table of groups. It lives as
-long as the process group, for garbage is collected at another time on each rank."""
+_OPEN: dict[tuple[tuple[int, ...], str], Channel] = {}
+"""The channel of each set of processes and backend: a handle, like torch's own table of groups. It
+lives as long as the process group, for garbage is collected at another time on each rank."""
 
 
 def channel_of(axis: Axis) -> Channel | None:
@@ -259,11 +259,15 @@ def channel_of(axis: Axis) -> Channel | None:
     here = current_ranks()
     if here is not None:  # virtual ranks: it lives for one run
         return _of_run(here.kept, axis)
-    ranks = tuple(dist.get_process_group_ranks(axis.group()))
-    found = _OPEN.get(ranks)
+    place = _ranks_of(axis), dist.get_backend_config(axis.group())
+    found = _OPEN.get(place)
     if found is None or not _is_alive(found):
-        found = _OPEN[ranks] = Channel(own_group(axis, backend="gloo"), own_group(axis))
+        found = _OPEN[place] = Channel(own_group(axis, backend="gloo"), own_group(axis))
     return found
+
+
+def _ranks_of(axis: Axis) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(axis.group()))
 
 
 def _is_alive(channel: Channel) -> bool:
@@ -284,12 +288,12 @@ def before_collective(axis: Axis) -> None:
     """The user's own collective begins: ranks in the middle of a pass come to the same place."""
     here = current_ranks()
     if here is not None:
-        channel = here.kept.get(Channel)
-    elif _OPEN:
-        channel = _OPEN.get(tuple(dist.get_process_group_ranks(axis.group())))
+        channels = [here.kept[Channel]] if Channel in here.kept else []
     else:
-        channel = None
-    for member in channel.running if channel is not None else ():
+        running = [place for place, channel in _OPEN.items() if channel.running]
+        ours = _ranks_of(axis) if running else ()
+        channels = [_OPEN[place] for place in running if place[0] == ours]
+    for member in [member for channel in channels for member in channel.running]:
         member.meet()
 
 

@@ -120,13 +120,13 @@ def partition_map(state: TrainState) -> PartitionMap:
         >>> import torch, fzero
         >>> step = fzero.shard(lambda state: (state, None), stage=3)
         >>> step = fzero.simulate(step, world_size=2)
-        >>> state = step.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(7)}, fzero.optim.sgd(0.1))
         >>> print(partition_map(state).table())
         rank  buffer      placement  elements  segments
-        0     parameters  sharded    2         w[0:2]
+        0     parameters  sharded    4         w[0:4]
         0     gradients   none       0
         0     optimizer   none       0
-        1     parameters  sharded    2         w[2:3] padding[1]
+        1     parameters  sharded    4         w[4:7] padding[1]
         1     gradients   none       0
         1     optimizer   none       0
     """

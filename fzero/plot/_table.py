@@ -73,14 +73,14 @@ def shard_table(state: TrainState, *, show: int = 6) -> ShardTable:
         >>> import torch, fzero
         >>> step = fzero.shard(lambda state: (state, None), stage=3)
         >>> step = fzero.simulate(step, world_size=2)
-        >>> state = step.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(7)}, fzero.optim.sgd(0.1))
         >>> print(shard_table(state))
         stage 3, phase: idle
         rank  buffer      group  placement  numel  values
         0     counters                             step 0, 0 backwards, 0 reductions, window closed
-        0     parameters  w      sharded    2      1 1
+        0     parameters  w      sharded    4      1 1 1 1
         1     counters                             step 0, 0 backwards, 0 reductions, window closed
-        1     parameters  w      sharded    2      1 _
+        1     parameters  w      sharded    4      1 1 1 _
     """
     held = held_by(state)  # also refuses what cannot be shown
     return ShardTable(

@@ -39,7 +39,7 @@ def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> S
                     works.append(dist.irecv(as_bytes(got[r]), peers[r], group=group))
 
     def finish() -> list[Tensor]:
-        return [sum_in_order(some) for some in parts]
+        return [sum_in_order(some, rank) for some in parts]
 
     return Started(op, axis, works, finish, fulls)
 
@@ -95,13 +95,21 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
     return Started("all_gather", axis, works, lambda: list(outs), shards)
 
 
-def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """x[0] + x[1] + ..., in rank order; 16-bit floats are added in fp32 and rounded once."""
+def sum_in_order(parts: Sequence[Tensor], own: int | None = None) -> Tensor:
+    """x[0] + x[1] + ..., in rank order; 16-bit floats are added in fp32 and rounded once.
+
+    If this rank's `own` part is given, the others were received for this sum, and one of them is
+    written to in the place of new memory.
+    """
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in SIXTEEN_BIT else dtype
     if len(parts) == 1:
         return parts[0].clone()
-    total = parts[0].to(wide) + parts[1].to(wide)
+    first, second = (parts[1], parts[0]) if own == 0 else (parts[0], parts[1])
+    if own is None or wide is not dtype:
+        total = first.to(wide) + second.to(wide)
+    else:
+        total = first.add_(second)
     for part in parts[2:]:
         total += part
     return total.to(dtype)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.failing import fails_in_backward
+
 F64 = torch.float64
 
 
@@ -212,18 +214,6 @@ class Tiled(Net):
         return TiledLoss.apply(torch.tanh(self.b(torch.tanh(self.a(x)))), self.c)
 
 
-class Raising(torch.autograd.Function):
-    """The identity; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("raised in backward")
-
-
 @contextmanager
 def faulty(e: Any, where: str) -> Iterator[None]:
     """The module of `e` raises in its "forward", or in the "middle" of its backward."""
@@ -244,5 +234,5 @@ class Fragile(Net):
         if self.fault == "forward":
             raise ValueError("raised in forward")
         if self.fault == "middle":
-            h = Raising.apply(h)
+            h = fails_in_backward(h, ValueError("raised in backward"))
         return self.c(torch.tanh(self.b(h)))

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fzero.adapter import Engine
 from fzero.errors import PhaseError
-from tests.adapter.nets import Net, Raising, TiledLoss, faulty, linear
+from tests.adapter.nets import Net, TiledLoss, faulty, linear
 from tests.adapter.plain import Draw, Reference, engine_of, order_may_change, same
+from tests.failing import fails_in_backward
 
 Gradients = dict[str, Tensor]
 FORWARDS = ("net", "net", "tiled", "choice", "reentrant", "checkpoint", "submodule", "penalty")
@@ -84,7 +85,7 @@ class Toy(Net):
         if self.fault == "forward":
             raise ValueError("raised in forward")
         if self.fault == "middle":
-            h = Raising.apply(h)
+            h = fails_in_backward(h, ValueError("raised in backward"))
         if how in ("reentrant", "checkpoint"):
             h = checkpoint(self._middle, h, use_reentrant=how == "reentrant")
             return self.c(h) + self.b.bias.sum()

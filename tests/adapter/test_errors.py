@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fzero.adapter import Engine
 from fzero.errors import PhaseError
-from tests.adapter.nets import Fragile, Net, Raising, TiledLoss, faulty, linear
+from tests.adapter.nets import Fragile, Net, TiledLoss, faulty, linear
 from tests.adapter.plain import LR, STAGES, Draw, Reference, engine_of, order_may_change, same
+from tests.failing import fails_in_backward
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -63,7 +64,7 @@ def in_the_middle_of_engine_backward(e: Engine, draw: Draw) -> None:
 
 @fault
 def before_any_gradient(e: Engine, draw: Draw) -> None:
-    Raising.apply(e(draw(2, 3))).sum().backward()
+    fails_in_backward(e(draw(2, 3)), ValueError("raised in backward")).sum().backward()
 
 
 @fault
@@ -168,7 +169,7 @@ def raise_it(gradient: Tensor) -> None:
 
 class RaisesBack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return Raising.apply(x)
+        return fails_in_backward(x, ValueError("raised in backward"))
 
 
 def tiles(e: Any, draw: Draw) -> None:

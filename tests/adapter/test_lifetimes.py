@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fzero.adapter import Engine, gathered
 from fzero.errors import AxisError, LayoutError, MismatchError, PeerFailedError, PhaseError
 from tests.adapter.plain import STAGES, Draw, check_program, engine_of, same
+from tests.failing import fails_in_backward
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -109,18 +110,6 @@ def slopes_body(rank: int, world_size: int) -> None:
     check_program(rank, world_size, TwoParts, slopes_program, stages=(0, 1, 2), steps=3)
 
 
-class Fails(torch.autograd.Function):
-    """The identity; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        raise ZeroDivisionError
-
-
 class Branches(nn.Module):
     """A third part that some calls use, and a backward that raises below the second."""
 
@@ -131,7 +120,7 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, extra: bool = False, fails: bool = False) -> Tensor:
         h = self.a(x)
-        h = self.b(Fails.apply(h) if fails else h)
+        h = self.b(fails_in_backward(h, ZeroDivisionError) if fails else h)
         return self.extra(h) if extra else h
 
 
@@ -187,7 +176,7 @@ def unreached_body(rank: int, world_size: int) -> None:
     second(first(x)).sum().backward()  # a good one
     wanted = [engine.full_gradients() for engine in (first, second)]
     between = first(x)
-    loss = second(Fails.apply(between) if rank == 0 else between).sum()
+    loss = second(fails_in_backward(between, ZeroDivisionError) if rank == 0 else between).sum()
     with pytest.raises((ZeroDivisionError, AxisError)):
         loss.backward()
         first.full_gradients()  # a rank that was through hears of it here

@@ -12,18 +12,7 @@ from torch import Tensor
 import fzero
 from tests.behaviours.contents import PARAMS, RANKS, X, contents, good_step, loss, same
 from tests.behaviours.networks import PLACES, virtual
-
-
-class FailsInBackward(torch.autograd.Function):
-    """The identity, with a backward that raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        raise ArithmeticError("in backward")
+from tests.failing import fails_in_backward
 
 
 def _raising_update(grads: Any, state: Any, params: Any) -> Any:
@@ -40,7 +29,9 @@ def in_forward(state: Any, x: Tensor) -> Any:
 
 def in_backward(state: Any, x: Tensor) -> Any:
     def fails(params: Any, x: Tensor) -> Tensor:
-        return FailsInBackward.apply(loss(params, x)) + params["b"].sum()
+        return (
+            fails_in_backward(loss(params, x), ArithmeticError("in backward")) + params["b"].sum()
+        )
 
     return fzero.grad_and_reduce(fails, state)(x)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import PeerFailedError
+from tests.failing import fails_in_backward
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -217,16 +218,6 @@ class Breaks(Exception):
     pass
 
 
-class _BreaksInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        raise Breaks
-
-
 def breaking_loss(params: Any, x: Tensor, where: str) -> Tensor:
     total = x.new_zeros(())
     for i in range(6):
@@ -234,7 +225,7 @@ def breaking_loss(params: Any, x: Tensor, where: str) -> Tensor:
         if i == 3 and where == "forward":
             raise Breaks
         if i == 3 and where == "backward":
-            w = _BreaksInBackward.apply(w)
+            w = fails_in_backward(w, Breaks)
         total = total + x * (w * w).sum()
     return 12 * total
 

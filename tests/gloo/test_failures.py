@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fzero
 from tests.behaviours.networks import PLACES, STAGES
+from tests.failing import fails_in_backward
 from tests.rank_process import LOOPBACK, ROOT
 from tests.ranks import run_ranks
 
@@ -109,20 +110,9 @@ def _failing_loss(params: Any, x: Tensor, fails: bool, where: str) -> Tensor:
     total = total + (params["layers"][1]["w"] ** 2).sum() * x
     if fails and where == "after all":
         raise ArithmeticError(where)
-    return _FailsInBackward.apply(total, fails and where == "in backward")
-
-
-class _FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:
-            raise ArithmeticError("in backward")
-        return dy, None
+    if fails and where == "in backward":
+        return fails_in_backward(total, ArithmeticError(where))
+    return total
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

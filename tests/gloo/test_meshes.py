@@ -16,6 +16,7 @@ import fzero
 from fzero import mesh
 from fzero.adapter import Engine
 from fzero.collectives import assert_same_everywhere, channel_of, gather_objects
+from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.training import Task
 from tests.ranks import run_ranks
@@ -51,21 +52,15 @@ def half_that_fails_body(rank: int, world_size: int) -> str:
     engine = Engine(nn.Linear(3, 3), torch.optim.SGD, stage=2, mesh=my_half())
     loss = engine(torch.ones(2, 3)).sum()
     try:
-        engine.backward(loss * float("nan") if rank else _Raises.apply(loss))
+        engine.backward(
+            loss * float("nan")
+            if rank
+            else fails_in_backward(loss, ZeroDivisionError("on purpose"))
+        )
         engine.step()
     except (ZeroDivisionError, fzero.AxisError) as error:
         return type(error).__name__
     return "stepped"
-
-
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        raise ZeroDivisionError("on purpose")
 
 
 def test_an_error_in_one_half_of_a_mesh_is_not_the_other_half_s() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero.adapter import Engine
+from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.reads import on_device
 from tests.gpu.training import Task
@@ -109,7 +110,9 @@ def one_rank_raises(rank: int, size: int, device: str, stage: int) -> list[str]:
     errors = []
     try:
         loss = t.loss_of(engine, batches[1])
-        engine.backward(_Raises.apply(loss) if rank == size - 1 else loss)
+        engine.backward(
+            fails_in_backward(loss, ZeroDivisionError("on purpose")) if rank == size - 1 else loss
+        )
     except (ZeroDivisionError, fzero.AxisError) as error:
         errors.append(f"{type(error).__name__}: {error}")
     try:
@@ -121,16 +124,6 @@ def one_rank_raises(rank: int, size: int, device: str, stage: int) -> list[str]:
     engine.close()
     t.check_close(found, t.by_hand(task, range(size), device, steps=(0, 2)))
     return errors
-
-
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        raise ZeroDivisionError("on purpose")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,29 +12,18 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 import fzero
 from fzero.adapter import Engine
+from tests.failing import in_backward
 from tests.gpu import training as t
 from tests.rank_process import share_gpu
 
 
-class Dies(torch.autograd.Function):
-    """The identity, whose backward ends this process at once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        Path(sys.argv[3]).write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
-        return dy
+def die() -> None:
+    """End this process at once."""
+    Path(sys.argv[3]).write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -51,7 +40,7 @@ def main() -> None:
     try:
         for step in range(4):
             loss = t.loss_of(engine, t.make_batch(device, step=step, at=0, rank=rank))
-            engine.backward(Dies.apply(loss) if step == 2 and rank == size - 1 else loss)
+            engine.backward(in_backward(loss, die) if step == 2 and rank == size - 1 else loss)
             engine.step()
         engine.full_state_dict()
     except Exception as error:

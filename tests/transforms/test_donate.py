@@ -15,6 +15,7 @@ from torch import Tensor
 import fzero
 from fzero.errors import DonatedError
 from fzero.state import NAMESPACE
+from tests.failing import fails_in_backward
 from tests.oracle import square_loss
 from tests.strategies import integers, keeps, same, seeds, stages, tensors, trees, worlds
 from tests.transforms.steps import many_backwards, sgd
@@ -180,21 +181,12 @@ def test_a_graph_through_a_donating_step_is_that_through_a_plain_one(
     assert want[0].all()
 
 
-class FailsInBackward(torch.autograd.Function):
-    """The identity, with a backward that raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        raise ArithmeticError("in backward")
-
-
 def fails_late(params: Any, x: Tensor) -> Tensor:
     """Its backward raises when the gradient of `b` is there, and that of `w` is not."""
-    return FailsInBackward.apply((params["w"] * x).sum()) + 12 * params["b"][0]
+    return (
+        fails_in_backward((params["w"] * x).sum(), ArithmeticError("in backward"))
+        + 12 * params["b"][0]
+    )
 
 
 @pytest.mark.parametrize("coalesced", [True, False])

@@ -20,7 +20,6 @@ LARGEST_LEAF_NUMEL = 1_000_000_000
 """A larger subtree never becomes a leaf by granularity: all of it would be live at once."""
 
 _CONTAINER_MODULE = "torch.nn.modules.container"
-_WITHOUT_FORWARD = tuple(f"{_CONTAINER_MODULE}.{name}" for name in CONTAINERS[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,28 +83,11 @@ def _bad_spec(field: str, value: object, wanted: str) -> LayoutError:
 class LeafModules:
     """The leaves that were found: none is inside another one.
 
-    `warnings` are for the user, one text each. `fetchers[i]` is the module at whose calls
-    `leaves[i]` is gathered: itself, or its nearest ancestor with a forward if it is a ModuleList
-    or another container that is never called.
+    `warnings` are for the user, one text each.
     """
 
     leaves: tuple[str, ...] = ()
-    fetchers: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-
-    def fetchers_of(self, names: Iterable[str]) -> dict[str, str]:
-        """For each module name, the module whose calls gather its own parameters.
-
-        Example:
-            >>> found = LeafModules(leaves=("h.0.moe",), fetchers=("h.0.moe",))
-            >>> found.fetchers_of(["h.0.norm", "h.0.moe.experts.3"])
-            {'h.0.norm': 'h.0.norm', 'h.0.moe.experts.3': 'h.0.moe'}
-        """
-        fetchers = dict(zip(self.leaves, self.fetchers, strict=True))
-        return {
-            name: next((fetchers[up] for up in _path(name) if up in fetchers), name)
-            for name in names
-        }
 
 
 def class_name(cls: type) -> str:
@@ -122,8 +104,7 @@ def find_leaf_modules(tree: Sequence[ModuleInfo], spec: LeafSpec) -> LeafModules
     """Choose the leaves of `tree` (parents before children) that `spec` names.
 
     The outermost of nested leaves is the leaf. Raises `LayoutError` for a class, a name or a
-    suffix that is nowhere in the tree, naming all of them and what comes near, and for a leaf
-    that nothing ever calls.
+    suffix that is nowhere in the tree, naming all of them and what comes near.
 
     Example:
         >>> tree = [
@@ -143,9 +124,7 @@ def find_leaf_modules(tree: Sequence[ModuleInfo], spec: LeafSpec) -> LeafModules
         for info in tree
         if info.name in chosen and not any(up in chosen for up in _path(info.name)[1:])
     )
-    silent = {info.name for info in tree if info.classes[0] in _WITHOUT_FORWARD}
-    fetchers = tuple(_nearest_called(leaf, silent) for leaf in leaves)
-    return LeafModules(leaves=leaves, fetchers=fetchers, warnings=warnings)
+    return LeafModules(leaves=leaves, warnings=warnings)
 
 
 def _named(tree: Sequence[ModuleInfo], spec: LeafSpec) -> set[str]:
@@ -216,20 +195,6 @@ def _fine_grained(
 def _can_be_fine_grained(info: ModuleInfo) -> bool:
     container = info.classes[0] in {f"{_CONTAINER_MODULE}.{name}" for name in CONTAINERS}
     return 0 < info.numel <= LARGEST_LEAF_NUMEL and info.descendants > 0 and not container
-
-
-def _nearest_called(leaf: str, silent: set[str]) -> str:
-    """Return `leaf`, or its nearest ancestor that is called, where `silent` never are."""
-    for name in _path(leaf):
-        if name not in silent:
-            return name
-    raise LayoutError(
-        explain(
-            f"leaf module {leaf or '(root)'!r} is a container that nothing calls.",
-            cause="the model is a ModuleList or ModuleDict, which has no forward.",
-            fix="wrap it in a module whose forward calls its parts.",
-        )
-    )
 
 
 def _has_class(info: ModuleInfo, wanted: str) -> bool:

@@ -9,7 +9,6 @@ from torch import nn
 
 from fzero.errors import LayoutError
 from fzero.state.leaf_modules import (
-    LeafModules,
     LeafSpec,
     ModuleInfo,
     class_name,
@@ -148,24 +147,9 @@ def test_containers_and_large_modules_are_not_fine_grained() -> None:
     assert found.leaves == ("own", "most")
 
 
-def test_a_list_is_gathered_by_the_module_that_calls_its_parts() -> None:
+def test_a_list_of_modules_may_be_a_leaf() -> None:
     found = find_leaf_modules(TREE, LeafSpec(name_suffixes="experts"))
     assert found.leaves == ("h.0.moe.experts", "h.1.moe.experts")
-    assert found.fetchers == BOTH
-    names = ["h.0.moe.experts.1", "h.0.moe.experts", "h.0.moe.router", "h.1", ""]
-    assert list(found.fetchers_of(names).values()) == ["h.0.moe", "h.0.moe", *names[2:]]
-    assert found.fetchers_of(["h.0.moe.expertsx"]) == {"h.0.moe.expertsx": "h.0.moe.expertsx"}
-
-
-def test_a_leaf_that_is_the_root_gathers_all() -> None:
-    found = LeafModules(leaves=("",), fetchers=("",))
-    assert set(found.fetchers_of(info.name for info in TREE).values()) == {""}
-
-
-def test_a_model_that_is_a_list_cannot_be_a_leaf() -> None:
-    tree = described(nn.ModuleList([nn.Linear(1, 1)]))
-    with pytest.raises(LayoutError, match=r"leaf module '\(root\)' is a container that nothing"):
-        find_leaf_modules(tree, LeafSpec(names=""))
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ Stage "3" gathers parameters for forward and again for backward, "3 keep" once. 
 to the fastest peer that agrees on both: of the medians, its name, and of the best rounds (which
 other work on the machine disturbs less). AR, AG, RS, A2A, BC: all-reduce, all-gather,
 reduce-scatter, all-to-all, broadcast, in one step of one rank, with the bytes of the full buffers;
-fzero on gloo gathers by W broadcasts and reduce-scatters by an all-to-all, and its ranks tell each
-other what they are about to gather and reduce at stage 3 (AG of a few bytes). "Ring" is what these
+fzero on gloo gathers by W broadcasts and reduce-scatters by single sends, and its ranks tell each
+other what they are about to do (AG of a few bytes, a constant number of them). "Ring" is what these
 must send at least (2P(W-1)/W for an all-reduce of P bytes, P(W-1)/W for the others), "loopback"
 what the machine sent, other programs included. Resident bytes are what model, gradients and
 optimizer hold after a step, peak bytes the most that was alive after any operation of a step, on

@@ -117,9 +117,9 @@ class Sequencer:
     def meet(self) -> None:
         """A collective of the user's begins: all ranks run the plan as far as it stands there.
 
-        It is recorded like the use of a unit that nobody holds. Ranks serve each other until all
-        of them have come to it. Below stage 3 it concerns nobody: reductions are started in one
-        order, over a group of their own.
+        It is recorded like the use of a unit that is always whole. Ranks serve each other until
+        all of them have come to it. Below stage 3 nothing is to be done: reductions are started in
+        one order, over a group of their own.
         """
         if not self._gathers:
             return

@@ -184,7 +184,7 @@ class Driver:
         self.show_gradients()
 
     def drop(self) -> None:
-        """A backward raised somewhere where nobody could say so: its gradients go."""
+        """A plain backward raised, and no other rank was notified: its gradients are dropped."""
         self.running.fail(RuntimeError("a backward that raised"))
 
     def failed(self, error: BaseException) -> None:
@@ -214,7 +214,7 @@ class Driver:
     # Where it stands.
 
     def wait(self) -> None:
-        """Drop a backward that raised where nobody could say so, of any engine on these ranks."""
+        """Drop a plain backward that raised, of any engine on these ranks."""
         self.require_not_closed()
         channel = self.running.channel
         for other in set(OWNERS.values()):

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fzero
 from fzero.checkpoint import load, save
-from fzero.checkpoint._pieces import Rows, leaf_names, pieces_of
+from fzero.checkpoint._pieces import OwnShard, leaf_names, pieces_of
 from fzero.partition import flatten, plan_layout, shard_of
 from tests.checkpoint.states import blank, contents, equal, make, mixed, train
 from tests.ranks import run_ranks
@@ -29,7 +29,7 @@ def test_the_pieces_of_all_ranks_are_every_leaf_once(
     flats = flatten(layout, params)
     found: dict[str, list[Any]] = {}
     for rank in reversed(range(ranks)):
-        rows = [Rows("x", i, shard_of(f, ranks, rank), False) for i, f in enumerate(flats)]
+        rows = [OwnShard("x", i, shard_of(f, ranks, rank), False) for i, f in enumerate(flats)]
         for piece in pieces_of(layout, rows, rank, block_numel=block_numel):
             assert 0 < piece.values.numel() <= block_numel
             found.setdefault(piece.name, []).append(piece)

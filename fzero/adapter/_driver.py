@@ -37,6 +37,9 @@ from fzero.transforms.init import fill
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 """The open driver of each parameter object, by id: a parameter has one at a time."""
 
+_OPEN: weakref.WeakSet[Driver] = weakref.WeakSet()
+"""The open drivers."""
+
 
 class Driver:
     """One state, one module, and the pass between them.
@@ -83,6 +86,7 @@ class Driver:
         self.optimizer = _optimizer_of(setup, [p for p, _ in learning])
         self.guard = Guard(self.optimizer)
         OWNERS.update((id(p), self) for p in self._every)
+        _OPEN.add(self)
 
     @torch.no_grad()
     def _moved(self, setup: Setup) -> TrainState:
@@ -217,7 +221,7 @@ class Driver:
         """Drop a plain backward that raised, of any engine on these ranks."""
         self.require_not_closed()
         channel = self.running.channel
-        for other in set(OWNERS.values()):
+        for other in sorted(_OPEN, key=lambda one: one.number):  # in one order on every rank
             if other is self or (channel is not None and other.running.channel is channel):
                 other.events.drop_unfinished()
         if not self.events.inside():
@@ -237,6 +241,7 @@ class Driver:
     def end(self) -> None:
         """The module and the optimizer were given back: no pass follows."""
         self.running.close()
+        _OPEN.discard(self)
         for p in self._every:
             OWNERS.pop(id(p), None)
         self.closed = True

@@ -27,7 +27,7 @@ from fzero.adapter._setup import planned
 from fzero.mesh import Axis, axis_of
 from fzero.state import HookState, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
-from fzero.transforms.init import BUCKET_BYTES
+from fzero.transforms._options import BUCKET_BYTES
 
 
 class Engine(Access):

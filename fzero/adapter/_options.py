@@ -12,7 +12,7 @@ import torch
 from fzero.errors import LayoutError, explain
 from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
-from fzero.transforms.init import check_reshard
+from fzero.transforms._options import check_bucket, check_flags, check_reshard
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -63,16 +63,17 @@ def require_options(options: Options) -> None:
     """Raise `LayoutError`, naming the option, for a value out of range."""
     updating, reduction = options.updating, options.reduction
     check_reshard(options.gathering.reshard_after_forward)
-    for given, names in (
-        (updating, ("master_weights", "average_micro_batches")),
-        (reduction, ("contiguous_gradients", "overlap", "ordered")),
-    ):
-        for name in names:
-            _require(name, getattr(given, name), _is_bool, "True or False")
+    check_bucket(options.bucket_bytes)
+    check_flags(
+        master_weights=updating.master_weights,
+        average_micro_batches=updating.average_micro_batches,
+        contiguous_gradients=reduction.contiguous_gradients,
+        overlap=reduction.overlap,
+        ordered=reduction.ordered,
+    )
     for name in ("accumulate_dtype", "communication_dtype"):
         value = getattr(reduction, name)
         _require(name, value, lambda x: x is None or x in _DTYPES, f"None or one of {_DTYPES}")
-    _require("bucket_bytes", options.bucket_bytes, _is_count, "an int of 1 or more")
     steps = updating.gradient_accumulation_steps
     _require("gradient_accumulation_steps", steps, _is_count, "an int of 1 or more")
     _require("loss_scale", updating.loss_scale, _is_positive, "a positive number")
@@ -98,10 +99,6 @@ def _require(name: str, value: Any, good: Any, wanted: str) -> None:
                 fix=f"give {wanted}.",
             )
         )
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_numel(value: Any) -> bool:

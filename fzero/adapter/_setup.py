@@ -20,7 +20,8 @@ from fzero.mesh import Axis
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
 from fzero.state import Policy, Setup
 from fzero.transforms._modes import require_autograd
-from fzero.transforms.init import COMPARED, check_stage, plan
+from fzero.transforms._options import check_stage
+from fzero.transforms.init import COMPARED, plan
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of the parameters that learn."""

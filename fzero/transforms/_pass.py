@@ -52,6 +52,9 @@ class Pass:
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
         self._lazy = bool(lazy) and self.channel is not None
+        # Below stage 3 no program is recorded: every bucket is reduced, the last one first.
+        program = schedule.Program(tuple(~unit for unit in self.reducer.backwards))
+        self._fixed = schedule.record(schedule.Schedule(), 0, 1, program)
         self.sequencer: Sequencer | None = None
         if self.channel is not None:
             gathering = setups[self._owner].gathering
@@ -228,7 +231,7 @@ class Pass:
     def _announce(self, phase: int) -> None:
         assert self.sequencer is not None
         state = self.states[self._owner]
-        index, known = state.progress.backwards, state.schedule if self._lazy else self._fixed()
+        index, known = state.progress.backwards, state.schedule if self._lazy else self._fixed
         served = self._served and not self._dropped
         self.sequencer.begin(self._text(), index, phase, known, served=served)
 
@@ -241,11 +244,6 @@ class Pass:
             if not self._served:
                 lines.append(f"after {state.progress.reductions} reductions since the update")
         return "\n".join(lines)
-
-    def _fixed(self) -> schedule.Schedule:
-        """Below stage 3 no program is recorded: every bucket is reduced, the last one first."""
-        program = schedule.Program(tuple(~unit for unit in self.reducer.backwards))
-        return schedule.record(schedule.Schedule(), 0, 1, program)
 
     def _with_programs(self, found: Sequence[Done]) -> None:
         if not self._lazy:

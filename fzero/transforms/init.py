@@ -47,9 +47,6 @@ from fzero.transforms._options import (
     check_reshard,
     check_stages,
 )
-from fzero.transforms._options import (
-    check_stage as check_stage,
-)
 from fzero.transforms._pieces import pieces_of
 
 Initializer = Callable[[str, Tensor], Tensor]
@@ -146,13 +143,13 @@ def init(
         >>> {name: state.stage for name, state in states.items()}
         {'g': 0, 'd': 3}
     """
-    require_autograd("init")
-    check_flags(ordered=ordered)
-    axis, bucket_bytes = axis_of(mesh), check_bucket(bucket_bytes)
-    stage = check_stages(stage)
-    gathering = Gathering(reshard_after_forward=check_reshard(reshard_after_forward))
-    with told_everywhere(axis, what=COMPARED):
-        models, treespec = models_of(params, optimizer, stage)
+    axis = axis_of(mesh)
+    with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
+        require_autograd("init")
+        check_flags(ordered=ordered)
+        check_bucket(bucket_bytes)
+        gathering = Gathering(reshard_after_forward=check_reshard(reshard_after_forward))
+        models, treespec = models_of(params, optimizer, check_stages(stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
         setup = plan(

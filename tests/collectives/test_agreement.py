@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.collectives import assert_same_everywhere
-from fzero.errors import AxisError
+from fzero.errors import AxisError, LayoutError
 from tests.strategies import everywhere, integers, same, seeds, stages
 
 TWO = {"w": torch.ones(2), "v": torch.ones(3)}
@@ -64,6 +65,22 @@ def test_a_layout_that_differs_on_a_rank_is_refused_at_init(
 
     with pytest.raises(AxisError, match=rf"disagree about the layout[\s\S]*{seen}[\s\S]*Fix: "):
         fzero.simulate(body, world_size=2)()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stage": 4}, {"bucket_bytes": 0}, {"ordered": 1}, {"reshard_after_forward": "unit"}],
+)
+def test_an_option_that_is_wrong_on_one_rank_is_told_to_the_others(wrong: dict[str, Any]) -> None:
+    def body() -> Any:
+        given: dict[str, Any] = {"stage": 2} | (wrong if fzero.axis_index() == 1 else {})
+        with pytest.raises(LayoutError if fzero.axis_index() else AxisError, match=seen):
+            fzero.init(TWO, fzero.optim.sgd(0.1), **given)
+        return fzero.full_params(fzero.init(TWO, fzero.optim.sgd(0.1), stage=2))
+
+    ((name, value),) = wrong.items()
+    seen = re.escape(f"{name}={value!r}")
+    fzero.simulate(body, world_size=2)()
 
 
 @given(ranks=st.integers(1, 4), stage=stages, seed=seeds)

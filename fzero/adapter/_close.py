@@ -32,7 +32,10 @@ def give_back(driver: Driver) -> None:
             _give_parameters(driver, index)
             for path, slots in parts.states_of_group(driver, index).items() if stepped else ():
                 _give_state(driver, path, slots)
-            for flat in parts.flats_of_group(state, index):
+            held = parts.flats_of_group(state, index)
+            if driver.sharded:  # the gatherer has the shard by another tensor
+                held.append(driver.running.gatherer.groups[index].shard)
+            for flat in held:
                 empty(flat, flat.new_empty(0))
     driver.end()
 

@@ -146,6 +146,17 @@ def save_of(rank: int, size: int, stage: int, folder: Path) -> None:
             save(folder, driver.state)
 
 
+def close_of(rank: int, size: int, stage: int) -> None:
+    with LiveBytes() as live:
+        driver = ByEngine(stage)
+        driver.backward(torch.ones(1, WIDTH))
+        driver.update()
+        with live.at_most(3 * P + 5 * BUCKET + SLACK, f"stage {stage}, close"):
+            driver.engine.close()
+        gc.collect()
+        assert 3 * P <= live.alive() <= 3 * P + SLACK, live.alive()
+
+
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -169,3 +180,10 @@ def test_one_bucket_more_on_the_wire_is_seen(kind: type) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_is_saved_with_one_bucket_more_at_most(stage: int, tmp_path: Path) -> None:
     run_ranks(save_of, RANKS, stage, tmp_path)
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_closing_holds_what_it_gives_back_and_copies_of_one_bucket(stage: int) -> None:
+    """A whole model with its optimizer is 3 P; the shards of a group go when it is given back."""
+    run_ranks(close_of, RANKS, stage)

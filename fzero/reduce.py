@@ -169,6 +169,10 @@ class Reducer:
         if len(indices) == 1 or all(self._groups[state][i].full for i in indices):
             self.on_full(unit)
 
+    def is_bounded(self, unit: int) -> bool:
+        """Whether the inputs of few reductions may be alive at once: those of reduce-scatters."""
+        return self.setups[self._units[unit][0]].gradients is Placement.SHARDED
+
     # Collectives.
 
     def start(self, unit: int, *, mine: bool = True) -> None:
@@ -179,8 +183,7 @@ class Reducer:
         state, indices = self._units[unit]
         if not indices or (mine and self.keeps[state]):
             return
-        setup = self.setups[state]
-        sharded = setup.gradients is Placement.SHARDED
+        setup, sharded = self.setups[state], self.is_bounded(unit)
         while sharded and len(self._flights) >= IN_FLIGHT:
             self._land()
         groups = [self._groups[state][i] for i in indices]

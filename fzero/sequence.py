@@ -145,8 +145,17 @@ class Sequencer:
         self._due.append(unit)
 
     def full_at_once(self, unit: int) -> None:
-        """The gradient of a bucket is complete on this rank; below stage 3 little else follows."""
-        self.full(unit)
+        """The gradient of a bucket is complete on this rank; below stage 3 little else follows.
+
+        While other ranks have not begun, no reduction can run, and this rank goes on with its
+        backward; but not with more than one bucket that is to be reduce-scattered.
+        """
+        self._recording.add(~unit)
+        self._due.append(unit)
+        waits = self._open and not self.channel.is_answered
+        if waits and sum(map(self.reducer.is_bounded, self._due)) <= 1:
+            return
+        self._hear()
         self._reduce_due()
 
     def _reduce_due(self) -> None:

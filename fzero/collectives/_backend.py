@@ -28,6 +28,11 @@ class Started(NamedTuple):
         self.join()
         return self.finish()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `join` would return, or raise, at once."""
+        return all(work.is_completed() for work in self.works)
+
     def join(self) -> None:
         """Wait for the works: what they read may go."""
         wait_for(self.works, self.op, self.axis)

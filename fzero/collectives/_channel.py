@@ -172,6 +172,11 @@ class Channel:
             self._serve(messages)
             self.post(Kind.PASS, self._text, **self._announced)
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether every rank has posted this round, so that `answer` need not wait for them."""
+        return self._posted is None or self._posted.is_over
+
     def ask(self, number: int, what: What, units: Sequence[int]) -> None:
         """Have every rank take part in `what` of each unit; so does this one, here."""
         codes = [1 + what + len(What) * (unit + number * _MANY) for unit in units]

@@ -9,16 +9,16 @@ from typing import NamedTuple
 import torch
 
 
-class Autocast(NamedTuple):
+class AutocastModes(NamedTuple):
     """For each kind of device: its name, whether autocast is on, and its dtype."""
 
     modes: tuple[tuple[str, bool, torch.dtype], ...]
 
     @staticmethod
-    def take() -> Autocast:
+    def take() -> AutocastModes:
         """As it is in this thread."""
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        return Autocast(
+        return AutocastModes(
             tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         )
 
@@ -33,13 +33,33 @@ class Autocast(NamedTuple):
             yield
 
 
+@contextmanager
+def computed_in(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+    """Operators follow torch.autocast with `dtype` until the end, whatever it was; None: as it was.
+
+    Whether casts of weights are kept is up to this thread.
+    """
+    if dtype is None:
+        yield
+        return
+    cache = torch.is_autocast_cache_enabled()
+    with torch.autocast(device.type, dtype=dtype, cache_enabled=cache):
+        yield
+
+
+def other_autocast(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of an autocast that is on and has another one; None if there is none."""
+    there = torch.get_autocast_dtype(device.type)
+    return there if torch.is_autocast_enabled(device.type) and there is not dtype else None
+
+
 class Ambient(NamedTuple):
     """Modes of one thread: gradients, inference, the default device, autocast."""
 
     grad: bool
     inference: bool
     device: torch.device
-    autocast: Autocast
+    autocast: AutocastModes
 
     @staticmethod
     def take() -> Ambient:
@@ -48,7 +68,7 @@ class Ambient(NamedTuple):
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             device=torch.get_default_device(),
-            autocast=Autocast.take(),
+            autocast=AutocastModes.take(),
         )
 
     @contextmanager

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from fzero._module_copy import Template, update_error
 from fzero.errors import LayoutError, explain
 from fzero.partition import unit_of
+from fzero.state.precision import remember_owners
 
 Tensors = dict[str, Tensor]
 Predicate = Callable[[str, nn.Module], bool]
@@ -196,6 +197,7 @@ def functionalize(
         path: value.detach() if value.requires_grad else nn.Parameter(value.detach(), False)
         for path, value in module.named_parameters()
     }
+    remember_owners(module, params)
     if buffers:
         clones = {path: value.detach().clone() for path, value in given.items()}
         return StatefulApply(**options), params, clones

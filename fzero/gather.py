@@ -33,11 +33,17 @@ class GroupShard(NamedTuple):
     index: int
     shard: Tensor
 
+    def sent(self, *, exact: bool) -> Tensor:
+        """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
+        lower = self.layout.groups[self.index].communication_dtype
+        return self.shard if lower is None or exact else self.shard.to(lower)
+
 
 class Gatherer:
     """The full values of groups, gathered unit by unit.
 
-    Groups are numbered over all the states of a pass, in order; so are units.
+    Groups are numbered over all the states of a pass, in order; so are units. `casts`: the dtype to
+    which autocast casts while a loss runs under it; `changes`: how often the values have changed.
     """
 
     def __init__(self, layouts: Sequence[Layout], axis: Axis) -> None:
@@ -52,6 +58,8 @@ class Gatherer:
         self.held: dict[int, list[list[Tensor]]] = {}  # unit -> the leaves of each of its groups
         self.flats: dict[int, list[Tensor]] = {}  # unit -> the full flat of each of its groups
         self.kept: set[int] = set()  # units that no plan frees
+        self.casts: torch.dtype | None = None
+        self.changes = 0
         self.use: Callable[[int], None] = self.fetch  # set by the sequencer of a pass
         self.holds: Counter[int] = Counter()  # how many blocks hold a unit now
         self.writable: Counter[int] = Counter()  # how many of them write to it
@@ -136,6 +144,8 @@ class Gatherer:
         if source is not None:
             self._require_source(units, source)
         self.on_hold(units)
+        if source is not None:
+            self._require_exact(units)
         self.kept.update(units)
         self.holds.update(units)
         if source is not None:
@@ -167,6 +177,20 @@ class Gatherer:
                         fix="give both blocks the same from_rank, or end one before the other.",
                     )
                 )
+
+    def _require_exact(self, units: Sequence[int]) -> None:
+        for unit in units:
+            for group, flat in zip(self.units[unit], self.flats[unit], strict=True):
+                if flat.dtype != self.groups[group].shard.dtype:
+                    self.kept.discard(unit)
+                    raise PhaseError(
+                        explain(
+                            f"gathered(modify=True) of parameters that are here in {flat.dtype}.",
+                            cause="it is inside a forward, or a window that keeps what it gathers, "
+                            "under autocast: rounded values would be written back.",
+                            fix="write parameters between steps.",
+                        )
+                    )
 
     @torch.no_grad()
     def _share(self, units: Sequence[int], source: int) -> None:
@@ -218,14 +242,25 @@ class Gatherer:
     def start(self, unit: int) -> None:
         """Start to gather a unit, unless it is whole or on the way. A collective."""
         if unit not in self.held and unit not in self._flights:
-            shards = [self.groups[group].shard for group in self.units[unit]]
-            self._flights[unit] = start_gather(shards, self.axis)
+            self._flights[unit] = self._started(unit, exact=False)
+
+    def _started(self, unit: int, *, exact: bool) -> InFlight:
+        shards = [self.groups[group].sent(exact=exact) for group in self.units[unit]]
+        return start_gather(shards, self.axis)
 
     def wait(self, unit: int) -> None:
         """Wait until a unit that was started is whole."""
         flight = self._flights.pop(unit, None)
         if flight is not None:
             self._hold(unit, flight.wait())
+
+    def keep(self, units: Sequence[int]) -> None:
+        """Gather what is not here of these units; they stay. A collective if something is not."""
+        for unit in units:
+            self.start(unit)
+        self.kept.update(units)
+        for unit in units:
+            self.wait(unit)
 
     def _hold(self, unit: int, flats: list[Tensor]) -> None:
         self.flats[unit] = flats
@@ -240,10 +275,9 @@ class Gatherer:
             self.start(unit)
             self.wait(unit)
 
-    def take_part(self, unit: int, *, keep: bool) -> None:
+    def take_part(self, unit: int, *, keep: bool, exact: bool = False) -> None:
         """Gather a unit because a rank asks for it; `keep` it, or drop it."""
-        shards = [self.groups[group].shard for group in self.units[unit]]
-        flight = start_gather(shards, self.axis)
+        flight = self._started(unit, exact=exact)
         if keep and unit not in self.held:
             self._flights[unit] = flight
             self.wait(unit)

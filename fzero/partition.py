@@ -50,13 +50,15 @@ def plan_layout(
     unit: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
+    lowered: Callable[[str], torch.dtype | None] | None = None,
     placing: Placing = in_order,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks.
 
     Leaves are numbered as they stand in `params`, those of a dict in its own order, in which a
     model uses them more often than in that of the sorted names. Groups hold leaves of one dtype
-    and one `kind(path)`, all trainable or all frozen. With
+    and one `kind(path)`, all trainable or all frozen; and of one `lowered(path)`, the dtype in
+    which they cross ranks (None for their own). With
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
     on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
@@ -87,16 +89,21 @@ def plan_layout(
     paths, tensors, treespec = named_leaves(params)
     order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
     leaves, slots = _unique_leaves(paths, tensors, order, trainable)
+    lower, sort = lowered or _nothing, kind or _nothing
+
+    def alike(path: str) -> Hashable:
+        return lower(path), sort(path)
+
     if not (ranks > 1 if grouped is None else grouped):
         members = [[i] for i in range(len(leaves))]
         names = [leaf.path for leaf in leaves]
     elif bucket_bytes is None:
-        members, names = _by_unit(leaves, unit, kind or _any_kind)
+        members, names = _by_unit(leaves, unit, alike)
     else:
-        members = list(_by_size(leaves, bucket_bytes, kind or _any_kind))
+        members = list(_by_size(leaves, bucket_bytes, alike))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
-        _group(name, [leaves[i] for i in ids], ids, ranks, placing)
+        _group(name, [leaves[i] for i in ids], ids, ranks, placing, lower(leaves[ids[0]].path))
         for name, ids in zip(names, members, strict=True)
     )
     return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
@@ -253,8 +260,8 @@ def _identity(tensor: Tensor) -> Any:
     return (tensor.data_ptr(), *shape, tensor.dtype, tensor.device)
 
 
-def _any_kind(path: str) -> Hashable:
-    return None
+def _nothing(path: str) -> None:
+    """What is so for no leaf."""
 
 
 def _by_size(
@@ -288,7 +295,12 @@ def _by_unit(
 
 
 def _group(
-    name: str, leaves: Sequence[Leaf], ids: Sequence[int], ranks: int, placing: Placing
+    name: str,
+    leaves: Sequence[Leaf],
+    ids: Sequence[int],
+    ranks: int,
+    placing: Placing,
+    communication_dtype: torch.dtype | None,
 ) -> Group:
     dtype = leaves[0].dtype
     numels = [leaf.numel for leaf in leaves]
@@ -300,4 +312,5 @@ def _group(
         leaves=tuple(ids),
         offsets=offsets,
         shard_numel=shard_numel,
+        communication_dtype=communication_dtype,
     )

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero._compiled import Read, Traced
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.layout import Leaf
 from fzero.virtual import in_forward_mode
 
@@ -23,10 +23,17 @@ _View = Callable[[Tensor], Tensor]
 
 
 class Gathers(Protocol):
-    """What a placeholder needs: somebody who has, or gets, full values."""
+    """What a placeholder needs: somebody who has, or gets, full values.
+
+    casts: the dtype to which autocast casts parameters now, if it does. changes: how often the
+    values have changed.
+    """
+
+    casts: torch.dtype | None
+    changes: int
 
     def leaf(self, group: int, position: int) -> Tensor:
-        """Return one full leaf of a group, gathering what is needed."""
+        """Return one full leaf of a group, gathering what is needed; it may be rounded."""
         ...
 
     def leaves_of(self, group: int) -> Sequence[Leaf]:
@@ -83,7 +90,7 @@ class LazyParam(torch.Tensor):
 
     def full(self) -> Tensor:
         """Return the values, gathered."""
-        return _values(self.gatherer, self.where, self.views)
+        return _values(self.gatherer, self.where, self.views, self.dtype)
 
     def _seen(self, meta: Tensor, *more: _Replay) -> LazyParam:
         """A view of it: its values are those of this one, seen through `more` as well."""
@@ -169,7 +176,9 @@ class LazyParam(torch.Tensor):
             return self.gatherer.token
         if self.read is None:
             # Not self.full: a reference to itself would keep the placeholder alive.
-            self.read = Read(functools.partial(_values, self.gatherer, self.where, self.views))
+            self.read = Read(
+                functools.partial(_values, self.gatherer, self.where, self.views, self.dtype)
+            )
         return self.read.token
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -194,6 +203,9 @@ class LazyParam(torch.Tensor):
                 return [first._seen(x, _Replay(func, rest, kwargs, i)) for i, x in enumerate(meta)]
             same = func is torch.ops.aten.detach.default  # of values that have no graph
             return first._seen(meta, *(() if same else (_Replay(func, rest, kwargs),)))
+        if func is torch.ops.aten._to_copy.default and _by_autocast(args[0], kwargs):
+            cast = _Cast(args[0].gatherer, kwargs["dtype"])
+            return args[0]._seen(args[0].meta.to(cast.dtype), cast)
         result = func(*map(_filled, args), **{name: _filled(x) for name, x in kwargs.items()})
         for placeholder in written:
             placeholder.gatherer.end_write(placeholder)
@@ -231,11 +243,42 @@ def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:
         return func(placeholder.meta, *args, **kwargs)
 
 
-def _values(gatherer: Gathers, where: tuple[int, int], views: Sequence[_View]) -> Tensor:
+def _values(
+    gatherer: Gathers, where: tuple[int, int], views: Sequence[_View], dtype: torch.dtype
+) -> Tensor:
     x = gatherer.leaf(*where)
     for view in views:
         x = view(x)
-    return x
+    return x.to(dtype)
+
+
+def _by_autocast(x: Any, options: Any) -> bool:
+    """Whether this copy is what autocast makes of a parameter for an operator.
+
+    It stays lazy: autograd saves it for backward, and would keep every unit whole.
+    """
+    lazy = isinstance(x, LazyParam) and x.gatherer.casts is not None and not in_forward_mode()
+    return lazy and options == {"dtype": x.gatherer.casts}
+
+
+class _Cast:
+    """A cast by autocast, of gathered values that may have been gathered in its dtype."""
+
+    __slots__ = ("_changes", "_gatherer", "dtype")
+
+    def __init__(self, gatherer: Gathers, dtype: torch.dtype) -> None:
+        self._gatherer, self.dtype, self._changes = gatherer, dtype, gatherer.changes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._gatherer.changes != self._changes:
+            raise PhaseError(
+                explain(
+                    "a graph from before the update is differentiated under autocast.",
+                    cause="a loss that was made before step(), and backward() after it.",
+                    fix="run the backward before the update, or the forward again after it.",
+                )
+            )
+        return x.to(self.dtype)
 
 
 def _filled(argument: Any) -> Any:
@@ -280,37 +323,3 @@ def placeholders(gatherer: Gathers, group: int) -> list[LazyParam]:
     leaves = gatherer.leaves_of(group)
     metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
     return [LazyParam(gatherer, (group, i), meta) for i, meta in enumerate(metas)]
-
-
-def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
-    """Return a parameter of `value` that is `old` for everybody who holds it, if it can be.
-
-    It cannot where somebody has a weak reference to `old`, as recurrent modules do: assign what
-    is returned, in any case. Hooks, attributes and a gradient that `old` has go over to it.
-    """
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
-    taken = _Belongings(old)
-    try:
-        torch.utils.swap_tensors(old, new)
-    except RuntimeError:
-        return taken.given_to(new)
-    return taken.given_to(old)  # type: ignore[arg-type]
-
-
-class _Belongings:
-    """What users put on a parameter. torch would swap half of a hook: its dict, not its caller."""
-
-    def __init__(self, p: Tensor) -> None:
-        own = (*LazyParam.__annotations__, "_is_param")
-        self.attributes = {name: x for name, x in vars(p).items() if name not in own}
-        self.gradient = p.grad
-        self.hooks = p._backward_hooks, p._post_accumulate_grad_hooks
-        p._backward_hooks = p.grad = None
-        p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-
-    def given_to(self, p: nn.Parameter) -> nn.Parameter:
-        """Put them on `p`; the dicts stay the same ones, so handles of hooks go on working."""
-        vars(p).update(self.attributes)
-        p.grad = self.gradient
-        p._backward_hooks, p._post_accumulate_grad_hooks = self.hooks
-        return p

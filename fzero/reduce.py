@@ -189,7 +189,7 @@ class Reducer:
         groups = [self._groups[state][i] for i in indices]
         taken = [group.take(to_write=not sharded) if mine else None for group in groups]
         local = [
-            self._zeros(setup, state, i) if x is None else x.to(_wire(setup, i))
+            self._zeros(setup, state, i) if x is None else x.to(setup.communication_dtype(i))
             for i, x in zip(indices, taken, strict=True)
         ]
         ordered = setup.reduction.ordered
@@ -203,7 +203,8 @@ class Reducer:
 
     def _zeros(self, setup: Setup, state: int, index: int) -> Tensor:
         numel = setup.layout.full_numel(index)
-        return torch.zeros(numel, dtype=_wire(setup, index), device=self._devices[state])
+        dtype = setup.communication_dtype(index)
+        return torch.zeros(numel, dtype=dtype, device=self._devices[state])
 
     def _land(self) -> None:
         """Wait for the oldest reduction, and add its mean to those before."""
@@ -287,7 +288,3 @@ def _popped(p: Tensor) -> Tensor:
     gradient, p.grad = p.grad, None
     assert gradient is not None
     return gradient.detach() if gradient.requires_grad else gradient
-
-
-def _wire(setup: Setup, index: int) -> torch.dtype:
-    return setup.reduction.communication_dtype or setup.layout.groups[index].dtype

@@ -117,9 +117,8 @@ class Sequencer:
     def meet(self) -> None:
         """A collective of the user's begins: all ranks run the plan as far as it stands there.
 
-        It is recorded like the use of a unit that is always whole. Ranks serve each other until
-        all of them have come to it. Below stage 3 nothing is to be done: reductions are started in
-        one order, over a group of their own.
+        It is recorded like the use of a unit that is always whole. Ranks serve each other until all
+        have come to it. Below stage 3 reductions start in one order, over a group of their own.
         """
         if not self._gathers:
             return
@@ -145,10 +144,9 @@ class Sequencer:
         self._due.append(unit)
 
     def full_at_once(self, unit: int) -> None:
-        """The gradient of a bucket is complete on this rank; below stage 3 little else follows.
+        """The gradient of a bucket is complete; below stage 3 little else follows.
 
-        While other ranks have not begun, no reduction can run, and this rank goes on with its
-        backward; but not with more than one bucket that is to be reduce-scattered.
+        While another rank has not begun, this one goes on, with one bucket to scatter at most.
         """
         self._recording.add(~unit)
         self._due.append(unit)
@@ -228,7 +226,7 @@ class Sequencer:
         name = f"gathered(...) of units {list(units)} of model {self.number}"
         if any(self.channel.call(name, int(missing))):
             for unit in units:
-                self.gatherer.take_part(unit, keep=True)
+                self.gatherer.take_part(unit, keep=True, exact=True)
 
     def let_go(self) -> None:
         """The backward is over: what is kept for it alone goes."""
@@ -239,6 +237,7 @@ class Sequencer:
 
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""
+        self.gatherer.changes += 1
         self.gatherer.release(all_of_them=True)
         self._seen = set()
 
@@ -256,9 +255,7 @@ class Sequencer:
         self._open = False
         same = self.channel.answer()
         if same and self._program is not None:
-            for unit in self._persistent:
-                self.gatherer.start(unit)
-            self._stay(self._persistent)
+            self.gatherer.keep(self._persistent)
             held = frozenset({*self.gatherer.kept, self._meeting})  # nothing is gathered for it
             self._replay = Replay(
                 plan(self._program, self._numels, held, self.limits),
@@ -269,16 +266,10 @@ class Sequencer:
             )
         else:
             self._asked = True
-            missing = [unit for unit in self._persistent if unit not in self.gatherer.held]
-            if missing:
+            if missing := [unit for unit in self._persistent if unit not in self.gatherer.held]:
                 self._ask(What.GATHER, missing)
-                self._stay(missing)
-
-    def _stay(self, units: Collection[int]) -> None:
-        self.gatherer.kept.update(units)
-        self._seen.update(units)
-        for unit in units:
-            self.gatherer.wait(unit)
+            self.gatherer.keep(self._persistent)
+        self._seen.update(self._persistent)
 
     def _run_plan(self) -> bool:
         """Run what is left of the plan, as far as ranks need not meet; return if that ended it."""

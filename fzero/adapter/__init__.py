@@ -6,3 +6,4 @@ from fzero.adapter._engine import Engine as Engine
 from fzero.adapter._report import MemoryReport as MemoryReport
 from fzero.adapter.deepspeed import initialize as initialize
 from fzero.state.leaf_modules import LeafSpec as LeafSpec
+from fzero.state.precision import Autocast as Autocast

@@ -22,6 +22,8 @@ def give_back(driver: Driver) -> None:
     What this rank holds of a group is let go as soon as the group was given back.
     """
     driver.events.remove()
+    if driver.region is not None:
+        driver.region.remove()
     driver.gradients.drop()
     driver.guard.remove()
     driver.running.changed()

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from fzero.adapter._replace import in_place_of
 from fzero.collectives import broadcast, broadcast_from_first
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.gather import Gatherer
@@ -22,7 +23,7 @@ from fzero.gather import GroupShard as GroupShard
 from fzero.mesh import Axis, Runtime, axis_of
 from fzero.packing import pack
 from fzero.partition import plan_layout, shard_of
-from fzero.placeholder import LazyParam, in_place_of, placeholders
+from fzero.placeholder import LazyParam, placeholders
 
 
 class _Unowned(Gatherer):

@@ -24,6 +24,7 @@ from fzero.adapter._gradient import Gradients, HeldGradient
 from fzero.adapter._guard import Guard
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
+from fzero.adapter._region import Region
 from fzero.adapter._scale import LossScale
 from fzero.collectives import broadcast_from_first, channel_of
 from fzero.errors import LayoutError, PhaseError, explain
@@ -32,6 +33,7 @@ from fzero.placeholder import placeholders
 from fzero.state import Buffers, Setup, TrainState, progress
 from fzero.state.window import CLOSED
 from fzero.transforms._pass import Pass
+from fzero.transforms._receive import device_of
 from fzero.transforms.init import fill
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
@@ -82,6 +84,8 @@ class Driver:
         paths = [leaf.path for leaf in setup.layout.leaves]
         self.gradients = Gradients([(p, paths[leaf]) for p, leaf in learning])
         self.events = Events(module, learning, self)
+        lower, device = setup.policy.autocast, device_of(state)
+        self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
         self.optimizer = _optimizer_of(setup, [p for p, _ in learning])
         self.guard = Guard(self.optimizer)
@@ -196,6 +200,8 @@ class Driver:
         if not self.events.inside():
             self.running.fail(error)
             self.events.abandon()
+            if self.region is not None:
+                self.region.abandon()
 
     # Gradients.
 

@@ -27,6 +27,7 @@ from fzero.adapter._setup import planned
 from fzero.mesh import Axis, axis_of
 from fzero.state import HookState, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
+from fzero.state.precision import Autocast
 from fzero.transforms._options import BUCKET_BYTES
 
 
@@ -71,6 +72,8 @@ class Engine(Access):
         average_micro_batches: divide the update by the number of step() calls, or of backwards when
             each call updates.
         loss_scale: see `scale`.
+        autocast: the module's forward runs under torch.autocast with this dtype, and what only safe
+            modules use crosses ranks in it (see `fzero.autocast`, and `Autocast` for their names).
         reshard_after_forward: stage 3. True: the full values of a unit go when another unit is
             used, and are gathered again in backward. False: they stay until the backward is over.
             "window": they stay over a window (`coalesce`, `no_sync`).
@@ -117,6 +120,7 @@ class Engine(Access):
         gradient_accumulation_steps: int = 1,
         average_micro_batches: bool = False,
         loss_scale: float = 1.0,
+        autocast: Autocast | torch.dtype | None = None,
         reshard_after_forward: Reshard = True,
         prefetch_numel: int = 1,
         persistence_threshold_numel: int = 0,
@@ -138,6 +142,7 @@ class Engine(Access):
             bucket_bytes=bucket_bytes,
             persistence_threshold_numel=persistence_threshold_numel,
             leaf_modules=leaf_modules,
+            autocast=autocast,
         )
         setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
         self.module, self.stage = module, setup.stage

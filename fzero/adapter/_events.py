@@ -79,8 +79,8 @@ class Events:
         self._apart = False  # that task ended, and nothing came of the one that is open since
         self._stands_in = _stands_in(module)
         self._handles = [
-            module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
-            module.register_forward_hook(_Hook(self._after_forward), always_call=True),
+            module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
+            module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
             *[p.register_post_accumulate_grad_hook(self._hook_of(leaf)) for p, leaf in learning],
         ]
 
@@ -262,7 +262,7 @@ class Events:
         return self.hooks.hooks_fired_this_backward + sum(map(will, self._nodes))
 
 
-class _Hook:
+class ModuleHook:
     """A hook on an engine's module. A copy of the module belongs to no engine: it does nothing."""
 
     def __init__(self, do: Callable[..., None]) -> None:
@@ -273,7 +273,7 @@ class _Hook:
         self._do(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
+        return ModuleHook, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:

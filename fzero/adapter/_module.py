@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.adapter._replace import in_place_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.packing import unpack
-from fzero.placeholder import LazyParam, in_place_of
+from fzero.placeholder import LazyParam
 from fzero.state import Layout
 
 

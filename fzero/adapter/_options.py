@@ -12,6 +12,7 @@ import torch
 from fzero.errors import LayoutError, explain
 from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
+from fzero.state.precision import Autocast
 from fzero.transforms._options import check_bucket, check_flags, check_reshard
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,6 +39,7 @@ class Options:
     bucket_bytes: int
     persistence_threshold_numel: int
     leaf_modules: LeafSpec | None
+    autocast: Autocast | torch.dtype | None
 
 
 def options_of(**given: Any) -> Options:

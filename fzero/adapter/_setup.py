@@ -19,9 +19,10 @@ from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.mesh import Axis
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
 from fzero.state import Policy, Setup
+from fzero.state.precision import as_autocast, owners_in
 from fzero.transforms._modes import require_autograd
 from fzero.transforms._options import check_stage
-from fzero.transforms.init import COMPARED, plan
+from fzero.transforms._plan import COMPARED, plan
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of the parameters that learn."""
@@ -35,6 +36,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         check_stage(stage)
         require_plain(module, lambda p: id(p) in OWNERS)
         require_one_device(module)
+        autocast = as_autocast(options.autocast)
         unit, warning = unit_of_leaves(module, options.leaf_modules)
         chosen = _as_optimizer(optimizer, options)
     if warning:
@@ -49,6 +51,8 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         bucket_bytes=options.bucket_bytes,
         reduction=options.reduction,
         gathering=options.gathering,
+        autocast=autocast,
+        owners=owners_in(module),
         persistence_threshold_numel=options.persistence_threshold_numel,
     )
     assert_same_everywhere([f"{options}"], axis, what="the engine's options")
@@ -61,6 +65,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         unscale=1.0 / updating.loss_scale,
         averages=averages and steps == 1,
         donate=True,
+        autocast=autocast.dtype if autocast is not None and autocast.lowers else None,
     )
     return replace(setup, policy=policy)
 

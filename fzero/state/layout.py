@@ -30,6 +30,8 @@ class Group:
 
     `offsets[i]` is where leaf `leaves[i]` starts; what no leaf covers is padding, always zero. It
     is there so that each leaf, and each shard, starts on a multiple of 16 bytes.
+    `communication_dtype`: in which its gradients, and at stage 3 its values, cross ranks under
+    autocast; None for its own.
     """
 
     name: str  # the unit (stage 3) or bucket it came from
@@ -38,6 +40,7 @@ class Group:
     leaves: tuple[int, ...]
     offsets: tuple[int, ...]
     shard_numel: int
+    communication_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ class Layout:
         ]
         groups = [
             f"group {group.name} of {[self.leaves[i].path for i in group.leaves]} "
-            f"at {group.offsets}, {group.shard_numel} elements a rank"
+            f"at {group.offsets}, {group.shard_numel} elements a rank, {group.communication_dtype}"
             for group in self.groups
         ]
         return [*leaves, f"tied positions {self.slots}", *groups, f"{self.ranks} ranks"]

@@ -92,11 +92,12 @@ class Policy:
     donate: bool = False  # shard: buffers may be overwritten
     unscale: float = 1.0  # 1 / loss scale: what the update multiplies gradients by
     averages: bool = False  # the update divides by the number of backwards
+    autocast: torch.dtype | None = None  # autocast: in which losses are computed
 
     @property
     def differentiates_as(self) -> str:
         """What ranks must have in common to reduce a gradient together."""
-        return f"gradients x {self.grad_scale}"
+        return f"gradients x {self.grad_scale}, autocast {self.autocast}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,11 @@ class Setup:
         dtype = self.layout.groups[index].dtype
         wide = torch.float32 if dtype in SIXTEEN_BIT else dtype
         return self.reduction.accumulate_dtype or wide
+
+    def communication_dtype(self, index: int) -> torch.dtype:
+        """The dtype in which gradients of group `index` cross ranks."""
+        group = self.layout.groups[index]
+        return group.communication_dtype or self.reduction.communication_dtype or group.dtype
 
     @property
     def params(self) -> Placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -19,10 +19,10 @@ class Step(Generic[P, R]):
     """`around(fn)`: calls like `fn`, prints as `name(options) . fn`, gives `init` if it shards.
 
     Immutable; `inner` is what it was put around, `__wrapped__` too. To a type checker it has the
-    arguments and the result of `fn`.
+    arguments and the result of `fn`. `init_options` are options that a state for it is made with.
     """
 
-    __slots__ = ("__dict__", "_around", "_init", "inner", "name", "options")
+    __slots__ = ("__dict__", "_around", "_init", "init_options", "inner", "name", "options")
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Step(Generic[P, R]):
         *,
         options: dict[str, Any],
         init: Callable[..., Any] | None = None,
+        init_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not callable(inner):
             raise LayoutError(
@@ -43,6 +44,7 @@ class Step(Generic[P, R]):
             )
         self.name, self.inner, self.options = name, inner, options
         self._around, self._init = around, init
+        self.init_options = dict(init_options or {})
         functools.update_wrapper(self, inner, updated=())
 
     @torch._disable_dynamo
@@ -108,6 +110,13 @@ def describe(fn: Any) -> str:
     if isinstance(fn, Step):
         return repr(fn)
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def init_options_of(fn: Any) -> dict[str, Any]:
+    """Return the options of `fzero.init` that the transforms of `fn` ask for."""
+    if not isinstance(fn, Step):
+        return {}
+    return {**init_options_of(fn.inner), **fn.init_options}
 
 
 def names_inside(fn: Any) -> list[str]:

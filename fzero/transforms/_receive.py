@@ -103,8 +103,13 @@ def device_of(state: TrainState) -> torch.device:
 def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
     """mean_r(local_r) by collectives that torch.func differentiates: [W l] -> [l], or [W l]."""
     across = scatter_many if setup.gradients is Placement.SHARDED else reduce_many
-    summed = across(local, setup.axis, ordered=setup.reduction.ordered)
-    return [x / setup.axis.size for x in summed]
+    learning = setup.layout.trainable
+    sent = [x.to(setup.communication_dtype(i)) for i, x in zip(learning, local, strict=True)]
+    summed = across(sent, setup.axis, ordered=setup.reduction.ordered)
+    return [
+        x.to(setup.accumulate_dtype(i)) / setup.axis.size
+        for i, x in zip(learning, summed, strict=True)
+    ]
 
 
 def boundary(name: str, states: Sequence[TrainState], *, updates: bool = False) -> None:

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._ambient import computed_in
 from fzero._compiled import DISABLED_FRAMES
 from fzero.collectives import FUNCTIONAL, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
@@ -32,7 +33,7 @@ from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
-from fzero.transforms._receive import mean_of, receive
+from fzero.transforms._receive import device_of, mean_of, receive
 from fzero.transforms._states import S, flatten_states
 
 
@@ -84,7 +85,8 @@ def grad_and_reduce(
     @functools.wraps(fn, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def loss_of(params: list[Any]) -> Any:
-            return fn(optree.tree_unflatten(treespec, params), *args, **kwargs)
+            with computed_in(states[0].setup.policy.autocast, device_of(states[0])):
+                return fn(optree.tree_unflatten(treespec, params), *args, **kwargs)
 
         require_autograd("grad_and_reduce")
         for one in states:  # again: a call of this function may have used them up
@@ -117,6 +119,8 @@ def _by_autograd(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
     passes, places = _passes_of(states)
+    for one in passes:
+        one.gatherer.casts = states[0].setup.policy.autocast
     versions = _versions(states)
     try:
         for one in passes:
@@ -262,13 +266,15 @@ def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     setup, layout = state.setup, state.setup.layout
     if setup.stage < 3:
         return state, state.params.flats
-    kept = state.window.gathered
-    if kept and all(flat.numel() == layout.full_numel(i) for i, flat in enumerate(kept)):
-        return state, kept
-    fulls = gather_many(state.params.flats, setup.axis)
-    if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
-        state = state.replace(window=dataclasses.replace(state.window, gathered=tuple(fulls)))
-    return state, fulls
+    fulls = state.window.gathered
+    if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
+        pairs = zip(layout.groups, state.params.flats, strict=True)
+        sent = [flat.to(group.communication_dtype or flat.dtype) for group, flat in pairs]
+        fulls = tuple(gather_many(sent, setup.axis))
+        if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
+            state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))
+    pairs = zip(layout.groups, fulls, strict=True)
+    return state, [flat.to(group.dtype) for group, flat in pairs]
 
 
 def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:

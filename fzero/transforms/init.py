@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack, overload
 
 import optree
@@ -11,18 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fzero.collectives import assert_same_everywhere, broadcast_from_first, told_everywhere
+from fzero.collectives import broadcast_from_first, told_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.mesh import Axis, Runtime, axis_of
+from fzero.mesh import Axis, axis_of
 from fzero.optim import (
     NoOptimizer,
     Optimizer,
     TorchOptimizer,
-    as_optimizer,
-    require_elementwise,
 )
 from fzero.packing import pack
-from fzero.partition import leaves_of, named_leaves, plan_layout, shard_of, unit_of
+from fzero.partition import leaves_of, shard_of, unit_of
 from fzero.state import (
     Buffers,
     Gathering,
@@ -35,6 +32,7 @@ from fzero.state import (
     Setup,
     TrainState,
 )
+from fzero.state.precision import Autocast, as_autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of
 from fzero.transforms._modes import in_transform, require_autograd
@@ -48,14 +46,12 @@ from fzero.transforms._options import (
     check_stages,
 )
 from fzero.transforms._pieces import pieces_of
+from fzero.transforms._plan import COMPARED, plan
 
 Initializer = Callable[[str, Tensor], Tensor]
 OneOptimizer = (
     Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]
 )
-
-COMPARED = "the layout of the parameters"
-"""What ranks compare before a state is made, and what an error before that is told as."""
 
 
 @overload
@@ -64,6 +60,7 @@ def init(
     optimizer: OneOptimizer,
     *,
     stage: int,
+    autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
@@ -73,6 +70,7 @@ def init(
     optimizer: Any,
     *,
     stage: Stages,
+    autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
@@ -87,6 +85,7 @@ def init(
     trainable: Callable[[str], bool] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     ordered: bool = False,
+    autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
@@ -120,6 +119,8 @@ def init(
         trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
         bucket_bytes: stages 0 to 2, the size in bytes up to which leaves share a collective.
         ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
+        autocast: what `fzero.autocast` is given: parameters of safe modules then cross ranks in its
+            dtype, in groups of their own. `step.init` passes that of its own transform.
         initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
             only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
 
@@ -149,6 +150,7 @@ def init(
         check_flags(ordered=ordered)
         check_bucket(bucket_bytes)
         gathering = Gathering(reshard_after_forward=check_reshard(reshard_after_forward))
+        lowering = as_autocast(autocast)
         models, treespec = models_of(params, optimizer, check_stages(stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
@@ -162,6 +164,7 @@ def init(
             bucket_bytes=bucket_bytes,
             reduction=Reduction(ordered=ordered),
             gathering=gathering,
+            autocast=lowering,
         )
         return _filled(setup, params, initializer)
 
@@ -202,72 +205,6 @@ def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
             )
         )
     return made.detach()
-
-
-def plan(
-    params: Any,
-    optimizer: Any,
-    *,
-    stage: int,
-    axis: Axis,
-    units: Callable[[str], str],
-    trainable: Callable[[str], bool] | None,
-    bucket_bytes: int,
-    reduction: Reduction,
-    gathering: Gathering,
-    persistence_threshold_numel: int = 0,
-) -> Setup:
-    """Return what a state of `params` will be, the same on every rank. Touches no value.
-
-    Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
-    whole from one update to the next (stage 3).
-
-    Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
-    """
-    local = axis.runtime is Runtime.LOCAL
-    with told_everywhere(axis, what=COMPARED):
-        named = dict(zip(*named_leaves(params)[:2], strict=True))
-        chosen = as_optimizer(optimizer).bind(named)
-        if stage and axis.size > 1:
-            require_elementwise(chosen)
-        most = persistence_threshold_numel if stage == 3 and not local else 0
-        small = {path for path, x in named.items() if most and x.numel() <= most}
-        layout = plan_layout(
-            params,
-            ranks=axis.size,
-            # A rule that needs whole leaves may run at stage 0, and wants a group for each.
-            grouped=not local and (stage > 0 or chosen.elementwise),
-            bucket_bytes=None if stage == 3 else bucket_bytes,
-            unit=_apart(units, small) if small else units,
-            trainable=trainable,
-            kind=chosen.group_of,
-        )
-        setup = Setup(
-            stage=stage,
-            axis=axis,
-            layout=layout,
-            optimizer=chosen,
-            reduction=reduction,
-            gathering=replace(gathering, persistent=_units_of(layout, small)),
-        )
-        facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}"]
-        facts += [*chosen.describe(layout.leaves), *layout.describe()]
-    assert_same_everywhere(facts, axis, what=COMPARED)
-    return setup
-
-
-def _apart(units: Callable[[str], str], small: Collection[str]) -> Callable[[str], str]:
-    """The units, with those leaves in units of their own."""
-    return lambda path: f"{units(path)} (small)" if path in small else units(path)
-
-
-def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
-    """The units that hold nothing but those leaves."""
-    return tuple(
-        number
-        for number, unit in enumerate(layout.units)
-        if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
-    )
 
 
 def _require_some(layout: Layout) -> None:

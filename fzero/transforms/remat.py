@@ -15,7 +15,7 @@ from torch._C._functorch import (
 )
 from torch.func import functional_call
 
-from fzero._ambient import Autocast
+from fzero._ambient import AutocastModes
 from fzero._module_copy import tracks
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE
@@ -162,7 +162,7 @@ class _Call:
         self.records = torch.is_grad_enabled()
         self._rng = torch.get_rng_state()
         self._cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._autocast = Autocast.take()
+        self._autocast = AutocastModes.take()
         self._out: tuple[Any, list[Any]] | None = None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:

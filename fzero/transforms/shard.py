@@ -26,7 +26,15 @@ from fzero.transforms._options import (
     check_reshard,
     check_stages,
 )
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
+from fzero.transforms._pipeline import (
+    P,
+    R,
+    Step,
+    Transform,
+    init_options_of,
+    require_order,
+    returned_pair,
+)
 from fzero.transforms._states import flatten_states, map_states
 from fzero.transforms.init import init
 
@@ -104,21 +112,10 @@ def shard(
     stage, reshard = check_stages(stage), check_reshard(reshard_after_forward)
     flags = {"ordered": ordered, "donate": donate}
     check_flags(**flags)
-    init_state = functools.partial(
-        init,
-        stage=stage,
-        mesh=mesh,
-        reshard_after_forward=reshard,
-        units=units,
-        trainable=trainable,
-        bucket_bytes=bucket_bytes,
-        ordered=ordered,
-    )
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(mesh)
-        states = flatten_states("shard", state)[0]
-        for one, its_stage, where in stages_of(stage, state, states):
+        for one, its_stage, where in stages_of(stage, state, flatten_states("shard", state)[0]):
             _check_state(one, its_stage, axis, where)
             _warn_of_graph(one)
         state = map_states("shard", lambda one: _donating(one, donate), state)
@@ -133,7 +130,18 @@ def shard(
             right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         )
         shown = _shown(stage, reshard, bucket_bytes, flags)
-        return Step("shard", inner, around, options=shown, init=init_state)
+        made = functools.partial(
+            init,
+            stage=stage,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            units=units,
+            trainable=trainable,
+            bucket_bytes=bucket_bytes,
+            ordered=ordered,
+            **init_options_of(inner),
+        )
+        return Step("shard", inner, around, options=shown, init=made)
 
     return wrap if fn is None else wrap(fn)
 

@@ -1,0 +1,99 @@
+"""From parameters, an optimizer and options to the setup of a state: compared by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import assert_same_everywhere, told_everywhere
+from fzero.mesh import Axis, Runtime
+from fzero.optim import as_optimizer, require_elementwise
+from fzero.partition import named_leaves, plan_layout
+from fzero.state import Gathering, Layout, Reduction, Setup
+from fzero.state.precision import Autocast, Owners, owners_of
+
+COMPARED = "the layout of the parameters"
+"""What ranks compare before a state is made, and what an error before that is told as."""
+
+
+def plan(
+    params: Any,
+    optimizer: Any,
+    *,
+    stage: int,
+    axis: Axis,
+    units: Callable[[str], str],
+    trainable: Callable[[str], bool] | None,
+    bucket_bytes: int,
+    reduction: Reduction,
+    gathering: Gathering,
+    autocast: Autocast | None = None,
+    owners: Mapping[str, Owners] | None = None,
+    persistence_threshold_numel: int = 0,
+) -> Setup:
+    """Return what a state of `params` will be, the same on every rank. Touches no value.
+
+    `owners`: of each path, for `autocast`; None: as `functionalize` has noted it on the tensors.
+    Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
+    whole from one update to the next (stage 3).
+
+    Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
+    """
+    local = axis.runtime is Runtime.LOCAL
+    with told_everywhere(axis, what=COMPARED):
+        named = dict(zip(*named_leaves(params)[:2], strict=True))
+        chosen = as_optimizer(optimizer).bind(named)
+        if stage and axis.size > 1:
+            require_elementwise(chosen)
+        most = persistence_threshold_numel if stage == 3 and not local else 0
+        small = {path for path, x in named.items() if most and x.numel() <= most}
+        layout = plan_layout(
+            params,
+            ranks=axis.size,
+            # A rule that needs whole leaves may run at stage 0, and wants a group for each.
+            grouped=not local and (stage > 0 or chosen.elementwise),
+            bucket_bytes=None if stage == 3 else bucket_bytes,
+            unit=_apart(units, small) if small else units,
+            trainable=trainable,
+            kind=chosen.group_of,
+            lowered=None if autocast is None else _lowered(autocast, named, owners),
+        )
+        setup = Setup(
+            stage=stage,
+            axis=axis,
+            layout=layout,
+            optimizer=chosen,
+            reduction=reduction,
+            gathering=replace(gathering, persistent=_units_of(layout, small)),
+        )
+        facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}, {autocast}"]
+        facts += [*chosen.describe(layout.leaves), *layout.describe()]
+    assert_same_everywhere(facts, axis, what=COMPARED)
+    return setup
+
+
+def _lowered(
+    autocast: Autocast, named: Mapping[str, Tensor], owners: Mapping[str, Owners] | None
+) -> Callable[[str], torch.dtype | None]:
+    """path -> the lower dtype in which it crosses ranks, if it does."""
+    if owners is None:
+        owners = {path: owners_of(p) for path, p in named.items()}
+    return lambda path: autocast.communication_dtype(path, named[path], owners[path])
+
+
+def _apart(units: Callable[[str], str], small: Collection[str]) -> Callable[[str], str]:
+    """The units, with those leaves in units of their own."""
+    return lambda path: f"{units(path)} (small)" if path in small else units(path)
+
+
+def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
+    """The units that hold nothing but those leaves."""
+    return tuple(
+        number
+        for number, unit in enumerate(layout.units)
+        if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
+    )

@@ -1,0 +1,152 @@
+"""`autocast`: losses computed in a lower precision, and what may cross ranks in it, too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+
+from fzero._ambient import other_autocast
+from fzero._compiled import DISABLED_FRAMES
+from fzero.errors import LayoutError, explain
+from fzero.state import TrainState
+from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.precision import Autocast, SafeModules
+from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
+from fzero.transforms._receive import device_of
+from fzero.transforms._states import flatten_states, map_states
+
+
+@overload
+def autocast(
+    fn: Callable[P, R],
+    /,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    lower_precision_safe_modules: SafeModules | None = None,
+) -> Step[P, R]: ...
+@overload
+def autocast(
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    lower_precision_safe_modules: SafeModules | None = None,
+) -> Transform: ...
+def autocast(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    lower_precision_safe_modules: SafeModules | None = None,
+) -> Any:
+    """Let every loss in `fn(state, *args)` run under torch.autocast(dtype); parameters stay fp32.
+
+    Operators follow torch.autocast's own policy: a matrix product in `dtype`, a norm or a softmax
+    in fp32. The backward runs outside of it, as torch advises. In a state that the step's own
+    `init` makes, gradients of parameters that only safe modules use are reduced in `dtype` (half
+    the bytes), and at stage 3 such parameters are gathered in it; all others cross ranks in fp32.
+    Sums over micro-batches and the update stay in fp32. In another state all of it does.
+
+    Which modules use a parameter is known if `fzero.functionalize` made it; else name the paths. At
+    stage 3 a loss that reads a safe parameter itself, a penalty on weights, say, gets it rounded.
+
+    The region is the loss, all of it. An autocast around the step does not count in it, and the
+    first one that has another dtype is warned of; one inside the loss holds there, as in torch.
+
+    Args:
+        fn: the step.
+        dtype: torch.bfloat16; torch.float16, whose gradients underflow without a loss scale; or
+            torch.float32, with which this is the identity.
+        lower_precision_safe_modules: classes of modules, subclasses included, also by qualified
+            name; or path -> whether the parameter is safe. Default: Linear, Conv1d, Conv2d, Conv3d.
+
+    Returns:
+        A step that is called as `fn` is. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: for another dtype, or what names no modules; around `shard`, `simulate` or
+            another `autocast`; in `init` or a call, for parameters in 16 bits.
+
+    Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
+
+    Example:
+        >>> import torch, fzero
+        >>> apply, params = fzero.functionalize(torch.nn.Linear(2, 1))
+        >>> seen = []
+        >>> def loss_fn(params, x):
+        ...     seen.append(apply(params, x).dtype)
+        ...     return apply(params, x).sum()
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
+        ...     return fzero.apply_gradients(state), loss
+        >>> step = fzero.shard(fzero.autocast(step_fn, dtype=torch.bfloat16), stage=2)
+        >>> state, _ = step(step.init(params, fzero.optim.sgd(0.5)), torch.ones(3, 2))
+        >>> seen, fzero.full_params(state)["weight"].dtype
+        ([torch.bfloat16], torch.float32)
+    """
+    record = Autocast(dtype=dtype, lower_precision_safe_modules=lower_precision_safe_modules)
+    computes = dtype if record.lowers else None
+    warned = [False]
+
+    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        states = flatten_states("autocast", state)[0]
+        before = states[0].setup.policy.autocast
+        for one in states if computes else ():
+            _require_fp32(one)
+        if computes and not warned[0]:
+            warned[0] = _warn_of_other(computes, device_of(states[0]))
+        state = map_states("autocast", lambda one: _in(one, computes), state)
+        state, aux = returned_pair("autocast", inner, inner(state, *args, **kwargs))
+        return map_states("autocast", lambda one: _in(one, before), state), aux
+
+    def wrap(inner: Callable[P, R]) -> Step[P, R]:
+        require_order(
+            "autocast",
+            inner,
+            never_around=("autocast", "shard", "simulate"),
+            right="fzero.shard(fzero.autocast(step, dtype=...), stage=...), with one autocast",
+        )
+        return Step(
+            "autocast",
+            inner,
+            around,
+            options={"dtype": dtype},
+            init_options={"autocast": record},
+        )
+
+    return wrap if fn is None else wrap(fn)
+
+
+def _in(state: TrainState, dtype: torch.dtype | None) -> TrainState:
+    policy = replace(state.setup.policy, autocast=dtype)
+    return state.replace(setup=replace(state.setup, policy=policy))
+
+
+def _require_fp32(state: TrainState) -> None:
+    for leaf in state.setup.layout.leaves:
+        if leaf.dtype in SIXTEEN_BIT:
+            raise LayoutError(
+                explain(
+                    f"autocast: {leaf.path} is {leaf.dtype}.",
+                    cause="a model in 16 bits under autocast, which wants fp32 parameters.",
+                    fix="leave one of them out: keep the model in fp32, or leave out autocast.",
+                )
+            )
+
+
+def _warn_of_other(dtype: torch.dtype, device: torch.device) -> bool:
+    other = other_autocast(dtype, device)
+    if other is not None:
+        warnings.warn(around_message(dtype, other), UserWarning, stacklevel=5 + DISABLED_FRAMES)
+    return other is not None
+
+
+def around_message(dtype: torch.dtype, other: torch.dtype) -> str:
+    """What to warn of where an autocast of another dtype is around."""
+    return explain(
+        f"torch.autocast({other}) is around a step whose own autocast has {dtype}; that one holds.",
+        cause="two settings of one thing.",
+        fix="leave the outer one out.",
+    )

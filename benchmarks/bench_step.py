@@ -19,7 +19,7 @@ from ranks import run_ranks
 from report import write_report
 from step.measure import CHECKED_STEPS, Plan, find_contestants, measure
 from step.models import make_task
-from step.table import LOSS_TOLERANCE, disagreements, markdown
+from step.table import BF16_TOLERANCE, LOSS_TOLERANCE, disagreements, markdown
 
 _LEGEND = f"""\
 Milliseconds are the median over rounds of the slowest rank; "min" is its best round. "Reduces"
@@ -35,7 +35,8 @@ what the machine sent, other programs included. Resident bytes are what model, g
 optimizer hold after a step, peak bytes the most that was alive after any operation of a step, on
 the fullest rank; what a kernel or gloo allocates for itself is not seen. "Loss error" is the
 largest relative difference from one process that has all the data, over {CHECKED_STEPS} steps
-(allowed: {LOSS_TOLERANCE:.0e}). `plain` does not communicate: it shows what the arithmetic costs.
+(allowed: {LOSS_TOLERANCE:.0e}; in bfloat16 {BF16_TOLERANCE:.0e}). `plain` does not communicate: it
+shows what the arithmetic costs.
 """
 
 

@@ -45,6 +45,11 @@ def adapter_contestants(task: Task) -> list[Contestant]:
     for name, stage, options in kinds:
         at = partial(build, **options)
         found.append(Contestant(name=name, stage=stage, once=not several, build=at))
+        if not several and stage in ("2", "3"):
+            low = partial(at, autocast=torch.bfloat16)
+            found.append(
+                Contestant(name=f"{name}_bf16", stage=f"{stage} bf16", once=True, build=low)
+            )
         if several:
             coalesced = partial(at, coalesce=True)
             found.append(Contestant(name=f"{name}_coal", stage=stage, once=True, build=coalesced))

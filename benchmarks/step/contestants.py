@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,9 +45,10 @@ class Contestant:
     """One way to train.
 
     `stage` is "none", "0", "1", "2", "3" (parameters gathered again for backward) or "3 keep"
-    (gathered once per backward call or window); `once` says that gradients are reduced once per
-    optimizer step rather than in each backward call. Contestants are compared with those that
-    agree on both.
+    (gathered once per backward call or window), with "bf16" behind it for bfloat16 arithmetic and
+    wires on fp32 parameters, where "2" is FSDP2 without resharding in between. `once` says that
+    gradients are reduced once per optimizer step rather than in each backward call. Contestants are
+    compared with those that agree on both.
     """
 
     name: str
@@ -113,12 +114,14 @@ def _ddp(setup: Setup, *, zero: bool, once: bool) -> Step:
     return imperative_step(module, optimizer, setup.task, around=around)
 
 
-def _fsdp2(setup: Setup, *, keep: bool, once: bool) -> Step:
+def _fsdp2(setup: Setup, *, keep: bool, once: bool, dtype: torch.dtype | None = None) -> Step:
     module: Any = setup.task.module()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    shard = partial(fully_shard, mesh=setup.mesh, mp_policy=policy)
     # None is FSDP2's default for the root: what it holds itself stays gathered until backward.
     for block in module.blocks:
-        fully_shard(block, mesh=setup.mesh, reshard_after_forward=not keep)
-    fully_shard(module, mesh=setup.mesh, reshard_after_forward=False if keep else None)
+        shard(block, reshard_after_forward=not keep)
+    shard(module, reshard_after_forward=False if keep else None)
 
     def around(last: bool) -> Any:
         if once:
@@ -152,6 +155,15 @@ def torch_contestants(task: Task) -> list[Contestant]:
             found.append(
                 Contestant(
                     name=f"{name}_nosync", stage=stage, once=True, build=partial(build, once=True)
+                )
+            )
+        else:
+            found.append(
+                Contestant(
+                    name=f"{name}_bf16",
+                    stage="3 bf16" if stage == "3" else "2 bf16",
+                    once=True,
+                    build=partial(build, once=False, dtype=torch.bfloat16),
                 )
             )
     return found

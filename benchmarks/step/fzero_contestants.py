@@ -16,9 +16,14 @@ Reshard = bool | Literal["window"]
 
 
 def build(
-    setup: Setup, *, stage: int, coalesce: bool = False, reshard_after_forward: Reshard = True
+    setup: Setup,
+    *,
+    stage: int,
+    coalesce: bool = False,
+    reshard_after_forward: Reshard = True,
+    dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """One donated, sharded step."""
+    """One donated, sharded step, computed in `dtype`."""
     apply, params = fzero.functionalize(setup.task.module())
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
@@ -31,7 +36,8 @@ def build(
             losses.append(loss)
         return fzero.apply_gradients(state), torch.stack(losses).sum()
 
-    inner = fzero.coalesce(step_fn) if coalesce else step_fn
+    low = fzero.autocast(step_fn, dtype=dtype)
+    inner = fzero.coalesce(low) if coalesce else low
     train_step = fzero.shard(
         inner, stage=stage, donate=True, reshard_after_forward=reshard_after_forward
     )
@@ -52,6 +58,11 @@ def fzero_contestants(task: Task) -> list[Contestant]:
     for stage in range(4):
         at = partial(build, stage=stage)
         found.append(Contestant(name=f"fzero{stage}", stage=str(stage), once=not several, build=at))
+        if not several and stage in (2, 3):
+            low = partial(at, dtype=torch.bfloat16)
+            found.append(
+                Contestant(name=f"fzero{stage}_bf16", stage=f"{stage} bf16", once=True, build=low)
+            )
         if several:
             found.append(
                 Contestant(

@@ -74,11 +74,12 @@ def find_contestants(task: Task, names: Sequence[str]) -> tuple[list[Contestant]
     Raises:
         ValueError: a name that no contestant has, whatever the number of backward calls.
     """
-    known = [item.name for item in _everyone(replace(task, backwards=2))]
+    known = [item.name for n in (1, 2) for item in _everyone(replace(task, backwards=n))]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(
-            f"no contestant is called {', '.join(unknown)}.\nFix: choose from {', '.join(known)}."
+            f"no contestant is called {', '.join(unknown)}.\n"
+            f"Fix: choose from {', '.join(dict.fromkeys(known))}."
         )
     chosen = [item for item in _everyone(task) if not names or item.name in names]
     missing = [item.name for item in chosen if item.name.startswith("ds")]

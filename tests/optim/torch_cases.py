@@ -17,6 +17,7 @@ ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "adam": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "adamw by its class alone": (torch.optim.AdamW, {}),
     "amsgrad": (torch.optim.AdamW, {"lr": 0.05, "amsgrad": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.5}),
     "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),

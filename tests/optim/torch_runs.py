@@ -1,15 +1,14 @@
-"""Parameters, gradients and flats: what a core would hold, to run an optimizer by itself."""
+"""Training by given gradients: torch.optim on whole parameters, and fzero on any ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fzero.optim import Piece, TorchOptimizer, TorchState
-from fzero.state import Leaf
+import fzero
 
 STEPS = 4
 SHAPES = {"a.weight": (3, 5), "a.bias": (5,), "b": (2, 3, 2), "scale": ()}
@@ -21,8 +20,10 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
 
 
 def gradients(params: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-    torch.manual_seed(10 + step)
-    return {path: torch.randn(p.shape).to(p.dtype) for path, p in params.items()}
+    """Multiples of 1/64, so that the mean over three ranks is exact."""
+    source = torch.Generator().manual_seed(10 + step)
+    drawn = {path: torch.randn(p.shape, generator=source) for path, p in params.items()}
+    return {path: ((64 * x).round() / 64).to(params[path].dtype) for path, x in drawn.items()}
 
 
 def fused_if_it_can(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -36,84 +37,50 @@ def fused_if_it_can(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def torchs(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], steps: Sequence[int]
 ) -> None:
+    """Step whole parameters by the `gradients` of each step."""
     fused_if_it_can(optimizer)
     for step in steps:
         for p, g in zip(params.values(), gradients(params, step).values(), strict=True):
-            p.grad = g
+            p.grad = g.to(p.dtype)
         optimizer.step()
 
 
-class Flats(NamedTuple):
-    """Leaves as flats: with `init` and `advance` of an optimizer, what a core would hold."""
+def with_gradients(state: Any, params: Mapping[str, Tensor], step: int) -> Any:
+    """The state that holds the `gradients` of a step: rank r has another part of them."""
+    share = 2 * (fzero.axis_index() + 1) / (fzero.axis_size() + 1)  # 1 in the mean over ranks
 
-    params: list[Tensor]
-    pieces: list[Piece]
+    def loss(held: Any) -> Tensor:
+        terms = [(held[path] * g).sum() for path, g in gradients(params, step).items()]
+        return share * torch.stack(terms).sum()
 
-    def grads(self, named: dict[str, Tensor]) -> list[Tensor]:
-        """Gradients by path, laid out as the parameters are."""
-        found = [torch.zeros_like(p) for p in self.params]
-        for index, leaf, start, stop in self.pieces:
-            found[index][start:stop] = named[leaf.path].flatten()
-        return found
-
-    def named(self, flats: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Flats -> leaves by path."""
-        flats = list(flats)
-        return {
-            leaf.path: flats[index][start:stop].view(leaf.shape)
-            for index, leaf, start, stop in self.pieces
-        }
-
-
-def leaf_of(path: str, p: Tensor) -> Leaf:
-    return Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
-
-
-def flats_of(*groups: Mapping[str, Tensor]) -> Flats:
-    """One flat for each of `groups`."""
-    flats, pieces = [], []
-    for index, group in enumerate(groups):
-        start = 0
-        for path, p in group.items():
-            pieces.append(Piece(index, leaf_of(path, p), start, start + p.numel()))
-            start += p.numel()
-        flats.append(torch.cat([p.detach().flatten() for p in group.values()]))
-    return Flats(flats, pieces)
+    return fzero.grad_and_reduce(loss, state)()[0]
 
 
 def run(
-    optimizer: TorchOptimizer,
-    flats: Flats,
+    optimizer: Any,
     params: Mapping[str, Tensor],
     steps: Sequence[int],
     *,
-    owned: bool = True,
-    state: TorchState | None = None,
-) -> tuple[dict[str, Tensor], TorchState]:
-    held = list(flats.params)
-    state = optimizer.init(held, flats.pieces) if state is None else state
-    for step in steps:
-        grads = flats.grads(gradients(params, step))
-        held, state = optimizer.advance(held, grads, state, flats.pieces, owned=owned)
-    return flats.named(held), state
+    ranks: int = 0,
+    stage: int = 0,
+    donate: bool = False,
+    state: Any = None,
+) -> tuple[dict[str, Tensor], Any]:
+    """Return the full parameters after these steps, and the state: a new one if none is given.
 
+    ranks: how many virtual ones, whose results are stacked; 0 for this process alone.
+    """
 
-def one_each(params: Mapping[str, Tensor]) -> Flats:
-    """As one rank has them: every leaf is a flat."""
-    return flats_of(*({path: p} for path, p in params.items()))
+    def step_of(number: int) -> Any:
+        def step_fn(state: Any) -> tuple[Any, None]:
+            return fzero.apply_gradients(with_gradients(state, params, number)), None
 
+        step = fzero.shard(step_fn, stage=stage, donate=donate)
+        return fzero.simulate(step, world_size=ranks) if ranks else step
 
-def cut(flats: Flats, ranks: int, shard: int) -> list[Flats]:
-    """The flats with padding, as each of several ranks has them."""
-    found = []
-    for rank in range(ranks):
-        low, params, pieces = rank * shard, [], []
-        for index, flat in enumerate(flats.params):
-            whole = torch.cat([flat, flat.new_zeros(ranks * shard - flat.numel())])
-            params.append(whole[low : low + shard].clone())
-            for piece in flats.pieces:
-                start, stop = max(piece.start - low, 0), min(piece.stop - low, shard)
-                if piece.index == index and start < stop:
-                    pieces.append(Piece(index, piece.leaf, start, stop))
-        found.append(Flats(params, pieces))
-    return found
+    if state is None:
+        state = step_of(0).init(params, optimizer)
+    for number in steps:
+        state, _ = step_of(number)(state)
+    full: Any = fzero.full_params
+    return (fzero.simulate(full, world_size=ranks) if ranks else full)(state), state

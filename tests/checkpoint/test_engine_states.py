@@ -18,7 +18,6 @@ from fzero.state import TrainState
 from tests.checkpoint.trainings import (
     MOVES,
     ROWS,
-    RULES,
     STYLES,
     Trainer,
     curved,

@@ -24,11 +24,6 @@ def test_it_is_the_smoothed_count() -> None:
             assert log_p[a, b].item() == pytest.approx(want, rel=1e-12)
 
 
-def test_rows_are_distributions() -> None:
-    log_p = fit_bigram(torch.tensor(list(TEXT), dtype=torch.uint8))
-    torch.testing.assert_close(log_p.exp().sum(1), torch.ones(256, dtype=torch.float64))
-
-
 def test_the_loss_is_the_mean_over_predicted_bytes() -> None:
     log_p = fit_bigram(torch.tensor(list(TEXT), dtype=torch.uint8))
     windows = torch.tensor([list(b"the d"), list(b"fox b")], dtype=torch.uint8)

@@ -17,13 +17,6 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("length", [1, 5, 16, 40])
-def test_logits_are_one_distribution_a_byte(length: int) -> None:
-    logits = GPT(SMALL)(tokens(2, length))
-    assert logits.shape == (2, length, 256)
-    assert logits.isfinite().all()
-
-
 @pytest.mark.parametrize("at", [1, 7, 15])
 def test_future_bytes_do_not_change_earlier_logits(at: int) -> None:
     model = GPT(SMALL).double()
@@ -45,6 +38,7 @@ def test_position_counts() -> None:
 def test_a_new_model_predicts_about_evenly() -> None:
     model, batch = GPT(GPTConfig()), tokens(4, 65)
     logits = model(batch[:, :-1])
+    assert logits.shape == (4, 64, 256)
     loss = torch.nn.functional.cross_entropy(logits.mT, batch[:, 1:].long())
     assert abs(loss.item() - 5.545) < 0.5  # log 256
 
@@ -64,7 +58,6 @@ def test_the_default_has_a_few_million_parameters_and_one_tied_table() -> None:
 @pytest.mark.parametrize(
     ("sizes", "fix"),
     [
-        ({"width": 20, "heads": 3}, r"multiple of 2 x heads = 6"),
         ({"width": 15, "heads": 3}, r"multiple of 2 x heads = 6"),
         ({"layers": 0}, "--layers at least 1"),
         ({"context": -1}, "--context at least 1"),

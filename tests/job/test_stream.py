@@ -56,15 +56,6 @@ def test_a_step_sees_the_same_windows_on_any_number_of_ranks(
     assert seen[0].total() == global_batch
 
 
-def test_steps_seeds_and_samples_give_other_windows() -> None:
-    def starts(seed: int, step: int) -> list[int]:
-        samples = torch.arange(64)
-        return sample_starts(10**9, context=8, seed=seed, step=step, samples=samples).tolist()
-
-    drawn = starts(0, 0) + starts(0, 1) + starts(1, 0)
-    assert len(set(drawn)) == 3 * 64
-
-
 def test_starts_are_in_range_and_spread_evenly() -> None:
     starts = sample_starts(110, context=10, seed=3, step=7, samples=torch.arange(100_000))
     counts = torch.bincount(starts, minlength=100)

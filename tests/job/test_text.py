@@ -23,14 +23,11 @@ def numbered(count: int) -> dict[str, bytes]:
     return {f"part{i % 3}/file{i}.py": bytes([i]) * (10 + 7 * i) for i in range(count)}
 
 
-def test_the_standard_library_is_read_the_same_twice() -> None:
-    first, again = (read_corpus(cap_bytes=400_000) for _ in range(2))
-    assert torch.equal(first.train, again.train)
-    assert torch.equal(first.valid, again.valid)
-    assert first.sha256 == again.sha256
-    assert first.train.dtype == torch.uint8
-    assert first.train.numel() + first.valid.numel() == 400_000
-    assert b"import" in bytes(first.train.tolist())
+def test_the_standard_library_is_read_up_to_the_cap() -> None:
+    corpus = read_corpus(cap_bytes=400_000)
+    assert corpus.train.dtype == torch.uint8
+    assert corpus.train.numel() + corpus.valid.numel() == 400_000
+    assert b"import" in bytes(corpus.train.tolist())
 
 
 def test_the_order_does_not_depend_on_where_the_folder_is(tmp_path: Path) -> None:
@@ -78,8 +75,3 @@ def test_generated_installed_and_foreign_files_are_left_out(tmp_path: Path) -> N
 def test_too_few_files_are_refused(tmp_path: Path, files: dict[str, bytes], cap_bytes: int) -> None:
     with pytest.raises(LayoutError, match=r"(?s)text: .*Fix: pass a folder .*--text"):
         read_corpus(write(tmp_path, files), cap_bytes=cap_bytes)
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="gives 0 file"):
-        read_corpus(tmp_path / "nowhere")

@@ -12,9 +12,17 @@ import torch
 from hypothesis import given
 
 import fzero
-from fzero.plot import MissingExtraError, partition_map, shard_table, side_by_side
+from fzero.plot import (
+    HookEvent,
+    MissingExtraError,
+    hook_timeline,
+    partition_map,
+    shard_table,
+    side_by_side,
+)
 from fzero.plot._palette import ABSENT, BASE, colour, ink
 from fzero.state import TrainState
+from fzero.state.hooks import HookState
 from tests.plot.states import Case, cases, stacked_states
 
 A, C = torch.arange(3, dtype=torch.float64), torch.arange(3, 6, dtype=torch.float64)
@@ -49,11 +57,13 @@ def parsed(text: str) -> Balanced:
 def test_html_is_whole_and_has_a_bar_for_each_row(case: Case) -> None:
     for state in stacked_states(case):
         found = partition_map(state)
-        page = parsed(found._repr_html_())
+        text = found._repr_html_()
         rows = len(found.ranks) * len(found.kinds)
-        assert page.seen.count("tr") == rows + 1
-        shown = found._repr_html_().count("title='") - found._repr_html_().count("'not held'")
-        assert shown == len(found.segments)
+        assert parsed(text).seen.count("tr") == rows + 1
+        assert text.count("title='") - text.count("'not held'") == len(found.segments)
+        for bar in text.split("display:flex")[1:]:
+            widths = [float(width) for width in re.findall(r"width:([0-9.]+)%", bar)]
+            assert sum(widths) == pytest.approx(100 if found.total else 0, abs=0.1)
 
 
 def test_html_escapes_names() -> None:
@@ -63,27 +73,12 @@ def test_html_escapes_names() -> None:
         parsed(text)
 
 
-def test_widths_of_a_bar_add_up_to_the_whole() -> None:
-    text = partition_map(stacked_states(CASE)[0])._repr_html_()
-    for bar in text.split("display:flex")[1:]:
-        widths = [float(w) for w in re.findall(r"width:([0-9.]+)%", bar)]
-        assert sum(widths) == pytest.approx(100, abs=0.01)
-
-
 def test_the_text_table_names_rank_placement_and_segments() -> None:
     lines = partition_map(stacked_states(CASE)[2]).table().splitlines()
     assert lines[0].split() == ["rank", "buffer", "placement", "elements", "segments"]
     assert lines[1].split() == ["0", "parameters", "sharded", "4", "a<b>[0:2]", "c[0:2]"]
-    assert lines[5].split() == [
-        "1",
-        "gradients",
-        "sharded",
-        "4",
-        "a<b>[2:3]",
-        "padding[1]",
-        "c[2:3]",
-        "padding[1]",
-    ]
+    second = "1 gradients sharded 4 a<b>[2:3] padding[1] c[2:3] padding[1]"
+    assert lines[5].split() == second.split()
 
 
 def test_a_figure_has_a_bar_for_each_segment_and_each_group() -> None:
@@ -93,10 +88,8 @@ def test_a_figure_has_a_bar_for_each_segment_and_each_group() -> None:
     assert len(axes.patches) == background + len(found.segments)
     hatched = [p for p in axes.patches if p.get_hatch()]
     assert len(hatched) == sum(s.leaf is None for s in found.segments) > 0
-    widths = sorted(p.get_width() for p in axes.patches[-len(found.segments) :])
     assert axes.get_xlim() == (0, found.total) and axes.get_title(loc="left") == "stage 3"
     assert len(axes.get_yticks()) == len(found.ranks) * len(found.kinds)
-    assert widths[-1] <= found.total
     names = [text.get_text() for text in axes.figure.legends[0].get_texts()]
     assert names == ["a<b>", "c", "padding", "not held"]
 
@@ -143,12 +136,14 @@ def test_maps_of_different_models_do_not_share_a_legend() -> None:
         side_by_side([])
 
 
-def test_without_matplotlib_only_figures_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["map", "timeline"])
+def test_without_matplotlib_only_figures_fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    found = partition_map(stacked_states(CASE)[0])
-    assert found.table() and found._repr_html_()
+    event = HookEvent(name="note", before=HookState(), after=HookState())
+    found = partition_map(stacked_states(CASE)[0]) if kind == "map" else hook_timeline([event])
+    assert found.table() and "<table>" in found._repr_html_()
     with pytest.raises(MissingExtraError, match=r"pip install 'fzero\[plots\]'") as raised:
         found.draw()
     assert isinstance(raised.value, ImportError)
@@ -157,7 +152,6 @@ def test_without_matplotlib_only_figures_fail(monkeypatch: pytest.MonkeyPatch) -
 def test_the_palette_tells_leaves_apart() -> None:
     colours = [colour(i) for i in range(3 * len(BASE))]
     assert len(set(colours)) == len(colours) and ABSENT not in colours
-    assert all(re.fullmatch("#[0-9A-F]{6}", c) for c in colours)
     assert {ink(c) for c in colours} == {"#000000", "#FFFFFF"}
 
 

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import fzero
 from fzero.adapter import Engine
 from fzero.checkpoint import load, save
 from fzero.errors import DonatedError, LayoutError
 from fzero.state import TrainState
+from tests import oracle
 from tests.checkpoint.trainings import (
     MOVES,
     ROWS,
+    RULES,
     STYLES,
     Trainer,
     curved,
@@ -31,18 +34,13 @@ from tests.strategies import integers
 
 
 def unsharded(*updates: int) -> dict[str, Tensor]:
-    """Plain torch.optim.SGD on all rows, with fp32 masters by hand."""
+    """torch.optim.SGD on all rows of each update."""
     module = make(seed=1)
-    masters = {path: p.detach().float() for path, p in module.named_parameters()}
-    buffers = {path: torch.zeros_like(p) for path, p in masters.items()}
-    for number in updates:
-        module.zero_grad()
-        module(integers((ROWS, 3), number, torch.float32)).sum().backward()
-        for path, p in module.named_parameters():
-            if p.grad is not None:
-                buffers[path] = 0.5 * buffers[path] + p.grad.float()
-                masters[path] = masters[path] - 2.0**-4 * buffers[path]
-    found = {path: masters[path].to(p.dtype) for path, p in module.named_parameters()}
+    params = dict(module.named_parameters())
+    rows = [[integers((ROWS, 3), number, torch.float32)] for number in updates]
+    found = oracle.train(
+        lambda p, x: functional_call(module, p, x).sum(), params, rows, RULES["sgd"][0]
+    )
     return found | {"step": torch.tensor(len(updates))}
 
 

@@ -147,11 +147,19 @@ def test_an_extra_comes_back_unless_it_is_no_json(tmp_path: Path) -> None:
     assert read_extra(tmp_path) == {}
 
 
+def refused(path: Path, into: Any, words: str) -> None:
+    """Assert that `load` raises one error that says so, without torch's own traceback."""
+    with pytest.raises(CheckpointError, match=words) as raised:
+        load(path, into)
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.count("Traceback") == 1 and "site-packages/torch" not in text
+    assert text.count("Usual cause") == 1 and len(str(raised.value).splitlines()) == 3
+
+
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
-        with pytest.raises(CheckpointError, match=f"there is no checkpoint at {path}"):
-            load(path, state_of())
+        refused(path, state_of(), f"there is no checkpoint at {path}: no checkpoint.json in it")
         with pytest.raises(CheckpointError, match=r"no checkpoint.json in it"):
             read_extra(path)
     with pytest.raises(CheckpointError, match=r"could not make .*file/x.*NotADirectory"):
@@ -204,10 +212,19 @@ def test_damaged_data_is_found_before_it_is_used(name: str, damage: str, tmp_pat
     do(file)
     into = state_of(mixed())
     before = snapshot(into)
-    with pytest.raises(CheckpointError, match=f"damaged: .*{name} {message}") as raised:
-        load(tmp_path, into)
-    assert raised.match("Fix: use another copy of the checkpoint")
+    refused(tmp_path, into, rf"damaged: .*{name} {message}.*\n.*\nFix: use another copy")
     same(into, before)
+
+
+def test_data_that_torch_cannot_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it happens when a file changes after it was checked."""
+    monkeypatch.setattr("fzero.checkpoint._api.require_whole", lambda *_: None)
+    save(tmp_path, state_of())
+    (file,) = tmp_path.glob("data-*/*.distcp")
+    file.write_text("no tensors")
+    refused(tmp_path, state_of(), "could not read")
 
 
 def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
@@ -216,38 +233,16 @@ def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
         for damage in (flip, cut):
             save(tmp_path, state_of(), extra={"text": "x" * 2000})
             damage(manifest, at)
-            with pytest.raises(CheckpointError, match=r"checkpoint.json is damaged"):
-                load(tmp_path, state_of())
+            refused(tmp_path, state_of(), r"checkpoint.json is damaged")
     manifest.write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"checkpoint.json is damaged"):
-        load(tmp_path, state_of())
+    refused(tmp_path, state_of(), r"checkpoint.json is damaged")
 
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("fzero.checkpoint._manifest.FORMAT", 2)
         save(tmp_path, state_of())
-    with pytest.raises(CheckpointError, match=r"another format than 1.*\n.*\nFix: load it with"):
-        load(tmp_path, state_of())
-
-
-@pytest.mark.parametrize("damage", ["no checkpoint", "manifest", "data that torch cannot read"])
-def test_a_failed_load_shows_one_error(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if damage != "no checkpoint":
-        save(tmp_path, state_of())
-    if damage == "manifest":
-        (tmp_path / "checkpoint.json").write_text("not JSON")
-    if damage.startswith("data"):  # as it happens when a file changes after it was checked
-        monkeypatch.setattr("fzero.checkpoint._api.require_whole", lambda *_: None)
-        (file,) = tmp_path.glob("data-*/*.distcp")
-        file.write_text("no tensors")
-    with pytest.raises(CheckpointError) as raised:
-        load(tmp_path, state_of())
-    text = "".join(traceback.format_exception(raised.value))
-    assert text.count("Traceback") == 1 and "site-packages/torch" not in text
-    assert text.count("Usual cause") == 1 and len(str(raised.value).splitlines()) == 3
+    refused(tmp_path, state_of(), r"another format than 1.*\n.*\nFix: load it with")
 
 
 def test_the_manifest_says_where_it_came_from(tmp_path: Path) -> None:

@@ -44,8 +44,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "sgd": Case(partial(fzero.optim.sgd, 0.1), partial(torch.optim.SGD, lr=0.1)),
-    "sgd decayed": Case(
+    "sgd": Case(
         partial(fzero.optim.sgd, 0.1, weight_decay=0.3),
         partial(torch.optim.SGD, lr=0.1, weight_decay=0.3),
     ),

@@ -155,7 +155,7 @@ def one_virtual_rank() -> TrainState:
     ],
 )
 def test_what_is_no_state_to_show_is_refused(wrong: Any, error: Any, words: str) -> None:
-    state = wrong() if callable(wrong) else wrong
+    state: Any = wrong() if callable(wrong) else wrong
     for show in (partition_map, shard_table):
         with pytest.raises(error, match=words):
             show(state)

@@ -10,6 +10,27 @@ import torch
 from torch import Tensor
 
 import fzero
+from tests.oracle import Loss, square_loss
+
+
+def simulated(
+    params: Any, optimizer: Any, xs: Tensor, *, loss: Loss = square_loss, **options: Any
+) -> tuple[Any, Any]:
+    """Train on xs [steps, ranks]; return the full parameters and the state, stacked by rank.
+
+    One update for each step, if there is anything that learns; `options` are those of `shard`.
+    """
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, value = fzero.grad_and_reduce(loss, state)(x)
+        return fzero.apply_gradients(state), value
+
+    ranks = xs.shape[1]
+    step = fzero.simulate(fzero.shard(step_fn, **options), world_size=ranks)
+    state = step.init(params, optimizer)
+    for x in xs if state.setup.layout.trainable else ():
+        state, _ = step(state, x)
+    return fzero.simulate(fzero.full_params, world_size=ranks)(state), state
 
 
 class Lion(torch.optim.Optimizer):

@@ -15,16 +15,12 @@ from torch import Tensor
 import fzero
 from fzero.errors import LayoutError
 from fzero.optim import schedules
+from tests.optim.cases import simulated
 from tests.oracle import square_loss, train
 from tests.strategies import everywhere, integers, same, seeds, stages, trees, worlds
 
 LR, DECAY = 2.0**-8, 0.25
 WIDE = (torch.float64,)
-
-
-def step_fn(state: Any, x: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(square_loss, state)(x)
-    return fzero.apply_gradients(state), loss
 
 
 def is_matrix(leaf: Any) -> bool:
@@ -81,12 +77,7 @@ def test_options_by_leaf_hold_across_shard_borders(
             (is_matrix, {"lr": 4 * LR, "weight_decay": 2 * DECAY}),
         ],
     )
-    step = fzero.shard(step_fn, stage=stage, bucket_bytes=bucket_bytes)
-    run = fzero.simulate(step, world_size=ranks)
-    state = run.init(tree, optimizer)
-    for x in xs if state.setup.layout.trainable else ():
-        state, _ = run(state, x)
-    got = fzero.simulate(fzero.full_params, world_size=ranks)(state)
+    got, _ = simulated(tree, optimizer, xs, stage=stage, bucket_bytes=bucket_bytes)
     make = functools.partial(reference, masked=masked, momentum=momentum)
     everywhere(got, train(square_loss, tree, [list(x) for x in xs], make), ranks)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
+from tests.optim.cases import simulated
 from tests.oracle import square_loss, train
 from tests.strategies import everywhere, integers, seeds, stages, worlds
 
@@ -71,19 +72,10 @@ PAIRS = [
 ]
 
 
-def step_fn(state: Any, x: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(square_loss, state)(x)
-    return fzero.apply_gradients(state), loss
-
-
 @given(pair=st.sampled_from(PAIRS), ranks=worlds, stage=stages, donate=st.booleans(), seed=seeds)
 def test_a_foreign_pair_trains(pair: Any, ranks: int, stage: int, donate: bool, seed: int) -> None:
     xs = integers((3, ranks), seed, bound=1)
-    run = fzero.simulate(fzero.shard(step_fn, stage=stage, donate=donate), world_size=ranks)
-    state = run.init(PARAMS, pair)
-    for x in xs:
-        state, _ = run(state, x)
-    got = fzero.simulate(fzero.full_params, world_size=ranks)(state)
+    got, state = simulated(PARAMS, pair, xs, stage=stage, donate=donate)
     steps = [list(x) for x in xs]
     want = train(square_loss, PARAMS, steps, lambda ps: torch.optim.SGD(ps, LR, momentum=MOMENTUM))
     everywhere(got, want, ranks)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.state import NAMESPACE
-from tests.optim.cases import CASES
+from tests.optim.cases import CASES, simulated
 from tests.oracle import linear_loss, square_loss, train
 from tests.strategies import (
     LEARNING,
@@ -29,17 +29,6 @@ from tests.strategies import (
 
 names = st.sampled_from(sorted(CASES))
 STEPS = 5
-
-
-def step_fn(state: Any, x: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(loss_of(state), state)(x)
-    return fzero.apply_gradients(state), loss
-
-
-def loss_of(state: Any) -> Any:
-    """Gradients that depend on the parameters, where the dtypes are wide enough for that."""
-    dtypes = {leaf.dtype for leaf in state.setup.layout.leaves}
-    return linear_loss if torch.bfloat16 in dtypes else square_loss
 
 
 def close_updates(actual: Any, expected: Any, start: Any) -> None:
@@ -60,20 +49,17 @@ def rounding(dtype: torch.dtype) -> float:
 
 @given(name=names, tree=trees(LEARNING, max_leaves=4), ranks=worlds, stage=stages, seed=seeds)
 def test_training_is_torchs(name: str, tree: Any, ranks: int, stage: int, seed: int) -> None:
+    """With gradients that depend on the parameters, where the dtypes are wide enough for that."""
     xs = integers((STEPS, ranks), seed, bound=1)
     ours, theirs = CASES[name]
-    run = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=ranks)
-    state = run.init(tree, ours())
+    loss = linear_loss if any(x.dtype is torch.bfloat16 for x in tensors(tree)) else square_loss
+    got, state = simulated(tree, ours(), xs, loss=loss, stage=stage)
     if not state.setup.layout.trainable:
         return
-    loss = loss_of(state)
-    for x in xs:
-        state, _ = run(state, x)
-    got = fzero.simulate(fzero.full_params, world_size=ranks)(state)
     want = train(loss, tree, [list(x) for x in xs], theirs)
     for rank in range(ranks):
         close_updates(on_rank(got, rank), want, tree)
-    assert on_rank(state.step, 0) == STEPS
+    assert state.step.tolist() == [STEPS] * ranks
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

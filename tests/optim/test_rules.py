@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import optree
@@ -14,6 +15,7 @@ from torch import Tensor
 import fzero
 from fzero.state import NAMESPACE
 from tests.optim.cases import CASES, simulated
+from tests.optim.torch_cases import ELEMENTWISE
 from tests.oracle import linear_loss, square_loss, train
 from tests.strategies import (
     LEARNING,
@@ -102,17 +104,40 @@ def test_formula_and_kernel_agree_on_bf16_without_masters(name: str) -> None:
     torch.testing.assert_close(*ends, rtol=0.02, atol=0.02)
 
 
-def test_bf16_parameters_do_not_lose_small_updates() -> None:
-    def run(master_weights: bool) -> Tensor:
-        optimizer = fzero.optim.sgd(2.0**-10, master_weights=master_weights)
-        state = fzero.init({"w": torch.ones(3, dtype=torch.bfloat16)}, optimizer, stage=0)
-        for _ in range(16):
-            state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
-            state = fzero.apply_gradients(state)
-        return fzero.full_params(state)["w"]
+def test_bf16_parameters_with_masters_do_not_lose_small_updates() -> None:
+    optimizer = fzero.optim.sgd(2.0**-10)
+    state = fzero.init({"w": torch.ones(3, dtype=torch.bfloat16)}, optimizer, stage=0)
+    for _ in range(16):
+        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+        state = fzero.apply_gradients(state)
+    assert fzero.full_params(state)["w"].tolist() == [1 - 2.0**-6] * 3
 
-    assert run(True).tolist() == [1 - 2.0**-6] * 3
-    assert run(False).tolist() == [1.0] * 3
+
+WITHOUT_MASTERS: dict[str, Any] = {
+    "sgd": fzero.optim.sgd(0.5, momentum=0.5, master_weights=False),
+    "torch's sgd": fzero.optim.from_torch(
+        partial(torch.optim.SGD, lr=0.5, momentum=0.5), master_weights=False
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", WITHOUT_MASTERS)
+def test_without_masters_every_element_of_16_bits_is_updated(
+    name: str, stage: int, dtype: torch.dtype
+) -> None:
+    """p' = p - m / 2, m = m / 2 + g: exact, for all numbers are multiples of 1/4 below 16.
+
+    There are more elements than fit a vector register.
+    """
+    params, *grads = (integers((71,), seed).to(dtype) for seed in (1, 2, 3))
+    state = fzero.init({"w": params}, WITHOUT_MASTERS[name], stage=stage)
+    for grad in grads:
+        state, _ = fzero.grad_and_reduce(lambda p, g: (p["w"] * g).sum(), state)(grad)
+        state = fzero.apply_gradients(state)
+    want = params - 0.5 * grads[0] - 0.5 * (0.5 * grads[0] + grads[1])
+    same(fzero.full_params(state), {"w": want})
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"lion", "lion decayed"}))
@@ -146,3 +171,69 @@ def test_where_adam_never_saw_a_gradient_its_derivative_is_zero_not_nan() -> Non
     grad = torch.func.grad(trained)(torch.ones(2))
     assert grad.isfinite().all()
     assert grad[1] == 0
+
+
+# What lies between the leaves of a flat, and behind the last one
+
+EVERY: dict[str, Any] = {name: case.ours() for name, case in CASES.items()}
+for _name, (_kind, _options) in ELEMENTWISE.items():
+    EVERY[f"torch's {_name}"] = fzero.optim.from_torch(partial(_kind, **_options))
+
+
+def padding_of(layout: fzero.state.Layout, index: int) -> Tensor:
+    """Where no leaf of a group is, [W l]."""
+    free = torch.ones(layout.full_numel(index), dtype=torch.bool)
+    group = layout.groups[index]
+    for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+        free[offset : offset + layout.leaves[leaf].numel] = False
+    return free
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (3, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_padding_stays_zero_in_parameters_gradients_and_masters_and_finite_in_states(
+    name: str, stage: int, dtype: torch.dtype
+) -> None:
+    """Also on ranks that have nothing but padding. (Adamax keeps max(0, eps) there.)"""
+    ranks = 3
+    params = {
+        "a.v": integers((5,), 1, dtype) + 0.5,
+        "a.w": integers((7, 3), 2, dtype) + 0.5,
+        "b": torch.tensor(2.0, dtype=dtype),
+    }
+
+    def loss(p: Any) -> Tensor:
+        total = sum(((x.float() ** 2).sum() for x in p.values()), torch.zeros(()))
+        return total * (1 + fzero.axis_index())
+
+    def step_fn(state: Any) -> tuple[Any, Any]:
+        state, _ = fzero.grad_and_reduce(loss, state)()
+        return fzero.apply_gradients(state), state.gradients.flats
+
+    step = fzero.clip(step_fn, max_norm=1.0)
+    run = fzero.simulate(fzero.shard(step, stage=stage), world_size=ranks)
+    state = run.init(params, EVERY[name])
+    gradients: Any = ()
+    for _ in range(3):
+        state, gradients = run(state)
+
+    layout = state.setup.layout
+    for index in range(len(layout.groups)):
+        free = padding_of(layout, index)
+        assert free.any()
+
+        def padding(x: Tensor, free: Tensor = free) -> Tensor:
+            """Of a shard, or of all, of each rank."""
+            return x[free.view(ranks, -1) if x.numel() == free.numel() else free.expand(ranks, -1)]
+
+        masters = [x for x in state.optimizer.masters[index : index + 1] if x.numel()]
+        for x in (gradients[index], state.params.flats[index], *masters):
+            assert not padding(x).any()
+        for x in states_of(state.optimizer, index):
+            assert padding(x).isfinite().all()
+
+
+def states_of(optimizer: Any, index: int) -> list[Tensor]:
+    """The moments or slots of one group, [W, l] each."""
+    kept = optimizer.slots.values() if hasattr(optimizer, "slots") else optimizer.moments
+    return [each[index] for each in kept if each[index].dim() == 2]

@@ -13,24 +13,34 @@ import fzero
 from tests.oracle import Loss, square_loss
 
 
-def simulated(
-    params: Any, optimizer: Any, xs: Tensor, *, loss: Loss = square_loss, **options: Any
+def trained(
+    params: Any,
+    optimizer: Any,
+    xs: Tensor,
+    *,
+    loss: Loss = square_loss,
+    state: Any = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
-    """Train on xs [steps, ranks]; return the full parameters and the state, stacked by rank.
+    """Train on xs [steps, ranks], or [steps] in this process alone; return parameters and state.
 
-    One update for each step, if there is anything that learns; `options` are those of `shard`.
+    Parameters are whole, and both are stacked by rank, if there are ranks. One update for each
+    step, if there is anything that learns; `options` are those of `shard`.
     """
 
     def step_fn(state: Any, x: Tensor) -> Any:
         state, value = fzero.grad_and_reduce(loss, state)(x)
         return fzero.apply_gradients(state), value
 
-    ranks = xs.shape[1]
-    step = fzero.simulate(fzero.shard(step_fn, **options), world_size=ranks)
-    state = step.init(params, optimizer)
+    step: Any = fzero.shard(step_fn, **options)
+    full: Any = fzero.full_params
+    if xs.ndim > 1:
+        step, full = (fzero.simulate(fn, world_size=xs.shape[1]) for fn in (step, full))
+    if state is None:
+        state = step.init(params, optimizer)
     for x in xs if state.setup.layout.trainable else ():
         state, _ = step(state, x)
-    return fzero.simulate(fzero.full_params, world_size=ranks)(state), state
+    return full(state), state
 
 
 class Lion(torch.optim.Optimizer):

@@ -15,7 +15,7 @@ from torch import Tensor
 import fzero
 from fzero.errors import LayoutError
 from fzero.optim import schedules
-from tests.optim.cases import simulated
+from tests.optim.cases import trained
 from tests.oracle import square_loss, train
 from tests.strategies import everywhere, integers, same, seeds, stages, trees, worlds
 
@@ -77,7 +77,7 @@ def test_options_by_leaf_hold_across_shard_borders(
             (is_matrix, {"lr": 4 * LR, "weight_decay": 2 * DECAY}),
         ],
     )
-    got, _ = simulated(tree, optimizer, xs, stage=stage, bucket_bytes=bucket_bytes)
+    got, _ = trained(tree, optimizer, xs, stage=stage, bucket_bytes=bucket_bytes)
     make = functools.partial(reference, masked=masked, momentum=momentum)
     everywhere(got, train(square_loss, tree, [list(x) for x in xs], make), ranks)
 

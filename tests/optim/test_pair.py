@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
-from tests.optim.cases import simulated
+from tests.optim.cases import trained
 from tests.oracle import square_loss, train
 from tests.strategies import everywhere, integers, seeds, stages, worlds
 
@@ -75,7 +75,7 @@ PAIRS = [
 @given(pair=st.sampled_from(PAIRS), ranks=worlds, stage=stages, donate=st.booleans(), seed=seeds)
 def test_a_foreign_pair_trains(pair: Any, ranks: int, stage: int, donate: bool, seed: int) -> None:
     xs = integers((3, ranks), seed, bound=1)
-    got, state = simulated(PARAMS, pair, xs, stage=stage, donate=donate)
+    got, state = trained(PARAMS, pair, xs, stage=stage, donate=donate)
     steps = [list(x) for x in xs]
     want = train(square_loss, PARAMS, steps, lambda ps: torch.optim.SGD(ps, LR, momentum=MOMENTUM))
     everywhere(got, want, ranks)

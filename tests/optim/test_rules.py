@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero.state import NAMESPACE
-from tests.optim.cases import CASES, simulated
+from tests.optim.cases import CASES, trained
 from tests.optim.torch_cases import ELEMENTWISE
 from tests.oracle import linear_loss, square_loss, train
 from tests.strategies import (
@@ -55,7 +55,7 @@ def test_training_is_torchs(name: str, tree: Any, ranks: int, stage: int, seed: 
     xs = integers((STEPS, ranks), seed, bound=1)
     ours, theirs = CASES[name]
     loss = linear_loss if any(x.dtype is torch.bfloat16 for x in tensors(tree)) else square_loss
-    got, state = simulated(tree, ours(), xs, loss=loss, stage=stage)
+    got, state = trained(tree, ours(), xs, loss=loss, stage=stage)
     if not state.setup.layout.trainable:
         return
     want = train(loss, tree, [list(x) for x in xs], theirs)

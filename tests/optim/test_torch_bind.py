@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import LayoutError, PhaseError
 from fzero.optim import from_torch
-from tests.optim.torch_runs import parameters, run, torchs
+from tests.optim.cases import trained
+from tests.optim.torch_cases import parameters
 
 
 def test_parameters_are_found_by_identity_or_by_their_memory() -> None:
@@ -35,7 +36,9 @@ def test_a_class_has_one_group_of_what_learns() -> None:
 
 def used(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     optimizer = torch.optim.Adam(params.values())
-    torchs(optimizer, params, [0])
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
     return optimizer
 
 
@@ -125,19 +128,19 @@ def load_a_state(optimizer: torch.optim.Optimizer) -> None:
 def test_groups_and_state_that_come_later_are_refused(change: Any) -> None:
     params = parameters()
     instance = torch.optim.Adam(params.values())
-    _, state = run(from_torch(instance), params, [])
+    state = fzero.init(params, from_torch(instance), stage=0)
     change(instance)
     with pytest.raises(PhaseError, match="when the train state was made it had 1"):
-        run(from_torch(instance), params, [0], state=state)
+        trained(params, None, torch.ones(1), stage=0, state=state)
 
 
 def test_an_option_that_adds_state_later_is_refused() -> None:
     params = parameters()
     instance = torch.optim.SGD(params.values(), lr=0.1)
-    _, state = run(from_torch(instance), params, [])
+    state = fzero.init(params, from_torch(instance), stage=0)
     instance.param_groups[0]["momentum"] = 0.9
     with pytest.raises(LayoutError, match=r"SGD now keeps \['momentum_buffer'\]"):
-        run(from_torch(instance), params, [0], state=state)
+        trained(params, None, torch.ones(1), stage=0, state=state)
     assert not instance.state
 
 
@@ -145,7 +148,8 @@ def test_an_option_that_adds_state_later_is_refused() -> None:
 def test_ranks_can_compare_what_it_says(is_factory: bool) -> None:
     params = parameters()
     made = functools.partial(torch.optim.AdamW, lr=torch.tensor(0.25))
-    _, state = run(from_torch(made if is_factory else made(params.values())), params, [])
+    source = made if is_factory else made(params.values())
+    state = fzero.init(params, from_torch(source), stage=0)
     first, second = state.setup.optimizer.describe(state.setup.layout.leaves)
     assert first == "optimizer from_torch(AdamW)"
     assert "lr=tensor(0.25)" in second and "betas=(0.9, 0.999)" in second

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
+from tests import oracle
 from tests.optim.cases import Lion
+
+SHAPES = {"a.bias": (5,), "a.weight": (3, 5), "b": (2, 3, 2), "scale": ()}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    """The same numbers at each call."""
+    torch.manual_seed(1)
+    return {path: nn.Parameter(torch.randn(shape).to(dtype)) for path, shape in SHAPES.items()}
+
+
+def fused(optimizer: Optimizer) -> Optimizer:
+    """As fzero does: the kernel that rounds as little as possible, where torch may choose."""
+    for group in optimizer.param_groups:
+        if group.get("fused", False) is None:
+            group["fused"] = True
+    return optimizer
+
+
+def by_torch(
+    params: dict[str, nn.Parameter],
+    xs: Tensor,
+    make: Callable[[dict[str, Tensor]], Optimizer],
+) -> dict[str, Tensor]:
+    """The oracle on xs [steps, ranks], or [steps]; `make` gets parameters by path."""
+
+    def optimizer(tensors: Iterable[Tensor]) -> Optimizer:
+        return fused(make(dict(zip(params, tensors, strict=True))))
+
+    steps = [list(x) for x in xs.reshape(len(xs), -1)]
+    return oracle.train(oracle.linear_loss, params, steps, optimizer)
+
 
 ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1, "maximize": True}),

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from hypothesis import given
+from matplotlib.figure import Figure
 
 import fzero
 from fzero.plot import (
@@ -20,7 +21,6 @@ from fzero.plot import (
     shard_table,
     side_by_side,
 )
-from fzero.plot._palette import ABSENT, BASE, colour, ink
 from fzero.state import TrainState
 from fzero.state.hooks import HookState
 from tests.plot.states import Case, cases, stacked_states
@@ -95,36 +95,29 @@ def test_a_figure_has_a_bar_for_each_segment_and_each_group() -> None:
 
 
 def test_it_draws_on_given_axes_with_and_without_a_legend() -> None:
-    from matplotlib.figure import Figure
-
     found = partition_map(stacked_states(CASE)[0])
-    figure = Figure()
-    left, right = figure.subplots(1, 2)
+    left, right = Figure().subplots(1, 2)
     assert found.draw(left) is left and left.get_legend() is not None
     assert found.draw(right, legend=False).get_legend() is None
     assert not found.draw(legend=False).figure.legends
+    event = HookEvent(name="note", before=HookState(), after=HookState())
+    assert hook_timeline([event]).draw(right) is right
 
 
-@pytest.mark.parametrize("fields", [["a", "b"], [f"layer.{i}.weight" for i in range(40)]])
-def test_figures_of_small_and_large_models_are_saved(fields: list[str]) -> None:
-    params = {path: torch.ones(i + 1) for i, path in enumerate(fields)}
+@pytest.mark.parametrize("count", [2, 40])
+def test_figures_of_small_and_large_models_are_saved(count: int) -> None:
+    """Names are not read as matplotlib's own marks: mathematics that does not close would raise."""
+    paths = ["_orig.w", "$x_{$", *(f"layer.{i}.weight" for i in range(count - 2))]
+    params = {path: torch.ones(i + 1) for i, path in enumerate(paths)}
     maps = [partition_map(stacked_states(Case(params, s, 2, 64))[1]) for s in (0, 3)]
     figure = side_by_side(maps)
     assert len(figure.axes) == 2
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names[0] == fields[0] and "paler: not reduced yet" in names
-    assert ("and 30 more" in names) == (len(fields) == 40)
+    assert names[:2] == [" _orig.w", r"\$x_{\$"] and "paler: not reduced yet" in names
+    assert ("and 30 more" in names) == (count == 40)
     file = io.BytesIO()
     figure.savefig(file, format="png")
     assert file.getvalue().startswith(b"\x89PNG")
-
-
-def test_names_are_not_read_as_matplotlibs_own_marks() -> None:
-    params = {"_orig.w": torch.ones(8), "$x_{$": torch.ones(8)}
-    figure = side_by_side([partition_map(stacked_states(Case(params, 3, 2, 64))[0])])
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names[:2] == [" _orig.w", r"\$x_{\$"]
-    figure.savefig(io.BytesIO(), format="png")  # mathematics that does not close would raise
 
 
 def test_maps_of_different_models_do_not_share_a_legend() -> None:
@@ -147,12 +140,6 @@ def test_without_matplotlib_only_figures_fail(kind: str, monkeypatch: pytest.Mon
     with pytest.raises(MissingExtraError, match=r"pip install 'fzero\[plots\]'") as raised:
         found.draw()
     assert isinstance(raised.value, ImportError)
-
-
-def test_the_palette_tells_leaves_apart() -> None:
-    colours = [colour(i) for i in range(3 * len(BASE))]
-    assert len(set(colours)) == len(colours) and ABSENT not in colours
-    assert {ink(c) for c in colours} == {"#000000", "#FFFFFF"}
 
 
 def test_the_shard_table_shows_every_ranks_values_and_counters() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fzero
 from fzero.checkpoint import load, save
@@ -51,11 +51,11 @@ def test_the_bits_are_torchs(name: str, style: str, donate: bool) -> None:
 def test_three_ranks_make_the_updates_of_one_which_goes_on_from_their_checkpoint(
     name: str, tmp_path: Path
 ) -> None:
-    """The second group is so short that ranks 1 and 2 have padding alone of it."""
+    """Ranks 1 and 2 have padding alone of the second group, and no rank has any of the third."""
     cls, options = ELEMENTWISE[name]
 
     def made(of: Mapping[str, Tensor]) -> Any:
-        groups = [["a.weight", "b", "a.bias"], ["scale"]]
+        groups = [["a.weight", "b", "a.bias"], ["scale"], ["zero"]]
         return cls([{"params": [of[path] for path in paths]} for paths in groups], **options)
 
     def close(found: dict[str, Tensor], updates: int) -> None:
@@ -64,12 +64,13 @@ def test_three_ranks_make_the_updates_of_one_which_goes_on_from_their_checkpoint
             torch.testing.assert_close(found[path], expected, rtol=1e-12, atol=1e-14)
 
     params, xs = parameters(torch.float64), integers((5, 3), 8, bound=9)
+    params["zero"] = nn.Parameter(torch.zeros(0, 2, dtype=torch.float64))
     ours = from_torch(made(params))
     got, state = run(params, ours, xs[:2], stage=2)
     close(got, updates=2)
     for counters in state.optimizer.counters.values():
-        for each in counters:  # a rank of padding alone counts too
-            assert torch.equal(each, each[:1].expand_as(each))
+        for each in counters:  # also where there is nothing to step
+            assert torch.equal(each, counters[0][:1].expand_as(each))
     save(tmp_path, state)
     alone = load(tmp_path, fzero.init(params, ours, stage=0))
     close(run(params, ours, xs[2:].mean(1), stage=0, state=alone)[0], updates=5)

@@ -40,14 +40,6 @@ def test_position_counts() -> None:
     assert not torch.allclose(one, two)
 
 
-def test_a_new_model_predicts_about_evenly() -> None:
-    model, batch = GPT(GPTConfig()), tokens(4, 65)
-    logits = model(batch[:, :-1])
-    assert logits.shape == (4, 64, 256)
-    loss = torch.nn.functional.cross_entropy(logits.mT, batch[:, 1:].long())
-    assert abs(loss.item() - 5.545) < 0.5  # log 256
-
-
 def test_the_default_has_a_few_million_parameters_and_one_tied_table() -> None:
     apply, params = fzero.functionalize(GPT(GPTConfig()))
     assert 4e6 < sum(p.numel() for p in params.values()) < 6e6

@@ -141,7 +141,7 @@ def test_an_update_leaves_the_instance_and_the_state_before_as_they_were(
 ) -> None:
     params = parameters()
     instance = cls(params.values(), lr=0.1)
-    state = fzero.init(params, from_torch(instance), stage=0)
+    state: Any = fzero.init(params, from_torch(instance), stage=0)
     state, _ = fzero.grad_and_reduce(linear_loss, state)(XS[0])
     kept: Any = optree.tree_map(torch.clone, state, namespace=NAMESPACE)
     instance.fails = fails

@@ -44,7 +44,7 @@ def by_torch(
     return oracle.train(oracle.linear_loss, params, steps, optimizer)
 
 
-ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+ELEMENTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1, "maximize": True}),
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "dampening": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
@@ -108,7 +108,7 @@ class Noisy(torch.optim.SGD):
                 p.data += 0.01 * torch.randn_like(p)
 
 
-NOT_ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+NOT_ELEMENTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch's adafactor": (torch.optim.Adafactor, {}),
     "hugging face's adafactor": (Adafactor, {}),
     "hugging face's adafactor with a rate": (

@@ -127,16 +127,18 @@ def no_waits_in_a_steady_step(
     rank: int, size: int, device: str, stage: int, driver: str, dtype: torch.dtype
 ) -> None:
     """After three steps the host waits for nothing in a step: it reads and copies no tensor."""
-    make = _engine_step if driver == "engine" else _functional_step
     kind: Any = partial(Task, stage=stage, dtype=dtype)
-    for task in (
-        kind(max_norm=1.0),
-        kind(max_norm=1.0, by_torch=True, backwards=2),
-        kind(adam=False, backwards=2, accumulates=True),
+    for task, rule in (
+        (kind(max_norm=1.0), t.fzero_optimizer),
+        (kind(max_norm=1.0, backwards=2), t.torch_on_shards),
+        (kind(adam=False, backwards=2, accumulates=True), t.fzero_optimizer),
     ):
         with on_device(device) as watched:
             model = watched.put(t.make_model(task, device))
-            step = make(task, model)
+            if driver == "engine":
+                step = _engine_step(task, model)
+            else:
+                step = _functional_step(task, model, rule)
             batches = [t.batches_of(task, device, step=k, rank=rank) for k in range(5)]
             for batch in watched.put(batches)[:3]:
                 step(batch)
@@ -150,8 +152,10 @@ def _engine_step(task: Task, model: nn.Module) -> Callable[[list[Tensor]], None]
     return partial(step, t.make_engine(task, model))
 
 
-def _functional_step(task: Task, model: nn.Module) -> Callable[[list[Tensor]], None]:
-    train_step, state = t.make_step(task, model)
+def _functional_step(
+    task: Task, model: nn.Module, rule: Callable[[Task], Any]
+) -> Callable[[list[Tensor]], None]:
+    train_step, state = t.make_step(task, model, rule=rule)
     held = [state]
 
     def step(batches: list[Tensor]) -> None:

@@ -39,7 +39,6 @@ class Task:
     max_norm: float | None = None
     checkpoint: str = "none"  # or "reentrant", "nonreentrant" (torch's), "remat" (fzero's)
     adam: bool = True  # else SGD with momentum
-    by_torch: bool = False  # the functional step has torch's optimizer, too
     accumulates: bool = False  # the backwards are parts of one batch, and in no window
 
 
@@ -105,9 +104,11 @@ def torch_optimizer(task: Task, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR, momentum=0.5)
 
 
-def fzero_optimizer(task: Task) -> fzero.optim.Optimizer | fzero.optim.TorchOptimizer:
-    if task.by_torch:
-        return fzero.optim.from_torch(partial(torch_optimizer, task))
+def torch_on_shards(task: Task) -> fzero.optim.TorchOptimizer:
+    return fzero.optim.from_torch(partial(torch_optimizer, task))
+
+
+def fzero_optimizer(task: Task) -> fzero.optim.Optimizer:
     if task.adam:
         return fzero.optim.adamw(LR, weight_decay=1e-2)
     return fzero.optim.sgd(LR, momentum=0.5)
@@ -155,7 +156,9 @@ def by_function(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
     return on_cpu(fzero.full_params(state))
 
 
-def make_step(task: Task, model: nn.Module, mesh: Any = None) -> tuple[Any, Any]:
+def make_step(
+    task: Task, model: nn.Module, mesh: Any = None, rule: Callable[[Task], Any] = fzero_optimizer
+) -> tuple[Any, Any]:
     """A donating functional step over (state, batches [k, 2, 4, 6]), and its first state."""
     apply, params = fzero.functionalize(model)
 
@@ -177,7 +180,7 @@ def make_step(task: Task, model: nn.Module, mesh: Any = None) -> tuple[Any, Any]
     if task.max_norm is not None:
         step = fzero.clip(step, max_norm=task.max_norm)
     sharded = fzero.shard(step, stage=task.stage, mesh=mesh, donate=True)
-    return sharded, sharded.init(params, fzero_optimizer(task))
+    return sharded, sharded.init(params, rule(task))
 
 
 def by_hand(

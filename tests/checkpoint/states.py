@@ -14,7 +14,7 @@ from fzero.collectives import gather_many
 from fzero.partition import unpack
 from fzero.state import NAMESPACE, Placement, TrainState
 from tests.oracle import parts
-from tests.strategies import learns, tensors
+from tests.strategies import learns, on_rank, same, tensors
 
 ADAM = fzero.optim.adam(2.0**-4)
 
@@ -43,8 +43,13 @@ def mixed(seed: int = 0) -> dict[str, Any]:
 
 def blank(params: Any) -> Any:
     """Zeros in the structure of `params`: tied and frozen as they are there."""
+
+    def zeros(value: Tensor) -> Tensor:
+        zero = torch.zeros_like(value).detach()
+        return Parameter(zero, learns(value)) if isinstance(value, Parameter) else zero
+
     values, build = parts(params)
-    return build([_blank(value) for value in values])
+    return build([zeros(value) for value in values])
 
 
 def train(state: Any, steps: int) -> Any:
@@ -64,12 +69,16 @@ def train(state: Any, steps: int) -> Any:
 def contents(state: TrainState) -> dict[str, Tensor]:
     """Everything that training depends on, whole, by name: parameters, slots, counters. Collective.
 
-    Only for fzero's own optimizers, whose record it knows.
+    For fzero's own optimizers and those of `from_torch`, whose records it knows.
     """
     found = {f"p{i}": p for i, p in enumerate(tensors(fzero.full_params(state)))}
-    setup, layout = state.setup, state.setup.layout
-    slots = [*state.optimizer.moments, state.optimizer.masters]
-    for number, slot in enumerate(slots):
+    setup, layout, optimizer = state.setup, state.setup.layout, state.optimizer
+    if isinstance(optimizer, fzero.optim.TorchState):
+        slots = list(optimizer.slots.values())
+        found |= {name: values[0] for name, values in optimizer.counters.items()}
+    else:
+        slots = list(optimizer.moments)
+    for number, slot in enumerate([*slots, optimizer.masters]):
         for index, flat in zip(layout.trainable, slot, strict=True):
             if not flat.numel():
                 continue
@@ -81,10 +90,10 @@ def contents(state: TrainState) -> dict[str, Tensor]:
                 for i, leaf in leaves
                 if leaf.numel()
             }
-    return {**found, "count": state.optimizer.count, "step": state.step}
+    return {**found, "count": optimizer.count, "step": state.step}
 
 
-def make(params: Any, *, stage: int, ranks: int, optimizer: Any = ADAM) -> Any:
+def make(params: Any, *, stage: int, ranks: int = 0, optimizer: Any = ADAM) -> Any:
     """A new state: of this process if `ranks` is 0, else the stack of that many virtual ranks."""
     if not ranks:
         return fzero.init(params, optimizer, stage=stage, bucket_bytes=64)
@@ -105,27 +114,10 @@ def first_rank(state: TrainState) -> dict[str, Tensor]:
     if not state.step.ndim:
         return found
     for rank in range(len(state.step)):
-        equal({k: v[rank] for k, v in found.items()}, {k: v[0] for k, v in found.items()})
-    return {k: v[0] for k, v in found.items()}
-
-
-def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Assert the same names, shapes, dtypes and bits."""
-    assert sorted(actual) == sorted(expected)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+        same(on_rank(found, rank), on_rank(found, 0))
+    return on_rank(found, 0)
 
 
 def snapshot(state: Any) -> Any:
     """A copy of every tensor, to show later that the state was left alone."""
     return optree.tree_map(torch.clone, state, namespace=NAMESPACE)
-
-
-def unchanged(state: Any, before: Any) -> None:
-    """Assert that no tensor of `state` has changed since `snapshot`."""
-    for now, then in zip(tensors(state), tensors(before), strict=True):
-        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
-
-
-def _blank(value: Tensor) -> Tensor:
-    zero = torch.zeros_like(value).detach()
-    return Parameter(zero, learns(value)) if isinstance(value, Parameter) else zero

@@ -122,13 +122,6 @@ class Trainer:
         return params
 
 
-def equal(found: dict[str, Tensor], wanted: dict[str, Tensor], label: object) -> None:
-    assert found.keys() == wanted.keys(), label
-    for path, value in wanted.items():
-        assert found[path].dtype == value.dtype, (label, path)
-        assert torch.equal(found[path], value), (label, path)
-
-
 class Place(NamedTuple):
     ranks: int
     stage: int

@@ -5,9 +5,8 @@ Every body checks by itself; what it returns is for the report or for a check ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
-from fzero.adapter import Engine
 from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.reads import on_device
@@ -103,8 +101,7 @@ def numbers_with_delays(rank: int, size: int, device: str, task: Task, where: Wh
 def one_rank_raises(rank: int, size: int, device: str, stage: int) -> list[str]:
     """The last rank raises in a backward: no rank updates, each gets an error, and all go on."""
     task = Task(stage=stage)
-    model = t.make_model(task, device)
-    engine = Engine(model, t.torch_optimizer(task, model.parameters()), stage=stage)
+    engine = t.make_engine(task, t.make_model(task, device))
     batches = [t.make_batch(device, step=step, at=0, rank=rank) for step in range(3)]
     t.engine_step(engine, batches[:1])
     errors = []
@@ -126,87 +123,45 @@ def one_rank_raises(rank: int, size: int, device: str, stage: int) -> list[str]:
     return errors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """How a steady step is made: its optimizer, and what is around its backwards."""
-
-    optimizer: str  # "sgd", "adamw" or "from_torch", that is torch's AdamW
-    micro: int = 1  # micro-batches of one update
-    window: bool = False  # around them
-    max_norm: float | None = 1.0
-
-
-PROGRAMS = (
-    Program(optimizer="adamw"),
-    Program(optimizer="from_torch", micro=2, window=True),
-    Program(optimizer="sgd", micro=2, max_norm=None),
-)
-
-
 def no_waits_in_a_steady_step(
     rank: int, size: int, device: str, stage: int, driver: str, dtype: torch.dtype
 ) -> None:
     """After three steps the host waits for nothing in a step: it reads and copies no tensor."""
-    make = {"engine": _engine_program, "functional step": _functional_program}[driver]
-    for program in PROGRAMS:
+    kind: Any = partial(Task, stage=stage, dtype=dtype)
+    for task, rule in (
+        (kind(max_norm=1.0), t.fzero_optimizer),
+        (kind(max_norm=1.0, backwards=2), t.torch_on_shards),
+        (kind(adam=False, backwards=2, accumulates=True), t.fzero_optimizer),
+    ):
         with on_device(device) as watched:
-            model = watched.put(t.make_model(Task(stage=stage, dtype=dtype), device))
-            batches = [watched.put(t.make_batch(device, step=s, at=0, rank=rank)) for s in range(5)]
-            step, close = make(program, stage, model)
-            for batch in batches[:3]:
-                step(batch.unbind())
+            model = watched.put(t.make_model(task, device))
+            if driver == "engine":
+                step = _engine_step(task, model)
+            else:
+                step = _functional_step(task, model, rule)
+            batches = [t.batches_of(task, device, step=k, rank=rank) for k in range(5)]
+            for batch in watched.put(batches)[:3]:
+                step(batch)
             with watched.no_waits():
                 for batch in batches[3:]:
-                    step(batch.unbind())
-            close()
+                    step(batch)
 
 
-def _engine_program(program: Program, stage: int, model: nn.Module) -> tuple[Any, Any]:
-    kinds = {"sgd": partial(torch.optim.SGD, lr=t.LR, momentum=0.5)}
-    kind = kinds.get(program.optimizer, partial(torch.optim.AdamW, lr=t.LR))
-    every = 1 if program.window else program.micro
-    engine = Engine(
-        model, kind, stage=stage, max_norm=program.max_norm, gradient_accumulation_steps=every
-    )
-
-    def step(batch: Sequence[Tensor]) -> None:
-        with engine.coalesce() if program.window else nullcontext():
-            for part in zip(*(x.chunk(program.micro) for x in batch), strict=True):
-                t.loss_of(engine, part).backward()
-                if not program.window:
-                    engine.step()
-        if program.window:
-            engine.step()
-
-    return step, engine.close
+def _engine_step(task: Task, model: nn.Module) -> Callable[[list[Tensor]], None]:
+    step = t.accumulating_step if task.accumulates else t.engine_step
+    return partial(step, t.make_engine(task, model))
 
 
-def _functional_program(program: Program, stage: int, model: nn.Module) -> tuple[Any, Any]:
-    apply, params = fzero.functionalize(model)
-    optimizer = {
-        "sgd": fzero.optim.sgd(t.LR, momentum=0.5),
-        "adamw": fzero.optim.adamw(t.LR),
-        "from_torch": fzero.optim.from_torch(partial(torch.optim.AdamW, lr=t.LR)),
-    }[program.optimizer]
+def _functional_step(
+    task: Task, model: nn.Module, rule: Callable[[Task], Any]
+) -> Callable[[list[Tensor]], None]:
+    train_step, state = t.make_step(task, model, rule=rule)
+    held = [state]
 
-    def step_fn(state: Any, x: Tensor, y: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(
-            lambda params: t.loss_of(partial(apply, params), (x, y)), state
-        )()
-        return fzero.apply_gradients(state), loss
+    def step(batches: list[Tensor]) -> None:
+        held[0], _ = train_step(held[0], torch.stack(batches))
 
-    train_step: Any = fzero.accumulate(step_fn, steps=program.micro)
-    if program.window:
-        train_step = fzero.coalesce(train_step)
-    if program.max_norm is not None:
-        train_step = fzero.clip(train_step, max_norm=program.max_norm)
-    train_step = fzero.shard(train_step, stage=stage, donate=True)
-    held = [train_step.init(params, optimizer)]
-
-    def step(batch: Sequence[Tensor]) -> None:
-        held[0], _ = train_step(held[0], *batch)
-
-    return step, lambda: None
+    return step
 
 
 def derivatives(rank: int, size: int, device: str) -> None:
@@ -236,7 +191,7 @@ def derivatives(rank: int, size: int, device: str) -> None:
 def counted(rank: int, size: int, device: str, stage: int) -> dict[str, int]:
     """The collectives of one functional step, those that backward starts on its thread too."""
     task = Task(stage=stage)
-    step, state = t.make_step(task, device)
+    step, state = t.make_step(task, t.make_model(task, device))
     with fzero.count_collectives() as log:
         step(state, [t.make_batch(device, step=0, at=0, rank=rank)])
     return {op: count for op, count in log.counts(rank).items() if op != "agree"}
@@ -245,12 +200,12 @@ def counted(rank: int, size: int, device: str, stage: int) -> dict[str, int]:
 def saved_and_loaded(rank: int, size: int, device: str, folder: str) -> None:
     """What stage 3 saved, stage 0 trains on from, to the numbers of an uninterrupted run."""
     whole = Task(stage=3)
-    step, state = t.make_step(whole, device)
+    step, state = t.make_step(whole, t.make_model(whole, device))
     for number in range(2):
         state, _ = step(state, [t.make_batch(device, step=number, at=0, rank=rank)])
     path = Path(folder) / f"saved-{device}-{size}"
     fzero.checkpoint.save(path, state)
-    step, fresh = t.make_step(Task(stage=0), device)
+    step, fresh = t.make_step(Task(stage=0), t.make_model(whole, device))
     state = fzero.checkpoint.load(path, fresh)
     state, _ = step(state, [t.make_batch(device, step=2, at=0, rank=rank)])
     t.check_close(t.on_cpu(fzero.full_params(state)), t.by_hand(whole, range(size), device))
@@ -259,7 +214,7 @@ def saved_and_loaded(rank: int, size: int, device: str, folder: str) -> None:
 def virtual_ranks(rank: int, size: int, device: str, stage: int) -> None:
     """Two virtual ranks in this process, on tensors of the device, give the same numbers."""
     task = Task(stage=stage)
-    step = t.make_step(task, device)[0]
+    step = t.make_step(task, t.make_model(task, device))[0]
     simulated = fzero.simulate(step, world_size=2)
     params = fzero.functionalize(t.make_model(task, device))[1]
     state = simulated.init(params, t.fzero_optimizer(task))

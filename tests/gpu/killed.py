@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import fzero
-from fzero.adapter import Engine
 from tests.failing import in_backward
 from tests.gpu import training as t
 from tests.rank_process import share_gpu
@@ -35,8 +34,7 @@ def main() -> None:
         share_gpu(rank, size)
     fzero.world()
     task = t.Task(stage=stage)
-    model = t.make_model(task, device)
-    engine = Engine(model, t.torch_optimizer(task, model.parameters()), stage=stage)
+    engine = t.make_engine(task, t.make_model(task, device))
     try:
         for step in range(4):
             loss = t.loss_of(engine, t.make_batch(device, step=step, at=0, rank=rank))

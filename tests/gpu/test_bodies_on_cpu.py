@@ -12,7 +12,7 @@ import torch
 from tests.gpu import bodies, costs
 from tests.gpu.bodies import DRIVERS
 from tests.gpu.reads import HostReadError, on_device
-from tests.gpu.test_nccl import check_killed
+from tests.gpu.test_nccl import CHECKPOINTS, check_killed
 from tests.gpu.training import Task
 from tests.gpu.watch import Span, Trace, sort_events
 from tests.ranks import run_ranks
@@ -24,25 +24,20 @@ def on_cpu(body: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
     return run_ranks(bodies.run, size, "cpu", body, *args)
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_numbers(stage: int, driver: str) -> None:
-    on_cpu(bodies.numbers, Task(stage=stage), driver)
-    on_cpu(bodies.numbers, Task(stage=stage, backwards=3, max_norm=0.5), driver)
-    kinds = {"engine": ("reentrant", "nonreentrant"), "functional step": ("nonreentrant", "remat")}
-    for kind in kinds[driver]:
+def test_numbers(stage: int) -> None:
+    for driver in DRIVERS:
+        on_cpu(bodies.numbers, Task(stage=stage), driver)
+        on_cpu(bodies.numbers, Task(stage=stage, backwards=3, max_norm=0.5), driver)
+    for kind, driver in CHECKPOINTS:
         on_cpu(bodies.numbers, Task(stage=stage, checkpoint=kind), driver)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_one_rank(stage: int) -> None:
+def test_one_rank_and_meshes(stage: int) -> None:
     for driver in DRIVERS:
         on_cpu(bodies.numbers, Task(stage=stage, backwards=2), driver, size=1)
     on_cpu(bodies.virtual_ranks, stage, size=1)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_meshes(stage: int) -> None:
     on_cpu(bodies.numbers_on_a_mesh, stage, "user's group")
     on_cpu(bodies.numbers_on_a_mesh, stage, "sub-mesh of this rank")
 

@@ -55,34 +55,27 @@ def nccl(request: pytest.FixtureRequest) -> World:
     return request.param
 
 
+CHECKPOINTS = [
+    ("reentrant", "engine"),
+    ("nonreentrant", "engine"),
+    ("nonreentrant", "functional step"),
+    ("remat", "functional step"),
+]
 every_stage = pytest.mark.parametrize("stage", STAGES)
 every_driver = pytest.mark.parametrize("driver", DRIVERS)
 
 
 @every_stage
 @every_driver
-def test_the_numbers_are_those_of_one_process(world: World, stage: int, driver: str) -> None:
-    world(bodies.numbers, Task(stage=stage), driver)
-
-
-@every_stage
-@every_driver
-def test_a_window_with_clipping_gives_the_numbers_of_one_process(
-    world: World, stage: int, driver: str
+@pytest.mark.parametrize("options", [{}, {"backwards": 3, "max_norm": 0.5}], ids=["", "window"])
+def test_the_numbers_are_those_of_one_process(
+    world: World, stage: int, driver: str, options: dict[str, Any]
 ) -> None:
-    world(bodies.numbers, Task(stage=stage, backwards=3, max_norm=0.5), driver)
+    world(bodies.numbers, Task(stage=stage, **options), driver)
 
 
 @every_stage
-@pytest.mark.parametrize(
-    ("kind", "driver"),
-    [
-        ("reentrant", "engine"),
-        ("nonreentrant", "engine"),
-        ("nonreentrant", "functional step"),
-        ("remat", "functional step"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "driver"), CHECKPOINTS)
 def test_activation_checkpointing_changes_nothing(
     nccl: World, stage: int, kind: str, driver: str
 ) -> None:

@@ -8,16 +8,20 @@ batches, the third trains one process on the batches of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.adapter import Engine
+from tests import oracle
 
 SYMBOLS = 17
 LR = 1e-2
@@ -35,6 +39,7 @@ class Task:
     max_norm: float | None = None
     checkpoint: str = "none"  # or "reentrant", "nonreentrant" (torch's), "remat" (fzero's)
     adam: bool = True  # else SGD with momentum
+    accumulates: bool = False  # the backwards are parts of one batch, and in no window
 
 
 class Block(nn.Module):
@@ -81,6 +86,11 @@ def make_batch(device: str, *, step: int, at: int, rank: int) -> Tensor:
     return torch.randint(0, SYMBOLS, (2, 4, 6), generator=generator).to(device)
 
 
+def batches_of(task: Task, device: str, *, step: int, rank: int) -> list[Tensor]:
+    """One for each backward of an update."""
+    return [make_batch(device, step=step, at=at, rank=rank) for at in range(task.backwards)]
+
+
 def loss_of(model: Callable[[Tensor], Tensor], batch: Tensor | Sequence[Tensor]) -> Tensor:
     logits = model(batch[0]).flatten(0, 1)
     return F.cross_entropy(
@@ -94,6 +104,10 @@ def torch_optimizer(task: Task, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR, momentum=0.5)
 
 
+def torch_on_shards(task: Task) -> fzero.optim.TorchOptimizer:
+    return fzero.optim.from_torch(partial(torch_optimizer, task))
+
+
 def fzero_optimizer(task: Task) -> fzero.optim.Optimizer:
     if task.adam:
         return fzero.optim.adamw(LR, weight_decay=1e-2)
@@ -101,86 +115,92 @@ def fzero_optimizer(task: Task) -> fzero.optim.Optimizer:
 
 
 def by_engine(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
-    model = make_model(task, device)
-    optimizer = torch_optimizer(task, model.parameters())
-    engine = Engine(model, optimizer, stage=task.stage, mesh=mesh, max_norm=task.max_norm)
+    engine = make_engine(task, make_model(task, device), mesh)
     for step in range(task.steps):
-        engine_step(engine, [make_batch(device, step=step, at=i, rank=rank) for i in _range(task)])
+        engine_step(engine, batches_of(task, device, step=step, rank=rank))
     found = engine.full_state_dict()
     engine.close()
     return on_cpu(found)
 
 
+def make_engine(task: Task, model: nn.Module, mesh: Any = None) -> Engine:
+    return Engine(
+        model,
+        torch_optimizer(task, model.parameters()),
+        stage=task.stage,
+        mesh=mesh,
+        max_norm=task.max_norm,
+        gradient_accumulation_steps=task.backwards if task.accumulates else 1,
+    )
+
+
 def engine_step(engine: Engine, batches: list[Tensor]) -> None:
-    if len(batches) == 1:
-        loss_of(engine, batches[0]).backward()
-    else:
-        with engine.coalesce():
-            for batch in batches:
-                loss_of(engine, batch).backward()
+    """One update; of several batches in a window."""
+    with engine.coalesce() if len(batches) > 1 else nullcontext():
+        for batch in batches:
+            loss_of(engine, batch).backward()
     assert engine.step()
 
 
+def accumulating_step(engine: Engine, batches: list[Tensor]) -> None:
+    """One update, at the last of as many calls of `step` as there are batches."""
+    for number, batch in enumerate(batches, 1):
+        loss_of(engine, batch).backward()
+        assert engine.step() is (number == len(batches))
+
+
 def by_function(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
-    train_step, state = make_step(task, device, mesh)
+    train_step, state = make_step(task, make_model(task, device), mesh)
     for step in range(task.steps):
-        batches = [make_batch(device, step=step, at=i, rank=rank) for i in _range(task)]
-        state, _ = train_step(state, batches)
+        state, _ = train_step(state, batches_of(task, device, step=step, rank=rank))
     return on_cpu(fzero.full_params(state))
 
 
-def make_step(task: Task, device: str, mesh: Any = None) -> tuple[Any, Any]:
-    """A donating functional step over (state, batches), and its first state."""
-    apply, params = fzero.functionalize(make_model(task, device))
+def make_step(
+    task: Task, model: nn.Module, mesh: Any = None, rule: Callable[[Task], Any] = fzero_optimizer
+) -> tuple[Any, Any]:
+    """A donating functional step over (state, batches [k, 2, 4, 6]), and its first state."""
+    apply, params = fzero.functionalize(model)
 
     def loss_fn(params: Any, batch: Tensor) -> Tensor:
         return loss_of(lambda symbols: apply(params, symbols), batch)
 
-    def step_fn(state: Any, batches: list[Tensor]) -> tuple[Any, Tensor]:
+    def step_fn(state: Any, batches: Any) -> tuple[Any, Tensor]:
         losses = []
         for batch in batches:
             state, loss = fzero.grad_and_reduce(loss_fn, state)(batch)
             losses.append(loss)
         return fzero.apply_gradients(state), torch.stack(losses)
 
-    step = step_fn if task.max_norm is None else fzero.clip(step_fn, max_norm=task.max_norm)
-    if task.backwards > 1:
+    step: Any = step_fn
+    if task.accumulates:
+        step = fzero.accumulate(step, steps=task.backwards)
+    elif task.backwards > 1:
         step = fzero.coalesce(step)
+    if task.max_norm is not None:
+        step = fzero.clip(step, max_norm=task.max_norm)
     sharded = fzero.shard(step, stage=task.stage, mesh=mesh, donate=True)
-    return sharded, sharded.init(params, fzero_optimizer(task))
+    return sharded, sharded.init(params, rule(task))
 
 
 def by_hand(
     task: Task, ranks: Sequence[int], device: str, steps: Sequence[int] | None = None
 ) -> Params:
-    """One process, autograd and torch.optim; 16-bit parameters have fp32 masters.
+    """The oracle of all tests, on the batches of all `ranks`.
 
-    It has the batches of all `ranks`; `steps` are the numbers of those it takes, by default all.
+    `steps` are the numbers of the batches that it takes, by default all.
     """
     model = make_model(replace(task, checkpoint="none"), device)
-    learnt = list(model.parameters())
-    wide = [p.detach().float() if p.dtype.itemsize < 4 else p.detach().clone() for p in learnt]
-    optimizer = torch_optimizer(task, wide)
-    for step in range(task.steps) if steps is None else steps:
-        for master in wide:
-            master.grad = torch.zeros_like(master)
-        for rank in ranks:
-            for at in _range(task):
-                loss = loss_of(model, make_batch(device, step=step, at=at, rank=rank))
-                for master, grad in zip(wide, torch.autograd.grad(loss, learnt), strict=True):
-                    assert master.grad is not None
-                    master.grad += grad.to(master.dtype) / len(ranks)
-        if task.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(wide, task.max_norm)
-        optimizer.step()
-        with torch.no_grad():
-            for p, master in zip(learnt, wide, strict=True):
-                p.copy_(master)
-    return on_cpu(dict(model.named_parameters()))
 
+    def loss(params: Any, batches: list[Tensor]) -> Tensor:
+        losses = [loss_of(partial(functional_call, model, params), batch) for batch in batches]
+        return torch.stack(losses).sum()
 
-def _range(task: Task) -> range:
-    return range(task.backwards)
+    numbers = range(task.steps) if steps is None else steps
+    given = [[batches_of(task, device, step=k, rank=rank) for rank in ranks] for k in numbers]
+    params = dict(model.named_parameters())
+    optimizer = partial(torch_optimizer, task)
+    return on_cpu(oracle.train(loss, params, given, optimizer, task.max_norm))
 
 
 def on_cpu(params: Params) -> Params:

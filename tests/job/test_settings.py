@@ -56,10 +56,10 @@ def test_every_option_arrives() -> None:
     assert settings.course.text == str(Path("src").resolve())
 
 
-@pytest.mark.parametrize("optimizer", list(DEFAULT_LR))
-def test_the_learning_rate_follows_the_optimizer_unless_given(optimizer: str) -> None:
-    assert resolve({"optimizer": optimizer}).course.lr == DEFAULT_LR[optimizer]
-    assert resolve({"optimizer": optimizer, "lr": 0.125}).course.lr == 0.125
+def test_the_learning_rate_follows_the_optimizer_unless_given() -> None:
+    for optimizer, rate in DEFAULT_LR.items():
+        assert resolve({"optimizer": optimizer}).course.lr == rate
+        assert resolve({"optimizer": optimizer, "lr": 0.125}).course.lr == 0.125
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,12 @@ def test_the_learning_rate_follows_the_optimizer_unless_given(optimizer: str) ->
     [
         ["--steps", "0"],
         ["--steps", "1.5"],
-        ["--global-batch", "-8"],
         ["--lr", "0"],
         ["--lr", "nan"],
         ["--clip", "-1"],
         ["--stage", "4"],
-        ["--dtype", "float8"],
         ["--optimizer", "muon"],
         ["--seed", "-1"],
-        ["--micro-batches", "0"],
-        ["--batch-size", "4"],
     ],
     ids=" ".join,
 )
@@ -93,20 +89,14 @@ def saved(**given: Any) -> dict[str, Any]:
     return json.loads(json.dumps(saved_form(resolve(given))))  # as it comes from the file
 
 
-def test_a_resumed_run_keeps_what_was_saved() -> None:
+def test_a_resumed_run_keeps_what_was_saved_and_says_what_it_changes() -> None:
     before = {"width": 64, "steps": 9, "seed": 4, "stage": 3, "optimizer": "sgd", "coalesce": False}
     assert saved_form(resolve({}, saved(**before))) == saved(**before)
-
-
-def test_a_resumed_run_may_split_the_work_in_another_way() -> None:
-    settings = resolve({"stage": 0, "micro_batches": 4}, saved(stage=3))
-    assert (settings.split.stage, settings.split.micro_batches) == (0, 4)
-    assert changed_course(settings, saved(stage=3)) == []
-
-
-def test_a_resumed_run_says_what_it_changes_of_the_course() -> None:
-    settings = resolve({"global_batch": 16, "lr": 1e-4}, saved())
-    assert changed_course(settings, saved()) == ["--global-batch 8 -> 16", "--lr 0.002 -> 0.0001"]
+    split = resolve({"stage": 0, "micro_batches": 4}, saved(stage=3))  # it is free to change
+    assert (split.split.stage, split.split.micro_batches) == (0, 4)
+    assert changed_course(split, saved(stage=3)) == []
+    course = resolve({"global_batch": 16, "lr": 1e-4}, saved())
+    assert changed_course(course, saved()) == ["--global-batch 8 -> 16", "--lr 0.002 -> 0.0001"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import optree
@@ -13,7 +14,8 @@ from torch import Tensor
 
 import fzero
 from fzero.state import NAMESPACE
-from tests.optim.cases import CASES
+from tests.optim.cases import CASES, trained
+from tests.optim.torch_cases import ELEMENTWISE
 from tests.oracle import linear_loss, square_loss, train
 from tests.strategies import (
     LEARNING,
@@ -29,17 +31,6 @@ from tests.strategies import (
 
 names = st.sampled_from(sorted(CASES))
 STEPS = 5
-
-
-def step_fn(state: Any, x: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(loss_of(state), state)(x)
-    return fzero.apply_gradients(state), loss
-
-
-def loss_of(state: Any) -> Any:
-    """Gradients that depend on the parameters, where the dtypes are wide enough for that."""
-    dtypes = {leaf.dtype for leaf in state.setup.layout.leaves}
-    return linear_loss if torch.bfloat16 in dtypes else square_loss
 
 
 def close_updates(actual: Any, expected: Any, start: Any) -> None:
@@ -60,20 +51,17 @@ def rounding(dtype: torch.dtype) -> float:
 
 @given(name=names, tree=trees(LEARNING, max_leaves=4), ranks=worlds, stage=stages, seed=seeds)
 def test_training_is_torchs(name: str, tree: Any, ranks: int, stage: int, seed: int) -> None:
+    """With gradients that depend on the parameters, where the dtypes are wide enough for that."""
     xs = integers((STEPS, ranks), seed, bound=1)
     ours, theirs = CASES[name]
-    run = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=ranks)
-    state = run.init(tree, ours())
+    loss = linear_loss if any(x.dtype is torch.bfloat16 for x in tensors(tree)) else square_loss
+    got, state = trained(tree, ours(), xs, loss=loss, stage=stage)
     if not state.setup.layout.trainable:
         return
-    loss = loss_of(state)
-    for x in xs:
-        state, _ = run(state, x)
-    got = fzero.simulate(fzero.full_params, world_size=ranks)(state)
     want = train(loss, tree, [list(x) for x in xs], theirs)
     for rank in range(ranks):
         close_updates(on_rank(got, rank), want, tree)
-    assert on_rank(state.step, 0) == STEPS
+    assert state.step.tolist() == [STEPS] * ranks
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -100,12 +88,10 @@ def test_the_pure_pair_is_torchs_too(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("master_weights", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_formula_and_kernel_agree(name: str, master_weights: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(2)
-    optimizer = CASES[name].ours(master_weights=master_weights)
-    start = [torch.randn(7).to(dtype), torch.randn(0).to(dtype), torch.randn(1).to(dtype)]
+def test_formula_and_kernel_agree_on_bf16_without_masters(name: str) -> None:
+    """The formula rounds after each operation, the fused kernel once."""
+    optimizer = CASES[name].ours(master_weights=False)
+    start = [torch.randn(7).bfloat16(), torch.randn(0).bfloat16(), torch.randn(1).bfloat16()]
     ends = []
     for differentiable in (True, False):
         params, state = start, optimizer.init(start)
@@ -114,52 +100,44 @@ def test_formula_and_kernel_agree(name: str, master_weights: bool, dtype: torch.
             params, state = optimizer.advance(
                 params, grads, state, (), differentiable=differentiable
             )
-        assert int(state.count) == STEPS
-        ends.append((params, state.moments, state.masters))
-    formula, kernel = (tensors(end) for end in ends)
-    low = dtype is torch.bfloat16 and not master_weights
-    for a, b in zip(formula, kernel, strict=True):
-        assert a.dtype == b.dtype
-        # Without masters the formula rounds after each operation, the fused kernel once.
-        bound = 0.02 if low else rounding(a.dtype)
-        torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+        ends.append((params, state.moments))
+    torch.testing.assert_close(*ends, rtol=0.02, atol=0.02)
 
 
-def test_bf16_parameters_do_not_lose_small_updates() -> None:
-    def run(master_weights: bool) -> Tensor:
-        optimizer = fzero.optim.sgd(2.0**-10, master_weights=master_weights)
-        state = fzero.init({"w": torch.ones(3, dtype=torch.bfloat16)}, optimizer, stage=0)
-        for _ in range(16):
-            state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
-            state = fzero.apply_gradients(state)
-        return fzero.full_params(state)["w"]
-
-    assert run(True).tolist() == [1 - 2.0**-6] * 3
-    assert run(False).tolist() == [1.0] * 3
+def test_bf16_parameters_with_masters_do_not_lose_small_updates() -> None:
+    optimizer = fzero.optim.sgd(2.0**-10)
+    state = fzero.init({"w": torch.ones(3, dtype=torch.bfloat16)}, optimizer, stage=0)
+    for _ in range(16):
+        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+        state = fzero.apply_gradients(state)
+    assert fzero.full_params(state)["w"].tolist() == [1 - 2.0**-6] * 3
 
 
-def test_only_owned_buffers_are_overwritten() -> None:
-    optimizer = fzero.optim.adam(0.1)
-    params, grads = [torch.ones(3)], [torch.ones(3)]
-    state = optimizer.init(params)
-    new, after = optimizer.advance(params, grads, state, ())
-    assert params[0].tolist() == [1.0] * 3
-    assert state.moments[0][0].tolist() == [0.0] * 3
-    owned, _ = optimizer.advance(params, grads, state, (), owned=True)
-    assert owned[0] is params[0]
-    same(owned, new)
-    same(state.moments, after.moments)
+WITHOUT_MASTERS: dict[str, Any] = {
+    "sgd": fzero.optim.sgd(0.5, momentum=0.5, master_weights=False),
+    "torch's sgd": fzero.optim.from_torch(
+        partial(torch.optim.SGD, lr=0.5, momentum=0.5), master_weights=False
+    ),
+}
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_padding_stays_zero(name: str) -> None:
-    run = fzero.simulate(fzero.shard(step_fn, stage=2), world_size=4)
-    state = run.init({"w": integers((5,), 1, bound=9)}, CASES[name].ours())
-    for seed in range(3):
-        state, _ = run(state, integers((4,), seed))
-    assert state.params.flats[0].shape == (4, 8)
-    assert not state.params.flats[0][:, 5:].any()
-    assert state.params.flats[0][:, :5].all()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", WITHOUT_MASTERS)
+def test_without_masters_every_element_of_16_bits_is_updated(
+    name: str, stage: int, dtype: torch.dtype
+) -> None:
+    """p' = p - m / 2, m = m / 2 + g: exact, for all numbers are multiples of 1/4 below 16.
+
+    There are more elements than fit a vector register.
+    """
+    params, *grads = (integers((71,), seed).to(dtype) for seed in (1, 2, 3))
+    state = fzero.init({"w": params}, WITHOUT_MASTERS[name], stage=stage)
+    for grad in grads:
+        state, _ = fzero.grad_and_reduce(lambda p, g: (p["w"] * g).sum(), state)(grad)
+        state = fzero.apply_gradients(state)
+    want = params - 0.5 * grads[0] - 0.5 * (0.5 * grads[0] + grads[1])
+    same(fzero.full_params(state), {"w": want})
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"lion", "lion decayed"}))
@@ -193,3 +171,69 @@ def test_where_adam_never_saw_a_gradient_its_derivative_is_zero_not_nan() -> Non
     grad = torch.func.grad(trained)(torch.ones(2))
     assert grad.isfinite().all()
     assert grad[1] == 0
+
+
+# What lies between the leaves of a flat, and behind the last one
+
+EVERY: dict[str, Any] = {name: case.ours() for name, case in CASES.items()}
+for _name, (_kind, _options) in ELEMENTWISE.items():
+    EVERY[f"torch's {_name}"] = fzero.optim.from_torch(partial(_kind, **_options))
+
+
+def padding_of(layout: fzero.state.Layout, index: int) -> Tensor:
+    """Where no leaf of a group is, [W l]."""
+    free = torch.ones(layout.full_numel(index), dtype=torch.bool)
+    group = layout.groups[index]
+    for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+        free[offset : offset + layout.leaves[leaf].numel] = False
+    return free
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (3, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_padding_stays_zero_in_parameters_gradients_and_masters_and_finite_in_states(
+    name: str, stage: int, dtype: torch.dtype
+) -> None:
+    """Also on ranks that have nothing but padding. (Adamax keeps max(0, eps) there.)"""
+    ranks = 3
+    params = {
+        "a.v": integers((5,), 1, dtype) + 0.5,
+        "a.w": integers((7, 3), 2, dtype) + 0.5,
+        "b": torch.tensor(2.0, dtype=dtype),
+    }
+
+    def loss(p: Any) -> Tensor:
+        total = sum(((x.float() ** 2).sum() for x in p.values()), torch.zeros(()))
+        return total * (1 + fzero.axis_index())
+
+    def step_fn(state: Any) -> tuple[Any, Any]:
+        state, _ = fzero.grad_and_reduce(loss, state)()
+        return fzero.apply_gradients(state), state.gradients.flats
+
+    step = fzero.clip(step_fn, max_norm=1.0)
+    run = fzero.simulate(fzero.shard(step, stage=stage), world_size=ranks)
+    state = run.init(params, EVERY[name])
+    gradients: Any = ()
+    for _ in range(3):
+        state, gradients = run(state)
+
+    layout = state.setup.layout
+    for index in range(len(layout.groups)):
+        free = padding_of(layout, index)
+        assert free.any()
+
+        def padding(x: Tensor, free: Tensor = free) -> Tensor:
+            """Of a shard, or of all, of each rank."""
+            return x[free.view(ranks, -1) if x.numel() == free.numel() else free.expand(ranks, -1)]
+
+        masters = [x for x in state.optimizer.masters[index : index + 1] if x.numel()]
+        for x in (gradients[index], state.params.flats[index], *masters):
+            assert not padding(x).any()
+        for x in states_of(state.optimizer, index):
+            assert padding(x).isfinite().all()
+
+
+def states_of(optimizer: Any, index: int) -> list[Tensor]:
+    """The moments or slots of one group, [W, l] each."""
+    kept = optimizer.slots.values() if hasattr(optimizer, "slots") else optimizer.moments
+    return [each[index] for each in kept if each[index].dim() == 2]

@@ -5,21 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import optree
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fzero
 from fzero.errors import LayoutError, PhaseError
 from fzero.optim import from_torch
-from fzero.state import NAMESPACE
-from tests.optim.torch_runs import (
-    flats_of,
-    leaf_of,
-    parameters,
-    torchs,
-)
+from tests.optim.cases import trained
+from tests.optim.torch_cases import parameters
 
 
 def test_parameters_are_found_by_identity_or_by_their_memory() -> None:
@@ -42,7 +36,9 @@ def test_a_class_has_one_group_of_what_learns() -> None:
 
 def used(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     optimizer = torch.optim.Adam(params.values())
-    torchs(optimizer, params, [0])
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
     return optimizer
 
 
@@ -52,6 +48,11 @@ def doubled(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
 
 def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": params}, {"params": []}], lr=0.1)
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise TypeError("step() missing 1 required positional argument: 'closure'")
 
 
 class Remembers(torch.optim.SGD):
@@ -66,11 +67,14 @@ def two_rates(params: list[nn.Parameter]) -> Any:
     raise KeyError("lr of the second group")
 
 
-ANYTHING: Any = {"name": "adam", "list": lambda params: params}
+def itself(params: list[nn.Parameter]) -> Any:
+    return params
+
+
 WRONG: list[tuple[Any, type[Exception], str]] = [
-    (lambda _: ANYTHING["name"], LayoutError, r"the optimizer is 'adam'"),
+    (lambda _: "adam", LayoutError, r"the optimizer is 'adam'"),
     (lambda _: nn.Linear, LayoutError, r"the optimizer is <class"),
-    (lambda _: ANYTHING["list"], LayoutError, r"<lambda>, which gives a list"),
+    (lambda _: itself, LayoutError, r"itself, which gives a list"),
     (lambda _: two_rates, KeyError, "lr of the second group"),
     (lambda _: two_groups, LayoutError, "two_groups makes 2 param groups"),
     (lambda _: torch.optim.LBFGS, LayoutError, r"LBFGS cannot step[\s\S]*closure"),
@@ -80,6 +84,11 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (doubled, LayoutError, "b is in the optimizer's groups 0 and 1"),
     (used, PhaseError, "has state for 4 parameters already"),
     (lambda _: Remembers, LayoutError, "Remembers keeps history = list"),
+    (
+        lambda p: Broken(p.values()),
+        LayoutError,
+        r"Broken could not step[\s\S]*TypeError: step\(\) m",
+    ),
 ]
 
 
@@ -92,10 +101,14 @@ def test_what_cannot_be_is_refused_before_the_layout(make: Any, kind: Any, text:
 
 def test_an_update_that_is_to_be_differentiated_is_refused() -> None:
     params = parameters()
-    optimizer, flats = from_torch(torch.optim.SGD).bind(params), flats_of(params)
-    state = optimizer.init(flats.params, flats.pieces)
+    state = fzero.init(params, from_torch(torch.optim.SGD), stage=0)
+
+    def trained(scale: Tensor) -> Tensor:
+        new, _ = fzero.grad_and_reduce(lambda p: scale * p["b"].sum(), state)()
+        return fzero.full_params(fzero.apply_gradients(new))["b"].sum()
+
     with pytest.raises(PhaseError, match=r"to be differentiated[\s\S]*Fix: use fzero.optim.sgd"):
-        optimizer.advance(flats.params, flats.params, state, flats.pieces, differentiable=True)
+        torch.func.grad(trained)(torch.ones(()))
 
 
 def test_what_is_not_bound_says_so() -> None:
@@ -103,52 +116,43 @@ def test_what_is_not_bound_says_so() -> None:
         from_torch(torch.optim.SGD).init([torch.ones(1)])
 
 
-def test_groups_and_state_that_come_later_are_refused() -> None:
+def add_a_group(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def load_a_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(used(parameters()).state_dict())
+
+
+@pytest.mark.parametrize("change", [add_a_group, load_a_state])
+def test_groups_and_state_that_come_later_are_refused(change: Any) -> None:
     params = parameters()
-    flats = flats_of(params)
-    state_dict = used(parameters()).state_dict()
-    for change in (
-        lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
-        lambda o: o.load_state_dict(state_dict),
-    ):
-        instance = torch.optim.Adam(params.values())
-        optimizer = from_torch(instance).bind(params)
-        state = optimizer.init(flats.params, flats.pieces)
-        change(instance)
-        with pytest.raises(PhaseError, match="when the train state was made it had 1"):
-            optimizer.advance(flats.params, flats.params, state, flats.pieces)
+    instance = torch.optim.Adam(params.values())
+    state = fzero.init(params, from_torch(instance), stage=0)
+    change(instance)
+    with pytest.raises(PhaseError, match="when the train state was made it had 1"):
+        trained(params, None, torch.ones(1), stage=0, state=state)
 
 
 def test_an_option_that_adds_state_later_is_refused() -> None:
     params = parameters()
     instance = torch.optim.SGD(params.values(), lr=0.1)
-    optimizer, flats = from_torch(instance).bind(params), flats_of(params)
-    state = optimizer.init(flats.params, flats.pieces)
+    state = fzero.init(params, from_torch(instance), stage=0)
     instance.param_groups[0]["momentum"] = 0.9
     with pytest.raises(LayoutError, match=r"SGD now keeps \['momentum_buffer'\]"):
-        optimizer.advance(flats.params, flats.params, state, flats.pieces)
+        trained(params, None, torch.ones(1), stage=0, state=state)
     assert not instance.state
 
 
-def test_ranks_can_compare_what_it_says() -> None:
+@pytest.mark.parametrize("is_factory", [True, False])
+def test_ranks_can_compare_what_it_says(is_factory: bool) -> None:
     params = parameters()
-    rate = torch.tensor(0.25)
-    for made in (
-        functools.partial(torch.optim.AdamW, lr=rate),
-        torch.optim.AdamW(params.values(), lr=rate),
-    ):
-        first, second = from_torch(made).bind(params).describe([leaf_of("b", params["b"])])
-        assert first == "optimizer from_torch(AdamW)"
-        assert "lr=tensor(0.25)" in second and "betas=(0.9, 0.999)" in second
-
-
-def test_the_state_is_a_pytree() -> None:
-    params = parameters()
-    optimizer, flats = from_torch(torch.optim.Adam).bind(params), flats_of(params)
-    state = optimizer.init(flats.params, flats.pieces)
-    held: Any = state
-    twice: Any = optree.tree_map(lambda x: torch.stack([x, x]), held, namespace=NAMESPACE)
-    assert twice.slots["exp_avg"][0].shape == (2, 33) and twice.count.shape == (2,)
+    made = functools.partial(torch.optim.AdamW, lr=torch.tensor(0.25))
+    source = made if is_factory else made(params.values())
+    state = fzero.init(params, from_torch(source), stage=0)
+    first, second = state.setup.optimizer.describe(state.setup.layout.leaves)
+    assert first == "optimizer from_torch(AdamW)"
+    assert "lr=tensor(0.25)" in second and "betas=(0.9, 0.999)" in second
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
+from tests import oracle
 from tests.optim.cases import Lion
 
-ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+SHAPES = {"a.bias": (5,), "a.weight": (3, 5), "b": (2, 3, 2), "scale": ()}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    """The same numbers at each call."""
+    torch.manual_seed(1)
+    return {path: nn.Parameter(torch.randn(shape).to(dtype)) for path, shape in SHAPES.items()}
+
+
+def fused(optimizer: Optimizer) -> Optimizer:
+    """As fzero does: the kernel that rounds as little as possible, where torch may choose."""
+    for group in optimizer.param_groups:
+        if group.get("fused", False) is None:
+            group["fused"] = True
+    return optimizer
+
+
+def by_torch(
+    params: dict[str, nn.Parameter],
+    xs: Tensor,
+    make: Callable[[dict[str, Tensor]], Optimizer],
+) -> dict[str, Tensor]:
+    """The oracle on xs [steps, ranks], or [steps]; `make` gets parameters by path."""
+
+    def optimizer(tensors: Iterable[Tensor]) -> Optimizer:
+        return fused(make(dict(zip(params, tensors, strict=True))))
+
+    steps = [list(x) for x in xs.reshape(len(xs), -1)]
+    return oracle.train(oracle.linear_loss, params, steps, optimizer)
+
+
+ELEMENTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1, "maximize": True}),
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "dampening": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
     "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "adam": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "adamw by its class alone": (torch.optim.AdamW, {}),
     "amsgrad": (torch.optim.AdamW, {"lr": 0.05, "amsgrad": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.5}),
     "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
@@ -73,7 +108,7 @@ class Noisy(torch.optim.SGD):
                 p.data += 0.01 * torch.randn_like(p)
 
 
-NOT_ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+NOT_ELEMENTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch's adafactor": (torch.optim.Adafactor, {}),
     "hugging face's adafactor": (Adafactor, {}),
     "hugging face's adafactor with a rate": (

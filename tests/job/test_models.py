@@ -1,6 +1,10 @@
-"""The GPT: shapes, causality, tied weights, generation."""
+"""The models: the GPT, and the bigram baseline against a count in plain Python."""
 
 from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
+from fzero.job.bigram import bigram_loss, fit_bigram
 from fzero.job.gpt import GPT, GPTConfig, generate
 
 SMALL = GPTConfig(layers=2, width=24, heads=3, context=16)
@@ -15,13 +20,6 @@ SMALL = GPTConfig(layers=2, width=24, heads=3, context=16)
 
 def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("length", [1, 5, 16, 40])
-def test_logits_are_one_distribution_a_byte(length: int) -> None:
-    logits = GPT(SMALL)(tokens(2, length))
-    assert logits.shape == (2, length, 256)
-    assert logits.isfinite().all()
 
 
 @pytest.mark.parametrize("at", [1, 7, 15])
@@ -42,13 +40,6 @@ def test_position_counts() -> None:
     assert not torch.allclose(one, two)
 
 
-def test_a_new_model_predicts_about_evenly() -> None:
-    model, batch = GPT(GPTConfig()), tokens(4, 65)
-    logits = model(batch[:, :-1])
-    loss = torch.nn.functional.cross_entropy(logits.mT, batch[:, 1:].long())
-    assert abs(loss.item() - 5.545) < 0.5  # log 256
-
-
 def test_the_default_has_a_few_million_parameters_and_one_tied_table() -> None:
     apply, params = fzero.functionalize(GPT(GPTConfig()))
     assert 4e6 < sum(p.numel() for p in params.values()) < 6e6
@@ -64,7 +55,6 @@ def test_the_default_has_a_few_million_parameters_and_one_tied_table() -> None:
 @pytest.mark.parametrize(
     ("sizes", "fix"),
     [
-        ({"width": 20, "heads": 3}, r"multiple of 2 x heads = 6"),
         ({"width": 15, "heads": 3}, r"multiple of 2 x heads = 6"),
         ({"layers": 0}, "--layers at least 1"),
         ({"context": -1}, "--context at least 1"),
@@ -91,3 +81,26 @@ def test_generation_follows_the_logits_and_the_seed() -> None:
     first, again = (generate(even, prompt, count=20, context=4, seed=5) for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, generate(even, prompt, count=20, context=4, seed=6))
+
+
+# The bigram
+
+TEXT = b"the quick brown fox, the lazy dog; the end.\x00\xff\xff"
+
+
+def test_it_is_the_smoothed_count() -> None:
+    text = torch.tensor(list(TEXT), dtype=torch.uint8)
+    pairs, firsts = Counter(pairwise(TEXT)), Counter(TEXT[:-1])
+    log_p = fit_bigram(text, smoothing=0.5)
+    for a in {*TEXT, 7}:
+        for b in {*TEXT, 9}:
+            want = math.log((pairs[a, b] + 0.5) / (firsts[a] + 128))
+            assert log_p[a, b].item() == pytest.approx(want, rel=1e-12)
+
+
+def test_the_loss_is_the_mean_over_predicted_bytes() -> None:
+    log_p = fit_bigram(torch.tensor(list(TEXT), dtype=torch.uint8))
+    windows = torch.tensor([list(b"the d"), list(b"fox b")], dtype=torch.uint8)
+    pairs = [(a, b) for row in windows.tolist() for a, b in pairwise(row)]
+    want = -sum(log_p[a, b].item() for a, b in pairs) / 8
+    assert bigram_loss(log_p, windows) == pytest.approx(want, rel=1e-12)

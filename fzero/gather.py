@@ -43,7 +43,8 @@ class Gatherer:
     """The full values of groups, gathered unit by unit.
 
     Groups are numbered over all the states of a pass, in order; so are units. `casts`: the dtype to
-    which autocast casts while a loss runs under it; `changes`: how often the values have changed.
+    which autocast casts while a loss runs under it; `rounds`: whether a pass runs, in which values
+    may be rounded as autocast says; `changes`: how often the values have changed.
     """
 
     def __init__(self, layouts: Sequence[Layout], axis: Axis) -> None:
@@ -59,6 +60,7 @@ class Gatherer:
         self.flats: dict[int, list[Tensor]] = {}  # unit -> the full flat of each of its groups
         self.kept: set[int] = set()  # units that no plan frees
         self.casts: torch.dtype | None = None
+        self.rounds = False
         self.changes = 0
         self.use: Callable[[int], None] = self.fetch  # set by the sequencer of a pass
         self.holds: Counter[int] = Counter()  # how many blocks hold a unit now
@@ -179,18 +181,15 @@ class Gatherer:
                 )
 
     def _require_exact(self, units: Sequence[int]) -> None:
-        for unit in units:
-            for group, flat in zip(self.units[unit], self.flats[unit], strict=True):
-                if flat.dtype != self.groups[group].shard.dtype:
-                    self.kept.discard(unit)
-                    raise PhaseError(
-                        explain(
-                            f"gathered(modify=True) of parameters that are here in {flat.dtype}.",
-                            cause="it is inside a forward, or a window that keeps what it gathers, "
-                            "under autocast: rounded values would be written back.",
-                            fix="write parameters between steps.",
-                        )
-                    )
+        if any(map(self.is_rounded, units)):
+            raise PhaseError(
+                explain(
+                    "gathered(modify=True) inside a forward under autocast, which has gathered "
+                    "these parameters rounded.",
+                    cause="a module that writes to its own parameters in its forward.",
+                    fix="write parameters between steps.",
+                )
+            )
 
     @torch.no_grad()
     def _share(self, units: Sequence[int], source: int) -> None:
@@ -242,7 +241,7 @@ class Gatherer:
     def start(self, unit: int) -> None:
         """Start to gather a unit, unless it is whole or on the way. A collective."""
         if unit not in self.held and unit not in self._flights:
-            self._flights[unit] = self._started(unit, exact=False)
+            self._flights[unit] = self._started(unit, exact=not self.rounds)
 
     def _started(self, unit: int, *, exact: bool) -> InFlight:
         shards = [self.groups[group].sent(exact=exact) for group in self.units[unit]]
@@ -275,7 +274,7 @@ class Gatherer:
             self.start(unit)
             self.wait(unit)
 
-    def take_part(self, unit: int, *, keep: bool, exact: bool = False) -> None:
+    def take_part(self, unit: int, *, keep: bool, exact: bool) -> None:
         """Gather a unit because a rank asks for it; `keep` it, or drop it."""
         flight = self._started(unit, exact=exact)
         if keep and unit not in self.held:
@@ -287,6 +286,18 @@ class Gatherer:
     def has(self, unit: int) -> bool:
         """Return whether a unit is whole, or on the way."""
         return unit in self.held or unit in self._flights
+
+    def is_rounded(self, unit: int) -> bool:
+        """Return whether a unit is here, and not in the dtype of its parameters."""
+        pairs = zip(self.units[unit], self.flats.get(unit, ()), strict=False)
+        return any(flat.dtype != self.groups[group].shard.dtype for group, flat in pairs)
+
+    def drop_rounded(self, units: Sequence[int]) -> None:
+        """Outside of a pass values are exact: let go of what is rounded, whether kept or not."""
+        for unit in units:
+            if not self.rounds and self.is_rounded(unit):
+                self.kept.discard(unit)
+                self.free(unit)
 
     def touch(self, unit: int) -> bool:
         """Return whether a unit is whole; it is then the one that was used last."""

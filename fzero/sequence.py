@@ -7,9 +7,8 @@ to its end, and asks there: every rank takes part in what any rank asks for.
 At stage 3 a program is recorded: what the ranks did before. Below stage 3 it is known: every bucket
 is reduced once, the last one first.
 
-A collective of the user's inside the pass is a place in the plan where all ranks meet, in a round
-of its own: a rank that needs what the plan does not have before it goes there, and asks; the others
-serve it while they wait.
+A collective of the user's inside the pass is a place in the plan where all ranks meet: one that
+needs what the plan does not have before it goes there, and asks; the others serve it.
 
 One plan runs at a time on the same ranks. Where a pass of another model begins in the middle of a
 pass, or asks, the plan of this one is run to its end first, and what it lacks is asked for.
@@ -97,6 +96,7 @@ class Sequencer:
         if unit == self._current and unit in self.gatherer.held:
             return
         self._hear()
+        self.gatherer.drop_rounded([unit])
         held, self._current = self.gatherer.touch(unit), unit
         if unit not in self._seen:
             self._recording.add(unit)
@@ -182,8 +182,7 @@ class Sequencer:
         """
         self._hear()
         self._end_plan()
-        left = self.reducer.left()
-        if left:
+        if left := self.reducer.left():
             self._recording.add(*[~unit for unit in left])
             self._asked = True
             self._ask(What.REDUCE, left)
@@ -206,22 +205,22 @@ class Sequencer:
             if tell:
                 self._others_give_way()
                 self.channel.fail()
-        self._open, self._replay, self._current, self._due = False, None, -1, []
+        self._open, self._asked, self._replay, self._current = False, False, None, -1
         self._run(False)
         self._recording.taken()
-        self._asked = False
         self.reducer.drop()
         self.gatherer.release(all_of_them=True)
         self._seen = set()
 
     def hold(self, units: Sequence[int]) -> None:
-        """Gather units that are to stay for a while. Outside of a pass all ranks make this call."""
+        """Gather units that stay for a while. Outside of a pass all ranks make this call."""
         if self in self.channel.running:
             for unit in units:
                 self.use(unit)
                 self.gatherer.kept.add(unit)
             return
         self._others_give_way()
+        self.gatherer.drop_rounded(units)
         missing = any(unit not in self.gatherer.held for unit in units)
         name = f"gathered(...) of units {list(units)} of model {self.number}"
         if any(self.channel.call(name, int(missing))):
@@ -309,7 +308,7 @@ class Sequencer:
                 self.gatherer.free(old)
         else:  # what is here belongs to the plan
             self._replay.asked_here.append(unit)
-        self._ask(What.GATHER, [unit])
+        self._ask(What.GATHER if self.gatherer.rounds else What.GATHER_EXACT, [unit])
 
     def _ask(self, what: What, units: list[int]) -> None:
         self._others_give_way()
@@ -325,6 +324,7 @@ class Sequencer:
         if what is What.REDUCE:
             self.reducer.start(unit, mine=mine)
             return
-        self.gatherer.take_part(unit, keep=mine or self.limits.keeps)
+        keep = mine or self.limits.keeps
+        self.gatherer.take_part(unit, keep=keep, exact=what is What.GATHER_EXACT)
         if self.limits.keeps:
             self.gatherer.kept.add(unit)

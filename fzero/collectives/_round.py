@@ -22,8 +22,9 @@ class Kind(IntEnum):
 class What(IntEnum):
     """Which collective of a unit a rank asks for."""
 
-    GATHER = 0
+    GATHER = 0  # rounded, under autocast
     REDUCE = 1
+    GATHER_EXACT = 2
 
 
 class Message(NamedTuple):

@@ -82,7 +82,7 @@ class Pass:
 
     def begin_forward(self) -> None:
         """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
-        self._dropped = False
+        self._dropped, self.gatherer.rounds = False, True
         self.put_aside()
         self._decide()
         if self.channel is not None:  # an error of the pass before does not concern this one
@@ -97,6 +97,7 @@ class Pass:
         """What the forward gathered is not kept for the backward, unless that is asked for."""
         if self.sequencer is not None and self._lazy and self._speaks:
             self.sequencer.end_forward()
+        self.gatherer.rounds = False
 
     def begin_backward(self, *, silent: bool = False, dropped: bool = False) -> None:
         """Announce that gradients will be reduced.
@@ -105,7 +106,7 @@ class Pass:
         as torch.autograd.grad by an input, then concerns no other rank. `dropped`: this rank has
         just thrown away what it held, which the others must have done, too.
         """
-        self._dropped = dropped
+        self._dropped, self.gatherer.rounds = dropped, True
         self.put_aside()
         self._decide()
         self.reducer.keep([state.window.is_open for state in self.states])
@@ -147,7 +148,7 @@ class Pass:
         """
         if self.sequencer is not None and self._speaks:
             self._with_programs(self.sequencer.finish())
-        self._gathered = False
+        self._gathered = self.gatherer.rounds = False
         new = []
         for number, state in enumerate(self.states):
             waits = state.window.is_open
@@ -184,12 +185,12 @@ class Pass:
         """A forward is over that no backward follows: what is gathered goes."""
         if self.sequencer is not None and self._lazy and self._speaks:
             self._with_programs(self.sequencer.finish())
-        self._gathered = False
+        self._gathered = self.gatherer.rounds = False
         return self.states
 
     def fail(self, error: BaseException) -> None:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
-        self._gathered = self.silent = False
+        self._gathered = self.silent = self.gatherer.rounds = False
         knows = self.channel is not None and self.channel.ended_in_error
         in_step = self._speaks and (knows or not isinstance(error, AxisError))
         self._speaks = False

@@ -142,6 +142,37 @@ def test_values_between_steps_are_exact_and_may_be_written() -> None:
     assert torch.equal(found, torch.arange(9.0).reshape(3, 3) / 7)
 
 
+@pytest.mark.parametrize("reshard", [True, False, "window"])
+def test_values_that_are_read_outside_of_a_pass_are_exact(reshard: Any) -> None:
+    """Also of units that are still here, rounded: kept ones, and small parameters that persist."""
+    sevenths = torch.arange(9.0).reshape(3, 3) / 7
+
+    def body(rank: int) -> dict[str, Tensor]:
+        layer = nn.Linear(3, 3)
+        layer.weight.data, layer.bias.data = sevenths.clone(), sevenths[1].clone()
+        engine = Engine(
+            nn.Sequential(layer, nn.Linear(3, 3)),
+            torch.optim.SGD,
+            stage=3,
+            autocast=LOW,
+            reshard_after_forward=reshard,
+            persistence_threshold_numel=3,
+        )
+        with engine.no_sync():
+            y = engine(torch.ones(1, 3))
+            between = layer.weight + 0
+            y.float().sum().backward()
+            saved = engine.full_state_dict()
+        again = engine(torch.ones(1, 3))
+        assert torch.equal(again, y)
+        return {"between": between, "weight": saved["0.weight"], "bias": saved["0.bias"]}
+
+    found = on_ranks(body, 2)
+    assert torch.equal(found["between"], sevenths)
+    assert torch.equal(found["weight"], sevenths)
+    assert torch.equal(found["bias"], sevenths[1])
+
+
 def test_rounded_values_are_not_written_back() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:
@@ -155,7 +186,7 @@ def test_rounded_values_are_not_written_back() -> None:
 
     def body(rank: int) -> dict[str, Tensor]:
         engine = Engine(Writing(), torch.optim.SGD, stage=3, autocast=LOW)
-        with pytest.raises(PhaseError, match="are here in torch"):
+        with pytest.raises(PhaseError, match="gathered these parameters rounded"):
             engine(torch.ones(1, 2))
         return {}
 

@@ -108,7 +108,8 @@ def test_a_trainers_loop_trains_and_saves_a_hugging_face_model(
 ) -> None:
     from transformers import GPT2LMHeadModel
 
-    reference, model = Reference(language_model, world_size, decaying_adamw), seeded(language_model)
+    reference = Reference(language_model, world_size, decaying_adamw)
+    model: Any = seeded(language_model)
     optimizers: Any = reference.optimizer, decaying_adamw(model)
     schedules = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
     engine = Engine(model, optimizers[1], stage=stage)

@@ -40,10 +40,6 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         lambda e: nn.utils.clip_grad_norm_(params(e), 1.0),
         r"engine\.clip_grad_norm_\(max_norm\)",
     ),
-    "clip_grad_norm_ one by one": (
-        lambda e: nn.utils.clip_grad_norm_(params(e), 1.0, foreach=False),
-        r"engine\.clip_grad_norm_\(max_norm\)",
-    ),
     "clip_grad_value_": (lambda e: nn.utils.clip_grad_value_(params(e), 0.1), "register_hook"),
     "GradScaler": (unscale, r"engine\.scale\(loss\)"),
     "zero_grad in place": (

@@ -33,6 +33,7 @@ def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(
     refused(e.step, PhaseError, "step(): there are no gradients; 0 updates so far")
     refused(e.full_gradients, PhaseError, "full_gradients(): there are no gradients")
     refused(optimizer.step, PhaseError, "optimizer.step() of an optimizer that an engine runs")
+    refused(optimizer.state_dict, PhaseError, "optimizer.state_dict() of an optimizer that an e")
     update(e, plain, rank, 0)
     refused(e.step, PhaseError, "step(): there are no gradients; 1 updates so far")
     back(e, Draw(rank, 1))

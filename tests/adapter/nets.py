@@ -32,30 +32,24 @@ class Net(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
+class Odd(nn.Module):
+    """Sizes that do not divide, a parameter that nothing uses, a frozen one between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(3, 5), linear(5, 3)
+        self.fixed = nn.Parameter(torch.full((3,), 0.5, dtype=F64), requires_grad=False)
+        self.unused, self.c = linear(2, 1), linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))) * self.fixed)
+
+
 @dataclass
 class Record:
     hidden: Tensor
     rest: dict[str, Any]
     name: str = "record"
-
-
-class Plainly:
-    """An output that is no container."""
-
-    def __init__(self, out: Tensor) -> None:
-        self.out = out
-
-
-class Slots:
-    """An output that cannot be looked into by its `__dict__`."""
-
-    __slots__ = ("_held",)
-
-    def __init__(self, out: Tensor) -> None:
-        self._held = out
-
-    def get(self) -> Tensor:
-        return self._held
 
 
 class Outputs(Net):
@@ -168,6 +162,18 @@ class Dtypes(nn.Module):
         return total + (self.usual * x[:3].float()).sum() + (self.low * x[:3].bfloat16()).sum()
 
 
+class Low(nn.Module):
+    """bf16; the gradient of each parameter is its factor, exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(7, dtype=torch.bfloat16))
+        self.v = nn.Parameter(torch.full((2, 3), -2.0, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum() + (self.v * x[:6].view(2, 3)).sum()
+
+
 class Checkpointed(Net):
     """Recomputes b, and uses b's weight outside of that part, too."""
 
@@ -205,13 +211,6 @@ class TiledLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.saved_tensors[0] * gradient, None
-
-
-class Tiled(Net):
-    """Its output is its loss."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return TiledLoss.apply(torch.tanh(self.b(torch.tanh(self.a(x)))), self.c)
 
 
 @contextmanager

@@ -1,15 +1,15 @@
-"""One user program, run on an engine and on plain modules, one for each rank, without any of it.
+"""The run without an engine: one plain module, which sees the data of all ranks.
 
     program(e, draw)    calls e(x), loss.backward(), e.backward(loss), with e.coalesce(): ...
 
 `e` is an Engine, or a `Plain`, which is a module with an engine's calls. Rank r draws its own
-data. What an engine must have then is the mean over ranks of what the plain modules have.
+data. What engines must have after a program is the mean over ranks of what the plain module has.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from fzero.adapter import Engine
 from fzero.adapter._gradient import HeldGradient
+from tests.adapter.on_ranks import STAGES
 
 LR = 0.25
-STAGES = (0, 1, 2, 3)
+Gradients = dict[str, Tensor]
 
 
 class Draw:
@@ -56,47 +57,21 @@ class Plain:
     def no_sync(self) -> Any:
         return nullcontext()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
-
 
 Program = Callable[[Any, Draw], None]
+Together = Callable[[Sequence[Any], Draw], None]
 Make = Callable[[], nn.Module]
+OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer | None]
 
 
-class Reference:
-    """W plain modules, stepped together by SGD on the mean of their gradients."""
+def back(e: Any, draw: Draw) -> None:
+    """The usual program: one backward of one loss."""
+    e(draw(2, 3)).square().sum().backward()
 
-    def __init__(self, make: Make, world_size: int) -> None:
-        torch.manual_seed(7)
-        self.modules = [make()]
-        for _ in range(world_size - 1):
-            torch.manual_seed(7)
-            self.modules.append(make())
 
-    def run(self, program: Program, number: int) -> dict[str, Tensor]:
-        """Run it for every rank; return the mean gradients, zero where there is none."""
-        for rank, module in enumerate(self.modules):
-            module.zero_grad()
-            program(Plain(module), Draw(rank, number))
-        return self.gradients()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """{path: the mean over ranks of p.grad}."""
-        found: dict[str, Tensor] = {}
-        for module in self.modules:
-            for path, p in learning(module).items():
-                mine = torch.zeros_like(p) if p.grad is None else p.grad.detach()
-                found[path] = found.get(path, 0) + mine / len(self.modules)
-        return found
-
-    @torch.no_grad()
-    def step(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take p - LR g everywhere; return the parameters."""
-        for module in self.modules:
-            for path, p in learning(module).items():
-                p -= LR * gradients[path]
-        return {path: p.detach() for path, p in self.modules[0].named_parameters()}
+def seeded(make: Make) -> nn.Module:
+    torch.manual_seed(7)
+    return make()
 
 
 def learning(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -104,13 +79,79 @@ def learning(module: nn.Module) -> dict[str, nn.Parameter]:
     return {path: p for path, p in module.named_parameters() if p.requires_grad}
 
 
-def engine_of(make: Make, stage: int, **options: Any) -> Engine:
-    """An engine with SGD on a module that is that of the `Reference`."""
-    torch.manual_seed(7)
-    module = make()
-    learns = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(learns, lr=LR) if learns else None
-    return Engine(module, optimizer, stage=stage, **options)
+def sgd_of(module: nn.Module) -> torch.optim.Optimizer | None:
+    learns = list(learning(module).values())
+    return torch.optim.SGD(learns, lr=LR) if learns else None
+
+
+def adamw_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(learning(module).values(), lr=0.05)
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    """A copy of each p.grad, zero where there is none."""
+    return {
+        path: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        for path, p in learning(module).items()
+    }
+
+
+def mean(ranks: Sequence[Gradients]) -> Gradients:
+    found = {path: torch.zeros_like(gradient) for path, gradient in ranks[0].items()}
+    for gradients in ranks:
+        for path, gradient in gradients.items():
+            found[path] += gradient / len(ranks)
+    return found
+
+
+class Reference:
+    """What every rank's engine together must be equal to."""
+
+    def __init__(self, make: Make, world_size: int, optimizer_of: OptimizerOf = sgd_of) -> None:
+        self.module, self.world_size = seeded(make), world_size
+        self.optimizer = optimizer_of(self.module)
+
+    def run(self, program: Program, number: int) -> Gradients:
+        """Run it with the data of each rank; return the mean over ranks of the gradients."""
+        return run_together([self], lambda es, draw: program(es[0], draw), number)[0]
+
+    def clip(self, gradients: Gradients, max_norm: float) -> Tensor:
+        """Clip these gradients in place, as torch does; return the norm before."""
+        for path, p in learning(self.module).items():
+            p.grad = gradients[path]
+        return nn.utils.clip_grad_norm_(learning(self.module).values(), max_norm)
+
+    def step(self, gradients: Gradients) -> dict[str, Tensor]:
+        """Update from these gradients; return all parameters."""
+        for path, p in learning(self.module).items():
+            p.grad = gradients[path].clone()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.module.zero_grad()
+        return self.parameters()
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {path: p.detach().clone() for path, p in self.module.named_parameters()}
+
+
+def run_together(
+    references: Sequence[Reference], program: Together, number: int
+) -> list[Gradients]:
+    """Run a program over several modules with the data of each rank; the mean for each module."""
+    found: list[list[Gradients]] = [[] for _ in references]
+    for rank in range(references[0].world_size):
+        for reference in references:
+            reference.module.zero_grad()
+        program([Plain(reference.module) for reference in references], Draw(rank, number))
+        for own, reference in zip(found, references, strict=True):
+            own.append(gradients_of(reference.module))
+    return [mean(own) for own in found]
+
+
+def engine_of(make: Make, stage: int, optimizer_of: OptimizerOf = sgd_of, **options: Any) -> Engine:
+    """An engine of the module and the optimizer that the `Reference` has."""
+    module = seeded(make)
+    return Engine(module, optimizer_of(module), stage=stage, **options)
 
 
 @contextmanager
@@ -121,20 +162,43 @@ def order_may_change() -> Iterator[None]:
         yield
 
 
-def same(label: str, found: dict[str, Tensor], wanted: dict[str, Tensor], tol: float) -> None:
-    """Raise if the two differ in a path, a shape, a dtype or a value."""
+def same(
+    found: Mapping[str, Any], wanted: Mapping[str, Any], tol: float = 1e-11, label: str = ""
+) -> None:
+    """Raise if the two differ in a path, a shape or a value."""
     assert found.keys() == wanted.keys(), f"{label}: {sorted(found.keys() ^ wanted.keys())}"
     for path, value in wanted.items():
         mine = found[path].to(value.dtype)
+        assert mine.shape == value.shape, f"{label}: {path}"
         assert torch.allclose(mine, value, rtol=tol, atol=tol), (
             f"{label}: {path}\nfound {mine.flatten()[:6].tolist()}\n"
             f"wanted {value.flatten()[:6].tolist()}"
         )
 
 
-def _is_held(gradient: Tensor | None) -> bool:
-    """Whether `p.grad` is nothing, or the engine's stand-in for what it holds."""
-    return gradient is None or isinstance(gradient, HeldGradient)
+def is_idle(engine: Engine) -> bool:
+    """Whether no backward is running, and `p.grad` is nothing or the engine's stand-in."""
+    gradients = [p.grad for p in engine.module.parameters()]
+    known = all(gradient is None or isinstance(gradient, HeldGradient) for gradient in gradients)
+    return known and engine.hooks.backward_active_depth == 0
+
+
+def update(
+    engine: Engine,
+    reference: Reference,
+    rank: int,
+    number: int,
+    program: Program = back,
+    tol: float = 1e-11,
+) -> None:
+    """One step of both, by gradients that are the same, to parameters that are the same."""
+    wanted = reference.run(program, number)
+    with order_may_change():
+        program(engine, Draw(rank, number))
+    same(engine.full_gradients(), wanted, tol, f"gradients of step {number}")
+    assert is_idle(engine)
+    assert engine.step() is True
+    same(engine.full_parameters(), reference.step(wanted), tol, f"updated by step {number}")
 
 
 def check_program(
@@ -143,22 +207,16 @@ def check_program(
     make: Make,
     program: Program,
     *,
-    stages: tuple[int, ...] = STAGES,
+    stages: Sequence[int] = STAGES,
     steps: int = 2,
-    tol: float = 1e-11,
     **options: Any,
 ) -> None:
     """Gradients and updates of `steps` steps, and idle hooks, at every stage."""
     for stage in stages:
         reference, engine = Reference(make, world_size), engine_of(make, stage, **options)
         for number in range(steps):
-            label = f"stage {stage}, W={world_size}, step {number}, {options}"
-            wanted = reference.run(program, number)
-            with order_may_change():
-                program(engine, Draw(rank, number))
-            same(f"{label}: gradients", engine.full_gradients(), wanted, tol)
-            assert engine.hooks.backward_active_depth == 0, label
-            assert all(_is_held(p.grad) for p in engine.module.parameters()), label
-            assert engine.step() is True
-            same(f"{label}: updated", engine.full_parameters(), reference.step(wanted), tol)
+            try:
+                update(engine, reference, rank, number, program)
+            except AssertionError as error:
+                raise AssertionError(f"stage {stage}, {options}: {error}") from error
         engine.close()

@@ -21,10 +21,20 @@ from torch.utils.checkpoint import checkpoint
 from fzero.adapter import Engine
 from fzero.errors import PhaseError
 from tests.adapter.nets import Net, TiledLoss, faulty, linear
-from tests.adapter.plain import Draw, Reference, engine_of, order_may_change, same
+from tests.adapter.plain import (
+    Draw,
+    Gradients,
+    Plain,
+    Reference,
+    engine_of,
+    gradients_of,
+    is_idle,
+    mean,
+    order_may_change,
+    same,
+)
 from tests.failing import fails_in_backward
 
-Gradients = dict[str, Tensor]
 FORWARDS = ("net", "net", "tiled", "choice", "reentrant", "checkpoint", "submodule", "penalty")
 STYLES = ("loss", "engine", "retain", "all at once")
 EVENTS = {
@@ -114,7 +124,6 @@ class Model:
 
     def __init__(self, world_size: int) -> None:
         self.plain = Reference(Toy, world_size)
-        self.world_size = world_size
         self.held: list[Gradients] = []
         self.window: list[Gradients] | None = None
 
@@ -123,17 +132,17 @@ class Model:
 
         A tiled loss brings some of its gradients in its forward.
         """
-        losses = []
-        for rank, module in enumerate(self.plain.modules):
+        module, in_forward, in_backward = self.plain.module, [], []
+        for rank in range(self.plain.world_size):
             module.zero_grad()
-            draw = Draw(rank, number)
-            losses.append(loss_of(_Bare(module), how, draw))
-        if how == "tiled":
-            self.add(self.plain.gradients())
-        for module, loss in zip(self.plain.modules, losses, strict=True):
+            loss = loss_of(Plain(module), how, Draw(rank, number))
+            in_forward.append(gradients_of(module))
             module.zero_grad()
             loss.backward()
-        return self.plain.gradients()
+            in_backward.append(gradients_of(module))
+        if how == "tiled":
+            self.add(mean(in_forward))
+        return mean(in_backward)
 
     def add(self, gradients: Gradients) -> None:
         (self.held if self.window is None else self.window).append(gradients)
@@ -152,14 +161,6 @@ class Model:
     @property
     def total(self) -> Gradients:
         return {path: sum(g[path] for g in self.held) for path in self.held[0]}  # type: ignore[misc]
-
-
-class _Bare:
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any) -> Any:
-        return self.module(*args)
 
 
 class Live(NamedTuple):
@@ -183,7 +184,7 @@ class Runner:
             getattr(self, "do_" + event.what.replace(" ", "_"))(event, number)
         self.do_close(Event("close"), -1)
         self.do_full_gradients(Event("full_gradients"), -1)
-        assert self.engine.hooks.backward_active_depth == 0
+        assert is_idle(self.engine)
         assert not self.engine.state.window.is_open
         self.do_step(Event("step"), -1)
         self.engine.close()
@@ -243,7 +244,7 @@ class Runner:
         wanted = self.model.plain.step(self.model.total)
         self.model.clear()
         self.live = []  # their graphs have the parameters of before
-        same("updated", self.engine.full_parameters(), wanted, 1e-9)
+        same(self.engine.full_parameters(), wanted, 1e-9, "updated")
 
     def do_raise_in_backward(self, event: Event, number: int) -> None:
         with faulty(self.engine, "middle"):
@@ -278,7 +279,7 @@ class Runner:
             with pytest.raises(PhaseError, match=r"full_gradients\(\)"):
                 self.engine.full_gradients()
             return
-        same("gradients", self.engine.full_gradients(), self.model.total, 1e-9)
+        same(self.engine.full_gradients(), self.model.total, 1e-9, "gradients")
 
 
 def run_programs(rank: int, world_size: int, stage: int, seeds: range) -> int:

@@ -1,10 +1,11 @@
-"""What people do with a module goes on under an engine: modes, .to(), trainers, saving."""
+"""What people do with a module goes on under an engine: modes, trainers, saving, copies, calls."""
 
 from __future__ import annotations
 
 import copy
+import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,29 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
 )
+from torch.func import functional_call, grad, vmap
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 
-from fzero.adapter import Engine
+from fzero.adapter import Engine, gathered
+from fzero.errors import LayoutError
 from tests.adapter.nets import Net
-from tests.ranks import run_ranks
-from tests.strategies import integers
+from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.plain import Draw, Reference, back, engine_of, same, seeded
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it then
 
-STAGES = pytest.mark.parametrize("stage", range(4))
-gloo = pytest.mark.xdist_group("gloo")
 
-
-def made(stage: int) -> Engine:
-    torch.manual_seed(5)
-    net = Net()
-    return Engine(net, torch.optim.SGD(net.parameters(), lr=0.25), stage=stage)
-
-
-def backward(engine: Engine, rank: int) -> None:
-    engine(integers((2, 3), seed=rank)).square().sum().backward()
+def made(stage: int, rank: int) -> Engine:
+    """An engine of a Net, after one update."""
+    engine = engine_of(Net, stage)
+    back(engine, Draw(rank, 0))
+    engine.step()
+    return engine
 
 
 def raised(do: Callable[[], Any]) -> str:
-    """The whole text of what it raises, with what that was raised from."""
+    """What it raises, as a traceback ends."""
     try:
         do()
     except BaseException as error:
@@ -50,123 +49,28 @@ def raised(do: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-# The methods of a module.
-
-
-def methods(rank: int, world_size: int, stage: int) -> None:
-    engine = made(stage)
-    module = engine.module
+@on_ranks(2)
+@each_stage
+def test_an_engine_has_the_methods_of_a_module(rank: int, stage: int) -> None:
+    engine, alone = engine_of(Net, stage), seeded(Net)
+    module: Any = engine.module
     assert engine.eval() is engine and not module.training and not module.a.training
     assert engine.train() is engine and module.training
     assert list(engine.parameters()) == list(module.parameters())
     assert dict(engine.named_parameters()) == dict(module.named_parameters())
-    torch.manual_seed(5)
-    alone = Net()
     whole = engine.state_dict()
-    assert same(whole, alone.state_dict())
-    backward(engine, rank)
+    back(engine, Draw(rank, 0))
     engine.step()
-    assert same(whole, alone.state_dict())  # a copy: the update did not reach it
+    same(whole, alone.state_dict(), 0.0)  # a copy: the update did not reach it
     alone.load_state_dict(engine.state_dict())
-    x = integers((2, 3), seed=9)
+    x = Draw(0, 9)(2, 3)
     assert torch.equal(alone(x), engine(x))
-
-
-@gloo
-@STAGES
-def test_an_engine_has_the_methods_of_a_module(stage: int) -> None:
-    run_ranks(methods, 2, stage)
-
-
-# .to()
-
-
-def moved(rank: int, world_size: int, stage: int, moves: bool) -> Any:
-    engine = made(stage)
-
-    def move() -> None:
-        if moves:
-            module = engine.module
-            module.to("cpu")
-            module.to(device="cpu", dtype=torch.float64, non_blocking=True)
-            module.double().cpu()
-
-    for _ in range(2):
-        move()
-        backward(engine, rank)
-        move()
-        engine.step()
-    return engine.full_state_dict()
-
-
-@gloo
-@STAGES
-def test_moving_a_module_to_where_it_is_changes_nothing(stage: int) -> None:
-    wanted = run_ranks(moved, 2, stage, False)
-    for found, without in zip(run_ranks(moved, 2, stage, True), wanted, strict=True):
-        assert same(found, without)
-
-
-def converted(rank: int, world_size: int) -> Any:
-    engine = made(3)
-    module = engine.module
-    seen = []
-    for _ in range(2):
-        seen += [raised(lambda: module.to(torch.bfloat16)), raised(module.float)]
-        backward(engine, rank)
-        engine.step()
-    return seen, engine.full_state_dict()
-
-
-@gloo
-def test_another_dtype_is_refused_at_stage_3_at_once_and_training_goes_on() -> None:
-    wanted = run_ranks(moved, 2, 3, False)
-    for (seen, values), whole in zip(run_ranks(converted, 2), wanted, strict=True):
-        assert same(values, whole)
-        for text in seen:
-            assert text.startswith("LayoutError: LazyParam(a.weight")
-            assert "convert, move and resize the module first, then make the engine" in text
-
-
-def converted_or_away(rank: int, world_size: int, stage: int, to: Any) -> str:
-    engine = made(stage)
-    backward(engine, rank)
-    engine.step()
-    engine.module.to(to)
-    return raised(engine.step)
-
-
-@gloo
-@pytest.mark.parametrize(
-    ("stage", "to"), [(0, torch.bfloat16), (2, torch.bfloat16), (2, "meta"), (3, "meta")]
-)
-def test_another_dtype_or_device_is_refused_by_the_next_step(stage: int, to: Any) -> None:
-    for text in run_ranks(converted_or_away, 2, stage, to):
-        assert text.startswith("LayoutError: a.weight ")
-        assert "make the engine when the module is as it will be" in text
-
-
-# A Hugging Face model, in the loop that its Trainer runs.
-
-BATCHES = 4
-MICRO_BATCHES = 2
 
 
 def language_model() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 16,
-        "n_positions": 8,
-        "n_embd": 8,
-        "n_layer": 2,
-        "n_head": 2,
-    }
+    sizes: Any = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     config = GPT2Config(
         **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
     )
@@ -175,135 +79,219 @@ def language_model() -> Any:
     return model
 
 
-def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+def decaying_adamw(module: nn.Module) -> torch.optim.Optimizer:
     """Matrices decay, the rest does not, as in a Trainer."""
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    params = list(module.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
-def tokens(rank: int, at: int) -> Tensor:
-    random = torch.Generator().manual_seed(100 * rank + at)
-    return torch.randint(16, (2, 6), generator=random)
+def tokens(draw: Draw) -> Tensor:
+    return draw.whole(2, 6, dtype=torch.int64) + 3
 
 
-def loss_of(model: Any, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids).loss / MICRO_BATCHES
+def micro_batches(e: Any, draw: Draw) -> None:
+    """Two backwards of the module's own loss, as a Trainer makes them."""
+    for _ in range(2):
+        e.module.to("cpu")
+        ids = tokens(draw)
+        e.backward(e.module(input_ids=ids, labels=ids).loss / 2)
 
 
-def trained_alone(world_size: int) -> Any:
-    model = language_model()
-    optimizer = torch.optim.AdamW(decay_groups(model), lr=0.01)
-    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for first in range(0, BATCHES, MICRO_BATCHES):
-        for at in range(first, first + MICRO_BATCHES):
-            for rank in range(world_size):
-                (loss_of(model, tokens(rank, at)) / world_size).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        schedule.step()
-        model.zero_grad()
-    return model
+@on_ranks(2, timeout_s=120)
+@each_stage
+def test_a_trainers_loop_trains_and_saves_a_hugging_face_model(
+    rank: int, world_size: int, stage: int, tmp_path: Path
+) -> None:
+    from transformers import GPT2LMHeadModel
 
-
-def trained_as_by_a_trainer(rank: int, world_size: int, stage: int, folder: Path) -> Any:
-    model = language_model()
-    optimizer = torch.optim.AdamW(decay_groups(model), lr=0.01)
-    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    engine = Engine(model, optimizer, stage=stage)
-    model.to("cpu")
-    for first in range(0, BATCHES, MICRO_BATCHES):
+    reference = Reference(language_model, world_size, decaying_adamw)
+    model: Any = seeded(language_model)
+    optimizers: Any = reference.optimizer, decaying_adamw(model)
+    schedules = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
+    engine = Engine(model, optimizers[1], stage=stage)
+    for number in range(2):
+        gradients = reference.run(micro_batches, number)
+        reference.clip(gradients, 0.5)
         model.train()
-        for at in range(first, first + MICRO_BATCHES):
-            model.to("cpu")
-            engine.backward(loss_of(model, tokens(rank, at)))
+        micro_batches(engine, Draw(rank, number))
         engine.clip_grad_norm_(0.5)
         engine.step()
-        schedule.step()
+        same(engine.full_parameters(), reference.step(gradients), 1e-9)
+        for schedule in schedules:
+            schedule.step()
         model.zero_grad()
         model.eval()
         with torch.no_grad():
-            loss_of(model, tokens(7, first))
+            model(input_ids=tokens(Draw(7, number)))
     whole = engine.full_state_dict()
+    same(whole, dict(reference.module.state_dict()), 1e-9)
     if rank == 0:
-        model.save_pretrained(folder, state_dict=dict(whole))  # which it empties
+        model.save_pretrained(tmp_path, state_dict=dict(whole))  # which it empties
     dist.barrier()
-    return whole
-
-
-@gloo
-@STAGES
-def test_a_trainers_loop_trains_and_saves_a_hugging_face_model(stage: int, tmp_path: Path) -> None:
-    from transformers import GPT2LMHeadModel
-
-    wanted = trained_alone(2)
-    for whole in run_ranks(trained_as_by_a_trainer, 2, stage, tmp_path, timeout_s=120):
-        torch.testing.assert_close(whole, dict(wanted.state_dict()), rtol=1e-9, atol=1e-12)
-    saved = GPT2LMHeadModel.from_pretrained(tmp_path)
+    plain: Any = reference.module
+    saved: Any = GPT2LMHeadModel.from_pretrained(tmp_path)
     assert saved.transformer.wte.weight is saved.lm_head.weight  # still tied
-    ids = tokens(3, 3)
-    assert torch.allclose(saved(input_ids=ids).logits, wanted(input_ids=ids).logits, atol=1e-10)
+    ids = tokens(Draw(3, 3))
+    found, wanted = saved(input_ids=ids).logits, plain(input_ids=ids).logits
+    assert torch.allclose(found, wanted, atol=1e-10)
 
 
-# Saving in torch's ways.
-
-
-def saved_in_the_wrong_way(rank: int, world_size: int, folder: Path) -> list[str]:
-    from transformers.modeling_utils import PreTrainedModel
-
-    model: PreTrainedModel = language_model()
+@on_ranks(2, timeout_s=120)
+def test_saving_shards_as_if_they_were_whole_is_refused_with_the_way(
+    rank: int, tmp_path: Path
+) -> None:
+    model = language_model()
     engine = Engine(model, torch.optim.AdamW, stage=3)
-    ids = tokens(rank, 0)
-    engine.backward(loss_of(model, ids))
+    micro_batches(engine, Draw(rank, 0))
     engine.step()
+    optimizer: Any = engine.optimizer
     held = get_model_state_dict(model)
-    assert engine.optimizer is not None
-    optimizer = engine.optimizer
-    texts = [
-        raised(lambda: model.save_pretrained(folder / f"a{rank}")),
-        raised(lambda: torch.save(model.state_dict(), folder / f"b{rank}")),
-        raised(lambda: dcp.save({"model": held}, checkpoint_id=folder / "c")),
-        raised(lambda: copy.deepcopy(model)),
-        raised(lambda: get_state_dict(model, optimizer)),
-        raised(optimizer.state_dict),
-    ]
+    for save in (
+        lambda: model.save_pretrained(tmp_path / f"a{rank}"),
+        lambda: torch.save(model.state_dict(), tmp_path / f"b{rank}"),
+        lambda: dcp.save({"model": held}, checkpoint_id=tmp_path / "c"),
+    ):
+        text = raised(save)
+        assert "this rank has only a shard of it" in text
+        assert "engine.full_state_dict() has whole values on every rank, to save" in text
+    for save in (lambda: get_state_dict(model, optimizer), optimizer.state_dict):
+        text = raised(save)
+        assert text.startswith("PhaseError: optimizer.")
+        assert "fzero.checkpoint.save(path, engine.state)" in text
     optimizer.zero_grad()
-    engine.backward(loss_of(model, ids))
+    micro_batches(engine, Draw(rank, 1))
     engine.step()  # nothing was broken
-    return texts
 
 
-@gloo
-def test_saving_shards_as_if_they_were_whole_is_refused_with_the_way(tmp_path: Path) -> None:
-    for texts in run_ranks(saved_in_the_wrong_way, 2, tmp_path, timeout_s=120):
-        for text in texts[:4]:
-            assert "this rank has only a shard of it" in text
-            assert "engine.full_state_dict() has whole values on every rank, to save" in text
-        for text in texts[4:]:
-            assert text.startswith("PhaseError: optimizer.")
-            assert "fzero.checkpoint.save(path, engine.state)" in text
-
-
-def saved_by_dcp(rank: int, world_size: int, stage: int, folder: Path) -> None:
-    engine = made(stage)
-    backward(engine, rank)
-    engine.step()
+@on_ranks(2)
+@each_stage
+def test_the_state_dict_helpers_of_torchs_checkpoint_have_whole_values(
+    rank: int, stage: int, tmp_path: Path
+) -> None:
+    engine = made(stage, rank)
     whole = engine.full_state_dict()
     held = get_model_state_dict(engine.module)
-    assert same(held, whole)  # at stage 3 placeholders: comparing them gathers
+    same(held, whole, 0.0)  # at stage 3 placeholders: comparing them gathers
     options = StateDictOptions(full_state_dict=True)
-    assert same(get_model_state_dict(engine.module, options=options), whole)
-    dcp.save({"model": whole if stage == 3 else held}, checkpoint_id=folder)
+    same(get_model_state_dict(engine.module, options=options), whole, 0.0)
+    dcp.save({"model": whole if stage == 3 else held}, checkpoint_id=tmp_path)
     loaded = {name: torch.zeros_like(value) for name, value in whole.items()}
-    dcp.load({"model": loaded}, checkpoint_id=folder)
-    assert same(loaded, whole)
+    dcp.load({"model": loaded}, checkpoint_id=tmp_path)
+    same(loaded, whole, 0.0)
 
 
-@gloo
-@STAGES
-def test_the_state_dict_helpers_of_torchs_checkpoint_have_whole_values(
-    stage: int, tmp_path: Path
+IDS = torch.tensor([0, 1, 1, 4])
+
+
+class Small(nn.Module):
+    """A tied weight, a buffer, a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.head = nn.Linear(3, 5, bias=False, dtype=torch.float64)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(ids)))
+
+
+def train(engine: Any) -> None:
+    engine(IDS).square().sum().backward()
+    engine.step()
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_a_copy_belongs_to_no_engine_and_a_placeholder_says_that_it_cannot_be_copied(
+    world_size: int, stage: int
 ) -> None:
-    run_ranks(saved_by_dcp, 2, stage, tmp_path)
+    engine = engine_of(Small, stage)
+    if stage == 3 and world_size > 1:
+        for attempt in (copy.deepcopy, AveragedModel, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(LayoutError, match="has only a shard of it"):
+                attempt(engine.module)
+        return
+    twin, averaged = copy.deepcopy(engine.module), AveragedModel(engine.module)
+    torch.save(engine.module, io.BytesIO())
+    twin(IDS).sum().backward()  # a copy is nobody's: its gradients stay its own
+    assert twin.get_parameter("head.weight").grad is not None
+    assert not engine.state.gradients.held
+    begin = {path: p.detach().clone() for path, p in twin.named_parameters()}
+    train(engine)
+    averaged.update_parameters(engine.module)
+    same(dict(twin.named_parameters()), begin, 0.0)
+    assert not torch.equal(engine.full_parameter("embedding.weight"), begin["embedding.weight"])
+
+
+@on_ranks(1, 2, 3)
+@each_stage
+def test_a_full_state_dict_has_every_name_and_can_be_loaded_again(stage: int) -> None:
+    engine = engine_of(Small, stage)
+    train(engine)
+    saved = engine.full_state_dict()
+    assert list(saved) == list(Small().state_dict())
+    torch.save(saved, io.BytesIO())
+    fresh = Small()
+    fresh.load_state_dict(saved)
+    assert torch.equal(fresh.head.weight, engine.full_parameter("embedding.weight"))
+    other = {name: 2 * value for name, value in saved.items()}
+    with gathered(engine.module, modify=True):
+        engine.module.load_state_dict(other)
+    same(engine.full_state_dict(), other, 0.0)
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_functional_call_of_an_engines_module_is_a_call_of_a_plain_one(stage: int) -> None:
+    """functional_call gives other tensors for the length of a call; the engine goes on."""
+    engine, other = engine_of(Small, stage), engine_of(Small, stage)
+    module = engine.module.eval()
+    other.module.eval()
+    values = {path: value + 1 for path, value in engine.full_parameters().items()}
+
+    def loss(values: dict[str, Tensor], ids: Tensor) -> Tensor:
+        return functional_call(module, values, (ids,)).square().sum()
+
+    slopes = grad(loss)(values, IDS)
+    samples = vmap(grad(loss), in_dims=(None, 0))(values, IDS[:, None])
+    leaves = {path: value.clone().requires_grad_() for path, value in values.items()}
+    loss(leaves, IDS).backward()
+    for path, slope in slopes.items():
+        found = leaves[path].grad
+        assert torch.allclose(samples[path].sum(0), slope, rtol=1e-11), path
+        assert found is not None and torch.allclose(found, slope, rtol=1e-12), path
+    assert not engine.state.gradients.held
+    train(engine)
+    train(other)
+    same(engine.full_parameters(), other.full_parameters(), 0.0)
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_hooks_attributes_and_gradients_of_a_parameter_outlive_the_engine(stage: int) -> None:
+    module, seen = nn.Linear(2, 1, bias=False, dtype=torch.float64), []
+    weight: Any = module.weight
+    weight.lr_mult = 0.5
+    scaled = weight.register_hook(lambda g: 10 * g)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is None))
+    weight.grad = torch.full((1, 2), 100.0, dtype=torch.float64)
+    x = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    engine = Engine(module, torch.optim.SGD([weight], lr=1.0), stage=stage)
+    engine(x).sum().backward()
+    assert engine.full_gradient("weight").tolist() == [[110.0, 120.0]]
+    assert seen == [False]
+    assert module.weight.lr_mult == 0.5
+    engine.zero_grad()
+    scaled.remove()
+    engine(x).sum().backward()
+    assert engine.full_gradient("weight").tolist() == [[1.0, 2.0]]
+    engine.close()
+    assert module.weight.lr_mult == 0.5
+    module(x).sum().backward()
+    assert len(seen) == 3 and module.weight.grad is not None

@@ -17,16 +17,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
 from fzero.adapter import Engine
-from tests.adapter.unsharded import Odd, Unsharded, loss_of, same_update, seeded
-from tests.ranks import run_ranks
-
-gloo = pytest.mark.xdist_group("gloo")
-STAGES = pytest.mark.parametrize("stage", range(4))
-SGD = functools.partial(torch.optim.SGD, lr=0.25)
-
-
-def sgd_of(module: nn.Module) -> torch.optim.Optimizer:
-    return SGD([p for p in module.parameters() if p.requires_grad])
+from tests.adapter.nets import Odd
+from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.plain import Draw, Reference, back, same, seeded, sgd_of
 
 
 @contextmanager
@@ -79,34 +72,26 @@ def compiled_afterwards(compile_: Any) -> tuple[nn.Module, Any]:
 WAYS = (compiled_around, compiled_parts, compiled_in_place, compiled_afterwards)
 
 
-def paths(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By the paths of the module before it was compiled."""
-    return {path.replace("_orig_mod.", ""): value for path, value in found.items()}
-
-
-def trains(rank: int, world_size: int, stage: int) -> None:
-    for way in WAYS:
-        reference = Unsharded(Odd, sgd_of, world_size)
-        with no_breaks() as compile_:
-            module, called = way(compile_)
-            engine = Engine(module, sgd_of(module), stage=stage)
-            call = called(engine) if called else engine
-            for number in range(3):
-                loss_of(call, rank, number).backward()
-                engine.step()
-                reference.step(number)
-            with torch.no_grad():
-                x = torch.ones(2, 3).double()
-                assert torch.allclose(call(x), reference.module(x), rtol=1e-9)
-        found = paths(engine.full_parameters())
-        same_update(way.__name__, found, reference.parameters(), reference.begin)
-        engine.close()
-
-
-@gloo
-@STAGES
-def test_a_compiled_module_is_one_graph_and_trains_as_if_it_were_not_sharded(stage: int) -> None:
-    run_ranks(trains, 2, stage, timeout_s=120)
+@on_ranks(2, timeout_s=120)
+@each_stage
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_module_is_one_graph_and_trains_as_if_it_were_not_sharded(
+    rank: int, world_size: int, stage: int, way: Any
+) -> None:
+    reference = Reference(Odd, world_size)
+    with no_breaks() as compile_:
+        module, called = way(compile_)
+        engine = Engine(module, sgd_of(module), stage=stage)
+        call = called(engine) if called else engine
+        for number in range(3):
+            back(call, Draw(rank, number))
+            engine.step()
+            reference.step(reference.run(back, number))
+        with torch.no_grad():
+            x = torch.ones(2, 3).double()
+            assert torch.allclose(call(x), reference.module(x), rtol=1e-9)
+    found = {p.replace("_orig_mod.", ""): value for p, value in engine.full_parameters().items()}
+    same(found, reference.parameters())
 
 
 class Whole(nn.Module):
@@ -120,51 +105,40 @@ class Whole(nn.Module):
         return torch.tanh(x @ self.first) @ self.second.t()
 
 
-def kept_between(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_a_graph_of_stage_3_keeps_no_whole_parameter_for_its_backward() -> None:
     with no_breaks() as compile_:
-        engine = Engine(compile_(Whole()), SGD, stage=3)
-        live = []
+        engine = Engine(compile_(Whole()), torch.optim.SGD, stage=3)
         for _ in range(2):
             saved: list[Tensor] = []
-            hooks = torch.autograd.graph.saved_tensors_hooks(
+            with torch.autograd.graph.saved_tensors_hooks(
                 lambda x, saved=saved: saved.append(x) or x, lambda x: x
-            )
-            with hooks:
+            ):
                 out = engine(torch.ones(3, 64))
-            live.append(max(x.numel() for x in saved))
+            assert max(x.numel() for x in saved) == 3 * 64  # activations
             out.sum().backward()
             engine.step()
-    return live
 
 
-@gloo
-def test_a_graph_of_stage_3_keeps_no_whole_parameter_for_its_backward() -> None:
-    for live in run_ranks(kept_between, 2):
-        assert max(live) == 3 * 64  # activations
-
-
-def whole_loop(rank: int, world_size: int, stage: int) -> None:
-    reference = Unsharded(Odd, sgd_of, world_size)
-    module = seeded(Odd)
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_compiled_training_loop_around_an_engine_trains_as_if_it_were_not(
+    rank: int, world_size: int, stage: int
+) -> None:
+    reference, module = Reference(Odd, world_size), seeded(Odd)
     engine = Engine(module, sgd_of(module), stage=stage)
 
     @torch.compile(backend="eager")
     def train(number: int) -> None:
-        loss = loss_of(engine, rank, number)
-        engine.backward(loss)
+        x = Draw(rank, number)(2, 3)
+        engine.backward(engine(x).square().sum())
         engine.step()
 
     with fresh():
         for number in range(2):
             train(number)
-            reference.step(number)
-    same_update("loop", engine.full_parameters(), reference.parameters(), reference.begin)
-
-
-@gloo
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_compiled_training_loop_around_an_engine_trains_as_if_it_were_not(stage: int) -> None:
-    run_ranks(whole_loop, 2, stage)
+            reference.step(reference.run(back, number))
+    same(engine.full_parameters(), reference.parameters())
 
 
 class Writes(nn.Linear):
@@ -174,19 +148,14 @@ class Writes(nn.Linear):
         return super().forward(x)
 
 
-def written(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_graph_that_writes_to_a_parameter_of_stage_3_is_refused() -> None:
     module = Writes(2, 2)
     module.compile(backend="eager")
-    engine = Engine(module, SGD, stage=3)
-    with fresh(), pytest.raises(Exception) as raised:
+    engine = Engine(module, torch.optim.SGD, stage=3)
+    with fresh(), pytest.raises(Exception, match="written in place") as raised:
         engine(torch.ones(1, 2))
-    return str(raised.value)
-
-
-@gloo
-def test_a_graph_that_writes_to_a_parameter_of_stage_3_is_refused() -> None:
-    for text in run_ranks(written, 2):
-        assert "written in place" in text and "gathered(module, modify=True)" in text, text
+    assert "gathered(module, modify=True)" in str(raised.value)
 
 
 def test_importing_fzero_does_not_import_the_compiler() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,13 +14,10 @@ from torch import Tensor, nn
 
 from fzero.adapter import Engine, gathered, sharded_init
 from fzero.placeholder import LazyParam
-from tests.adapter.plain import STAGES, Draw
-from tests.adapter.unsharded import same_update
-from tests.ranks import run_ranks
+from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.plain import Draw, same
 
-pytestmark = pytest.mark.xdist_group("gloo")
-
-SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+SGD = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
 
 
 class Everything(nn.Module):
@@ -56,20 +54,22 @@ class Everything(nn.Module):
         return out.square().mean() + z * self.listed[0].sum() + self.listed[1].prod()
 
 
-def made(rank: int, make: Any, *, sharded: bool = True) -> nn.Module:
+def made(rank: int, make: Any, *, sharded: bool = True, dtype: torch.dtype = torch.float32) -> Any:
     """A module made on every rank; the others draw other numbers than rank 0."""
     torch.manual_seed(7 if rank == 0 or not sharded else 100 + rank)
-    if not sharded:
-        return make()
-    with sharded_init():
-        return make()
+    torch.set_default_dtype(dtype)
+    try:
+        with sharded_init() if sharded else nullcontext():
+            return make()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def everything_loss(module: Any, rank: int, number: int) -> Tensor:
     return module(Draw(rank, number).whole(2, 7, dtype=torch.int64).abs())
 
 
-def after_block(module: nn.Module) -> None:
+def write(module: nn.Module) -> None:
     """What users do once the model is there."""
     torch.manual_seed(13)
     nn.init.xavier_uniform_(module.get_parameter("conv.weight"))
@@ -79,23 +79,24 @@ def after_block(module: nn.Module) -> None:
         module.get_parameter("listed.1").copy_(torch.ones(2, 1))
 
 
-def same_values(label: str, module: nn.Module, plain: nn.Module) -> None:
+def same_values(module: nn.Module, plain: nn.Module) -> None:
     with gathered(module) as fulls:
-        named = list(plain.named_parameters())
-        assert len(fulls) == len(named), label
-        for full, (path, p) in zip(fulls, named, strict=True):
-            assert full.dtype == p.dtype and torch.equal(full, p), f"{label}: {path}"
+        for full, (path, p) in zip(fulls, plain.named_parameters(), strict=True):
+            assert full.dtype == p.dtype and torch.equal(full, p), path
 
 
-def bit_for_bit_body(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, 3)
+def test_a_model_made_under_sharded_init_is_that_of_rank_0_bit_for_bit(
+    rank: int, world_size: int
+) -> None:
     plain = made(rank, Everything, sharded=False)
     after_plain = torch.rand(1)
     module = made(rank, Everything)
     assert rank or torch.equal(torch.rand(1), after_plain)  # rank 0 drew as many numbers
-    same_values("made", module, plain)
-    after_block(plain)
-    after_block(module)
-    same_values("written afterwards", module, plain)
+    same_values(module, plain)
+    write(plain)
+    write(module)
+    same_values(module, plain)
     assert module.head.weight is module.embedding.weight
     flags = {path: p.requires_grad for path, p in plain.named_parameters()}
     assert {path: p.requires_grad for path, p in module.named_parameters()} == flags
@@ -104,20 +105,11 @@ def bit_for_bit_body(rank: int, world_size: int) -> None:
     assert type(nn.Linear(2, 2).weight) is nn.Parameter  # made after the block: whole
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_model_made_under_sharded_init_is_that_of_rank_0_bit_for_bit(world_size: int) -> None:
-    run_ranks(bit_for_bit_body, world_size)
-
-
-def raising_body(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sharded_init_that_raises_shards_nothing_that_is_made_later() -> None:
     with pytest.raises(ZeroDivisionError), sharded_init():
         raise ZeroDivisionError
-    outer = nn.Sequential(nn.Linear(2, 2))
-    assert type(outer[0].weight) is nn.Parameter
-
-
-def test_sharded_init_that_raises_shards_nothing_that_is_made_later() -> None:
-    run_ranks(raising_body, 2)
+    assert type(nn.Linear(2, 2).weight) is nn.Parameter
 
 
 SIDE = 37
@@ -153,7 +145,8 @@ class Stack(nn.Sequential):
             self.append(Counted(seen))
 
 
-def never_whole_body(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_no_rank_ever_holds_more_than_one_full_parameter(rank: int) -> None:
     before, seen = full_weights(), []
     layers = made(rank, lambda: Stack(seen))
     assert len(seen) == 10 and max(seen) <= before + 1, f"{seen}, {before} before"
@@ -167,46 +160,26 @@ def never_whole_body(rank: int, world_size: int) -> None:
     seen.clear()
     whole = [Counted(seen) for _ in range(2)]  # the count can see a full weight
     assert max(seen) == before + 2 and len(whole) == 2
-    engine.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_no_rank_ever_holds_more_than_one_full_parameter(world_size: int) -> None:
-    run_ranks(never_whole_body, world_size)
-
-
-def engines_body(rank: int, world_size: int) -> None:
-    def mean_loss(number: int) -> Tensor:
+@on_ranks(1, 2, 3)
+@each_stage
+def test_an_engine_of_any_stage_trains_a_model_made_under_sharded_init(
+    rank: int, world_size: int, stage: int
+) -> None:
+    plain = made(rank, Everything, sharded=False, dtype=torch.float64)
+    module = made(rank, Everything, dtype=torch.float64)
+    optimizer, reference = (
+        SGD([p for p in m.parameters() if p.requires_grad]) for m in (module, plain)
+    )
+    engine = Engine(module, optimizer, stage=stage)
+    for number in range(2):
+        everything_loss(engine, rank, number).backward()
+        engine.step()
+        reference.zero_grad()
         losses = [everything_loss(plain, r, number) for r in range(world_size)]
-        return torch.stack(losses).mean()
-
-    for stage in STAGES:
-        label = f"stage {stage}, W={world_size}"
-        plain = made(rank, lambda: Everything().double(), sharded=False)
-        begin = {path: p.detach().clone() for path, p in plain.named_parameters()}
-        torch.set_default_dtype(torch.float64)
-        try:
-            module = made(rank, Everything)
-            with gathered(module, modify=True) as fulls:
-                for full, value in zip(fulls, begin.values(), strict=True):
-                    full.copy_(value)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        optimizer = SGD([p for p in module.parameters() if p.requires_grad])
-        reference = SGD([p for p in plain.parameters() if p.requires_grad])
-        engine = Engine(module, optimizer, stage=stage)
-        for number in range(2):
-            everything_loss(engine, rank, number).backward()
-            engine.step()
-            reference.zero_grad()
-            mean_loss(number).backward()
-            reference.step()
-        found, wanted = engine.full_parameters(), dict(plain.named_parameters())
-        same_update(label, found, {p: v.detach() for p, v in wanted.items()}, begin, rtol=1e-6)
-        engine.close()
-        assert all(type(p) is nn.Parameter for p in module.parameters()), label
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_engine_of_any_stage_trains_a_model_made_under_sharded_init(world_size: int) -> None:
-    run_ranks(engines_body, world_size)
+        torch.stack(losses).mean().backward()
+        reference.step()
+    same(engine.full_parameters(), dict(plain.named_parameters()), 1e-9)
+    engine.close()
+    assert all(type(p) is nn.Parameter for p in module.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -81,7 +82,20 @@ def survivors(
     return [found[rank] for rank in range(world_size - 1)]
 
 
-def check_killed(
+slow = pytest.mark.slow
+CHOSEN = [(2, 0, "backward"), (3, 3, "forward"), (2, 2, "step")]
+REST = [
+    pytest.param(world_size, stage, where, marks=slow)
+    for world_size, stage, where in itertools.product(
+        (2, 3), (0, 2, 3), ("forward", "backward", "step")
+    )
+    if (world_size, stage, where) not in CHOSEN
+]
+HANGS = [pytest.param(2, stage, "stop", marks=slow) for stage in (0, 3)]
+
+
+@pytest.mark.parametrize(("world_size", "stage", "where"), CHOSEN + REST + HANGS)
+def test_when_a_rank_is_killed_or_hangs_in_a_step_the_others_end_with_an_axis_error(
     tmp_path: Path, world_size: int, stage: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seconds, by_axis, text in survivors(tmp_path, world_size, stage, where, monkeypatch):
@@ -90,48 +104,11 @@ def check_killed(
         assert seconds < (30 if where == "stop" else 10), f"after {seconds} s: {text}"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stage", "where"), [(2, 0, "backward"), (3, 3, "forward"), (2, 2, "step")]
-)
-def test_when_a_rank_is_killed_in_a_step_the_others_end_with_an_axis_error(
-    tmp_path: Path, world_size: int, stage: int, where: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=slow)])
+def test_when_a_rank_of_stage_3_raises_the_others_are_told_which(
+    tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_killed(tmp_path, world_size, stage, where, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_when_a_rank_is_killed_anywhere_the_others_end_with_an_axis_error(
-    tmp_path: Path, world_size: int, stage: int, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_killed(tmp_path, world_size, stage, where, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_when_a_rank_hangs_the_others_end_within_the_timeout(
-    tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_killed(tmp_path, 2, stage, "stop", monkeypatch)
-
-
-def check_raised(tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, by_axis, text in survivors(tmp_path, world_size, 3, "raise", monkeypatch):
         assert by_axis and text.startswith("PeerFailedError: "), text
         assert f"raised on rank [{world_size - 1}]" in text, text
         assert seconds < 10, f"after {seconds} s: {text}"
-
-
-def test_when_a_rank_of_stage_3_raises_the_others_are_told_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_raised(tmp_path, 2, monkeypatch)
-
-
-@pytest.mark.slow
-def test_when_one_of_three_ranks_of_stage_3_raises_the_others_are_told_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_raised(tmp_path, 3, monkeypatch)

@@ -1,17 +1,21 @@
-"""Points 6 and 16: modules that are reused, tied, frozen, checkpointed, of mixed dtypes, unused.
+"""Modules that are reused, tied, frozen, checkpointed, of mixed dtypes, unused.
 
 Each is one program (tests/adapter/plain.py), run at every stage, for two steps or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fzero.adapter import _events
 from tests.adapter.nets import (
     F64,
     Adapted,
@@ -24,32 +28,31 @@ from tests.adapter.nets import (
     Shared,
     Tied,
 )
+from tests.adapter.on_ranks import each_stage, on_ranks
 from tests.adapter.plain import (
-    LR,
     Draw,
     Plain,
     Program,
     Reference,
+    back,
     check_program,
     engine_of,
-    learning,
+    gradients_of,
     order_may_change,
     same,
 )
-from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.xdist_group("gloo")
 Kind = tuple[Callable[[], nn.Module], Program]
 
 
-def squares(*shape: int) -> Program:
-    def program(e: Any, draw: Draw) -> None:
-        e(draw(*shape)).square().sum().backward()
+class Skipped(Net):
+    """No parameter is used by some calls."""
 
-    return program
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return super().forward(x) if use else x * 2
 
 
-def several_calls(e: Any, draw: Draw) -> None:
+def reused(e: Any, draw: Draw) -> None:
     torch.stack([e(draw(2, 2)).square().sum() for _ in range(3)]).sum().backward()
 
 
@@ -69,9 +72,8 @@ def only_the_returned_parameter(e: Any, draw: Draw) -> None:
     own.exp().sum().backward()
 
 
-def the_parameter_first(e: Any, draw: Draw) -> None:
-    own = e(draw(2, 3))[1]
-    (e(draw(2, 3))[0].square().sum() * own.exp().sum()).backward()
+def scalars(e: Any, draw: Draw) -> None:
+    e(draw(2, 7)).backward()
 
 
 def dtypes(e: Any, draw: Draw) -> None:
@@ -88,187 +90,159 @@ def expert_or_none(e: Any, draw: Draw) -> None:
     e(draw(2, 3), -1 if draw.rank % 2 else 2).square().sum().backward()
 
 
+def no_parameter_on_one_rank(e: Any, draw: Draw) -> None:
+    e(draw(2, 3).requires_grad_(), draw.rank != 1).square().sum().backward()
+
+
 def gradient_for_the_inputs(e: Any, draw: Draw) -> None:
     x = draw(2, 3).requires_grad_()
     e(x * 2).square().sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
 
 
-KINDS: Mapping[str, Kind] = {
-    "a layer used three times": (Shared, squares(2, 2)),
-    "a layer used nine times": (Shared, several_calls),
+def checkpoints(*, reentrant: bool, outside: bool) -> Kind:
+    return functools.partial(Checkpointed, reentrant=reentrant, outside=outside), back
+
+
+KINDS: dict[str, Kind] = {
+    "a layer used nine times": (Shared, reused),
     "tied weights": (Tied, ids),
     "a foreign weight and a returned parameter": (Foreign, returned_parameter),
     "a backward from a returned parameter": (Foreign, only_the_returned_parameter),
-    "a returned parameter of another forward": (Foreign, the_parameter_first),
-    "scalars and nothing": (Shapes, lambda e, draw: e(draw(2, 7)).backward()),
-    "adapters on a frozen base": (Adapted, squares(2, 3)),
+    "scalars and nothing": (Shapes, scalars),
+    "adapters on a frozen base": (Adapted, back),
     "adapters, with gradients for the inputs": (Adapted, gradient_for_the_inputs),
     "dtypes": (Dtypes, dtypes),
     "each rank its own experts": (Experts, own_expert),
     "an expert on some ranks, none on others": (Experts, expert_or_none),
-} | {
-    f"checkpoints, {reentrant=}, {outside=}": (
-        lambda reentrant=reentrant, outside=outside: Checkpointed(
-            reentrant=reentrant, outside=outside
-        ),
-        squares(2, 3),
-    )
-    for reentrant in (True, False)
-    for outside in (True, False)
+    "no parameter at all on one rank": (Skipped, no_parameter_on_one_rank),
+    "reentrant checkpoints": checkpoints(reentrant=True, outside=False),
+    "reentrant checkpoints of what is used outside": checkpoints(reentrant=True, outside=True),
+    "checkpoints": checkpoints(reentrant=False, outside=False),
+    "checkpoints of what is used outside": checkpoints(reentrant=False, outside=True),
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4, timeout_s=30)
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_and_updates_of_every_kind_are_those_of_plain_pytorch(
-    name: str, world_size: int
+    rank: int, world_size: int, name: str
 ) -> None:
-    run_ranks(one_kind, world_size, name, timeout_s=30)
-
-
-def one_kind(rank: int, world_size: int, name: str) -> None:
     make, program = KINDS[name]
+
+    def in_a_window(e: Any, draw: Draw) -> None:
+        with e.coalesce():
+            program(e, draw)
+            program(e, draw)
+
+    small = {"bucket_bytes": 8, "contiguous_gradients": False}
     if world_size != 3:
         check_program(rank, world_size, make, program, steps=3 if world_size == 2 else 2)
     if world_size != 4:
-        check_program(rank, world_size, make, program, bucket_bytes=8, contiguous_gradients=False)
+        check_program(rank, world_size, make, program, **small)
+        check_program(rank, world_size, make, in_a_window, **small)
+    if world_size == 2:
+        check_program(rank, world_size, make, in_a_window)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_part_that_is_frozen_for_a_while_gets_zeros_then_gradients_again(world_size: int) -> None:
-    run_ranks(freeze_and_melt, world_size)
-
-
-def freeze_and_melt(rank: int, world_size: int) -> None:
-    for stage in range(4):
-        for bucket_bytes in (8, 4096):
-            e, plain = engine_of(Net, stage, bucket_bytes=bucket_bytes), Reference(Net, world_size)
-            for number, learns in enumerate((True, False, False, True)):
-                for module in (e.module, *plain.modules):
-                    module.b.requires_grad_(learns)
-                wanted = plain.run(squares(2, 3), number)
-                with order_may_change():
-                    squares(2, 3)(e, Draw(rank, number))
-                zeros = {n: torch.zeros_like(p) for n, p in Net().named_parameters()}
-                same(f"stage {stage}, {learns=}", e.full_gradients(), zeros | wanted, 1e-11)
-                e.step()
-                plain.step(wanted)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_was_frozen_at_construction_and_learns_now_is_refused_by_name(world_size: int) -> None:
-    run_ranks(melt_the_frozen, world_size)
-
-
-def melt_the_frozen(rank: int, world_size: int) -> None:
-    for stage in range(4):
-        e, plain = engine_of(Adapted, stage), Reference(Adapted, world_size)
-        e.module.base.weight.requires_grad_(True)
-        squares(2, 3)(e, Draw(rank, 1))
-        with pytest.raises(ValueError, match=r"base\.weight requires grad now(.|\n)*Fix"):
-            e.step()
-        e.module.base.weight.requires_grad_(False)
-        wanted = plain.run(squares(2, 3), 1)
-        same(f"stage {stage}", e.full_gradients(), wanted, 1e-11)
-        assert e.step()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_nothing_is_left_by_forwards_without_gradient(world_size: int) -> None:
-    run_ranks(evaluate, world_size)
-
-
-def evaluate(rank: int, world_size: int) -> None:
-    for stage in range(4):
-        e = engine_of(Net, stage)
-        before = e.hooks, e.state.progress, e.state.gradients, e.memory_report()
-        for no_grad in (torch.no_grad, torch.inference_mode):
-            with no_grad():
-                assert torch.equal(e(torch.ones(2, 3, dtype=F64)), e(torch.ones(2, 3, dtype=F64)))
-        after = e.hooks, e.state.progress, e.state.gradients, e.memory_report()
-        assert before == after, f"stage {stage}: {after}"
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_engine_whose_model_is_frozen_passes_gradients_through(world_size: int) -> None:
-    run_ranks(frozen_model, world_size)
-
-
-def frozen_model(rank: int, world_size: int) -> None:
-    for stage in range(4):
-        e = engine_of(lambda: Net().requires_grad_(False), stage)
-        plain = Reference(Net, 1).modules[0]
-        x, y = (Draw(rank, 0)(2, 3).requires_grad_() for _ in range(2))
-        with order_may_change():
-            e(x).square().sum().backward()
-            assert not e(Draw(rank, 1)(2, 3)).requires_grad
-        plain(y).square().sum().backward()
-        assert x.grad is not None and y.grad is not None
-        assert torch.allclose(x.grad, y.grad, rtol=1e-12), f"stage {stage}"
-        assert e.hooks.backward_active_depth == 0
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_backward_without_any_parameter_on_one_rank_counts_as_zeros_there(
-    world_size: int,
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "name", ["adapters on a frozen base", "reentrant checkpoints", "checkpoints"]
+)
+def test_without_autograds_callback_backwards_are_counted_and_gradients_are_the_same(
+    rank: int, world_size: int, name: str
 ) -> None:
-    run_ranks(nothing_on_one_rank, world_size, timeout_s=20)
-
-
-class Optional(Net):
-    def forward(self, x: Tensor, use: bool) -> Tensor:
-        return super().forward(x) if use else x * 2
-
-
-def nothing_on_one_rank(rank: int, world_size: int) -> None:
     def program(e: Any, draw: Draw) -> None:
-        e(draw(2, 3).requires_grad_(), draw.rank != 1).square().sum().backward()
+        back(e, draw)
+        back(e, draw)
+        losses = [e(draw(2, 3)).square().sum() for _ in range(2)]
+        (losses[0] + losses[1]).backward()
 
-    check_program(rank, world_size, Optional, program)
+    with mock.patch.object(_events, "autograd_has_callbacks", lambda: False):
+        check_program(rank, world_size, KINDS[name][0], program, bucket_bytes=64)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_bf16_gradients_add_up_in_fp32_and_update_fp32_masters(world_size: int) -> None:
-    run_ranks(low_precision, world_size)
+class Summed(nn.Module):
+    """Autograd gives both parameters one gradient, in the same memory."""
 
-
-class Low(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.ones(7, dtype=torch.bfloat16))
+        self.a = nn.Parameter(torch.ones(4, dtype=F64))
+        self.b = nn.Parameter(torch.full((4,), 2.0, dtype=F64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.w * x).float().sum()
+    def forward(self) -> Tensor:
+        return (self.a.unsqueeze(0) + self.b.unsqueeze(0)).square().sum()
 
 
-def low_precision(rank: int, world_size: int) -> None:
-    # 256 + 1 is 256 in bf16: what adds up in it would lose every 1.
-    ones, big = torch.ones(7, dtype=torch.bfloat16), torch.full((7,), 256.0, dtype=torch.bfloat16)
-    for stage in range(4):
-        for contiguous in (True, False):
-            e = engine_of(
-                Low, stage, communication_dtype=torch.float32, contiguous_gradients=contiguous
-            )
-            with e.coalesce():
-                for x in (big, ones, ones, ones):
-                    e(x).backward()
-            e(ones).backward()
-            assert e.full_gradients()["w"].tolist() == [260.0] * 7, f"stage {stage}"
-            e.step()
-            assert e.full_parameters()["w"].tolist() == [1 - LR * 260.0] * 7
-            e(ones * 2**-9).backward()
-            e.step()
-            assert e.full_parameters()["w"].tolist() == [1 - LR * (260.0 + 2**-9)] * 7
+@on_ranks(1, 2)
+@each_stage
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_gradient_that_two_parameters_share_is_counted_once_for_each(
+    stage: int, windows: bool
+) -> None:
+    """In plain PyTorch the second backward would add to the memory of both, twice."""
+    e = engine_of(Summed, stage, bucket_bytes=8)
+    for _ in range(6):  # a bucket that is reduced may be faster than the rest, or not
+        with e.coalesce() if windows else nullcontext():
+            e().backward()
+            e().backward()
+        for path, gradient in e.full_gradients().items():
+            assert gradient.tolist() == [12.0] * 4, path
+        e.zero_grad()
+
+
+@on_ranks(1, 2)
+@each_stage
+@pytest.mark.parametrize("bucket_bytes", [8, 4096])
+def test_a_part_that_is_frozen_for_a_while_gets_zeros_then_gradients_again(
+    rank: int, world_size: int, stage: int, bucket_bytes: int
+) -> None:
+    e, plain = engine_of(Net, stage, bucket_bytes=bucket_bytes), Reference(Net, world_size)
+    zeros = {path: torch.zeros_like(p) for path, p in Net().named_parameters()}
+    for number, learns in enumerate((True, False, False, True)):
+        for module in (e.module, plain.module):
+            module.b.requires_grad_(learns)
+        wanted = zeros | plain.run(back, number)
+        with order_may_change():
+            back(e, Draw(rank, number))
+        same(e.full_gradients(), wanted)
+        e.step()
+        same(e.full_parameters(), plain.step(wanted))
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_what_was_frozen_at_construction_and_learns_now_is_refused_by_name(
+    rank: int, world_size: int, stage: int
+) -> None:
+    e, plain = engine_of(Adapted, stage), Reference(Adapted, world_size)
+    e.module.base.weight.requires_grad_(True)
+    back(e, Draw(rank, 1))
+    with pytest.raises(ValueError, match=r"base\.weight requires grad now(.|\n)*Fix"):
+        e.step()
+    e.module.base.weight.requires_grad_(False)
+    same(e.full_gradients(), plain.run(back, 1))
+    assert e.step()
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_nothing_is_left_by_forwards_without_gradient(stage: int) -> None:
+    e = engine_of(Net, stage)
+    before = e.hooks, e.state.progress, e.state.gradients, e.memory_report()
+    for no_grad in (torch.no_grad, torch.inference_mode):
+        with no_grad():
+            assert torch.equal(e(torch.ones(2, 3, dtype=F64)), e(torch.ones(2, 3, dtype=F64)))
+    assert (e.hooks, e.state.progress, e.state.gradients, e.memory_report()) == before
 
 
 def test_the_reference_is_a_mean_over_ranks_of_other_data() -> None:
     plain = Reference(Net, 3)
-    mean = plain.run(squares(2, 3), 0)
     alone = []
     for rank in range(3):
-        module = Reference(Net, 1).modules[0]
-        squares(2, 3)(Plain(module), Draw(rank, 0))
-        alone.append(learning(module)["a.weight"].grad)
+        plain.module.zero_grad()
+        back(Plain(plain.module), Draw(rank, 0))
+        alone.append(gradients_of(plain.module)["a.weight"])
     assert not torch.allclose(alone[0], alone[1])
-    assert torch.allclose(mean["a.weight"], torch.stack(alone).mean(0))
+    found = plain.run(back, 0)["a.weight"]
+    assert torch.allclose(found, torch.stack(alone).mean(0))

@@ -6,13 +6,14 @@ from collections import Counter
 
 import pytest
 
+from tests.adapter.on_ranks import each_stage
 from tests.adapter.random_programs import EVENTS, FORWARDS, draw_program, run_programs
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@each_stage
 def test_any_program_gives_the_gradients_and_updates_of_the_naive_model(stage: int) -> None:
     assert run_ranks(run_programs, 2, stage, range(stage, 280, 4), timeout_s=100) == [70, 70]
 
@@ -25,7 +26,7 @@ def test_any_program_gives_the_same_on_one_rank_and_on_three(stage: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@each_stage
 def test_thousands_of_programs_give_the_gradients_of_the_naive_model(stage: int) -> None:
     seeds = range(10_000 * (stage + 1), 10_000 * (stage + 1) + 2000)
     run_ranks(run_programs, 2, stage, seeds, timeout_s=1100)

@@ -11,46 +11,9 @@ from torch import nn
 
 from fzero.adapter import Engine
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
-from tests.adapter.nets import F64, Net
-from tests.adapter.plain import STAGES, Draw, Reference, engine_of, same
-from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.xdist_group("gloo")
-
-
-def back(e: Any, draw: Draw) -> None:
-    e(draw(2, 3)).square().sum().backward()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(world_size: int) -> None:
-    run_ranks(out_of_turn, world_size)
-
-
-def out_of_turn(rank: int, world_size: int) -> None:
-    for stage in STAGES:
-        e, plain = engine_of(Net, stage), Reference(Net, world_size)
-        for call, text in (
-            (e.step, "step(): there are no gradients; 0 updates so far"),
-            (e.full_gradients, "full_gradients(): there are no gradients"),
-            (e.optimizer.step, "optimizer.step() of an optimizer that an engine runs"),
-        ):
-            refused(call, PhaseError, text)
-        wanted = plain.run(back, 0)
-        back(e, Draw(rank, 0))
-        refused(e.optimizer.step, PhaseError, "optimizer.step() of an optimizer")
-        e.step()
-        same(f"stage {stage}", e.full_parameters(), plain.step(wanted), 1e-11)
-        refused(e.step, PhaseError, "step(): there are no gradients; 1 updates so far")
-        back(e, Draw(rank, 1))
-        e.zero_grad()
-        refused(e.step, PhaseError, "no gradients")
-        e.close()
-        e.close()
-        refused(e.step, PhaseError, "a closed engine was used")
-        refused(lambda e=e: e.coalesce().__enter__(), PhaseError, "a closed engine was used")
-        refused(lambda e=e: e.no_sync().__enter__(), PhaseError, "a closed engine was used")
-        refused(Engine(Net(), stage=stage).step, PhaseError, "step() of an engine without optim")
+from tests.adapter.nets import F64, Net, linear
+from tests.adapter.on_ranks import STAGES, each_stage, on_ranks
+from tests.adapter.plain import Draw, Reference, back, engine_of, update
 
 
 def refused(call: Callable[[], Any], kind: type[FzeroError], text: str) -> None:
@@ -60,6 +23,48 @@ def refused(call: Callable[[], Any], kind: type[FzeroError], text: str) -> None:
     assert "\nUsual cause: " in str(caught.value) and "\nFix: " in str(caught.value)
 
 
+@on_ranks(1, 2)
+@each_stage
+def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(
+    rank: int, world_size: int, stage: int
+) -> None:
+    e, plain = engine_of(Net, stage), Reference(Net, world_size)
+    optimizer: Any = e.optimizer
+    refused(e.step, PhaseError, "step(): there are no gradients; 0 updates so far")
+    refused(e.full_gradients, PhaseError, "full_gradients(): there are no gradients")
+    refused(optimizer.step, PhaseError, "optimizer.step() of an optimizer that an engine runs")
+    refused(optimizer.state_dict, PhaseError, "optimizer.state_dict() of an optimizer that an e")
+    update(e, plain, rank, 0)
+    refused(e.step, PhaseError, "step(): there are no gradients; 1 updates so far")
+    back(e, Draw(rank, 1))
+    refused(optimizer.step, PhaseError, "optimizer.step() of an optimizer that an engine runs")
+    e.zero_grad()
+    refused(e.step, PhaseError, "no gradients")
+    assert "Net, stage=" in repr(e) and "1 updates" in repr(e)
+    e.close()
+    e.close()
+    assert repr(e) == "Engine(closed)"
+    for call in (e.step, e.coalesce().__enter__, e.no_sync().__enter__):
+        refused(call, PhaseError, "a closed engine was used")
+    refused(Engine(Net(), stage=stage).step, PhaseError, "step() of an engine without optim")
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_a_module_or_a_part_of_it_has_one_open_engine_at_most(
+    rank: int, world_size: int, stage: int
+) -> None:
+    engine = engine_of(Net, stage)
+    whole = nn.Sequential(engine.module, linear(3, 3))
+    for second in STAGES:
+        for module in (engine.module, whole):
+            with pytest.raises(PhaseError, match="belongs to an engine that is open"):
+                Engine(module, torch.optim.SGD, stage=second)
+    update(engine, Reference(Net, world_size), rank, 0)
+    engine.close()
+    Engine(whole, torch.optim.SGD, stage=stage).close()
+
+
 def used_adam(module: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(2, 3, dtype=F64)).sum().backward()
@@ -67,58 +72,70 @@ def used_adam(module: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-Wrong = tuple[Callable[[Any], Any], type[FzeroError], str]
+def sgd_of_another(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(Net().parameters())
 
 
-def _any(**options: Any) -> Any:
-    """Options of kinds that a type checker would not let pass."""
-    return options
+def lbfgs(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(module.parameters())
 
 
-ANYTHING: Any = {"function": lambda x: x, "name": "adam", "list": lambda params: params}
-WRONG: list[Wrong] = [
-    (lambda m: Engine(m, stage=4), LayoutError, "4"),
-    (lambda m: Engine(ANYTHING["function"], stage=0), LayoutError, "Engine got a function"),
-    (lambda m: Engine(m, ANYTHING["name"], stage=0), LayoutError, "'adam'"),
-    (lambda m: Engine(m, ANYTHING["list"], stage=0), LayoutError, "gives a list"),
-    (lambda m: Engine(m, used_adam(m), stage=0), PhaseError, "has state for 6 parameters"),
-    (lambda m: Engine(m, torch.optim.SGD(Net().parameters()), stage=2), LayoutError, "not the mod"),
-    (lambda m: Engine(m, torch.optim.LBFGS(m.parameters()), stage=1), LayoutError, "LBFGS cannot"),
-    (lambda m: Engine(m, stage=2, bucket_bytes=0), LayoutError, "bucket_bytes=0"),
-    (lambda m: Engine(m, stage=2, **_any(overlap=1)), LayoutError, "overlap=1"),
-    (lambda m: Engine(m, stage=2, max_norm=-1.0), LayoutError, "max_norm=-1.0"),
-    (lambda m: Engine(m, stage=2, loss_scale=float("inf")), LayoutError, "loss_scale=inf"),
-    (lambda m: Engine(m, stage=2, **_any(accumulate_dtype="fp32")), LayoutError, "dtype='fp32'"),
-    (lambda m: Engine(m, stage=2, gradient_accumulation_steps=0), LayoutError, "steps=0"),
-    (lambda m: Engine(m, stage=3, **_any(leaf_modules=["a"])), LayoutError, "leaf_modules=['a']"),
+# What is made of the module as its optimizer, the options, the error, and what it says.
+WRONG: list[tuple[Callable[[nn.Module], Any], dict[str, Any], type[FzeroError], str]] = [
+    (lambda m: "adam", {"stage": 0}, LayoutError, "'adam'"),
+    (lambda m: lambda params: params, {"stage": 0}, LayoutError, "gives a list"),
+    (used_adam, {"stage": 0}, PhaseError, "has state for 6 parameters"),
+    (sgd_of_another, {"stage": 2}, LayoutError, "not the mod"),
+    (lbfgs, {"stage": 1}, LayoutError, "LBFGS cannot"),
+    (lambda m: None, {"stage": 4}, LayoutError, "4"),
+    (lambda m: None, {"stage": 2, "bucket_bytes": 0}, LayoutError, "bucket_bytes=0"),
+    (lambda m: None, {"stage": 2, "overlap": 1}, LayoutError, "overlap=1"),
+    (lambda m: None, {"stage": 2, "max_norm": -1.0}, LayoutError, "max_norm=-1.0"),
+    (lambda m: None, {"stage": 2, "loss_scale": float("inf")}, LayoutError, "loss_scale=inf"),
+    (lambda m: None, {"stage": 2, "accumulate_dtype": "fp32"}, LayoutError, "dtype='fp32'"),
+    (lambda m: None, {"stage": 2, "gradient_accumulation_steps": 0}, LayoutError, "steps=0"),
+    (lambda m: None, {"stage": 3, "leaf_modules": ["a"]}, LayoutError, "leaf_modules=['a']"),
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_wrong_arguments_raise_before_the_module_is_touched(world_size: int) -> None:
-    run_ranks(wrong_arguments, world_size)
+@on_ranks(1, 2)
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_wrong_arguments_raise_before_the_module_is_touched(case: int) -> None:
+    optimizer_of, options, kind, text = WRONG[case]
+    module = Net()
+    optimizer = optimizer_of(module)
+    values = [p.detach().clone() for p in module.parameters()]
+    refused(lambda: Engine(module, optimizer, **options), kind, text)
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert all(map(torch.equal, values, module.parameters()))
+    assert not module._forward_pre_hooks and not module._forward_hooks
+    Engine(module, torch.optim.SGD, stage=3).close()
 
 
-def wrong_arguments(rank: int, world_size: int) -> None:
-    for make, kind, text in WRONG:
-        module = Net()
-        refused(lambda make=make, module=module: make(module), kind, text)
-        values = [p.detach().clone() for p in module.parameters()]
-        assert all(type(p) is nn.Parameter for p in module.parameters())
-        assert not module._forward_pre_hooks and not module._forward_hooks
-        Engine(module, torch.optim.SGD, stage=3).close()
-        if rank == 0:
-            assert all(map(torch.equal, values, module.parameters()))
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_modules_that_no_engine_can_have_are_refused(stage: int) -> None:
+    function: Any = torch.relu
+    for module, seen in (
+        (nn.Sequential(nn.LazyLinear(2)), "0.weight is not initialized"),
+        (nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 gives sparse gradients"),
+        (function, "Engine got a builtin"),
+    ):
+        with pytest.raises(LayoutError, match=seen):
+            Engine(module, torch.optim.SGD, stage=stage)
+    with pytest.raises(PhaseError, match="inference_mode"), torch.inference_mode():
+        Engine(Net(), None, stage=stage)
 
 
-def test_an_option_that_is_wrong_on_one_rank_is_told_to_the_others() -> None:
-    run_ranks(wrong_on_one_rank, 2, timeout_s=20)
-
-
-def wrong_on_one_rank(rank: int, world_size: int) -> None:
-    for name, bad, good in (("stage", 4, 2), ("bucket_bytes", 0, 8), ("max_norm", -1.0, 1.0)):
-        module = Net()
-        options: Any = {"stage": 2} | {name: bad if rank else good}
-        with pytest.raises(LayoutError if rank else AxisError, match=f"{name}={bad}"):
-            Engine(module, torch.optim.SGD, **options)
-        Engine(module, torch.optim.SGD, stage=2).close()
+@on_ranks(2, timeout_s=20)
+@pytest.mark.parametrize(
+    ("name", "bad", "good"), [("stage", 4, 2), ("bucket_bytes", 0, 8), ("max_norm", -1.0, 1.0)]
+)
+def test_an_option_that_is_wrong_on_one_rank_is_told_to_the_others(
+    rank: int, name: str, bad: Any, good: Any
+) -> None:
+    module = Net()
+    options: Any = {"stage": 2} | {name: bad if rank else good}
+    with pytest.raises(LayoutError if rank else AxisError, match=f"{name}={bad}"):
+        Engine(module, torch.optim.SGD, **options)
+    Engine(module, torch.optim.SGD, stage=2).close()

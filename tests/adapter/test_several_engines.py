@@ -1,4 +1,4 @@
-"""Several engines under one loss, of different stages, optimizers, some of them frozen."""
+"""Several engines under one loss, of different stages, some of them frozen."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from fzero.adapter import Engine
 from fzero.collectives import count_collectives
 from tests.adapter.nets import Checkpointed, Net, linear
-from tests.adapter.plain import STAGES, Draw, Plain, Reference, engine_of, order_may_change, same
-from tests.ranks import run_ranks
+from tests.adapter.on_ranks import STAGES, on_ranks
+from tests.adapter.plain import (
+    Draw,
+    Reference,
+    Together,
+    engine_of,
+    is_idle,
+    order_may_change,
+    run_together,
+    same,
+)
 
-pytestmark = pytest.mark.xdist_group("gloo")
-Together = Callable[[Sequence[Any], Draw], None]
+PAIRS = list(itertools.product(STAGES, STAGES))
 
 
 class Choice(nn.Module):
@@ -44,27 +51,19 @@ def check(
     engines = [engine_of(make, stage, **options) for make, stage in zip(makes, stages, strict=True)]
     plains = [Reference(make, world_size) for make in makes]
     for number in range(3):
-        for other in range(world_size):
-            here = [Plain(plain.modules[other]) for plain in plains]
-            for plain in here:
-                plain.module.zero_grad()
-            program(here, Draw(other, number))
+        all_wanted = run_together(plains, program, number)
         with order_may_change():
             program(engines, Draw(rank, number))
-        for i, (engine, plain) in enumerate(zip(engines, plains, strict=True)):
+        for i, engine in enumerate(engines):
             label = f"engine {i} of stages {stages}, step {number}, {options}"
-            assert engine.hooks.backward_active_depth == 0, label
-            if engine.optimizer is None:
-                continue
-            wanted = plain.gradients()
-            same(f"{label}: gradients", engine.full_gradients(), wanted, 1e-10)
-            engine.step()
-            same(f"{label}: updated", engine.full_parameters(), plain.step(wanted), 1e-10)
+            assert is_idle(engine), label
+            if engine.optimizer is not None:
+                wanted = all_wanted[i]
+                same(engine.full_gradients(), wanted, 1e-10, f"{label}: gradients")
+                engine.step()
+                same(engine.full_parameters(), plains[i].step(wanted), 1e-10, label)
     for engine in engines:
         engine.close()
-
-
-PAIRS = list(itertools.product(STAGES, STAGES))
 
 
 def chain(es: Sequence[Any], draw: Draw) -> None:
@@ -96,6 +95,26 @@ def in_windows(es: Sequence[Any], draw: Draw) -> None:
         chain(es, draw)
 
 
+def adversaries(es: Sequence[Any], draw: Draw) -> None:
+    """A generator's loss through its critic; the critic's, with a gradient penalty."""
+    generator, critic = es
+    made = generator(draw(2, 3))
+    (-critic(made)).sum().backward()
+    made = made.detach().requires_grad_()
+    (g,) = torch.autograd.grad(critic(made).sum(), made, create_graph=True)
+    (critic(made).sum() - critic(draw(2, 3)).sum()).backward()
+    (10 * (g.norm(dim=1) - 1).square().mean()).backward()
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("program", [chain, side_by_side, interleaved, in_windows, adversaries])
+def test_two_engines_of_any_stages_under_one_loss_each_have_their_gradients(
+    rank: int, world_size: int, program: Together
+) -> None:
+    for pair in PAIRS if world_size == 2 else PAIRS[:: 5 if world_size == 1 else 3]:
+        check(rank, world_size, (Net, Net), pair, program, bucket_bytes=100)
+
+
 def other_parts_on_each_rank(es: Sequence[Any], draw: Draw) -> None:
     es[1](es[0](draw(2, 3), draw.rank == 1), draw.rank == 0).square().sum().backward()
     es[0](es[1](draw(2, 3), draw.rank == 0)).square().sum().backward()
@@ -107,50 +126,22 @@ def other_order_on_each_rank(es: Sequence[Any], draw: Draw) -> None:
     a(b(draw(2, 3), False).sin(), False).square().sum().backward()
 
 
-SAME_ON_ALL = [chain, side_by_side, interleaved, in_windows]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("program", SAME_ON_ALL)
-def test_two_engines_of_any_stages_under_one_loss_each_have_their_gradients(
-    program: Together, world_size: int
-) -> None:
-    run_ranks(two_engines, world_size, program, timeout_s=40)
-
-
-def two_engines(rank: int, world_size: int, program: Together) -> None:
-    pairs = PAIRS if world_size == 2 else PAIRS[:: 5 if world_size == 1 else 3]
-    for pair in pairs:
-        check(rank, world_size, (Net, Net), pair, program, bucket_bytes=100)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("pair", [(0, 0), (2, 2), (0, 2), (3, 2), (1, 3), (3, 3)])
 @pytest.mark.parametrize("bucket_bytes", [8, 2**20])
-def test_two_engines_of_which_ranks_use_other_parts_each_have_their_gradients(
-    bucket_bytes: int, pair: tuple[int, int]
-) -> None:
-    run_ranks(two_choices, 2, other_parts_on_each_rank, pair, bucket_bytes, timeout_s=20)
-
-
-def two_choices(
-    rank: int, world_size: int, program: Together, pair: tuple[int, int], bucket_bytes: int
+@pytest.mark.parametrize("program", [other_parts_on_each_rank, other_order_on_each_rank])
+def test_ranks_may_use_other_parts_of_two_engines_or_run_them_in_another_order(
+    rank: int, world_size: int, program: Together, bucket_bytes: int, pair: tuple[int, int]
 ) -> None:
     check(rank, world_size, (Choice, Choice), pair, program, bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.parametrize("bucket_bytes", [8, 2**20])
-def test_ranks_may_run_two_engines_in_another_order(bucket_bytes: int) -> None:
-    run_ranks(two_orders, 2, bucket_bytes, timeout_s=30)
-
-
-def two_orders(rank: int, world_size: int, bucket_bytes: int) -> None:
-    for pair in ((0, 0), (2, 2), (0, 2), (3, 3), (2, 3)):
-        order = other_order_on_each_rank
-        check(rank, world_size, (Choice, Choice), pair, order, bucket_bytes=bucket_bytes)
-
-
 def frozen() -> nn.Module:
     return Net().requires_grad_(False)
+
+
+def checkpointed() -> nn.Module:
+    return Checkpointed(reentrant=True, outside=True)
 
 
 def distill(es: Sequence[Any], draw: Draw) -> None:
@@ -162,75 +153,16 @@ def distill(es: Sequence[Any], draw: Draw) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_frozen_engines_pass_gradients_on_and_others_learn_through_them(world_size: int) -> None:
-    run_ranks(three_engines, world_size)
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stages", [(0, 2, 3), (3, 0, 2), (2, 3, 0), (3, 3, 3)])
+def test_frozen_engines_pass_gradients_on_and_others_learn_through_them(
+    rank: int, world_size: int, stages: tuple[int, int, int]
+) -> None:
+    check(rank, world_size, (frozen, checkpointed, Net), stages, distill)
 
 
-def three_engines(rank: int, world_size: int) -> None:
-    def student() -> nn.Module:
-        return Checkpointed(reentrant=True, outside=True)
-
-    for stages in ((0, 2, 3), (3, 0, 2), (2, 3, 0), (3, 3, 3)):
-        check(rank, world_size, (frozen, student, Net), stages, distill)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gan_trains_two_engines_of_other_stages_and_optimizers(world_size: int) -> None:
-    run_ranks(gan, world_size)
-
-
-def gan(rank: int, world_size: int) -> None:
-    for stages in ((2, 3), (3, 0), (1, 1)):
-        engines, plains, optimizers = [], [], []
-        for stage, make in zip(stages, (torch.optim.AdamW, torch.optim.RMSprop), strict=True):
-            torch.manual_seed(7)
-            module = Net()
-            made = make(module.parameters(), lr=0.01, weight_decay=0.1)
-            engines.append(Engine(module, made, stage=stage))
-            plains.append(Reference(Net, world_size))
-            optimizers.append(
-                [make(m.parameters(), lr=0.01, weight_decay=0.1) for m in plains[-1].modules]
-            )
-        for number in range(6):
-            which = number % 2
-            for other in range(world_size):
-                here = [Plain(plain.modules[other]) for plain in plains]
-                for e in here:
-                    e.module.zero_grad()
-                adversaries(here, Draw(other, number), which)
-            with order_may_change():
-                adversaries(engines, Draw(rank, number), which)
-            mean = plains[which].gradients()
-            same(f"{stages}, {number}", engines[which].full_gradients(), mean, 1e-10)
-            engines[which].step()
-            for e in engines:
-                e.zero_grad()
-            for module, optimizer in zip(plains[which].modules, optimizers[which], strict=True):
-                for path, p in module.named_parameters():
-                    p.grad = mean[path].clone()
-                optimizer.step()
-            wanted = dict(plains[which].modules[0].named_parameters())
-            same(f"{stages}, {number}: updated", engines[which].full_parameters(), wanted, 1e-10)
-
-
-def adversaries(es: Sequence[Any], draw: Draw, which: int) -> None:
-    generator, critic = es
-    made = generator(draw(2, 3))
-    if which == 0:
-        (-critic(made)).sum().backward()
-        return
-    made = made.detach().requires_grad_()
-    (g,) = torch.autograd.grad(critic(made).sum(), made, create_graph=True)
-    (critic(made).sum() - critic(draw(2, 3)).sum()).backward()
-    (10 * (g.norm(dim=1) - 1).square().mean()).backward()
-
-
-def test_one_backward_reduces_each_engine_once() -> None:
-    run_ranks(count_each, 2)
-
-
-def count_each(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_one_backward_reduces_each_engine_once(rank: int) -> None:
     engines = [engine_of(Net, stage) for stage in STAGES]
     h = Draw(rank, 0)(2, 3)
     for e in engines:

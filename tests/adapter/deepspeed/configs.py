@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+from tests.adapter.plain import LR
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": LR}}}
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -24,6 +26,14 @@ def merged(*configs: dict[str, Any]) -> dict[str, Any]:
             both = isinstance(value, dict) and key in made
             made[key] = merged(made[key], value) if both else value
     return made
+
+
+def batch(train: int | None, micro: int | None, steps: int | None) -> dict[str, Any]:
+    return {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fzero
+from tests import oracle
 from tests.behaviours.networks import PLACES, mlp, squared_loss
+from tests.strategies import integers, tensors
 
 SAMPLES, FEATURES, OUTPUTS, STEPS, PASSES = 12, 4, 3, 3, 2
 World = tuple[int, str, bool, int]  # stage, reshard, coalesced, bucket_bytes
@@ -22,21 +24,15 @@ WORLDS: list[World] = [
 ]
 
 
-def integers(*shape: int, seed: int) -> Tensor:
-    """Numbers from -3 to 3."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, shape, generator=generator).double()
-
-
 def exact_params() -> dict[str, Any]:
     """Three affine layers side by side, one bias tied, one weight frozen; odd sizes."""
-    bias = integers(OUTPUTS, seed=1)
+    bias = integers((OUTPUTS,), seed=1)
     layers = [
-        {"w": integers(OUTPUTS, FEATURES, seed=2), "b": bias},
-        {"w": integers(OUTPUTS, FEATURES, seed=3), "b": bias},
-        {"w": Parameter(integers(OUTPUTS, FEATURES, seed=4), requires_grad=False)},
+        {"w": integers((OUTPUTS, FEATURES), seed=2), "b": bias},
+        {"w": integers((OUTPUTS, FEATURES), seed=3), "b": bias},
+        {"w": Parameter(integers((OUTPUTS, FEATURES), seed=4), requires_grad=False)},
     ]
-    return {"layers": layers, "scale": integers(seed=5), "empty": integers(0, 2, seed=6)}
+    return {"layers": layers, "scale": integers((), seed=5), "empty": integers((0, 2), seed=6)}
 
 
 def exact_loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -51,8 +47,8 @@ def exact_loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def exact_data() -> tuple[Tensor, Tensor]:
     """[steps, passes, samples, ...] of whole numbers: to be split over the ranks."""
-    x = integers(STEPS, PASSES, SAMPLES, FEATURES, seed=7)
-    return x, integers(STEPS, PASSES, SAMPLES, OUTPUTS, seed=8)
+    x = integers((STEPS, PASSES, SAMPLES, FEATURES), seed=7, bound=3)
+    return x, integers((STEPS, PASSES, SAMPLES, OUTPUTS), seed=8, bound=3)
 
 
 def rank_rows(x: Tensor, rank: int, ranks: int) -> Tensor:
@@ -100,26 +96,18 @@ def train_unsharded(
     loss: Callable[..., Tensor], params: Any, torch_optimizer: Callable[..., Any], x: Any, y: Any
 ) -> list[Tensor]:
     """The same on all samples at once with torch's own optimizer; tied tensors once."""
-    made: dict[int, Tensor] = {}
 
-    def leaf(t: Tensor) -> Tensor:
-        frozen = isinstance(t, Parameter) and not t.requires_grad
-        return made.setdefault(id(t), t.clone() if frozen else Parameter(t.clone()))
+    def of_all_passes(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        passes = [loss(params, *one) for one in zip(*batch, strict=True)]
+        return torch.stack(passes).sum()
 
-    copies = torch.utils._pytree.tree_map(leaf, params)
-    optimizer = torch_optimizer([t for t in made.values() if t.requires_grad])
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        for k in range(PASSES):
-            loss(copies, x[i, k], y[i, k]).backward()
-        optimizer.step()
-    return [t.detach() for t in torch.utils._pytree.tree_leaves(copies)]
+    steps = [[batch] for batch in zip(x, y, strict=True)]
+    return tensors(oracle.train(of_all_passes, params, steps, torch_optimizer))
 
 
 def updates(before: Any, after: Any) -> list[Tensor]:
     """p' - p of each leaf: parameters could agree where updates do not."""
-    leaves = torch.utils._pytree.tree_leaves
-    return [b - a.detach() for a, b in zip(leaves(before), leaves(after), strict=True)]
+    return [b - a.detach() for a, b in zip(tensors(before), tensors(after), strict=True)]
 
 
 def smooth() -> tuple[Callable[..., Tensor], Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +20,13 @@ STAGES = (0, 1, 2, 3)
 KEEPS = (True, False, "window")
 PLACES = [(0, True), (1, True), (2, True), *[(3, reshard) for reshard in KEEPS]]
 """(stage, reshard) pairs that differ: resharding means nothing below stage 3."""
+Place = dict[str, Any]
+at_every_place = pytest.mark.parametrize(
+    "place",
+    [{"stage": stage, "reshard_after_forward": reshard} for stage, reshard in PLACES],
+    ids=[f"stage {stage}, reshard {reshard}" for stage, reshard in PLACES],
+)
+"""Run a test with each of them, as options of `fzero.init`."""
 
 
 def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
@@ -134,23 +142,15 @@ def virtual(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
 
 
 def gradient_on(
-    loss: Loss,
-    params: Any,
-    *args: Tensor,
-    stage: int,
-    reshard_after_forward: Any = True,
-    ranks: int = 2,
-) -> Any:
-    """The gradient that fzero makes at this stage, as every rank sees it: [ranks, ...]."""
+    loss: Loss, params: Any, *args: Tensor, ranks: int = 2, **options: Any
+) -> dict[str, Any]:
+    """The gradient that fzero makes with these options of init, on every rank: [ranks, ...]."""
 
     def run(*batch: Any) -> Any:
-        state = fzero.init(
-            params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard_after_forward
-        )
-        state, value = fzero.grad_and_reduce(loss, state)(*batch)
-        return fzero.gradients(state), value
+        state = fzero.init(params, fzero.optim.sgd(0.1), **options)
+        return fzero.gradients(fzero.grad_and_reduce(loss, state)(*batch)[0])
 
-    return virtual(run, ranks, *args)[0]
+    return virtual(run, ranks, *args)
 
 
 def assert_every_rank(got: Tensors, want: Tensors, *, exact: bool = False) -> None:

@@ -22,8 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
-import torch
 from torch import Tensor
 
 import fzero
@@ -33,13 +31,11 @@ from tests.behaviours.models import (
     Refused,
     Tree,
     Uses,
-    as_params,
-    as_values,
     batches_for,
     loss_of,
     optimizer,
-    tensors_of,
 )
+from tests.strategies import on_rank, same
 
 Op = tuple[Any, ...]
 Program = tuple[tuple[Op, ...], ...]
@@ -100,8 +96,7 @@ def _play(setting: Setting, case: Case, rank: int | None) -> list[list[Seen]]:
     def over(fn: Callable[..., Any]) -> Any:
         return fzero.simulate(fn, world_size=setting.ranks) if rank is None else fn
 
-    params = as_params(case.tree, tensors_of(case.tree))
-    state = over(setting.shard(_unused_step)).init(params, optimizer())
+    state = over(setting.shard(_unused_step)).init(case.tree, optimizer())
     found = []
     for number, ops in enumerate(case.program):
         batches = batches_for(case.tree, number)[: setting.ranks]
@@ -112,17 +107,17 @@ def _play(setting: Setting, case: Case, rank: int | None) -> list[list[Seen]]:
             state, _ = step(state, batches if rank is None else batches[rank])
         except (Boom, PeerFailedError):  # where ranks gather by themselves, one ends the others
             raised = True
-        now = _observe_if_alive(over, case.tree, state)
+        now = _observe_if_alive(over, state)
         if now == "used up":  # by the step that raised; `check` decides whether it may have been
             found.append([])
             break
-        earlier = None if state is before else _observe_if_alive(over, case.tree, before)
-        rows = [now] if rank is not None else [_row(now, r) for r in range(setting.ranks)]
+        earlier = None if state is before else _observe_if_alive(over, before)
+        rows = [now] if rank is not None else [on_rank(now, r) for r in range(setting.ranks)]
         for r, row in enumerate(rows):
             row |= {"raised": raised, "inside": inside[r if rank is None else rank]}
-            row |= _facts(state)
+            row |= {"backwards": state.progress.backwards, "reductions": state.progress.reductions}
             if earlier is not None:
-                row["earlier"] = earlier if rank is not None else _row(earlier, r)
+                row["earlier"] = earlier if rank is not None else on_rank(earlier, r)
         found.append(rows)
     return found
 
@@ -185,10 +180,10 @@ def _run_op(case: Case, op: Op, state: Any, batch: Tensor, seen: list[Any]) -> A
     if kind == "raise":
         raise Boom
     if kind == "params":
-        seen.append(as_values(case.tree, fzero.full_params(state)))
+        seen.append(fzero.full_params(state))
         return state
     if kind == "grad":
-        return fzero.grad_and_reduce(loss_of(case.tree, case.uses, rest[0]), state)(batch)[0]
+        return fzero.grad_and_reduce(loss_of(case.uses, rest[0]), state)(batch)[0]
     if kind == "raise in loss":
         return fzero.grad_and_reduce(_failing(case, rest[0]), state)(batch)[0]
     if kind == "accumulate":
@@ -201,7 +196,7 @@ def _run_op(case: Case, op: Op, state: Any, batch: Tensor, seen: list[Any]) -> A
                 return fzero.coalesce(nested(()))(state, batch)[0]
             return fzero.coalesce(nested(rest[0]))(state, batch)[0]
         if kind == "read":
-            seen.append(as_values(case.tree, fzero.gradients(state)))
+            seen.append(fzero.gradients(state))
             return state
         assert kind == "update", op
         return fzero.apply_gradients(state)
@@ -212,7 +207,7 @@ def _run_op(case: Case, op: Op, state: Any, batch: Tensor, seen: list[Any]) -> A
 
 
 def _failing(case: Case, number: int) -> Callable[..., Any]:
-    loss = loss_of(case.tree, case.uses, number)
+    loss = loss_of(case.uses, number)
 
     def fails(params: Any, batch: Tensor) -> Tensor:
         loss(params, batch)
@@ -235,7 +230,7 @@ class _Model:
             if kind in ("raise", "raise in loss"):
                 raise Boom
             if kind == "params":
-                self.inside.append(self.naive.params_by_position())
+                self.inside.append(self.naive.params)
             elif kind == "clip":
                 self.run(rest[0], batch, depth=depth, scale=scale, last=last)
             elif kind == "accumulate":
@@ -245,7 +240,7 @@ class _Model:
             elif kind == "grad":
                 self.naive.grad(rest[0], batch, scale)
                 self.counts["backwards"] += 1
-                self.counts["pending"] |= depth > 0 and bool(self.naive.stored())
+                self.counts["pending"] |= depth > 0 and self.naive.learns
                 self.counts["reductions"] += depth == 0
             elif kind == "window" and depth == 0:
                 self.run(rest[0], batch, depth=1, scale=scale, last=last)
@@ -259,8 +254,7 @@ class _Model:
             if kind == "window":
                 raise Refused
             if kind == "read":
-                self.naive.summed()
-                self.inside.append(self.naive.gradients_by_position())
+                self.inside.append(self.naive.summed())
             elif last:
                 self.naive.update()
                 self.counts.update(backwards=0, reductions=0, pending=False)
@@ -272,50 +266,32 @@ def _unused_step(state: Any, batch: Any) -> tuple[Any, None]:
     return state, None
 
 
-def _observe(over: Callable[..., Any], tree: Tree, state: Any) -> Seen:
+def _observe_if_alive(over: Callable[..., Any], state: Any) -> Any:
     def look(state: Any) -> Seen:
         has = state.progress.backwards > 0
         return {
-            "params": as_values(tree, fzero.full_params(state)),
-            "gradients": as_values(tree, fzero.gradients(state)) if has else None,
+            "params": fzero.full_params(state),
+            "gradients": fzero.gradients(state) if has else None,
             "step": state.step,
         }
 
-    return over(look)(state)
-
-
-def _observe_if_alive(over: Callable[..., Any], tree: Tree, state: Any) -> Any:
     try:
-        return _observe(over, tree, state)
+        return over(look)(state)
     except fzero.DonatedError:
         return "used up"
 
 
-def _facts(state: Any) -> Seen:
-    progress = state.progress
-    return {"backwards": progress.backwards, "reductions": progress.reductions}
-
-
-def _row(stacked: Any, rank: int) -> Any:
-    return optree.tree_map(lambda x: x[rank] if isinstance(x, Tensor) else x, stacked)
-
-
 def _naive_view(naive: Naive) -> Seen:
     return {
-        "params": naive.params_by_position(),
-        "gradients": naive.gradients_by_position(),
+        "params": naive.params,
+        "gradients": naive.summed() if naive.gradients else None,
         "step": naive.step,
     }
 
 
 def _assert_same(got: Any, want: Any, where: str) -> None:
-    if not isinstance(want, list):
-        assert got == want, f"{where}: {got}, want {want}"
-        return
-    assert len(got) == len(want), where
-    for j, (a, b) in enumerate(zip(got, want, strict=True)):
-        if b is None:
-            assert a is None, f"{where} of position {j}"
-            continue
-        assert a.dtype == b.dtype and a.shape == b.shape, f"{where} of position {j}"
-        assert torch.equal(a, b), f"{where} of position {j}: {a}, want {b}"
+    try:
+        same(got, want)
+    except AssertionError as error:
+        error.add_note(where)
+        raise

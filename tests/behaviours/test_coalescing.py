@@ -29,7 +29,7 @@ from tests.behaviours.costs import (
     steps_of,
 )
 from tests.behaviours.models import RANKS
-from tests.behaviours.networks import KEEPS, PLACES, STAGES
+from tests.behaviours.networks import KEEPS, Place, at_every_place
 
 MOST = [ranks for ranks in RANKS if ranks > 1]
 
@@ -70,40 +70,27 @@ def test_3_without_a_window_each_pass_pays(stage: int, factor: int) -> None:
         assert payload_bytes(log) == (n * factor + update) * P_BYTES // 2
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_3_clipping_costs_one_number_and_no_second_reduction(stage: int, reshard: Any) -> None:
-    plain = cost_of(steps_of(2), stage=stage, ranks=2, reshard_after_forward=reshard)
-    clipped = cost_of(
-        fzero.clip(steps_of(2), max_norm=1.0), stage=stage, ranks=2, reshard_after_forward=reshard
-    )
-    norm_bytes = 8 if stage > 0 else 0  # of one fp64 scalar; replicas need not ask each other
+@at_every_place
+def test_3_clipping_costs_one_number_and_no_second_reduction(place: Place) -> None:
+    plain = cost_of(steps_of(2), ranks=2, **place)
+    clipped = cost_of(fzero.clip(steps_of(2), max_norm=1.0), ranks=2, **place)
+    norm_bytes = 8 if place["stage"] else 0  # of an fp64 scalar; replicas need not ask each other
     assert payload_bytes(clipped) - payload_bytes(plain) == norm_bytes
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_4_an_empty_window_or_one_that_raises_reduces_nothing(stage: int, reshard: Any) -> None:
+@at_every_place
+def test_4_an_empty_window_or_one_that_raises_reduces_nothing(place: Place) -> None:
     def raises(state: Any, x: Tensor) -> Any:
         state, _ = fzero.grad_and_reduce(chain_loss, state)(x)
         raise ArithmeticError
 
-    log = cost_of(
-        fzero.coalesce(lambda state, x: (state, None)),
-        stage=stage,
-        ranks=2,
-        reshard_after_forward=reshard,
-    )
-    assert not counts(log)
-    log = cost_of(
-        fzero.coalesce(raises),
-        stage=stage,
-        ranks=2,
-        reshard_after_forward=reshard,
-        error=ArithmeticError,
-    )
+    empty = fzero.coalesce(lambda state, x: (state, None))
+    assert not cost_of(empty, ranks=2, **place).events
+    log = cost_of(fzero.coalesce(raises), ranks=2, error=ArithmeticError, **place)
     assert {"reduce_scatter", "all_reduce"}.isdisjoint(counts(log))
 
 
-@given(n=st.integers(1, 4), accumulated=st.sampled_from([1, 2]), stage=st.sampled_from(STAGES))
+@given(n=st.integers(1, 4), accumulated=st.sampled_from([1, 2]), stage=st.integers(0, 3))
 def test_3_the_count_does_not_depend_on_where_the_passes_come_from(
     n: int, accumulated: int, stage: int
 ) -> None:
@@ -131,24 +118,16 @@ def test_3_the_count_does_not_depend_on_where_the_passes_come_from(
     assert reductions == (2 if stage == 3 else 1)  # stage 3 has a unit for each leaf here
 
 
-def test_35_a_window_is_refused_with_its_reason() -> None:
+def test_35_a_window_inside_a_window_is_refused() -> None:
     inner = fzero.coalesce(lambda state: (state, None))
     state = fzero.init(chain_params(), fzero.optim.sgd(1.0), stage=2)
     with pytest.raises(fzero.PhaseError, match=r"already open[\s\S]*Fix: keep only the outer"):
         fzero.coalesce(lambda state: inner(state))(state)
-    with pytest.raises(fzero.LayoutError, match="with one coalesce"):
-        fzero.coalesce(inner)
-    for wrong in (fzero.shard(inner, stage=1), fzero.simulate(inner, world_size=2)):
-        around = fzero.shard if "shard" in repr(wrong) else fzero.simulate
-        options: dict[str, Any] = {"stage": 1} if around is fzero.shard else {"world_size": 2}
-        with pytest.raises(fzero.LayoutError, match="Fix: write"):
-            around(wrong, **options)
-    with pytest.raises(fzero.LayoutError, match=r"not \(state, aux\)"):
-        fzero.coalesce(lambda state: state)(state)
+    assert not state.window.is_open
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_35_an_update_from_an_open_window_reduces_it_first(stage: int, reshard: Any) -> None:
+@at_every_place
+def test_35_an_update_from_an_open_window_reduces_it_first(place: Place) -> None:
     """Nothing can apply local gradients: apply_gradients reduces them; by hand it is refused."""
 
     def step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
@@ -162,11 +141,8 @@ def test_35_an_update_from_an_open_window_reduces_it_first(stage: int, reshard: 
         assert state.window.is_open
         return state, fzero.full_params(state)["layers"][0]["w"]
 
-    sharded = fzero.simulate(
-        fzero.shard(fzero.coalesce(step), stage=stage, reshard_after_forward=reshard), world_size=2
-    )
+    sharded = fzero.simulate(fzero.shard(fzero.coalesce(step), **place), world_size=2)
     state = sharded.init(chain_params(), fzero.optim.sgd(2.0**-8))
     _, after = sharded(state, torch.tensor([1.0, 3.0], dtype=torch.float64))
     want = torch.full((NUMEL,), 1 - 2.0**-8 * 4.0, dtype=torch.float64)  # dL/dw = 2 x w, mean x = 2
-    assert torch.equal(after[0], want)
-    assert torch.equal(after[1], want)
+    assert torch.equal(after, want.expand(2, -1))

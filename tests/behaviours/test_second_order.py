@@ -9,9 +9,9 @@ are then W inputs, and the derivative by the one that they stand for is the sum 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from fzero.state import Buffers, TrainState
 from tests.behaviours.networks import (
     PLACES,
     STAGES,
+    Place,
     Tensors,
     assert_every_rank,
+    at_every_place,
     gradient_on,
     hvp,
     mean_gradient,
@@ -145,29 +147,25 @@ INSIDE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 """name -> (the loss that fzero is given, one that is known to be the same on whole parameters)."""
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+@at_every_place
 @pytest.mark.parametrize("name", INSIDE)
-def test_38_second_order_inside_the_loss(name: str, stage: int, reshard: Any) -> None:
+def test_38_second_order_inside_the_loss(name: str, place: Place) -> None:
     loss, known = INSIDE[name]
     want = mean_gradient(known, PARAMS, per_rank(X, Y))
-    assert_every_rank(
-        gradient_on(loss, PARAMS, X, Y, stage=stage, reshard_after_forward=reshard), want
-    )
+    assert_every_rank(gradient_on(loss, PARAMS, X, Y, **place), want)
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_per_sample_gradients_come_out_as_aux(stage: int, reshard: Any) -> None:
+@at_every_place
+def test_38_per_sample_gradients_come_out_as_aux(place: Place) -> None:
     def loss(params: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
         each = torch.func.vmap(torch.func.grad(LOSS), in_dims=(None, 0, 0))(params, x, y)
         return LOSS(params, x, y), each
 
     def run(x: Tensor, y: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
-        state, (_, each) = fzero.grad_and_reduce(loss, state, has_aux=True)(x, y)
-        return fzero.gradients(state), each
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), **place)
+        return fzero.grad_and_reduce(loss, state, has_aux=True)(x, y)[1][1]
 
-    mean, each = virtual(run, RANKS, X, Y)
-    assert_every_rank(mean, mean_gradient(LOSS, PARAMS, per_rank(X, Y)))
+    each = virtual(run, RANKS, X, Y)
     for rank in range(RANKS):
         for i in range(X.shape[1]):
             want = torch.func.grad(LOSS)(PARAMS, X[rank, i], Y[rank, i])
@@ -175,9 +173,42 @@ def test_38_per_sample_gradients_come_out_as_aux(stage: int, reshard: Any) -> No
                 torch.testing.assert_close(each[name][rank, i], g)
 
 
-def mean_loss(params: Any) -> Tensor:
+@at_every_place
+@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+def test_38_one_state_is_trained_inside_the_loss_of_another(
+    stage: int, reshard: Any, place: Place
+) -> None:
+    """Bilevel: weights of samples are learned through an update of the model, both sharded."""
+    weights = {"logits": torch.zeros(2).double()}
+
+    def weighted(params: Any, logits: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (torch.sigmoid(logits)[:, None] * (APPLY(params, x) - y).square()).mean()
+
+    def run(x: Tensor, y: Tensor) -> Any:
+        learner = fzero.init(weights, fzero.optim.sgd(0.1), **place)
+        model = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
+
+        def validation(weights: Any, x: Tensor, y: Tensor) -> Tensor:
+            new, _ = fzero.grad_and_reduce(weighted, model)(weights["logits"], x[:2], y[:2])
+            return LOSS(fzero.full_params(fzero.apply_gradients(new)), x[2:], y[2:])
+
+        return fzero.gradients(fzero.grad_and_reduce(validation, learner)(x, y)[0])
+
+    def unsharded(weights: Any) -> Tensor:
+        def train_loss(params: Any) -> Tensor:
+            each = (weighted(params, weights["logits"], x[:2], y[:2]) for x, y in per_rank(X, Y))
+            return total(each) / RANKS
+
+        gradient = torch.func.grad(train_loss)(PARAMS)
+        after = {name: p - 0.1 * gradient[name] for name, p in PARAMS.items()}
+        return mean_loss(after, slice(2, 4))
+
+    assert_every_rank(virtual(run, RANKS, X, Y), torch.func.grad(unsharded)(weights))
+
+
+def mean_loss(params: Any, part: slice = slice(None)) -> Tensor:
     """The objective: the mean over ranks, on whole parameters."""
-    return total(LOSS(params, *batch) for batch in per_rank(X, Y)) / RANKS
+    return total(LOSS(params, x[part], y[part]) for x, y in per_rank(X, Y)) / RANKS
 
 
 def whole(state: TrainState, buffers: Buffers) -> Any:
@@ -192,78 +223,85 @@ def _with(state: TrainState, flats: Any) -> TrainState:
     return state.replace(params=Buffers(flats=tuple(flats), placement=state.params.placement))
 
 
-def around(what: Callable[[TrainState, Any, Tensor, Tensor], Any], stage: int, reshard: Any) -> Any:
+def around(what: Callable[[TrainState, Any, Tensor, Tensor], Any], **place: Any) -> Any:
     """`what(state, tangents, x, y)` on virtual ranks: the result of each."""
 
     def run(x: Tensor, y: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
-        moved = fzero.init(V, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), **place)
+        moved = fzero.init(V, fzero.optim.sgd(0.1), **place)
         return what(state, moved.params.flats, x, y)
 
     return virtual(run, RANKS, X, Y)
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_hvp_around_grad_and_reduce_forward_over_reverse(stage: int, reshard: Any) -> None:
-    def product(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
-        def gradient(flats: Any) -> Any:
-            new, _ = fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)
-            return fzero.gradients(new)
-
-        return torch.func.jvp(gradient, (state.params.flats,), (v,))[1]
-
-    want = hvp(mean_loss, PARAMS, V)
-    assert_every_rank(around(product, stage, reshard), want)
+def passed(state: TrainState, flats: Any, x: Tensor, y: Tensor) -> TrainState:
+    return fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)[0]
 
 
-@pytest.mark.parametrize("api", ["torch.func", "torch.autograd"])
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_hvp_around_grad_and_reduce_reverse_over_reverse(
-    stage: int, reshard: Any, api: str
-) -> None:
-    def product(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
-        def dotted(flats: Any) -> Tensor:
-            new, _ = fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)
-            return dot(fzero.gradients(new), V) / RANKS  # each rank returns it: their mean
+def forward_around(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+    """H v by jvp of the mean gradient."""
 
-        if api == "torch.func":
-            found = torch.func.grad(dotted)(state.params.flats)
-        else:
-            leaves = tuple(flat.clone().requires_grad_() for flat in state.params.flats)
-            found = torch.autograd.grad(dotted(leaves), leaves)
-        return whole(state, Buffers(flats=tuple(found), placement=state.params.placement))
+    def gradient(flats: Any) -> Any:
+        return fzero.gradients(passed(state, flats, x, y))
 
-    want = hvp(mean_loss, PARAMS, V)
-    assert_every_rank(around(product, stage, reshard), want)
+    return torch.func.jvp(gradient, (state.params.flats,), (v,))[1]
 
 
-@pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_maml_around_a_whole_step(stage: int, reshard: Any, window: bool) -> None:
+def reverse_around(
+    state: TrainState, v: Any, x: Tensor, y: Tensor, *, by_autograd: bool = False
+) -> Any:
+    """H v by the gradient of (mean gradient) . V."""
+
+    def dotted(flats: Any) -> Tensor:
+        gradients = fzero.gradients(passed(state, flats, x, y))
+        return dot(gradients, V) / RANKS  # each rank returns it: their mean
+
+    if by_autograd:
+        leaves = tuple(flat.clone().requires_grad_() for flat in state.params.flats)
+        found = torch.autograd.grad(dotted(leaves), leaves)
+    else:
+        found = torch.func.grad(dotted)(state.params.flats)
+    return whole(state, Buffers(flats=tuple(found), placement=state.params.placement))
+
+
+def maml_around(state: TrainState, v: Any, x: Tensor, y: Tensor, *, window: bool = False) -> Any:
     """The inner step is a sharded update, over all ranks' support sets."""
 
     def inner(state: Any, x: Tensor, y: Tensor) -> Any:
         state, _ = fzero.grad_and_reduce(LOSS, state)(x, y)
         return fzero.apply_gradients(state), None
 
-    def maml(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
-        def outer(flats: Any) -> Tensor:
-            step = fzero.coalesce(inner) if window else inner
-            new, _ = step(_with(state, flats), x[:2], y[:2])
-            return LOSS(fzero.full_params(new), x[2:], y[2:]) / RANKS
+    def outer(flats: Any) -> Tensor:
+        step = fzero.coalesce(inner) if window else inner
+        new, _ = step(_with(state, flats), x[:2], y[:2])
+        return LOSS(fzero.full_params(new), x[2:], y[2:]) / RANKS
 
-        found = torch.func.grad(outer)(state.params.flats)
-        return whole(state, Buffers(flats=found, placement=state.params.placement))
+    found = torch.func.grad(outer)(state.params.flats)
+    return whole(state, Buffers(flats=found, placement=state.params.placement))
 
-    def unsharded(params: Any) -> Tensor:
-        def support(p: Any) -> Tensor:
-            return total(LOSS(p, x[:2], y[:2]) for x, y in per_rank(X, Y)) / RANKS
 
-        g = torch.func.grad(support)(params)
-        params = {k: p - 0.1 * g[k] for k, p in params.items()}
-        return total(LOSS(params, x[2:], y[2:]) for x, y in per_rank(X, Y)) / RANKS
+def unsharded_maml(params: Any) -> Tensor:
+    gradient = torch.func.grad(mean_loss)(params, slice(0, 2))
+    after = {name: p - 0.1 * gradient[name] for name, p in params.items()}
+    return mean_loss(after, slice(2, 4))
 
-    assert_every_rank(around(maml, stage, reshard), torch.func.grad(unsharded)(PARAMS))
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "hvp, forward over reverse": forward_around,
+    "hvp, reverse over reverse by torch.func": reverse_around,
+    "hvp, reverse over reverse by torch.autograd": partial(reverse_around, by_autograd=True),
+    "MAML": maml_around,
+    "MAML in a window": partial(maml_around, window=True),
+}
+
+
+@at_every_place
+@pytest.mark.parametrize("name", AROUND)
+def test_38_second_order_around_the_step(name: str, place: Place) -> None:
+    product = hvp(mean_loss, PARAMS, V)
+    assert all(h.abs().max() > 1e-3 for h in product.values())  # it could show what is wrong
+    want = product if "hvp" in name else torch.func.grad(unsharded_maml)(PARAMS)
+    assert_every_rank(around(AROUND[name], **place), want)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -276,16 +314,14 @@ def test_38_vmap_around_grad_and_reduce(stage: int) -> None:
 
         return torch.func.vmap(one)(x, y)
 
-    got = around(mapped, stage, True)
+    got = around(mapped, stage=stage)
     for i in range(X.shape[1]):
         want = mean_gradient(LOSS, PARAMS, per_rank(X[:, i], Y[:, i]))
         assert_every_rank({k: g[:, i] for k, g in got.items()}, want)
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_an_argument_that_requires_grad_is_differentiated_through(
-    stage: int, reshard: Any
-) -> None:
+@at_every_place
+def test_38_an_argument_that_requires_grad_is_differentiated_through(place: Place) -> None:
     """Data learned by gradient matching: d(g . v)/dx, with ordinary autograd around."""
 
     def by_data(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -293,27 +329,7 @@ def test_38_an_argument_that_requires_grad_is_differentiated_through(
         new, _ = fzero.grad_and_reduce(LOSS, state)(x, y)
         return torch.autograd.grad(dot(fzero.gradients(new), V) / RANKS, x)[0]
 
-    got = around(by_data, stage, reshard)
+    got = around(by_data, **place)
     for rank, (x, y) in enumerate(per_rank(X, Y)):
         want = torch.func.grad(lambda x, y=y: dot(torch.func.grad(LOSS)(PARAMS, x, y), V))(x)
         torch.testing.assert_close(got[rank], want / RANKS)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_38_linearize_is_refused(stage: int) -> None:
-    """It would fold what a collective returned as a constant."""
-
-    def linear(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
-        def gradient(flats: Any) -> Any:
-            return fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)[0].gradients.flats
-
-        return torch.func.linearize(gradient, state.params.flats)[0]
-
-    with pytest.raises(fzero.AxisError, match=r"linearize[\s\S]*Fix: use torch.func.jvp"):
-        around(linear, stage, True)
-
-
-def test_the_tangents_are_not_trivial() -> None:
-    """Guards the tests above: every leaf has a Hessian row that is not zero."""
-    product = hvp(mean_loss, PARAMS, V)
-    assert optree.tree_all(optree.tree_map(lambda h: bool(h.abs().max() > 1e-3), product))

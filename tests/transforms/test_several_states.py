@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import DonatedError, LayoutError
+from tests.behaviours.networks import assert_every_rank, mlp, regression
 from tests.strategies import integers, same
 
 PARAMS = {"g": {"w": integers((5,), 1), "b": integers((), 2)}, "d": integers((2, 3), 3)}
@@ -77,6 +78,43 @@ def test_a_gan_is_one_sharded_step_and_all_of_it_is_donated(
     for rank in range(ranks):
         mine = {"g": {k: v[rank] for k, v in held["g"].items()}, "d": held["d"][rank]}
         same(mine, plain_gan(xs))
+
+
+ACCUMULATED = fzero.accumulate(steps=2)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, fzero.coalesce, ACCUMULATED])
+@pytest.mark.parametrize("stage", [{"body": a, "head": b} for a in range(4) for b in (3, a)])
+def test_one_loss_over_two_models_with_optimizers_of_their_own(stage: Any, wrap: Any) -> None:
+    """Equal to torch's own AdamW and SGD on the gradient of the mean loss."""
+    apply_body, body = fzero.functionalize(mlp(3, 4, 4))
+    apply_head, head = fzero.functionalize(mlp(4, 5, 2))
+    params = {"body": body, "head": head}
+    batches = regression(2, 6, 3, 2)
+
+    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        hidden = apply_body(params["body"], x)
+        return (apply_head(params["head"], hidden) - y).square().mean()
+
+    def step(states: Any, x: Tensor, y: Tensor) -> tuple[Any, Tensor]:
+        states, value = fzero.grad_and_reduce(loss, states)(x, y)
+        return fzero.apply_gradients(states), value
+
+    run = fzero.simulate(fzero.shard(wrap(step), stage=stage), world_size=2)
+    optimizers = {"body": fzero.optim.adamw(0.1), "head": fzero.optim.sgd(0.1)}
+    states, _ = run(run.init(params, optimizers), *batches)
+    got = fzero.simulate(fzero.full_params, world_size=2)(states)
+
+    leaves = {
+        name: {path: torch.nn.Parameter(p.clone()) for path, p in model.items()}
+        for name, model in params.items()
+    }
+    for x, y in zip(*batches, strict=True):
+        (loss(leaves, x, y) / 2).backward()
+    torch.optim.AdamW(leaves["body"].values(), lr=0.1).step()
+    torch.optim.SGD(leaves["head"].values(), lr=0.1).step()
+    for name, model in leaves.items():
+        assert_every_rank(got[name], {path: p.detach() for path, p in model.items()})
 
 
 def test_one_stage_or_one_optimizer_is_that_of_all_models() -> None:

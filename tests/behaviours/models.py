@@ -79,10 +79,6 @@ def batches_for(tree: Tree, seed: int) -> Tensor:
     return integers((MAX_RANKS, SAMPLES, len(tensors(tree))), seed, bound=3)
 
 
-class Refused(Exception):
-    """What the model raises where fzero raises PhaseError."""
-
-
 class Naive:
     """Unsharded training that keeps the list of gradients, one process for all ranks."""
 
@@ -90,25 +86,27 @@ class Naive:
         self.params, self.uses, self.ranks = tree, uses, ranks
         self.momentum: Any = None
         self.gradients: list[Any] = []  # pytrees like the parameters, None for frozen leaves
-        self.step = 0
+        self.step = self.reductions = 0
+        self.waits = False  # whether a gradient is in an open window
+        self.learns = any(strategies.learns(leaf) for leaf in tensors(tree))
 
-    @property
-    def learns(self) -> bool:
-        """Whether any leaf does."""
-        return any(strategies.learns(leaf) for leaf in tensors(self.params))
-
-    def grad(self, number: int, batch: Tensor, scale: float = 1.0) -> None:
+    def grad(self, number: int, batch: Tensor, *, scale: float = 1.0, window: bool = False) -> None:
         """Append the mean over ranks of dL/dp; `batch` is [ranks, n, positions]."""
 
         def loss(params: Any, rank: int) -> Tensor:
             return scale * loss_on_rank(params, batch[rank], number, self.uses[number][rank])
 
         self.gradients.append(mean_gradient(loss, self.params, range(self.ranks)))
+        self.waits |= window and self.learns
+        self.reductions += not window
+
+    def end_window(self) -> None:
+        """Reduce what waits, once."""
+        self.reductions += self.waits
+        self.waits = False
 
     def summed(self) -> Any:
         """The sum of all gradients since the last update."""
-        if not self.gradients:
-            raise Refused
         return optree.tree_map(lambda *each: sum(each), *self.gradients, namespace=NAMESPACE)
 
     def update(self) -> None:
@@ -123,6 +121,7 @@ class Naive:
         moved = zip(values, self.momentum, strict=True)
         self.params = build([p if m is None else p.detach() - LR * m for p, m in moved])
         self.gradients, self.step = [], self.step + 1
+        self.reductions, self.waits = 0, False
 
     def copy(self) -> Naive:
         """The state as a value."""

@@ -47,31 +47,16 @@ def fill(module: nn.Module, generator: torch.Generator) -> None:
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 2)
 
 
-class Block(nn.Module):
-    """Attention and an MLP, both residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.mlp(x)
-
-
 class Gpt(nn.Module):
     """A decoder with its head tied to its embedding."""
 
     def __init__(self, vocab: int = 11, width: int = 8, depth: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 1, 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.embed.weight
@@ -80,8 +65,9 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         return self.head(self.norm(x))
 
 

@@ -28,7 +28,6 @@ import fzero
 from fzero.errors import PeerFailedError
 from tests.behaviours.models import (
     Naive,
-    Refused,
     Tree,
     Uses,
     batches_for,
@@ -125,19 +124,26 @@ def _play(setting: Setting, case: Case, rank: int | None) -> list[list[Seen]]:
 def expected(setting: Setting, case: Case) -> list[Seen]:
     """What every rank must see after each step, by the model."""
     naive, found = Naive(case.tree, case.uses, setting.ranks), []
-    counts = {"backwards": 0, "reductions": 0, "pending": False}
     for number, ops in enumerate(case.program):
         batches = batches_for(case.tree, number)[: setting.ranks]
-        new, inside, raised, before = naive.copy(), [], False, naive.step
-        model = _Model(new, dict(counts), inside)
+        before, new, inside, raised = naive.step, naive.copy(), [], False
         try:
-            model.run(ops, batches, depth=0, scale=1.0, last=True)
-            naive, counts = new, model.counts
+            _run_on_model(new, ops, batches, inside)
+            naive = new
         except Boom:
             raised = True
-        updated = new.step > before
-        found.append(_naive_view(naive) | {"inside": inside, "raised": raised, "updated": updated})
-        found[-1] |= {k: counts[k] for k in ("backwards", "reductions")}
+        found.append(
+            {
+                "params": naive.params,
+                "gradients": naive.summed() if naive.gradients else None,
+                "step": naive.step,
+                "backwards": len(naive.gradients),
+                "reductions": naive.reductions,
+                "inside": inside,
+                "raised": raised,
+                "updated": new.step > before,
+            }
+        )
     return found
 
 
@@ -216,50 +222,44 @@ def _failing(case: Case, number: int) -> Callable[..., Any]:
     return fails
 
 
-class _Model:
-    """The same ops on the naive model, with the counters that a state shows."""
-
-    def __init__(self, naive: Naive, counts: dict[str, Any], inside: list[Any]) -> None:
-        self.naive, self.counts, self.inside = naive, counts, inside
-
-    def run(
-        self, ops: tuple[Op, ...], batch: Tensor, *, depth: int, scale: float, last: bool
-    ) -> None:
-        for op in ops:
-            kind, rest = op[0], op[1:]
-            if kind in ("raise", "raise in loss"):
-                raise Boom
-            if kind == "params":
-                self.inside.append(self.naive.params)
-            elif kind == "clip":
-                self.run(rest[0], batch, depth=depth, scale=scale, last=last)
-            elif kind == "accumulate":
-                for i, part in enumerate(batch.chunk(rest[0], dim=1)):
-                    final = last and i == rest[0] - 1
-                    self.run(rest[1], part, depth=depth, scale=scale / rest[0], last=final)
-            elif kind == "grad":
-                self.naive.grad(rest[0], batch, scale)
-                self.counts["backwards"] += 1
-                self.counts["pending"] |= depth > 0 and self.naive.learns
-                self.counts["reductions"] += depth == 0
-            elif kind == "window" and depth == 0:
-                self.run(rest[0], batch, depth=1, scale=scale, last=last)
-                self.counts["reductions"] += self.counts["pending"]
-                self.counts["pending"] = False
-            else:
-                self._maybe_refused(kind, last=last)
-
-    def _maybe_refused(self, kind: str, *, last: bool) -> None:
-        try:
-            if kind == "window":
-                raise Refused
-            if kind == "read":
-                self.inside.append(self.naive.summed())
-            elif last:
-                self.naive.update()
-                self.counts.update(backwards=0, reductions=0, pending=False)
-        except Refused:
-            self.inside.append("refused")
+def _run_on_model(
+    naive: Naive,
+    ops: tuple[Op, ...],
+    batch: Tensor,
+    inside: list[Any],
+    *,
+    window: bool = False,
+    scale: float = 1.0,
+    last: bool = True,
+) -> None:
+    """The same ops on the model. `scale` and `last`: of the parts of the batch that this is one."""
+    for op in ops:
+        kind, rest = op[0], op[1:]
+        if kind in ("raise", "raise in loss"):
+            raise Boom
+        if kind == "params":
+            inside.append(naive.params)
+        elif kind == "grad":
+            naive.grad(rest[0], batch, scale=scale, window=window)
+        elif kind == "clip":
+            _run_on_model(naive, rest[0], batch, inside, window=window, scale=scale, last=last)
+        elif kind == "accumulate":
+            for i, part in enumerate(batch.chunk(rest[0], dim=1)):
+                share, is_last = scale / rest[0], last and i == rest[0] - 1
+                _run_on_model(
+                    naive, rest[1], part, inside, window=window, scale=share, last=is_last
+                )
+        elif kind == "window" and not window:
+            _run_on_model(naive, rest[0], batch, inside, window=True, scale=scale, last=last)
+            naive.end_window()
+        elif kind == "window" or (kind == "read" and not naive.gradients):
+            inside.append("refused")
+        elif kind == "read":
+            inside.append(naive.summed())
+        elif last and naive.gradients:
+            naive.update()
+        elif last:
+            inside.append("refused")
 
 
 def _unused_step(state: Any, batch: Any) -> tuple[Any, None]:
@@ -279,14 +279,6 @@ def _observe_if_alive(over: Callable[..., Any], state: Any) -> Any:
         return over(look)(state)
     except fzero.DonatedError:
         return "used up"
-
-
-def _naive_view(naive: Naive) -> Seen:
-    return {
-        "params": naive.params,
-        "gradients": naive.summed() if naive.gradients else None,
-        "step": naive.step,
-    }
 
 
 def _assert_same(got: Any, want: Any, where: str) -> None:

@@ -47,11 +47,6 @@ def ensemble(params: Any, x: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: torch.tanh(row * x).sum() * params["s"])(params["w"]).prod()
 
 
-def printed(params: Any, x: Tensor) -> Tensor:
-    assert "tensor" in repr(params["w"])
-    return params["w"].sum() * x
-
-
 USES: dict[str, Callable[..., Tensor]] = {
     "views of views": lambda p, x: p["w"].T[1:].unsqueeze(0).expand(2, 2, 2).flatten().sum() * x,
     "strides": lambda p, x: p["w"].as_strided((3,), (2,)).sum() * p["w"].unfold(1, 2, 1).sum() * x,
@@ -73,7 +68,7 @@ USES: dict[str, Callable[..., Tensor]] = {
     "an ensemble under vmap": ensemble,
     "autocast": autocast,
     "saved tensors on the host": saved_elsewhere,
-    "printing": printed,
+    "printing": lambda p, x: p["w"].sum() * x * bool(repr(p["w"])),
 }
 
 

@@ -15,7 +15,6 @@ import fzero
 from fzero.partition import plan_layout
 from tests.behaviours.costs import probe_gathers
 from tests.behaviours.networks import (
-    KEEPS,
     Gpt,
     Loss,
     Place,
@@ -84,30 +83,6 @@ def test_26_no_more_than_the_two_largest_units_are_whole_at_once(
     for rank in range(ranks):
         assert units[0] <= probe.peak(rank) <= units[0] + units[1] < sum(units)
         assert probe.alive(rank) == 0
-
-
-@pytest.mark.parametrize("reshard", KEEPS)
-def test_26_every_gather_is_matched_by_a_release_whatever_is_kept(reshard: Any) -> None:
-    """After the update nothing full is left: resident bytes are those of the shards."""
-    apply, params = fzero.functionalize(mlp(4, 16, 16, 2))
-    x, y = regression(2, 3, 4, 2)
-
-    def step(state: Any, *batch: Tensor) -> tuple[Any, None]:
-        for _ in range(2):
-            state, _ = fzero.grad_and_reduce(squared_loss(apply), state)(*batch)
-        assert bool(state.window.gathered) == (reshard == "window")
-        return fzero.apply_gradients(state), None
-
-    sharded = fzero.simulate(
-        fzero.shard(
-            fzero.coalesce(step), stage=3, reshard_after_forward=reshard, units=apply.units
-        ),
-        world_size=2,
-    )
-    state, _ = sharded(sharded.init(params, fzero.optim.sgd(0.1)), x, y)
-    assert fzero.state_bytes(state)["window"] == fzero.state_bytes(state)["gradients"] == 0
-    numel = sum(p.numel() for p in params.values())
-    assert 0 <= fzero.state_bytes(state)["parameters"] - 8 * numel <= 8 * 3  # both ranks: padding
 
 
 def shared_loss(params: Any, x: Tensor) -> Tensor:

@@ -51,17 +51,29 @@ def dot(a: Any, b: Any) -> Tensor:
     return total((x * y).sum() for x, y in zip(a.values(), b.values(), strict=True))
 
 
+def by_func(params: Any, x: Tensor, y: Tensor) -> Tensors:
+    return torch.func.grad(LOSS)(params, x, y)
+
+
+def by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensors:
+    found = torch.autograd.grad(LOSS(params, x, y), [*params.values()], create_graph=True)
+    return dict(zip(params, found, strict=True))
+
+
+def moved(params: Tensors, gradient: Tensors) -> Tensors:
+    """One step of gradient descent."""
+    return {name: p - 0.1 * gradient[name] for name, p in params.items()}
+
+
 def forward_over_reverse(params: Any, x: Tensor, y: Tensor) -> Tensor:
     """|H v|^2 by jvp of grad."""
-    gradient = torch.func.grad(LOSS)
-    out: Any = torch.func.jvp(lambda p: gradient(p, x, y), (params,), (V,))
-    product = out[1]
+    product = hvp(lambda p: LOSS(p, x, y), params, V)
     return dot(product, product)
 
 
 def reverse_over_reverse(params: Any, x: Tensor, y: Tensor) -> Tensor:
     """|H v|^2 by grad of grad."""
-    product = torch.func.grad(lambda p: dot(torch.func.grad(LOSS)(p, x, y), V))(params)
+    product = torch.func.grad(lambda p: dot(by_func(p, x, y), V))(params)
     return dot(product, product)
 
 
@@ -85,26 +97,16 @@ def penalty_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
     return value + (slope.norm(dim=-1) - 1).square().mean()
 
 
-def parameter_penalty_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
+def parameter_penalty(params: Any, x: Tensor, y: Tensor, *, gradient: Any) -> Tensor:
     """|dL/dp|^2, the derivative by the parameters themselves."""
-    slopes = torch.autograd.grad(LOSS(params, x, y), [*params.values()], create_graph=True)
-    return total(s.square().sum() for s in slopes)
+    slope = gradient(params, x, y)
+    return dot(slope, slope)
 
 
-def maml_by_func(params: Any, x: Tensor, y: Tensor) -> Tensor:
+def maml(params: Any, x: Tensor, y: Tensor, *, gradient: Any) -> Tensor:
     """Two inner steps on half of the batch, the outer loss on the other half."""
     for _ in range(2):
-        g = torch.func.grad(LOSS)(params, x[:2], y[:2])
-        params = {k: p - 0.1 * g[k] for k, p in params.items()}
-    return LOSS(params, x[2:], y[2:])
-
-
-def maml_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The same by torch.autograd.grad."""
-    for _ in range(2):
-        value = LOSS(params, x[:2], y[:2])
-        g = torch.autograd.grad(value, [*params.values()], create_graph=True)
-        params = {k: p - 0.1 * d for (k, p), d in zip(params.items(), g, strict=True)}
+        params = moved(params, gradient(params, x[:2], y[:2]))
     return LOSS(params, x[2:], y[2:])
 
 
@@ -136,11 +138,14 @@ INSIDE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gradient penalty by torch.func": (penalty_by_func, penalty_by_func),
     "gradient penalty by torch.autograd": (penalty_by_autograd, penalty_by_func),
     "parameter penalty by torch.autograd": (
-        parameter_penalty_by_autograd,
-        lambda p, x, y: dot(torch.func.grad(LOSS)(p, x, y), torch.func.grad(LOSS)(p, x, y)),
+        partial(parameter_penalty, gradient=by_autograd),
+        partial(parameter_penalty, gradient=by_func),
     ),
-    "MAML by torch.func": (maml_by_func, maml_by_func),
-    "MAML by torch.autograd": (maml_by_autograd, maml_by_func),
+    "MAML by torch.func": (partial(maml, gradient=by_func), partial(maml, gradient=by_func)),
+    "MAML by torch.autograd": (
+        partial(maml, gradient=by_autograd),
+        partial(maml, gradient=by_func),
+    ),
     "one graph used three times": (two_backwards, LOSS),
     "hessian and jacrev": (hessian_trace, hessian_trace),
 }
@@ -153,24 +158,6 @@ def test_38_second_order_inside_the_loss(name: str, place: Place) -> None:
     loss, known = INSIDE[name]
     want = mean_gradient(known, PARAMS, per_rank(X, Y))
     assert_every_rank(gradient_on(loss, PARAMS, X, Y, **place), want)
-
-
-@at_every_place
-def test_38_per_sample_gradients_come_out_as_aux(place: Place) -> None:
-    def loss(params: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
-        each = torch.func.vmap(torch.func.grad(LOSS), in_dims=(None, 0, 0))(params, x, y)
-        return LOSS(params, x, y), each
-
-    def run(x: Tensor, y: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), **place)
-        return fzero.grad_and_reduce(loss, state, has_aux=True)(x, y)[1][1]
-
-    each = virtual(run, RANKS, X, Y)
-    for rank in range(RANKS):
-        for i in range(X.shape[1]):
-            want = torch.func.grad(LOSS)(PARAMS, X[rank, i], Y[rank, i])
-            for name, g in want.items():
-                torch.testing.assert_close(each[name][rank, i], g)
 
 
 @at_every_place
@@ -199,9 +186,7 @@ def test_38_one_state_is_trained_inside_the_loss_of_another(
             each = (weighted(params, weights["logits"], x[:2], y[:2]) for x, y in per_rank(X, Y))
             return total(each) / RANKS
 
-        gradient = torch.func.grad(train_loss)(PARAMS)
-        after = {name: p - 0.1 * gradient[name] for name, p in PARAMS.items()}
-        return mean_loss(after, slice(2, 4))
+        return mean_loss(moved(PARAMS, torch.func.grad(train_loss)(PARAMS)), slice(2, 4))
 
     assert_every_rank(virtual(run, RANKS, X, Y), torch.func.grad(unsharded)(weights))
 
@@ -223,13 +208,11 @@ def _with(state: TrainState, flats: Any) -> TrainState:
     return state.replace(params=Buffers(flats=tuple(flats), placement=state.params.placement))
 
 
-def around(what: Callable[[TrainState, Any, Tensor, Tensor], Any], **place: Any) -> Any:
-    """`what(state, tangents, x, y)` on virtual ranks: the result of each."""
+def around(what: Callable[[TrainState, Tensor, Tensor], Any], **place: Any) -> Any:
+    """`what(state, x, y)` on virtual ranks: the result of each."""
 
     def run(x: Tensor, y: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), **place)
-        moved = fzero.init(V, fzero.optim.sgd(0.1), **place)
-        return what(state, moved.params.flats, x, y)
+        return what(fzero.init(PARAMS, fzero.optim.sgd(0.1), **place), x, y)
 
     return virtual(run, RANKS, X, Y)
 
@@ -238,25 +221,24 @@ def passed(state: TrainState, flats: Any, x: Tensor, y: Tensor) -> TrainState:
     return fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)[0]
 
 
-def forward_around(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+def forward_around(state: TrainState, x: Tensor, y: Tensor) -> Any:
     """H v by jvp of the mean gradient."""
+    tangents = fzero.init(V, fzero.optim.sgd(0.1), stage=state.stage).params.flats
 
     def gradient(flats: Any) -> Any:
         return fzero.gradients(passed(state, flats, x, y))
 
-    return torch.func.jvp(gradient, (state.params.flats,), (v,))[1]
+    return torch.func.jvp(gradient, (state.params.flats,), (tangents,))[1]
 
 
-def reverse_around(
-    state: TrainState, v: Any, x: Tensor, y: Tensor, *, by_autograd: bool = False
-) -> Any:
+def reverse_around(state: TrainState, x: Tensor, y: Tensor, *, autograd: bool = False) -> Any:
     """H v by the gradient of (mean gradient) . V."""
 
     def dotted(flats: Any) -> Tensor:
         gradients = fzero.gradients(passed(state, flats, x, y))
         return dot(gradients, V) / RANKS  # each rank returns it: their mean
 
-    if by_autograd:
+    if autograd:
         leaves = tuple(flat.clone().requires_grad_() for flat in state.params.flats)
         found = torch.autograd.grad(dotted(leaves), leaves)
     else:
@@ -264,7 +246,7 @@ def reverse_around(
     return whole(state, Buffers(flats=tuple(found), placement=state.params.placement))
 
 
-def maml_around(state: TrainState, v: Any, x: Tensor, y: Tensor, *, window: bool = False) -> Any:
+def maml_around(state: TrainState, x: Tensor, y: Tensor, *, window: bool = False) -> Any:
     """The inner step is a sharded update, over all ranks' support sets."""
 
     def inner(state: Any, x: Tensor, y: Tensor) -> Any:
@@ -281,15 +263,13 @@ def maml_around(state: TrainState, v: Any, x: Tensor, y: Tensor, *, window: bool
 
 
 def unsharded_maml(params: Any) -> Tensor:
-    gradient = torch.func.grad(mean_loss)(params, slice(0, 2))
-    after = {name: p - 0.1 * gradient[name] for name, p in params.items()}
-    return mean_loss(after, slice(2, 4))
+    return mean_loss(moved(params, torch.func.grad(mean_loss)(params, slice(0, 2))), slice(2, 4))
 
 
 AROUND: dict[str, Callable[..., Any]] = {
     "hvp, forward over reverse": forward_around,
     "hvp, reverse over reverse by torch.func": reverse_around,
-    "hvp, reverse over reverse by torch.autograd": partial(reverse_around, by_autograd=True),
+    "hvp, reverse over reverse by torch.autograd": partial(reverse_around, autograd=True),
     "MAML": maml_around,
     "MAML in a window": partial(maml_around, window=True),
 }
@@ -308,7 +288,7 @@ def test_38_second_order_around_the_step(name: str, place: Place) -> None:
 def test_38_vmap_around_grad_and_reduce(stage: int) -> None:
     """The mean over ranks of the gradient of each sample."""
 
-    def mapped(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+    def mapped(state: TrainState, x: Tensor, y: Tensor) -> Any:
         def one(x: Tensor, y: Tensor) -> Any:
             return fzero.gradients(fzero.grad_and_reduce(LOSS, state)(x, y)[0])
 
@@ -324,12 +304,12 @@ def test_38_vmap_around_grad_and_reduce(stage: int) -> None:
 def test_38_an_argument_that_requires_grad_is_differentiated_through(place: Place) -> None:
     """Data learned by gradient matching: d(g . v)/dx, with ordinary autograd around."""
 
-    def by_data(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Tensor:
+    def by_data(state: TrainState, x: Tensor, y: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         new, _ = fzero.grad_and_reduce(LOSS, state)(x, y)
         return torch.autograd.grad(dot(fzero.gradients(new), V) / RANKS, x)[0]
 
     got = around(by_data, **place)
     for rank, (x, y) in enumerate(per_rank(X, Y)):
-        want = torch.func.grad(lambda x, y=y: dot(torch.func.grad(LOSS)(PARAMS, x, y), V))(x)
+        want = torch.func.grad(lambda x, y=y: dot(by_func(PARAMS, x, y), V))(x)
         torch.testing.assert_close(got[rank], want / RANKS)

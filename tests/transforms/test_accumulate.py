@@ -92,11 +92,6 @@ def a_gradient_after_the_update(state: Any, xs: Tensor) -> Any:
     return fzero.grad_and_reduce(mean_loss, state)(xs)
 
 
-def a_gradient_after_the_update_in_parts(state: Any, xs: Tensor) -> Any:
-    state, _ = IN_PARTS(state, xs)
-    return fzero.grad_and_reduce(mean_loss, state)(xs)
-
-
 def two_updates_in_parts(state: Any, xs: Tensor) -> Any:
     state, _ = IN_PARTS(state, xs)
     return IN_PARTS(state, xs)
@@ -107,22 +102,10 @@ def an_update_and_one_in_parts(state: Any, xs: Tensor) -> Any:
     return IN_PARTS(state, xs)
 
 
-def an_update_in_parts_and_an_empty_one(state: Any, xs: Tensor) -> Any:
-    state, loss = IN_PARTS(state, xs)
-    return fzero.apply_gradients(state), loss
-
-
 @pytest.mark.parametrize("outer", ["two parts", "around coalesce", "inside coalesce"])
 @pytest.mark.parametrize(
     "fn",
-    [
-        two_updates,
-        a_gradient_after_the_update,
-        a_gradient_after_the_update_in_parts,
-        two_updates_in_parts,
-        an_update_and_one_in_parts,
-        an_update_in_parts_and_an_empty_one,
-    ],
+    [two_updates, a_gradient_after_the_update, two_updates_in_parts, an_update_and_one_in_parts],
 )
 def test_a_step_that_goes_on_after_its_update_is_refused(fn: Any, outer: str) -> None:
     """The update waits for the last part: nothing may be added to its gradients before."""

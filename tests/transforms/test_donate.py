@@ -124,14 +124,6 @@ def test_a_graph_through_a_donating_step_is_that_through_a_plain_one(
     assert want[0].all()
 
 
-def fails_late(params: Any, x: Tensor) -> Tensor:
-    """Its backward raises when the gradient of `b` is there, and that of `w` is not."""
-    return (
-        fails_in_backward((params["w"] * x).sum(), ArithmeticError("in backward"))
-        + 12 * params["b"][0]
-    )
-
-
 @pytest.mark.parametrize("coalesced", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("stage", range(4))
@@ -140,30 +132,33 @@ def test_after_an_error_in_backward_a_donated_state_is_good(
 ) -> None:
     """Caught inside of the step, between two gradients, and caught outside."""
 
-    def steps(catches: bool) -> Any:
-        def step_fn(state: Any, xs: Tensor) -> Any:
-            state, _ = fzero.grad_and_reduce(square_loss, state)(xs[0])
-            try:
-                fzero.grad_and_reduce(fails_late, state)(xs[1])
-            except ArithmeticError:
-                if not catches:
-                    raise
-            state, _ = fzero.grad_and_reduce(square_loss, state)(xs[1])
-            return fzero.apply_gradients(state), None
+    def fails_late(params: Any, x: Tensor) -> Tensor:
+        """Its backward raises when the gradient of `b` is there, and that of `w` is not."""
+        late = fails_in_backward((params["w"] * x).sum(), ArithmeticError("in backward"))
+        return late + 12 * params["b"][0]
 
-        fn = fzero.coalesce(step_fn) if coalesced else step_fn
-        return fzero.simulate(fzero.shard(fn, stage=stage, donate=True), world_size=ranks)
+    def step_fn(state: Any, xs: Tensor, *, catches: bool) -> Any:
+        state, _ = fzero.grad_and_reduce(square_loss, state)(xs[0])
+        try:
+            fzero.grad_and_reduce(fails_late, state)(xs[1])
+        except ArithmeticError:
+            if not catches:
+                raise
+        state, _ = fzero.grad_and_reduce(square_loss, state)(xs[1])
+        return fzero.apply_gradients(state), None
 
+    wrapped = fzero.coalesce(step_fn) if coalesced else step_fn
+    step = fzero.simulate(fzero.shard(wrapped, stage=stage, donate=True), world_size=ranks)
     plain = fzero.simulate(fzero.shard(many_backwards, stage=stage), world_size=ranks)
     xs = integers((ranks, 2), 4)
     want, _ = plain(plain.init(PARAMS, sgd()), xs)
-    state = steps(catches=True).init(PARAMS, sgd())
+    state = step.init(PARAMS, sgd())
     with pytest.raises(ArithmeticError, match="in backward"):
-        steps(catches=False)(state, xs)
-    new, _ = steps(catches=True)(state, xs)
+        step(state, xs, catches=False)
+    new, _ = step(state, xs, catches=True)
     same(tensors(new), tensors(want))
     with pytest.raises(DonatedError, match=MESSAGE):
-        steps(catches=True)(state, xs)
+        step(state, xs, catches=True)
 
 
 def test_a_function_that_is_called_again_with_a_donated_state_says_so() -> None:

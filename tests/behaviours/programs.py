@@ -111,6 +111,7 @@ def _play(setting: Setting, case: Case, rank: int | None) -> list[list[Seen]]:
             found.append([])
             break
         earlier = None if state is before else _observe_if_alive(over, before)
+        assert setting.donate or earlier != "used up"
         rows = [now] if rank is not None else [on_rank(now, r) for r in range(setting.ranks)]
         for r, row in enumerate(rows):
             row |= {"raised": raised, "inside": inside[r if rank is None else rank]}

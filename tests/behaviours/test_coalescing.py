@@ -1,4 +1,4 @@
-"""Behaviours 3 and 35: a window of N backward passes costs the collectives of one.
+"""Behaviours 3 and 4: a window of N backward passes costs the collectives of one.
 
 Counts and bytes of whole windows, for each stage, N and number of ranks, are in gloo/test_laws.py,
 which compares those of virtual ranks and of processes with theory.
@@ -20,7 +20,6 @@ from tests.behaviours.costs import (
     NUMEL,
     P_BYTES,
     chain_loss,
-    chain_params,
     cost_of,
     counts,
     payload_bytes,
@@ -92,33 +91,3 @@ def test_3_the_count_does_not_depend_on_where_the_passes_come_from(
     )
     reductions = counts(log).get("reduce_scatter", 0) + counts(log).get("all_reduce", 0)
     assert reductions == (2 if stage == 3 else 1)  # stage 3 has a unit for each leaf here
-
-
-def test_35_a_window_inside_a_window_is_refused() -> None:
-    inner = fzero.coalesce(lambda state: (state, None))
-    state = fzero.init(chain_params(), fzero.optim.sgd(1.0), stage=2)
-    with pytest.raises(fzero.PhaseError, match=r"already open[\s\S]*Fix: keep only the outer"):
-        fzero.coalesce(lambda state: inner(state))(state)
-    assert not state.window.is_open
-
-
-@at_every_place
-def test_35_an_update_from_an_open_window_reduces_it_first(place: Place) -> None:
-    """Nothing can apply local gradients: apply_gradients reduces them; by hand it is refused."""
-
-    def step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, _ = fzero.grad_and_reduce(chain_loss, state)(x)
-        assert state.phase is fzero.state.Phase.LOCAL
-        assert state.window.pending.placement is fzero.state.Placement.PARTIAL
-        with pytest.raises(fzero.PhaseError, match="partial"):
-            fzero.apply_gradients(state.replace(gradients=state.window.pending))
-        state = fzero.apply_gradients(state)
-        assert state.phase is fzero.state.Phase.IDLE
-        assert state.window.is_open
-        return state, fzero.full_params(state)["layers"][0]["w"]
-
-    sharded = fzero.simulate(fzero.shard(fzero.coalesce(step), **place), world_size=2)
-    state = sharded.init(chain_params(), fzero.optim.sgd(2.0**-8))
-    _, after = sharded(state, torch.tensor([1.0, 3.0], dtype=torch.float64))
-    want = torch.full((NUMEL,), 1 - 2.0**-8 * 4.0, dtype=torch.float64)  # dL/dw = 2 x w, mean x = 2
-    assert torch.equal(after, want.expand(2, -1))

@@ -15,34 +15,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero.errors import PhaseError
-
-PARAMS = {"a": torch.ones(3), "b": torch.ones(2)}
-
-
-def linear(p: Any, x: Tensor) -> Tensor:
-    return (p["a"] * x).sum()
-
-
-def step(state: Any, x: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(linear, state)(x)
-    return fzero.apply_gradients(state), loss
+from tests.strategies import integers, same, tensors
+from tests.transforms.steps import many_backwards, sgd
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_inference_mode_is_refused_and_no_grad_is_not(stage: int, ranks: int) -> None:
-    run = fzero.simulate(fzero.shard(step, stage=stage), world_size=ranks)
-    x = torch.ones(ranks, 3)
-    state = run.init(PARAMS, fzero.optim.sgd(0.5))
+    run = fzero.simulate(fzero.shard(many_backwards, stage=stage), world_size=ranks)
+    params, xs = {"w": integers((3,), 1)}, integers((ranks, 2), 2)
+    state = run.init(params, sgd())
     with torch.inference_mode():
         with pytest.raises(PhaseError, match="inference_mode"):
-            run(state, x)
+            run(state, xs)
         with pytest.raises(PhaseError, match="inference_mode"):
-            run.init(PARAMS, fzero.optim.sgd(0.5))
+            run.init(params, sgd())
     with torch.no_grad():
-        state, _ = run(state, x)
-    full = fzero.simulate(fzero.full_params, world_size=ranks)(state)
-    assert full["a"][0].tolist() == [0.5, 0.5, 0.5]
+        got, _ = run(state, xs)
+    same(tensors(got), tensors(run(state, xs)[0]))
 
 
 def test_virtual_ranks_have_the_modes_of_the_caller() -> None:

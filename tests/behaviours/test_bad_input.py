@@ -194,6 +194,12 @@ def test_a_state_of_virtual_ranks_outside_of_them(stage: int) -> None:
 
 # Arguments of init, and of optimizers.
 
+
+def test_an_axis_of_several_ranks_is_not_made_by_hand() -> None:
+    with refused(fzero.AxisError, "size=2"):
+        fzero.Axis(size=2)
+
+
 TIED = Parameter(torch.ones(2))
 
 

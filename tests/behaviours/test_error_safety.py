@@ -46,16 +46,17 @@ def in_the_update(state: Any, xs: Tensor) -> Any:
     return fzero.apply_gradients(state.replace(setup=setup)), None
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("window", [False, True])
 @at_every_place
 @pytest.mark.parametrize("failing", [in_backward, in_the_update])
 def test_8_after_an_error_the_state_is_the_one_before(
-    failing: Callable[..., Any], place: Place, window: bool
+    failing: Callable[..., Any], place: Place, window: bool, donate: bool
 ) -> None:
     """Twice in a row; the step after it gives what it gives without the error."""
 
-    def world(fn: Callable[..., Any]) -> Any:
-        step = fzero.shard(fzero.coalesce(fn) if window else fn, **place)
+    def world(fn: Callable[..., Any], **options: Any) -> Any:
+        step = fzero.shard(fzero.coalesce(fn) if window else fn, **place, **options)
         return fzero.simulate(step, world_size=RANKS)
 
     step = world(many_backwards)
@@ -64,6 +65,6 @@ def test_8_after_an_error_the_state_is_the_one_before(
     want, _ = step(state, XS)
     for _ in range(2):
         with pytest.raises(ArithmeticError, match="in "):
-            world(failing)(state, XS)
+            world(failing, donate=donate)(state, XS)
         same(state, before)
     same(step(state, XS)[0], want)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +20,13 @@ STAGES = (0, 1, 2, 3)
 KEEPS = (True, False, "window")
 PLACES = [(0, True), (1, True), (2, True), *[(3, reshard) for reshard in KEEPS]]
 """(stage, reshard) pairs that differ: resharding means nothing below stage 3."""
+Place = dict[str, Any]
+at_every_place = pytest.mark.parametrize(
+    "place",
+    [{"stage": stage, "reshard_after_forward": reshard} for stage, reshard in PLACES],
+    ids=[f"stage {stage}, reshard {reshard}" for stage, reshard in PLACES],
+)
+"""Run a test with each of them, as options of `fzero.init`."""
 
 
 def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
@@ -39,31 +47,16 @@ def fill(module: nn.Module, generator: torch.Generator) -> None:
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 2)
 
 
-class Block(nn.Module):
-    """Attention and an MLP, both residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.mlp(x)
-
-
 class Gpt(nn.Module):
     """A decoder with its head tied to its embedding."""
 
     def __init__(self, vocab: int = 11, width: int = 8, depth: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 1, 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.embed.weight
@@ -72,8 +65,9 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         return self.head(self.norm(x))
 
 
@@ -134,23 +128,15 @@ def virtual(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
 
 
 def gradient_on(
-    loss: Loss,
-    params: Any,
-    *args: Tensor,
-    stage: int,
-    reshard_after_forward: Any = True,
-    ranks: int = 2,
-) -> Any:
-    """The gradient that fzero makes at this stage, as every rank sees it: [ranks, ...]."""
+    loss: Loss, params: Any, *args: Tensor, ranks: int = 2, **options: Any
+) -> dict[str, Any]:
+    """The gradient that fzero makes with these options of init, on every rank: [ranks, ...]."""
 
     def run(*batch: Any) -> Any:
-        state = fzero.init(
-            params, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard_after_forward
-        )
-        state, value = fzero.grad_and_reduce(loss, state)(*batch)
-        return fzero.gradients(state), value
+        state = fzero.init(params, fzero.optim.sgd(0.1), **options)
+        return fzero.gradients(fzero.grad_and_reduce(loss, state)(*batch)[0])
 
-    return virtual(run, ranks, *args)[0]
+    return virtual(run, ranks, *args)
 
 
 def assert_every_rank(got: Tensors, want: Tensors, *, exact: bool = False) -> None:

@@ -22,24 +22,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
-import torch
 from torch import Tensor
 
 import fzero
 from fzero.errors import PeerFailedError
 from tests.behaviours.models import (
     Naive,
-    Refused,
     Tree,
     Uses,
-    as_params,
-    as_values,
     batches_for,
     loss_of,
     optimizer,
-    tensors_of,
 )
+from tests.strategies import on_rank, same
 
 Op = tuple[Any, ...]
 Program = tuple[tuple[Op, ...], ...]
@@ -100,8 +95,7 @@ def _play(setting: Setting, case: Case, rank: int | None) -> list[list[Seen]]:
     def over(fn: Callable[..., Any]) -> Any:
         return fzero.simulate(fn, world_size=setting.ranks) if rank is None else fn
 
-    params = as_params(case.tree, tensors_of(case.tree))
-    state = over(setting.shard(_unused_step)).init(params, optimizer())
+    state = over(setting.shard(_unused_step)).init(case.tree, optimizer())
     found = []
     for number, ops in enumerate(case.program):
         batches = batches_for(case.tree, number)[: setting.ranks]
@@ -112,17 +106,18 @@ def _play(setting: Setting, case: Case, rank: int | None) -> list[list[Seen]]:
             state, _ = step(state, batches if rank is None else batches[rank])
         except (Boom, PeerFailedError):  # where ranks gather by themselves, one ends the others
             raised = True
-        now = _observe_if_alive(over, case.tree, state)
+        now = _observe_if_alive(over, state)
         if now == "used up":  # by the step that raised; `check` decides whether it may have been
             found.append([])
             break
-        earlier = None if state is before else _observe_if_alive(over, case.tree, before)
-        rows = [now] if rank is not None else [_row(now, r) for r in range(setting.ranks)]
+        earlier = None if state is before else _observe_if_alive(over, before)
+        assert setting.donate or earlier != "used up"
+        rows = [now] if rank is not None else [on_rank(now, r) for r in range(setting.ranks)]
         for r, row in enumerate(rows):
             row |= {"raised": raised, "inside": inside[r if rank is None else rank]}
-            row |= _facts(state)
+            row |= {"backwards": state.progress.backwards, "reductions": state.progress.reductions}
             if earlier is not None:
-                row["earlier"] = earlier if rank is not None else _row(earlier, r)
+                row["earlier"] = earlier if rank is not None else on_rank(earlier, r)
         found.append(rows)
     return found
 
@@ -130,19 +125,26 @@ def _play(setting: Setting, case: Case, rank: int | None) -> list[list[Seen]]:
 def expected(setting: Setting, case: Case) -> list[Seen]:
     """What every rank must see after each step, by the model."""
     naive, found = Naive(case.tree, case.uses, setting.ranks), []
-    counts = {"backwards": 0, "reductions": 0, "pending": False}
     for number, ops in enumerate(case.program):
         batches = batches_for(case.tree, number)[: setting.ranks]
-        new, inside, raised, before = naive.copy(), [], False, naive.step
-        model = _Model(new, dict(counts), inside)
+        before, new, inside, raised = naive.step, naive.copy(), [], False
         try:
-            model.run(ops, batches, depth=0, scale=1.0, last=True)
-            naive, counts = new, model.counts
+            _run_on_model(new, ops, batches, inside)
+            naive = new
         except Boom:
             raised = True
-        updated = new.step > before
-        found.append(_naive_view(naive) | {"inside": inside, "raised": raised, "updated": updated})
-        found[-1] |= {k: counts[k] for k in ("backwards", "reductions")}
+        found.append(
+            {
+                "params": naive.params,
+                "gradients": naive.summed() if naive.gradients else None,
+                "step": naive.step,
+                "backwards": len(naive.gradients),
+                "reductions": naive.reductions,
+                "inside": inside,
+                "raised": raised,
+                "updated": new.step > before,
+            }
+        )
     return found
 
 
@@ -185,10 +187,10 @@ def _run_op(case: Case, op: Op, state: Any, batch: Tensor, seen: list[Any]) -> A
     if kind == "raise":
         raise Boom
     if kind == "params":
-        seen.append(as_values(case.tree, fzero.full_params(state)))
+        seen.append(fzero.full_params(state))
         return state
     if kind == "grad":
-        return fzero.grad_and_reduce(loss_of(case.tree, case.uses, rest[0]), state)(batch)[0]
+        return fzero.grad_and_reduce(loss_of(case.uses, rest[0]), state)(batch)[0]
     if kind == "raise in loss":
         return fzero.grad_and_reduce(_failing(case, rest[0]), state)(batch)[0]
     if kind == "accumulate":
@@ -201,7 +203,7 @@ def _run_op(case: Case, op: Op, state: Any, batch: Tensor, seen: list[Any]) -> A
                 return fzero.coalesce(nested(()))(state, batch)[0]
             return fzero.coalesce(nested(rest[0]))(state, batch)[0]
         if kind == "read":
-            seen.append(as_values(case.tree, fzero.gradients(state)))
+            seen.append(fzero.gradients(state))
             return state
         assert kind == "update", op
         return fzero.apply_gradients(state)
@@ -212,7 +214,7 @@ def _run_op(case: Case, op: Op, state: Any, batch: Tensor, seen: list[Any]) -> A
 
 
 def _failing(case: Case, number: int) -> Callable[..., Any]:
-    loss = loss_of(case.tree, case.uses, number)
+    loss = loss_of(case.uses, number)
 
     def fails(params: Any, batch: Tensor) -> Tensor:
         loss(params, batch)
@@ -221,101 +223,68 @@ def _failing(case: Case, number: int) -> Callable[..., Any]:
     return fails
 
 
-class _Model:
-    """The same ops on the naive model, with the counters that a state shows."""
-
-    def __init__(self, naive: Naive, counts: dict[str, Any], inside: list[Any]) -> None:
-        self.naive, self.counts, self.inside = naive, counts, inside
-
-    def run(
-        self, ops: tuple[Op, ...], batch: Tensor, *, depth: int, scale: float, last: bool
-    ) -> None:
-        for op in ops:
-            kind, rest = op[0], op[1:]
-            if kind in ("raise", "raise in loss"):
-                raise Boom
-            if kind == "params":
-                self.inside.append(self.naive.params_by_position())
-            elif kind == "clip":
-                self.run(rest[0], batch, depth=depth, scale=scale, last=last)
-            elif kind == "accumulate":
-                for i, part in enumerate(batch.chunk(rest[0], dim=1)):
-                    final = last and i == rest[0] - 1
-                    self.run(rest[1], part, depth=depth, scale=scale / rest[0], last=final)
-            elif kind == "grad":
-                self.naive.grad(rest[0], batch, scale)
-                self.counts["backwards"] += 1
-                self.counts["pending"] |= depth > 0 and bool(self.naive.stored())
-                self.counts["reductions"] += depth == 0
-            elif kind == "window" and depth == 0:
-                self.run(rest[0], batch, depth=1, scale=scale, last=last)
-                self.counts["reductions"] += self.counts["pending"]
-                self.counts["pending"] = False
-            else:
-                self._maybe_refused(kind, last=last)
-
-    def _maybe_refused(self, kind: str, *, last: bool) -> None:
-        try:
-            if kind == "window":
-                raise Refused
-            if kind == "read":
-                self.naive.summed()
-                self.inside.append(self.naive.gradients_by_position())
-            elif last:
-                self.naive.update()
-                self.counts.update(backwards=0, reductions=0, pending=False)
-        except Refused:
-            self.inside.append("refused")
+def _run_on_model(
+    naive: Naive,
+    ops: tuple[Op, ...],
+    batch: Tensor,
+    inside: list[Any],
+    *,
+    window: bool = False,
+    scale: float = 1.0,
+    last: bool = True,
+) -> None:
+    """The same ops on the model. `scale` and `last`: of the parts of the batch that this is one."""
+    for op in ops:
+        kind, rest = op[0], op[1:]
+        if kind in ("raise", "raise in loss"):
+            raise Boom
+        if kind == "params":
+            inside.append(naive.params)
+        elif kind == "grad":
+            naive.grad(rest[0], batch, scale=scale, window=window)
+        elif kind == "clip":
+            _run_on_model(naive, rest[0], batch, inside, window=window, scale=scale, last=last)
+        elif kind == "accumulate":
+            for i, part in enumerate(batch.chunk(rest[0], dim=1)):
+                share, is_last = scale / rest[0], last and i == rest[0] - 1
+                _run_on_model(
+                    naive, rest[1], part, inside, window=window, scale=share, last=is_last
+                )
+        elif kind == "window" and not window:
+            _run_on_model(naive, rest[0], batch, inside, window=True, scale=scale, last=last)
+            naive.end_window()
+        elif kind == "window" or (kind == "read" and not naive.gradients):
+            inside.append("refused")
+        elif kind == "read":
+            inside.append(naive.summed())
+        elif last and naive.gradients:
+            naive.update()
+        elif last:
+            inside.append("refused")
 
 
 def _unused_step(state: Any, batch: Any) -> tuple[Any, None]:
     return state, None
 
 
-def _observe(over: Callable[..., Any], tree: Tree, state: Any) -> Seen:
+def _observe_if_alive(over: Callable[..., Any], state: Any) -> Any:
     def look(state: Any) -> Seen:
         has = state.progress.backwards > 0
         return {
-            "params": as_values(tree, fzero.full_params(state)),
-            "gradients": as_values(tree, fzero.gradients(state)) if has else None,
+            "params": fzero.full_params(state),
+            "gradients": fzero.gradients(state) if has else None,
             "step": state.step,
         }
 
-    return over(look)(state)
-
-
-def _observe_if_alive(over: Callable[..., Any], tree: Tree, state: Any) -> Any:
     try:
-        return _observe(over, tree, state)
+        return over(look)(state)
     except fzero.DonatedError:
         return "used up"
 
 
-def _facts(state: Any) -> Seen:
-    progress = state.progress
-    return {"backwards": progress.backwards, "reductions": progress.reductions}
-
-
-def _row(stacked: Any, rank: int) -> Any:
-    return optree.tree_map(lambda x: x[rank] if isinstance(x, Tensor) else x, stacked)
-
-
-def _naive_view(naive: Naive) -> Seen:
-    return {
-        "params": naive.params_by_position(),
-        "gradients": naive.gradients_by_position(),
-        "step": naive.step,
-    }
-
-
 def _assert_same(got: Any, want: Any, where: str) -> None:
-    if not isinstance(want, list):
-        assert got == want, f"{where}: {got}, want {want}"
-        return
-    assert len(got) == len(want), where
-    for j, (a, b) in enumerate(zip(got, want, strict=True)):
-        if b is None:
-            assert a is None, f"{where} of position {j}"
-            continue
-        assert a.dtype == b.dtype and a.shape == b.shape, f"{where} of position {j}"
-        assert torch.equal(a, b), f"{where} of position {j}: {a}, want {b}"
+    try:
+        same(got, want)
+    except AssertionError as error:
+        error.add_note(where)
+        raise

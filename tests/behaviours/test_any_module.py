@@ -1,8 +1,9 @@
-"""Behaviour 31: torch's own modules, as they are, at every stage."""
+"""Behaviour 31: modules as they are, with their buffers, at every stage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,18 @@ from torch import Tensor, nn
 
 import fzero
 from tests.behaviours.networks import (
-    PLACES,
+    Gpt,
+    Place,
     assert_every_rank,
+    at_every_place,
     fill,
     gradient_on,
+    mean_gradient,
+    next_token_loss,
+    per_rank,
     regression,
+    tokens,
+    virtual,
 )
 
 
@@ -76,8 +84,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@at_every_place
 @pytest.mark.parametrize("name", MODULES)
-def test_31_modules_of_torch_need_no_edit(name: str) -> None:
+def test_31_modules_of_torch_need_no_edit(name: str, place: Place) -> None:
     module = MODULES[name]().to(torch.float64)
     fill(module, torch.Generator().manual_seed(4))
     apply, params = fzero.functionalize(module)
@@ -88,12 +97,52 @@ def test_31_modules_of_torch_need_no_edit(name: str) -> None:
         found = torch.autograd.grad(smooth_sum(module(rows)), [*named.values()])
         for k, g in zip(named, found, strict=True):
             mean[k] += g / len(x)
-    for stage, reshard in PLACES:
-        got = gradient_on(
-            lambda p, x: smooth_sum(apply(p, x)),
-            params,
-            x,
-            stage=stage,
-            reshard_after_forward=reshard,
-        )
-        assert_every_rank(got, mean)
+    got = gradient_on(lambda p, x: smooth_sum(apply(p, x)), params, x, **place)
+    assert_every_rank(got, mean)
+
+
+@at_every_place
+def test_31_a_model_with_a_tied_head_equals_the_unsharded_one(place: Place) -> None:
+    apply, params = fzero.functionalize(Gpt(depth=2))
+    loss, batch = next_token_loss(apply), tokens(3)
+    want = mean_gradient(loss, params, per_rank(batch))
+    assert_every_rank(gradient_on(loss, params, batch, ranks=3, **place), want)
+
+
+def batch_norm_net() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    module.to(torch.float64)
+    fill(module, torch.Generator().manual_seed(9))
+    return module
+
+
+@at_every_place
+def test_batch_norm_statistics_go_in_and_come_out(place: Place) -> None:
+    """Two passes; each rank's own statistics, as torch's BatchNorm has them on each rank."""
+    apply, params, buffers = fzero.functionalize(batch_norm_net(), buffers=True)
+    batches = regression(2, 6, 3, 2)
+    halves = (slice(0, 3), slice(3, 6))
+
+    def loss(params: Any, buffers: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        out, buffers = apply(params, x, buffers=buffers)
+        return (out - y).square().mean(), buffers
+
+    def run(x: Tensor, y: Tensor) -> Any:
+        state, now = fzero.init(params, fzero.optim.sgd(0.1), **place), buffers
+        for half in halves:
+            one_pass = fzero.grad_and_reduce(loss, state, has_aux=True)
+            state, (_, now) = one_pass(now, x[half], y[half])
+        return fzero.gradients(state), now
+
+    gradients, now = virtual(run, 2, *batches)
+    mean = {name: torch.zeros_like(p) for name, p in params.items()}
+    for rank, (x, y) in enumerate(per_rank(*batches)):
+        reference = batch_norm_net()
+        for half in halves:
+            (reference(x[half]) - y[half]).square().mean().backward()
+        for name, p in reference.named_parameters():
+            mean[name] += p.grad.div(2)
+        for name, value in reference.named_buffers():
+            torch.testing.assert_close(now[name][rank], value, rtol=1e-10, atol=1e-12)
+    assert_every_rank(gradients, mean)
+    assert not buffers["1.running_mean"].any()  # what was passed in is as it was

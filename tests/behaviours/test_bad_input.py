@@ -1,4 +1,4 @@
-"""Behaviour 34 and the issue's bad input: a clear error, and the old state still good."""
+"""Behaviour 8 and the issue's bad input: a clear error, or a warning that shows the place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fzero
-from tests.behaviours.contents import PARAMS, RANKS, X, good_step, loss
-from tests.behaviours.networks import PLACES, STAGES, virtual
+from tests.behaviours.networks import STAGES, Place, at_every_place, virtual
+
+PARAMS = {"w": torch.ones(5), "b": torch.ones(2)}
+RANKS = 2
+X = torch.tensor([1.0, 3.0])
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return (params["w"] * x).sum() + (params["b"] ** 2).sum()
+
+
+def good_step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+    state, value = fzero.grad_and_reduce(loss, state)(x)
+    return fzero.apply_gradients(state), value
 
 
 @contextmanager
@@ -25,185 +37,73 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
         assert part in str(caught.value), str(caught.value)
 
 
-LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
-    "per-sample losses": (lambda p, x: p["w"] * x, "the loss has shape (5,)"),
-    "a vector of one": (lambda p, x: loss(p, x).reshape(1), "the loss has shape (1,)"),
-    "a number": (lambda p, x: 1.5, "the loss is a float"),
-    "nothing": (lambda p, x: None, "the loss is a NoneType"),
-    "a pair": (lambda p, x: (loss(p, x), x), "the loss is a tuple of 2"),
-    "a count": (lambda p, x: (p["w"] > 0).sum(), "dtype torch.int64"),
-}
+# Losses.
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_is_not_a_scalar(name: str, stage: int, reshard: Any) -> None:
-    bad, seen = LOSSES[name]
+def writes(params: Any) -> None:
+    params["w"].mul_(2)
+
+
+def writes_under_no_grad(params: Any) -> None:
+    with torch.no_grad():
+        params["w"].mul_(2)
+
+
+def writes_to_a_frozen_one(params: Any) -> None:
+    params["frozen"].mul_(2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@at_every_place
+@pytest.mark.parametrize("write", [writes, writes_under_no_grad, writes_to_a_frozen_one])
+def test_8_a_loss_that_writes_to_a_parameter_is_refused(
+    write: Callable[[Any], None], place: Place, ranks: int
+) -> None:
+    """Where torch allows the write a buffer of stages 0 to 2 has changed: the error says so."""
+    params = {"w": torch.ones(3), "frozen": Parameter(torch.ones(3), requires_grad=False)}
+
+    def bad(params: Any, x: Tensor) -> Tensor:
+        write(params)
+        return (params["w"] * params["frozen"]).sum() * x
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
-        with refused(fzero.LayoutError, seen):
-            fzero.grad_and_reduce(bad, state)(x)
-        return fzero.full_params(good_step(state, x)[0])["w"]
+        state = fzero.init(params, fzero.optim.sgd(1.0), **place)
+        for _ in range(2):
+            with pytest.raises((RuntimeError, ValueError), match=r"in[- ]?place"):
+                fzero.grad_and_reduce(bad, state)(x)
+        return fzero.full_params(state)["w"]
 
-    assert torch.equal(virtual(run, RANKS, X), torch.zeros(RANKS, 5))
-
-
-def test_a_loss_without_its_aux() -> None:
-    state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=0)
-    with refused(fzero.LayoutError, "has_aux=True", "return (loss, aux)"):
-        fzero.grad_and_reduce(loss, state, has_aux=True)(X[0])
+    after = virtual(run, ranks, X[:ranks])
+    if write is not writes_under_no_grad:
+        assert torch.equal(after, torch.ones(ranks, 3))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("value", "seen"),
-    [
-        (3.0, "parameter layers.0.w is a float, not a tensor"),
-        ("text", "a str, not a tensor"),
-        (torch.ones(2, dtype=torch.complex64), "a complex tensor"),
-        (torch.eye(2).to_sparse(), "a torch.sparse_coo tensor"),
-        (torch.nn.Linear(1, 1), "a Linear, not a tensor"),
-    ],
-)
-def test_a_parameter_that_is_not_a_tensor(stage: int, value: Any, seen: str) -> None:
-    with refused(fzero.LayoutError, seen):
-        fzero.init({"layers": [{"w": value}]}, fzero.optim.sgd(0.5), stage=stage)
+def test_a_write_through_data_is_refused_at_stage_3_and_not_seen_below(stage: int) -> None:
+    """Torch does not count it. docs/semantics.md says so."""
 
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_state_of_another_stage(stage: int) -> None:
-    other = (stage + 1) % 4
-    state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=other)
-    with refused(fzero.LayoutError, f"a state of stage {other}", f"a step of stage {stage}"):
-        fzero.shard(good_step, stage=stage)(state, X[0])
-    assert torch.equal(fzero.full_params(state)["w"], PARAMS["w"])
-
-
-def test_a_state_of_another_world() -> None:
-    step = fzero.shard(good_step, stage=2)
-    two, three = (fzero.simulate(step, world_size=w) for w in (2, 3))
-    state = two.init(PARAMS, fzero.optim.sgd(0.5))
-    with refused(fzero.LayoutError, "dim 0 must be the 3 ranks"):
-        three(state, X)
-    with refused(fzero.AxisError, "2 virtual ranks", "step.init"):
-        step(state, X)
-    local = step.init(PARAMS, fzero.optim.sgd(0.5))
-    with refused(fzero.LayoutError, "dim 0 must be the 2 ranks"):
-        two(local, X)
-    after, _ = two(state, X)
-    assert after.step.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_state_of_virtual_ranks_outside_of_them(stage: int) -> None:
-    def gradients(state: Any, x: Tensor) -> Any:
-        return fzero.grad_and_reduce(loss, state)(x)
-
-    step = fzero.simulate(fzero.shard(gradients, stage=stage), world_size=RANKS)
-    state, _ = step(step.init(PARAMS, fzero.optim.sgd(0.5)), X)
-    for use in (
-        fzero.full_params,
-        fzero.gradients,
-        fzero.apply_gradients,
-        fzero.global_norm,
-        lambda state: gradients(state, X[0]),
-        lambda state: fzero.coalesce(gradients)(state, X[0]),
-    ):
-        with refused(fzero.AxisError, "2 virtual ranks", "fzero.simulate"):
-            use(state)
-    assert "2 ranks" in repr(state)  # looking at it is what it is for
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_batch_of_another_structure(stage: int) -> None:
-    """The loss's own error comes through on every rank; accumulate and simulate say the place."""
+    def bad(params: Any, x: Tensor) -> Tensor:
+        params["w"].data.zero_()
+        return loss(params, x)
 
     def run(x: Tensor) -> Any:
         state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage)
-        with pytest.raises(KeyError, match="images"):
-            fzero.grad_and_reduce(lambda p, batch: loss(p, batch["images"]), state)({"text": x})
-        with pytest.raises(TypeError, match="argument"):
-            fzero.grad_and_reduce(loss, state)(x, x)  # pyright: ignore[reportCallIssue]
-        with pytest.raises(TypeError, match="missing"):
-            fzero.grad_and_reduce(loss, state)()  # pyright: ignore[reportCallIssue]
-        with refused(fzero.LayoutError, "(3,) does not divide into 2"):
-            batch: Any = {"x": x.expand(3)}
-            fzero.accumulate(good_step, steps=2)(state, batch)
-        return fzero.full_params(good_step(state, x)[0])["w"]
+        if stage == 3:
+            with refused(fzero.LayoutError, "w", "is written in place", "clone it first"):
+                fzero.grad_and_reduce(bad, state)(x)
+        else:
+            fzero.grad_and_reduce(bad, state)(x)
+        return fzero.full_params(state)["w"]
 
-    assert torch.equal(virtual(run, RANKS, X), torch.zeros(RANKS, 5))
-    step = fzero.simulate(fzero.shard(good_step, stage=stage), world_size=RANKS)
-    state = step.init(PARAMS, fzero.optim.sgd(0.5))
-    for batch in (torch.ones(3), torch.tensor(1.0)):
-        with refused(fzero.LayoutError, "dim 0 must be the 2 ranks"):
-            step(state, batch)
+    assert virtual(run, RANKS, X).unique().tolist() == [1.0 if stage == 3 else 0.0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_donated_state_used_again(stage: int) -> None:
-    """Every way to use it; what the donating step returned is good."""
-    step = fzero.shard(good_step, stage=stage, donate=True)
-    used = step.init(PARAMS, fzero.optim.adam(0.5))
-    new, _ = step(used, X[0])
-    uses: list[Callable[[], Any]] = [
-        lambda: step(used, X[0]),
-        lambda: fzero.full_params(used),
-        lambda: fzero.grad_and_reduce(loss, used)(X[0]),
-        lambda: fzero.coalesce(good_step)(used, X[0]),
-        lambda: fzero.apply_gradients(used),
-        lambda: fzero.global_norm(used),
-        lambda: fzero.gradients(used),
-    ]
-    for use in uses:
-        with refused(fzero.DonatedError, "donated", "keep a copy"):
-            use()
-    assert fzero.full_params(new)["w"].shape == (5,)
-    again, _ = step(new, X[0])
-    assert again.step.item() == 2
-
-
-def test_donation_leaves_the_callers_own_tensors_alone() -> None:
-    """Neither the parameters given to init nor what full_params gave are overwritten."""
-    mine = {"w": Parameter(torch.ones(5)), "b": torch.ones(2)}
-    step = fzero.shard(good_step, stage=0, donate=True)
-    state = step.init(mine, fzero.optim.sgd(0.5))
-    shown = fzero.full_params(state)
-    step(state, X[1])
-    for held in (mine, shown):
-        assert torch.equal(held["w"], torch.ones(5))
-        assert torch.equal(held["b"], torch.ones(2))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_34_an_update_without_gradients(stage: int) -> None:
-    state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage)
-    for made in (state, good_step(state, X[0])[0]):
-        with refused(fzero.PhaseError, "holds no gradients", "pass on the state it returned"):
-            fzero.apply_gradients(made)
-        for read in (fzero.gradients, fzero.global_norm):
-            with refused(fzero.PhaseError, "holds no gradients", "ask the state that"):
-                read(made)
-        assert good_step(made, X[0])[0].step.item() == made.step.item() + 1
-
-
-def test_parameters_in_the_place_of_a_state() -> None:
-    for use in (
-        lambda: fzero.grad_and_reduce(loss, PARAMS),
-        lambda: fzero.apply_gradients(PARAMS),
-        lambda: fzero.full_params(None),
-        lambda: fzero.shard(good_step, stage=1)(PARAMS, X),
-    ):
-        with refused(fzero.LayoutError, "TrainState"):
-            use()
-
-
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_a_detached_loss_is_told(stage: int, reshard: Any) -> None:
+@at_every_place
+def test_a_detached_loss_is_told(place: Place) -> None:
     """Its gradient is zero, on every rank, which nobody wants without knowing."""
 
     def run(x: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), **place)
         state, value = fzero.grad_and_reduce(lambda p, x: loss(p, x).detach(), state)(x)
         return fzero.gradients(state), value
 
@@ -213,25 +113,15 @@ def test_a_detached_loss_is_told(stage: int, reshard: Any) -> None:
     assert not gradients["w"].any() and not gradients["b"].any()
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_loss_that_is_a_parameter_itself(ranks: int, stage: int, reshard: Any) -> None:
-    """A leaf of the graph: its gradient is one where it was used, on two of three ranks."""
+def test_a_loss_by_no_parameter_of_the_state_is_told() -> None:
+    module = torch.nn.Linear(2, 1)
+    _, params = fzero.functionalize(module)
+    state = fzero.init(params, fzero.optim.sgd(0.1), stage=0)
+    with pytest.warns(UserWarning, match="by no parameter of the state"):
+        fzero.grad_and_reduce(lambda p, x: module(x).sum(), state)(torch.ones(2))
 
-    def leaf(params: Any) -> Tensor:
-        return params["s"] if fzero.axis_index() < 2 else 4 * params["w"].sum()
 
-    def run(_: Tensor) -> Any:
-        params = {"s": torch.tensor(5.0), "w": torch.ones(3)}
-        state = fzero.init(params, fzero.optim.sgd(0.5), stage=stage, reshard_after_forward=reshard)
-        state, value = fzero.grad_and_reduce(leaf, state)()
-        return fzero.gradients(state), value
-
-    gradients, value = virtual(run, ranks, torch.zeros(ranks))
-    used = min(ranks, 2) / ranks
-    assert value.tolist() == [5.0, 5.0, 12.0][:ranks]
-    torch.testing.assert_close(gradients["s"], torch.full((ranks,), used))
-    torch.testing.assert_close(gradients["w"], torch.full((ranks, 3), 4 * (ranks == 3) / 3))
+# Batches that require grad.
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -268,26 +158,6 @@ def test_what_means_to_differentiate_through_steps_is_not_told(stage: int) -> No
     assert torch.func.grad(through)(torch.tensor(3.0), 2) == -0.5 * 5 * 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_write_through_data_is_refused_at_stage_3_and_not_seen_below(stage: int) -> None:
-    """Torch does not count it. docs/semantics.md says so."""
-
-    def writes(params: Any, x: Tensor) -> Tensor:
-        params["w"].data.zero_()
-        return loss(params, x)
-
-    def run(x: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=stage)
-        if stage == 3:
-            with refused(fzero.LayoutError, "w", "is written in place", "clone it first"):
-                fzero.grad_and_reduce(writes, state)(x)
-        else:
-            fzero.grad_and_reduce(writes, state)(x)
-        return fzero.full_params(state)["w"]
-
-    assert virtual(run, RANKS, X).unique().tolist() == [1.0 if stage == 3 else 0.0]
-
-
 def test_a_warning_shows_the_line_that_made_the_call() -> None:
     step = fzero.shard(good_step, stage=0)
     state = step.init(PARAMS, fzero.optim.sgd(0.5))
@@ -297,3 +167,100 @@ def test_a_warning_shows_the_line_that_made_the_call() -> None:
         state, _ = step(state, x)
         step(state, x)
     assert [warning.filename for warning in told] == [__file__, __file__]
+
+
+# States.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_of_virtual_ranks_outside_of_them(stage: int) -> None:
+    def gradients(state: Any, x: Tensor) -> Any:
+        return fzero.grad_and_reduce(loss, state)(x)
+
+    step = fzero.simulate(fzero.shard(gradients, stage=stage), world_size=RANKS)
+    state, _ = step(step.init(PARAMS, fzero.optim.sgd(0.5)), X)
+    for use in (
+        fzero.full_params,
+        fzero.gradients,
+        fzero.apply_gradients,
+        fzero.global_norm,
+        lambda state: gradients(state, X[0]),
+        lambda state: fzero.coalesce(gradients)(state, X[0]),
+    ):
+        with refused(fzero.AxisError, "2 virtual ranks", "fzero.simulate"):
+            use(state)
+    assert "2 ranks" in repr(state)  # looking at it is what it is for
+
+
+# Arguments of init, and of optimizers.
+
+
+def test_an_axis_of_several_ranks_is_not_made_by_hand() -> None:
+    with refused(fzero.AxisError, "size=2"):
+        fzero.Axis(size=2)
+
+
+TIED = Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "seen"),
+    [
+        (PARAMS, {"trainable": "w"}, "trainable='w'"),
+        (PARAMS, {"units": ["w"]}, "units="),
+        (None, {}, "there is no parameter"),
+        ({}, {}, "there is no parameter"),
+        ({"layers": [{"w": torch.nn.Linear(1, 1)}]}, {}, "layers.0.w is a Linear, not a tensor"),
+        ({"a": TIED, "b": TIED}, {"trainable": lambda path: path != "a"}, "one tensor"),
+        ({"b": TIED, "a": TIED}, {"trainable": lambda path: path != "a"}, "one tensor"),
+    ],
+)
+def test_what_init_cannot_take(params: Any, options: dict[str, Any], seen: str) -> None:
+    with refused(fzero.LayoutError, seen):
+        fzero.init(params, fzero.optim.sgd(0.5), stage=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"decay_mask": True}, "decay_mask=True"),
+        ({"groups": [{"lr": 1.0}]}, "groups="),
+        ({"groups": [("a", {"lr": 1.0})]}, "groups="),
+    ],
+)
+def test_optimizers_refuse_what_is_no_test_of_leaves(options: dict[str, Any], seen: str) -> None:
+    with refused(fzero.LayoutError, seen):
+        fzero.optim.adamw(0.1, **options)
+
+
+def test_a_schedule_that_gives_no_number_says_so() -> None:
+    state = fzero.init(PARAMS, fzero.optim.sgd(lambda t: None), stage=0)  # type: ignore[arg-type]
+    with refused(fzero.LayoutError, "lr(0) = None"):
+        good_step(state, X[0])
+
+
+def updated_by(update: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The state after a step with an (init, update) pair."""
+    params = {name: p.to(dtype) for name, p in PARAMS.items()}
+    optimizer = (lambda params: [torch.zeros_like(p) for p in params], update)
+    return good_step(fzero.init(params, optimizer, stage=0), X[0])[0]
+
+
+def test_a_foreign_pair_keeps_dtypes_and_shapes_and_may_not_write() -> None:
+    new = updated_by(lambda g, s, p: ([-x.float() for x in g], s), torch.bfloat16)
+    assert {flat.dtype for flat in new.params.flats} == {torch.bfloat16}
+    without_params = updated_by(lambda g, s: ([-x for x in g], s))
+    assert fzero.full_params(without_params)["w"].tolist() == [0.0] * 5
+
+    def overwrites(g: Any, s: Any, p: Any) -> Any:
+        s[0].add_(1.0)
+        return g, s
+
+    for wrong, seen in (
+        (lambda g, s, p: ([x.sum() for x in g], s), "an update is"),
+        (lambda g, s, p: (g[:1], s), "it gave a list"),
+        (lambda g, s, p: ([None] * len(g), s), "NoneType"),
+        (overwrites, "it wrote to"),
+    ):
+        with refused(fzero.LayoutError, seen):
+            updated_by(wrong)

@@ -1,6 +1,7 @@
-"""Behaviours 1, 2, 4, 5, 6, 8, 33, 34, 36: any interleaving equals a list of gradients.
+"""Law 3: any interleaving, at every stage, equals unsharded training on a list of gradients.
 
-And law 10: a state from before a step is as it was, or refuses to be used.
+Behaviours 1, 2, 4, 5, 6, 8, 33 to 36. And law 10: a state from before a step is as it was, or
+refuses to be used.
 """
 
 from __future__ import annotations
@@ -11,21 +12,17 @@ from hypothesis import strategies as st
 
 from tests.behaviours.draws import programs, settings_of
 from tests.behaviours.models import RICH, Tree, Uses, trees, uses_of
-from tests.behaviours.programs import (
-    Case,
-    Program,
-    Setting,
-    check,
-    expected,
-    play,
-)
+from tests.behaviours.networks import PLACES
+from tests.behaviours.programs import Case, Program, Setting, check, expected, play
+from tests.strategies import tensors
 
 MANY = settings(max_examples=5 * settings().max_examples)
-EVERYTHING: Uses = ((2 ** len(RICH) - 1,) * 4, (0b0_0010_0011,) * 4, (1, 0, 0b1_0000_1000, 2))
+ALL = 2 ** len(tensors(RICH)) - 1
+EVERYTHING: Uses = ((ALL,) * 4, (0b0_0010_0011,) * 4, (1, 0, 0b1_0000_1000, 2))
 EVERYWHERE = [
     Setting(ranks, stage, reshard, donate=donate, bucket_bytes=100)
     for ranks, donate in ((2, True), (3, False))
-    for stage, reshard in ((0, True), (1, True), (2, True), (3, True), (3, "window"))
+    for stage, reshard in PLACES
 ]
 
 
@@ -39,16 +36,6 @@ def run(setting: Setting, tree: Tree, uses: Uses, program: Program) -> None:
 def test_any_program_equals_the_list_of_gradients(data: st.DataObject, setting: Setting) -> None:
     tree = data.draw(trees())
     run(setting, tree, data.draw(uses_of(tree)), data.draw(programs()))
-
-
-@given(order=st.permutations([0, 0, 1, 2]), setting=settings_of(), data=st.data())
-def test_1_gradients_of_one_step_add_up_in_any_order(
-    order: list[int], setting: Setting, data: st.DataObject
-) -> None:
-    split = data.draw(st.integers(0, 4))
-    outside, inside = order[:split], order[split:]
-    ops = (*(("grad", k) for k in outside), ("window", tuple(("grad", k) for k in inside)))
-    run(setting, RICH, EVERYTHING, ((*ops, ("read",)), (("update",),)))
 
 
 GRAD, OTHER, RARE = ("grad", 0), ("grad", 1), ("grad", 2)

@@ -1,11 +1,12 @@
-"""Behaviour 6 over several steps: each rank reads units in its own order, other ones each time.
+"""Behaviour 6: each rank reads units in its own order, as often as it likes, other ones each time.
 
-What a step records is replayed by the next one; a rank that does something else must be right too.
+At stage 3 what a step records is replayed by the next one; a rank that does something else must be
+right too. What a loss differentiates by itself is its own, and counted nowhere.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -14,23 +15,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from tests.behaviours.networks import KEEPS, virtual
+from tests.behaviours.networks import PLACES, virtual
 
 UNITS, STEPS, LR = 5, 3, 2.0**-8
 FROZEN = UNITS - 1
 
 
+How = Literal["learns", "detached", "inner grad", "inner backward"]
+
+
 class Read(NamedTuple):
-    """One use of a layer: differentiated by or only looked at."""
+    """One use of a layer: for the gradient, only to look at, or differentiated inside the loss."""
 
     layer: int
-    learns: bool
+    how: How
 
 
 Walk = list[list[Read]]  # parts; between them all ranks have a collective of their own
-reads = st.builds(
-    Read, layer=st.integers(0, UNITS - 1), learns=st.sampled_from([True, True, False])
-)
+hows: list[How] = ["learns", "learns", "detached", "inner grad", "inner backward"]
+reads = st.builds(Read, layer=st.integers(0, UNITS - 1), how=st.sampled_from(hows))
+places = st.sampled_from([*PLACES, *[place for place in PLACES if place[0] == 3]])
 
 
 @st.composite
@@ -72,10 +76,16 @@ def loss(params: Any, x: Tensor, walk: Walk) -> Tensor:
     for number, part in enumerate(walk):
         if number:
             fzero.psum(x)
-        for step, (i, learns) in enumerate(part):
+        for step, (i, how) in enumerate(part):
             w, b = params[f"layers.{i}.w"], params[f"layers.{i}.b"]
-            if not learns:
+            if how == "detached":
                 w, b = w.detach(), b.detach()
+            here = x.detach().requires_grad_()
+            inner = (w * w).sum() * here**2
+            if how == "inner grad":
+                total = total + torch.autograd.grad(inner, here, create_graph=True)[0]
+            if how == "inner backward":
+                inner.backward()
             total = total + (step + 1) * x * ((w * w).sum() + b.sum() + total.detach() % 7)
     return 12 * total
 
@@ -88,25 +98,25 @@ def unsharded(journey: list[list[list[Walk]]], xs: Tensor) -> list[dict[str, Ten
     """The parameters after each step, by plain autograd."""
     params, found = layers(), []
     for passes in journey:
-        own = {path: p.clone().requires_grad_(trains(path)) for path, p in params.items()}
+        summed = {path: torch.zeros_like(p) for path, p in params.items()}
         for walk_of in passes:
             for x, walk in zip(xs, walk_of, strict=True):
+                own = {path: p.clone().requires_grad_(trains(path)) for path, p in params.items()}
+                learning = {path: p for path, p in own.items() if p.requires_grad}
                 value = loss(own, x, walk) / len(xs)
                 if value.requires_grad:
-                    value.backward()
-        params = {
-            path: (p - LR * p.grad if p.grad is not None else p).detach() for path, p in own.items()
-        }
+                    by = torch.autograd.grad(value, [*learning.values()], allow_unused=True)
+                    for path, g in zip(learning, by, strict=True):
+                        summed[path] += 0 if g is None else g
+        params = {path: p - LR * summed[path] for path, p in params.items()}
         found.append(params)
     return found
 
 
 @pytest.mark.filterwarnings("ignore:the loss requires no grad:UserWarning")
-@given(
-    ranks=st.integers(2, 3), reshard=st.sampled_from(KEEPS), window=st.booleans(), data=st.data()
-)
+@given(ranks=st.integers(2, 3), place=places, window=st.booleans(), data=st.data())
 def test_steps_of_ranks_that_read_as_they_like_are_those_of_the_unsharded_step(
-    ranks: int, reshard: Any, window: bool, data: st.DataObject
+    ranks: int, place: tuple[int, Any], window: bool, data: st.DataObject
 ) -> None:
     journey = data.draw(journeys(ranks))
     xs = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)[:ranks]
@@ -120,8 +130,8 @@ def test_steps_of_ranks_that_read_as_they_like_are_those_of_the_unsharded_step(
         state = fzero.init(
             layers(),
             fzero.optim.sgd(LR),
-            stage=3,
-            reshard_after_forward=reshard,
+            stage=place[0],
+            reshard_after_forward=place[1],
             units=lambda path: path.rpartition(".")[0],
             trainable=trains,
         )

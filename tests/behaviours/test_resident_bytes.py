@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 import fzero
-from tests.behaviours.networks import Gpt, next_token_loss, tokens, virtual
+from tests.behaviours.networks import (
+    Gpt,
+    Place,
+    at_every_place,
+    next_token_loss,
+    tokens,
+    virtual,
+)
 
 APPLY, PARAMS = fzero.functionalize(Gpt(width=16, depth=3))
 P_BYTES = sum(p.numel() * p.element_size() for p in PARAMS.values())
@@ -66,9 +73,9 @@ def test_each_stage_holds_what_theory_says(stage: int, ranks: int, donate: bool)
     assert sum(held["gradients"] == 0 for held in seen) == ranks
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_window_holds_one_full_gradient_whatever_n(stage: int) -> None:
-    """P bytes at every stage, for N = 1 and 4: the price of one reduction."""
+@at_every_place
+def test_26_a_window_holds_one_full_gradient_and_what_it_was_told_to_keep(place: Place) -> None:
+    """P bytes for N = 1 and 4, and P more for kept parameters; none of it after the window."""
 
     def step(state: Any, batch: Tensor) -> tuple[Any, Tensor]:
         held = []
@@ -76,12 +83,17 @@ def test_a_window_holds_one_full_gradient_whatever_n(stage: int) -> None:
             state, _ = fzero.grad_and_reduce(LOSS, state)(batch)
             held.append(fzero.state_bytes(state)["window"])
             assert fzero.state_bytes(state)["gradients"] == 0
-        return state, torch.tensor(held)
+        return fzero.apply_gradients(state), torch.tensor(held)
 
-    sharded = fzero.shard(fzero.coalesce(step), stage=stage, units=APPLY.units)
+    sharded = fzero.shard(fzero.coalesce(step), units=APPLY.units, **place)
     over = fzero.simulate(sharded, world_size=3)
-    _, held = over(over.init(PARAMS, fzero.optim.adam(1e-2)), tokens(3))
-    assert held.double().flatten().tolist() == pytest.approx([P_BYTES] * 12, rel=0.01)
+    state, held = over(over.init(PARAMS, fzero.optim.adam(1e-2)), tokens(3))
+    want = P_BYTES * (2 if place["reshard_after_forward"] == "window" else 1)
+    assert held.double().flatten().tolist() == pytest.approx([want] * 12, rel=0.01)
+    after = fzero.state_bytes(state)
+    assert after["window"] == after["gradients"] == 0
+    everywhere = 3 * theory(place["stage"], 3)["parameters"]  # the state is that of all ranks
+    assert after["parameters"] == pytest.approx(everywhere, rel=0.01)
 
 
 def test_frozen_and_tied_leaves_take_no_gradient_and_no_second_place() -> None:

@@ -9,9 +9,9 @@ are then W inputs, and the derivative by the one that they stand for is the sum 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from fzero.state import Buffers, TrainState
 from tests.behaviours.networks import (
     PLACES,
     STAGES,
+    Place,
     Tensors,
     assert_every_rank,
+    at_every_place,
     gradient_on,
     hvp,
     mean_gradient,
@@ -49,17 +51,29 @@ def dot(a: Any, b: Any) -> Tensor:
     return total((x * y).sum() for x, y in zip(a.values(), b.values(), strict=True))
 
 
+def by_func(params: Any, x: Tensor, y: Tensor) -> Tensors:
+    return torch.func.grad(LOSS)(params, x, y)
+
+
+def by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensors:
+    found = torch.autograd.grad(LOSS(params, x, y), [*params.values()], create_graph=True)
+    return dict(zip(params, found, strict=True))
+
+
+def moved(params: Tensors, gradient: Tensors) -> Tensors:
+    """One step of gradient descent."""
+    return {name: p - 0.1 * gradient[name] for name, p in params.items()}
+
+
 def forward_over_reverse(params: Any, x: Tensor, y: Tensor) -> Tensor:
     """|H v|^2 by jvp of grad."""
-    gradient = torch.func.grad(LOSS)
-    out: Any = torch.func.jvp(lambda p: gradient(p, x, y), (params,), (V,))
-    product = out[1]
+    product = hvp(lambda p: LOSS(p, x, y), params, V)
     return dot(product, product)
 
 
 def reverse_over_reverse(params: Any, x: Tensor, y: Tensor) -> Tensor:
     """|H v|^2 by grad of grad."""
-    product = torch.func.grad(lambda p: dot(torch.func.grad(LOSS)(p, x, y), V))(params)
+    product = torch.func.grad(lambda p: dot(by_func(p, x, y), V))(params)
     return dot(product, product)
 
 
@@ -83,26 +97,16 @@ def penalty_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
     return value + (slope.norm(dim=-1) - 1).square().mean()
 
 
-def parameter_penalty_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
+def parameter_penalty(params: Any, x: Tensor, y: Tensor, *, gradient: Any) -> Tensor:
     """|dL/dp|^2, the derivative by the parameters themselves."""
-    slopes = torch.autograd.grad(LOSS(params, x, y), [*params.values()], create_graph=True)
-    return total(s.square().sum() for s in slopes)
+    slope = gradient(params, x, y)
+    return dot(slope, slope)
 
 
-def maml_by_func(params: Any, x: Tensor, y: Tensor) -> Tensor:
+def maml(params: Any, x: Tensor, y: Tensor, *, gradient: Any) -> Tensor:
     """Two inner steps on half of the batch, the outer loss on the other half."""
     for _ in range(2):
-        g = torch.func.grad(LOSS)(params, x[:2], y[:2])
-        params = {k: p - 0.1 * g[k] for k, p in params.items()}
-    return LOSS(params, x[2:], y[2:])
-
-
-def maml_by_autograd(params: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The same by torch.autograd.grad."""
-    for _ in range(2):
-        value = LOSS(params, x[:2], y[:2])
-        g = torch.autograd.grad(value, [*params.values()], create_graph=True)
-        params = {k: p - 0.1 * d for (k, p), d in zip(params.items(), g, strict=True)}
+        params = moved(params, gradient(params, x[:2], y[:2]))
     return LOSS(params, x[2:], y[2:])
 
 
@@ -134,50 +138,62 @@ INSIDE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gradient penalty by torch.func": (penalty_by_func, penalty_by_func),
     "gradient penalty by torch.autograd": (penalty_by_autograd, penalty_by_func),
     "parameter penalty by torch.autograd": (
-        parameter_penalty_by_autograd,
-        lambda p, x, y: dot(torch.func.grad(LOSS)(p, x, y), torch.func.grad(LOSS)(p, x, y)),
+        partial(parameter_penalty, gradient=by_autograd),
+        partial(parameter_penalty, gradient=by_func),
     ),
-    "MAML by torch.func": (maml_by_func, maml_by_func),
-    "MAML by torch.autograd": (maml_by_autograd, maml_by_func),
+    "MAML by torch.func": (partial(maml, gradient=by_func), partial(maml, gradient=by_func)),
+    "MAML by torch.autograd": (
+        partial(maml, gradient=by_autograd),
+        partial(maml, gradient=by_func),
+    ),
     "one graph used three times": (two_backwards, LOSS),
     "hessian and jacrev": (hessian_trace, hessian_trace),
 }
 """name -> (the loss that fzero is given, one that is known to be the same on whole parameters)."""
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
+@at_every_place
 @pytest.mark.parametrize("name", INSIDE)
-def test_38_second_order_inside_the_loss(name: str, stage: int, reshard: Any) -> None:
+def test_38_second_order_inside_the_loss(name: str, place: Place) -> None:
     loss, known = INSIDE[name]
     want = mean_gradient(known, PARAMS, per_rank(X, Y))
-    assert_every_rank(
-        gradient_on(loss, PARAMS, X, Y, stage=stage, reshard_after_forward=reshard), want
-    )
+    assert_every_rank(gradient_on(loss, PARAMS, X, Y, **place), want)
 
 
+@at_every_place
 @pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_per_sample_gradients_come_out_as_aux(stage: int, reshard: Any) -> None:
-    def loss(params: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
-        each = torch.func.vmap(torch.func.grad(LOSS), in_dims=(None, 0, 0))(params, x, y)
-        return LOSS(params, x, y), each
+def test_38_one_state_is_trained_inside_the_loss_of_another(
+    stage: int, reshard: Any, place: Place
+) -> None:
+    """Bilevel: weights of samples are learned through an update of the model, both sharded."""
+    weights = {"logits": torch.zeros(2).double()}
+
+    def weighted(params: Any, logits: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (torch.sigmoid(logits)[:, None] * (APPLY(params, x) - y).square()).mean()
 
     def run(x: Tensor, y: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
-        state, (_, each) = fzero.grad_and_reduce(loss, state, has_aux=True)(x, y)
-        return fzero.gradients(state), each
+        learner = fzero.init(weights, fzero.optim.sgd(0.1), **place)
+        model = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
 
-    mean, each = virtual(run, RANKS, X, Y)
-    assert_every_rank(mean, mean_gradient(LOSS, PARAMS, per_rank(X, Y)))
-    for rank in range(RANKS):
-        for i in range(X.shape[1]):
-            want = torch.func.grad(LOSS)(PARAMS, X[rank, i], Y[rank, i])
-            for name, g in want.items():
-                torch.testing.assert_close(each[name][rank, i], g)
+        def validation(weights: Any, x: Tensor, y: Tensor) -> Tensor:
+            new, _ = fzero.grad_and_reduce(weighted, model)(weights["logits"], x[:2], y[:2])
+            return LOSS(fzero.full_params(fzero.apply_gradients(new)), x[2:], y[2:])
+
+        return fzero.gradients(fzero.grad_and_reduce(validation, learner)(x, y)[0])
+
+    def unsharded(weights: Any) -> Tensor:
+        def train_loss(params: Any) -> Tensor:
+            each = (weighted(params, weights["logits"], x[:2], y[:2]) for x, y in per_rank(X, Y))
+            return total(each) / RANKS
+
+        return mean_loss(moved(PARAMS, torch.func.grad(train_loss)(PARAMS)), slice(2, 4))
+
+    assert_every_rank(virtual(run, RANKS, X, Y), torch.func.grad(unsharded)(weights))
 
 
-def mean_loss(params: Any) -> Tensor:
+def mean_loss(params: Any, part: slice = slice(None)) -> Tensor:
     """The objective: the mean over ranks, on whole parameters."""
-    return total(LOSS(params, *batch) for batch in per_rank(X, Y)) / RANKS
+    return total(LOSS(params, x[part], y[part]) for x, y in per_rank(X, Y)) / RANKS
 
 
 def whole(state: TrainState, buffers: Buffers) -> Any:
@@ -192,128 +208,108 @@ def _with(state: TrainState, flats: Any) -> TrainState:
     return state.replace(params=Buffers(flats=tuple(flats), placement=state.params.placement))
 
 
-def around(what: Callable[[TrainState, Any, Tensor, Tensor], Any], stage: int, reshard: Any) -> Any:
-    """`what(state, tangents, x, y)` on virtual ranks: the result of each."""
+def around(what: Callable[[TrainState, Tensor, Tensor], Any], **place: Any) -> Any:
+    """`what(state, x, y)` on virtual ranks: the result of each."""
 
     def run(x: Tensor, y: Tensor) -> Any:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
-        moved = fzero.init(V, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
-        return what(state, moved.params.flats, x, y)
+        return what(fzero.init(PARAMS, fzero.optim.sgd(0.1), **place), x, y)
 
     return virtual(run, RANKS, X, Y)
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_hvp_around_grad_and_reduce_forward_over_reverse(stage: int, reshard: Any) -> None:
-    def product(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
-        def gradient(flats: Any) -> Any:
-            new, _ = fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)
-            return fzero.gradients(new)
-
-        return torch.func.jvp(gradient, (state.params.flats,), (v,))[1]
-
-    want = hvp(mean_loss, PARAMS, V)
-    assert_every_rank(around(product, stage, reshard), want)
+def passed(state: TrainState, flats: Any, x: Tensor, y: Tensor) -> TrainState:
+    return fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)[0]
 
 
-@pytest.mark.parametrize("api", ["torch.func", "torch.autograd"])
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_hvp_around_grad_and_reduce_reverse_over_reverse(
-    stage: int, reshard: Any, api: str
-) -> None:
-    def product(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
-        def dotted(flats: Any) -> Tensor:
-            new, _ = fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)
-            return dot(fzero.gradients(new), V) / RANKS  # each rank returns it: their mean
+def forward_around(state: TrainState, x: Tensor, y: Tensor) -> Any:
+    """H v by jvp of the mean gradient."""
+    tangents = fzero.init(V, fzero.optim.sgd(0.1), stage=state.stage).params.flats
 
-        if api == "torch.func":
-            found = torch.func.grad(dotted)(state.params.flats)
-        else:
-            leaves = tuple(flat.clone().requires_grad_() for flat in state.params.flats)
-            found = torch.autograd.grad(dotted(leaves), leaves)
-        return whole(state, Buffers(flats=tuple(found), placement=state.params.placement))
+    def gradient(flats: Any) -> Any:
+        return fzero.gradients(passed(state, flats, x, y))
 
-    want = hvp(mean_loss, PARAMS, V)
-    assert_every_rank(around(product, stage, reshard), want)
+    return torch.func.jvp(gradient, (state.params.flats,), (tangents,))[1]
 
 
-@pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_maml_around_a_whole_step(stage: int, reshard: Any, window: bool) -> None:
+def reverse_around(state: TrainState, x: Tensor, y: Tensor, *, autograd: bool = False) -> Any:
+    """H v by the gradient of (mean gradient) . V."""
+
+    def dotted(flats: Any) -> Tensor:
+        gradients = fzero.gradients(passed(state, flats, x, y))
+        return dot(gradients, V) / RANKS  # each rank returns it: their mean
+
+    if autograd:
+        leaves = tuple(flat.clone().requires_grad_() for flat in state.params.flats)
+        found = torch.autograd.grad(dotted(leaves), leaves)
+    else:
+        found = torch.func.grad(dotted)(state.params.flats)
+    return whole(state, Buffers(flats=tuple(found), placement=state.params.placement))
+
+
+def maml_around(state: TrainState, x: Tensor, y: Tensor, *, window: bool = False) -> Any:
     """The inner step is a sharded update, over all ranks' support sets."""
 
     def inner(state: Any, x: Tensor, y: Tensor) -> Any:
         state, _ = fzero.grad_and_reduce(LOSS, state)(x, y)
         return fzero.apply_gradients(state), None
 
-    def maml(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
-        def outer(flats: Any) -> Tensor:
-            step = fzero.coalesce(inner) if window else inner
-            new, _ = step(_with(state, flats), x[:2], y[:2])
-            return LOSS(fzero.full_params(new), x[2:], y[2:]) / RANKS
+    def outer(flats: Any) -> Tensor:
+        step = fzero.coalesce(inner) if window else inner
+        new, _ = step(_with(state, flats), x[:2], y[:2])
+        return LOSS(fzero.full_params(new), x[2:], y[2:]) / RANKS
 
-        found = torch.func.grad(outer)(state.params.flats)
-        return whole(state, Buffers(flats=found, placement=state.params.placement))
+    found = torch.func.grad(outer)(state.params.flats)
+    return whole(state, Buffers(flats=found, placement=state.params.placement))
 
-    def unsharded(params: Any) -> Tensor:
-        def support(p: Any) -> Tensor:
-            return total(LOSS(p, x[:2], y[:2]) for x, y in per_rank(X, Y)) / RANKS
 
-        g = torch.func.grad(support)(params)
-        params = {k: p - 0.1 * g[k] for k, p in params.items()}
-        return total(LOSS(params, x[2:], y[2:]) for x, y in per_rank(X, Y)) / RANKS
+def unsharded_maml(params: Any) -> Tensor:
+    return mean_loss(moved(params, torch.func.grad(mean_loss)(params, slice(0, 2))), slice(2, 4))
 
-    assert_every_rank(around(maml, stage, reshard), torch.func.grad(unsharded)(PARAMS))
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "hvp, forward over reverse": forward_around,
+    "hvp, reverse over reverse by torch.func": reverse_around,
+    "hvp, reverse over reverse by torch.autograd": partial(reverse_around, autograd=True),
+    "MAML": maml_around,
+    "MAML in a window": partial(maml_around, window=True),
+}
+
+
+@at_every_place
+@pytest.mark.parametrize("name", AROUND)
+def test_38_second_order_around_the_step(name: str, place: Place) -> None:
+    product = hvp(mean_loss, PARAMS, V)
+    assert all(h.abs().max() > 1e-3 for h in product.values())  # it could show what is wrong
+    want = product if "hvp" in name else torch.func.grad(unsharded_maml)(PARAMS)
+    assert_every_rank(around(AROUND[name], **place), want)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_38_vmap_around_grad_and_reduce(stage: int) -> None:
     """The mean over ranks of the gradient of each sample."""
 
-    def mapped(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
+    def mapped(state: TrainState, x: Tensor, y: Tensor) -> Any:
         def one(x: Tensor, y: Tensor) -> Any:
             return fzero.gradients(fzero.grad_and_reduce(LOSS, state)(x, y)[0])
 
         return torch.func.vmap(one)(x, y)
 
-    got = around(mapped, stage, True)
+    got = around(mapped, stage=stage)
     for i in range(X.shape[1]):
         want = mean_gradient(LOSS, PARAMS, per_rank(X[:, i], Y[:, i]))
         assert_every_rank({k: g[:, i] for k, g in got.items()}, want)
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_an_argument_that_requires_grad_is_differentiated_through(
-    stage: int, reshard: Any
-) -> None:
+@at_every_place
+def test_38_an_argument_that_requires_grad_is_differentiated_through(place: Place) -> None:
     """Data learned by gradient matching: d(g . v)/dx, with ordinary autograd around."""
 
-    def by_data(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Tensor:
+    def by_data(state: TrainState, x: Tensor, y: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         new, _ = fzero.grad_and_reduce(LOSS, state)(x, y)
         return torch.autograd.grad(dot(fzero.gradients(new), V) / RANKS, x)[0]
 
-    got = around(by_data, stage, reshard)
+    got = around(by_data, **place)
     for rank, (x, y) in enumerate(per_rank(X, Y)):
-        want = torch.func.grad(lambda x, y=y: dot(torch.func.grad(LOSS)(PARAMS, x, y), V))(x)
+        want = torch.func.grad(lambda x, y=y: dot(by_func(PARAMS, x, y), V))(x)
         torch.testing.assert_close(got[rank], want / RANKS)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_38_linearize_is_refused(stage: int) -> None:
-    """It would fold what a collective returned as a constant."""
-
-    def linear(state: TrainState, v: Any, x: Tensor, y: Tensor) -> Any:
-        def gradient(flats: Any) -> Any:
-            return fzero.grad_and_reduce(LOSS, _with(state, flats))(x, y)[0].gradients.flats
-
-        return torch.func.linearize(gradient, state.params.flats)[0]
-
-    with pytest.raises(fzero.AxisError, match=r"linearize[\s\S]*Fix: use torch.func.jvp"):
-        around(linear, stage, True)
-
-
-def test_the_tangents_are_not_trivial() -> None:
-    """Guards the tests above: every leaf has a Hessian row that is not zero."""
-    product = hvp(mean_loss, PARAMS, V)
-    assert optree.tree_all(optree.tree_map(lambda h: bool(h.abs().max() > 1e-3), product))

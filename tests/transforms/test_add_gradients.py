@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero import DonatedError, LayoutError
+from fzero import LayoutError
 
 PARAMS = {"w": torch.arange(5.0), "b": torch.ones(2, 2), "frozen": torch.ones(3, dtype=torch.int64)}
 
@@ -79,21 +79,3 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
     with pytest.raises(LayoutError, match=r"reduced gradient inside a coalescing window"):
         step(state)
-
-
-def test_a_used_up_state_is_refused() -> None:
-    def step(state: Any) -> tuple[Any, None]:
-        state = fzero.add_gradients(state, made_by_hand(PARAMS, torch.ones(())))
-        return fzero.apply_gradients(state), None
-
-    sharded = fzero.shard(step, stage=0, donate=True)
-    state = sharded.init(PARAMS, fzero.optim.sgd(1.0))
-    sharded(state)
-    with pytest.raises(DonatedError):
-        fzero.add_gradients(state, made_by_hand(PARAMS, torch.ones(())))
-
-
-def test_init_of_nothing_is_refused() -> None:
-    for nothing in (None, {}, []):
-        with pytest.raises(LayoutError, match=r"there is no parameter[\s\S]*Fix: "):
-            fzero.init(nothing, fzero.optim.sgd(1.0), stage=0)

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.errors import LayoutError
-from tests.behaviours.networks import PLACES, assert_every_rank, gradient_on, mean_gradient
+from tests.behaviours.networks import (
+    Place,
+    assert_every_rank,
+    at_every_place,
+    gradient_on,
+    mean_gradient,
+)
 from tests.strategies import integers, same
 
 X = integers((3,), 1)
@@ -32,13 +38,8 @@ class Scaled:
         return self.w * x
 
 
-def default(w: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda x, w=w: w * x
-
-
 REACHED: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
     "a closure": lambda w: lambda x: w * x,
-    "a default": default,
     "a partial": lambda w: functools.partial(torch.mul, w),
     "an object": Scaled,
     "a collective": lambda w: lambda x: fzero.psum(w) * x,
@@ -90,28 +91,12 @@ class Layers(nn.Module):
         return self.layers(x).square() * scale
 
 
-@pytest.mark.parametrize("name", ["forward", "squared"])
-def test_the_parameters_of_a_module_are_arguments(name: str) -> None:
-    block = Layers()
-    options = {"scale": 2.0} if name == "squared" else {}
-    fn = block if name == "forward" else block.squared
-    before = dict(block.named_parameters(remove_duplicate=False))
-    found = []
-    for wrap in (plain, fzero.remat):
-        (wrap(fn)(X, **options) ** 3).sum().backward()
-        found.append([p.grad for p in block.parameters()])
-        block.zero_grad()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
-    assert all(x is not None and x.abs().sum() > 0 for x in found[1])
-    after = dict(block.named_parameters(remove_duplicate=False))
-    assert all(after[path] is p for path, p in before.items())
-
-
 class Net(nn.Module):
-    """Blocks under remat: made once with the module, and made in each forward."""
+    """Blocks under remat, made once with the module or in each forward, and a method of one."""
 
     def __init__(self, wrap: Any) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.second, self.wrap = Layers(), Layers(), wrap
         self.run_first = wrap(self.first)
 
@@ -120,30 +105,42 @@ class Net(nn.Module):
         return self.wrap(self.second.squared)(x, scale=2.0).sum()
 
 
-@pytest.mark.parametrize("derivative", ["autograd", "grad", "hessian"])
-def test_a_functionalized_module_with_remat_inside(derivative: str) -> None:
-    def run(wrap: Any) -> Any:
-        torch.manual_seed(0)
-        apply, params = fzero.functionalize(Net(wrap))
-        if derivative == "hessian":
-            return torch.func.hessian(lambda b: apply(params | {"first.one.bias": b}, X))(X)
-        if derivative == "grad":
-            return [*torch.func.grad(apply)(params, X).values()]
-        leaves = [{k: (p * n).requires_grad_() for k, p in params.items()} for n in (1, 2)]
-        losses = [apply(own, X) for own in leaves]  # two forwards, and then two backwards
-        grads = [
-            torch.autograd.grad(v, [*own.values()]) for v, own in zip(losses, leaves, strict=True)
-        ]
-        return [g for both in grads for g in both]
-
-    torch.testing.assert_close(run(fzero.remat), run(plain), rtol=1e-10, atol=1e-12)
+def of_module(wrap: Any) -> list[Tensor]:
+    """The gradients of the module's own parameters, which stay in their places."""
+    net = Net(wrap)
+    before = dict(net.named_parameters(remove_duplicate=False))
+    net(X).backward()
+    after = dict(net.named_parameters(remove_duplicate=False))
+    assert all(after[path] is p for path, p in before.items())
+    gradients = [p.grad for p in net.parameters() if p.grad is not None and p.grad.any()]
+    assert len(gradients) == len(list(net.parameters()))
+    return gradients
 
 
-@pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_a_functionalized_module_with_remat_inside_at_every_stage(stage: int, reshard: Any) -> None:
-    torch.manual_seed(0)
+def of_two_calls(wrap: Any) -> list[Tensor]:
+    """Two forwards of a functionalized module, and then two backwards."""
+    apply, params = fzero.functionalize(Net(wrap))
+    leaves = [{k: (p * n).requires_grad_() for k, p in params.items()} for n in (1, 2)]
+    losses = [apply(own, X) for own in leaves]
+    pairs = zip(losses, leaves, strict=True)
+    return [g for loss, own in pairs for g in torch.autograd.grad(loss, [*own.values()])]
+
+
+def of_hessian(wrap: Any) -> list[Tensor]:
+    apply, params = fzero.functionalize(Net(wrap))
+    return [torch.func.hessian(lambda b: apply(params | {"first.one.bias": b}, X))(X)]
+
+
+@pytest.mark.parametrize("derivatives", [of_module, of_two_calls, of_hessian])
+def test_the_parameters_of_a_module_are_arguments(derivatives: Any) -> None:
+    got, want = derivatives(fzero.remat), derivatives(plain)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@at_every_place
+def test_a_functionalized_module_with_remat_inside_at_every_stage(place: Place) -> None:
     apply, params = fzero.functionalize(Net(fzero.remat))
-    x = torch.stack([X, X / 2 + 1])
-    got = gradient_on(apply, params, x, stage=stage, reshard_after_forward=reshard)
+    xs = torch.stack([X, X / 2 + 1])
     without, _ = fzero.functionalize(Net(plain))
-    assert_every_rank(got, mean_gradient(without, params, [(row,) for row in x]))
+    want = mean_gradient(without, params, [(x,) for x in xs])
+    assert_every_rank(gradient_on(apply, params, xs, **place), want)

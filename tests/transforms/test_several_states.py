@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
 
 import fzero
 from fzero.errors import DonatedError, LayoutError
-from tests.strategies import integers, same
+from tests.strategies import everywhere, integers, same
 
 PARAMS = {"g": {"w": integers((5,), 1), "b": integers((), 2)}, "d": integers((2, 3), 3)}
 STAGES: list[Any] = [0, 1, 2, 3, {"g": 2, "d": 3}, {"g": 3, "d": 0}, {"g": 1, "d": 2}]
@@ -20,63 +21,82 @@ def make_optimizers() -> dict[str, Any]:
     return {"g": fzero.optim.sgd(2.0**-4, momentum=0.5), "d": fzero.optim.sgd(2.0**-6)}
 
 
-def made(g: Any, x: Tensor) -> Tensor:
-    return x * g["w"].sum() + g["b"]
+def made(g: Any, xs: Tensor) -> Tensor:
+    return xs * g["w"].sum() + g["b"]
 
 
-def d_loss(params: Any, x: Tensor) -> Tensor:
-    return 12 * (made(params["g"], x).detach() - x) * params["d"].sum()
+def d_loss(params: Any, xs: Tensor) -> Tensor:
+    return 24 * ((made(params["g"], xs).detach() - xs) * params["d"].sum()).mean()
 
 
-def g_loss(params: Any, x: Tensor) -> Tensor:
-    return 12 * made(params["g"], x) * (params["d"] * torch.arange(3.0)).sum()
+def g_loss(params: Any, xs: Tensor) -> Tensor:
+    return 24 * (made(params["g"], xs) * (params["d"] * torch.arange(3.0)).sum()).mean()
 
 
-def gan_step(states: Any, x: Tensor) -> tuple[Any, Tensor]:
+def gan_step(states: Any, xs: Tensor) -> tuple[Any, Tensor]:
     """One update of the discriminator; then, with the new one, of the generator."""
-    found, of_d = fzero.grad_and_reduce(d_loss, states)(x)
+    found, of_d = fzero.grad_and_reduce(d_loss, states)(xs)
     states = {**states, "d": fzero.apply_gradients(found["d"])}
-    found, of_g = fzero.grad_and_reduce(g_loss, states)(x)
+    found, of_g = fzero.grad_and_reduce(g_loss, states)(xs)
     return {**states, "g": fzero.apply_gradients(found["g"])}, torch.stack([of_d, of_g])
 
 
-def plain_gan(xs: Tensor) -> dict[str, Any]:
-    """The same on whole parameters, for xs [step, rank], by torch.optim."""
+def joint_step(states: Any, xs: Tensor) -> tuple[Any, Tensor]:
+    """One update of both by one loss."""
+    states, loss = fzero.grad_and_reduce(g_loss, states)(xs)
+    return fzero.apply_gradients(states), loss
+
+
+UPDATES = {gan_step: [(["d"], d_loss), (["g"], g_loss)], joint_step: [(["g", "d"], g_loss)]}
+
+
+def plain(step: Any, batches: Tensor) -> dict[str, Any]:
+    """The same on whole parameters, for batches [step, rank, n], by torch.optim."""
     w, b, d = (x.clone().requires_grad_() for x in (*PARAMS["g"].values(), PARAMS["d"]))
     params = {"g": {"w": w, "b": b}, "d": d}
     optimizers = {
         "g": torch.optim.SGD([w, b], 2.0**-4, momentum=0.5),
         "d": torch.optim.SGD([d], 2.0**-6),
     }
-    for batch in xs:
-        for name, loss in (("d", d_loss), ("g", g_loss)):
+    for batch in batches:
+        for names, loss in UPDATES[step]:
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
-            (torch.stack([loss(params, x) for x in batch]).sum() / len(batch)).backward()
-            optimizers[name].step()
+            (torch.stack([loss(params, xs) for xs in batch]).sum() / len(batch)).backward()
+            for name in names:
+                optimizers[name].step()
     return {"g": {"w": w.detach(), "b": b.detach()}, "d": d.detach()}
 
 
-@pytest.mark.parametrize("window", [False, True])
+def in_parts(step: Any) -> Any:
+    return fzero.accumulate(step, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("step", "wrap"),
+    [
+        (gan_step, lambda step: step),
+        (gan_step, fzero.coalesce),
+        (joint_step, fzero.coalesce),
+        (joint_step, in_parts),
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gan_is_one_sharded_step_and_all_of_it_is_donated(
-    stage: Any, ranks: int, window: bool
+def test_a_step_over_two_models_is_that_of_torch_and_all_of_it_is_donated(
+    stage: Any, ranks: int, step: Any, wrap: Any
 ) -> None:
-    step = fzero.coalesce(gan_step) if window else gan_step
-    run = fzero.simulate(fzero.shard(step, stage=stage, donate=True), world_size=ranks)
-    xs = integers((2, ranks), 4, bound=1)
+    run = fzero.simulate(fzero.shard(wrap(step), stage=stage, donate=True), world_size=ranks)
+    batches = integers((2, ranks, 2), 4, bound=1)
     states = run.init(PARAMS, make_optimizers())
-    for x in xs:
+    for batch in batches:
         old = states
-        states, _ = run(states, x)
+        states, _ = run(states, batch)
         for used in old.values():
             with pytest.raises(DonatedError, match="this state was donated"):
                 fzero.simulate(fzero.full_params, world_size=ranks)(used)
     held = fzero.simulate(fzero.full_params, world_size=ranks)(states)
-    for rank in range(ranks):
-        mine = {"g": {k: v[rank] for k, v in held["g"].items()}, "d": held["d"][rank]}
-        same(mine, plain_gan(xs))
+    everywhere(held, plain(step, batches), ranks)
 
 
 def test_one_stage_or_one_optimizer_is_that_of_all_models() -> None:
@@ -108,11 +128,10 @@ def test_an_init_and_an_update_function_are_one_optimizer_and_not_two_models() -
 
 
 def test_trees_may_be_deep_and_paths_begin_inside_of_each_model() -> None:
-    params = [PARAMS["d"], {"left": PARAMS["g"], "right": PARAMS["g"]}]
+    params: Any = [PARAMS["d"], {"left": PARAMS["g"], "right": PARAMS["g"]}]
     seen: list[str] = []
-    meta: Any = [params[0].to("meta"), {k: _on_meta(v) for k, v in params[1].items()}]
     states = fzero.init(
-        meta,
+        optree.tree_map(lambda x: x.to("meta"), params),
         fzero.optim.sgd(0.5),
         stage=[3, {"left": 0, "right": 2}],
         trainable=lambda path: path != "b",
@@ -123,52 +142,27 @@ def test_trees_may_be_deep_and_paths_begin_inside_of_each_model() -> None:
     assert [leaf.trainable for leaf in states[1]["left"].setup.layout.leaves] == [True, False]
 
 
-def _on_meta(tree: Any) -> Any:
-    return {name: x.to("meta") for name, x in tree.items()}
+W, SGD = torch.ones(2), fzero.optim.sgd(0.5)
+BOTH = {"g": SGD, "d": SGD}
 
 
 @pytest.mark.parametrize(
     ("params", "optimizers", "stage", "message"),
     [
-        (
-            {"g": 1, "e": 1},
-            "both",
-            {"g": 2, "d": 3},
-            "parameters are 'e', 'g', the stages 'd',",
-        ),
-        (
-            {"g": 1, "d": 1},
-            {"g": 1},
-            {"g": 2, "d": 3},
-            "optimizers are 'g', the stages 'd', 'g'",
-        ),
-        ({"g": 1, "e": 1}, "both", 2, "parameters are 'e', 'g', the optimizers 'd', 'g'"),
-        ([1, 1], "both", 2, "parameters are 0, 1, the optimizers 'd', 'g'"),
-        ([1, 1], [1, 1], (2, 3), "parameters are a list, the stages a tuple"),
-        (
-            {"a": {"g": 1}},
-            1,
-            {"a": {"g": 2, "d": 3}},
-            "parameters are 'g', the stages 'd', 'g'",
-        ),
+        ({"g": W, "e": W}, BOTH, {"g": 2, "d": 3}, "parameters are 'e', 'g', the stages 'd',"),
+        ({"g": W, "d": W}, {"g": SGD}, {"g": 2, "d": 3}, "optimizers are 'g', the stages 'd', 'g'"),
+        ({"g": W, "e": W}, BOTH, 2, "parameters are 'e', 'g', the optimizers 'd', 'g'"),
+        ([W, W], [SGD, SGD], (2, 3), "parameters are a list, the stages a tuple"),
+        ({"a": {"g": W}}, SGD, {"a": {"g": 2, "d": 3}}, "parameters are 'g', the stages 'd', 'g'"),
     ],
 )
 def test_trees_that_do_not_fit_are_refused_by_their_keys(
     params: Any, optimizers: Any, stage: Any, message: str
 ) -> None:
-    sgd, w = fzero.optim.sgd(0.5), torch.ones(2)
-    made = make_optimizers() if optimizers == "both" else _with(sgd, optimizers)
     with pytest.raises(LayoutError) as caught:
-        fzero.shard(gan_step, stage=stage).init(_with(w, params), made)
+        fzero.shard(gan_step, stage=stage).init(params, optimizers)
     assert f"init: the {message}" in str(caught.value)
     assert "Fix: give each model one of everything under the same key" in str(caught.value)
-
-
-def _with(value: Any, tree: Any) -> Any:
-    """The tree with `value` in the place of each number."""
-    if isinstance(tree, dict):
-        return {key: _with(value, child) for key, child in tree.items()}
-    return [_with(value, child) for child in tree] if isinstance(tree, list) else value
 
 
 @pytest.mark.parametrize("stage", [{}, {"g": 2, "d": 4}, {"g": 2, "d": None}, [1, "2"], (True,)])
@@ -186,10 +180,7 @@ def test_states_that_do_not_fit_a_step_are_refused_before_it_runs() -> None:
         ({"g": states["g"]}, "the states are 'g', the stages 'd', 'g'"),
         ({**states, "e": states["g"]}, "the states are 'd', 'e', 'g', the stages 'd', 'g'"),
         ({**states, "d": {"a": states["d"]}}, "there is a dict of states at ['d']"),
-        (
-            {**states, "d": states["g"]},
-            "stage 2 was given to a step of stage 3, at ['d']",
-        ),
+        ({**states, "d": states["g"]}, "stage 2 was given to a step of stage 3, at ['d']"),
     ):
         with pytest.raises(LayoutError) as caught:
             step(wrong, 1.0)

@@ -40,29 +40,6 @@ def test_each_map_is_the_exact_adjoint_of_its_partner(
     same((ax * ys).sum(), (xs * aty).sum())
 
 
-@given(name=names, ranks=worlds, rows=st.integers(1, 3), seed=seeds)
-def test_reverse_mode_applies_the_partner_and_forward_mode_the_map(
-    name: str, ranks: int, rows: int, seed: int
-) -> None:
-    xs, vs = (integers((ranks, ranks * rows), seed + i) for i in range(2))
-    run, formula, adjoint = MAPS[name]
-    ys = integers(formula(xs).shape, seed + 2)
-
-    def pulled(x: Tensor, y: Tensor) -> Tensor:
-        return torch.func.vjp(run, x)[1](y)[0]
-
-    def pushed(x: Tensor, v: Tensor) -> Tensor:
-        return torch.func.jvp(run, (x,), (v,))[1]
-
-    def by_autograd(x: Tensor, y: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        return torch.autograd.grad(run(x), x, y)[0]
-
-    same(simulated(pulled, xs, ys), MAPS[adjoint].formula(ys))
-    same(simulated(by_autograd, xs.clone(), ys), MAPS[adjoint].formula(ys))
-    same(simulated(pushed, xs, vs), formula(vs))
-
-
 @given(name=names, ranks=worlds, batch=st.integers(1, 3), at=st.integers(0, 2), seed=seeds)
 def test_under_vmap_each_sample_goes_through_by_itself(
     name: str, ranks: int, batch: int, at: int, seed: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,14 +21,7 @@ from tests.behaviours.networks import (
     regression,
     total,
 )
-from tests.behaviours.test_second_order import (
-    INSIDE,
-    LOSS,
-    PARAMS,
-    V,
-    dot,
-    whole,
-)
+from tests.behaviours.test_second_order import INSIDE, LOSS, PARAMS, V, whole
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -57,45 +51,39 @@ def test_38_inside_the_loss(ranks: int) -> None:
     batches = per_rank(*regression(ranks, 4, 3, 2))
     want = {name: mean_gradient(known, PARAMS, batches) for name, (_, known) in INSIDE.items()}
     for found in run_ranks(inside_everywhere, ranks):
-        for (stage, reshard, name), got in found.items():
-            for leaf, right in want[name].items():
-                where = f"{name}, stage {stage}, reshard {reshard}, {leaf}"
-                torch.testing.assert_close(got[leaf], right, rtol=1e-9, atol=1e-12, msg=where)
+        for (*place, name), got in found.items():
+            message = f"{name} at {place}"
+            torch.testing.assert_close(got, want[name], rtol=1e-9, atol=1e-12, msg=message)
 
 
 def around_everywhere(rank: int, world_size: int) -> dict[Any, Tensors]:
-    """Hessian-vector products and a meta-gradient, with the transform around fzero's step."""
+    """A Hessian-vector product and a meta-gradient, with the transform around fzero's step."""
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     x, y = (t[rank] for t in regression(world_size, 4, 3, 2))
     found = {}
-    for stage, reshard in PLACES:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
-        v = fzero.init(
-            V, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard
-        ).params.flats
-        flats, placement = state.params.flats, state.params.placement
 
-        def passed(
-            flats: Any, x: Tensor, y: Tensor, state: TrainState = state, placement: Any = placement
-        ) -> TrainState:
-            here = state.replace(params=Buffers(flats=tuple(flats), placement=placement))
-            return fzero.grad_and_reduce(LOSS, here)(x, y)[0]
+    def init(params: Any, stage: int, reshard: Any) -> TrainState:
+        options: Any = {"stage": stage, "reshard_after_forward": reshard}
+        return fzero.init(params, fzero.optim.sgd(0.1), **options)
 
-        def gradient(flats: Any, passed: Any = passed) -> Any:
-            return fzero.gradients(passed(flats, x, y))
+    def passed(flats: Any, x: Tensor, y: Tensor, state: TrainState) -> TrainState:
+        params = Buffers(flats=tuple(flats), placement=state.params.placement)
+        return fzero.grad_and_reduce(LOSS, state.replace(params=params))(x, y)[0]
 
-        def dotted(flats: Any, gradient: Any = gradient) -> Tensor:
-            return dot(gradient(flats), V) / world_size
+    def gradient(flats: Any, state: TrainState) -> Any:
+        return fzero.gradients(passed(flats, x, y, state))
 
-        def outer(flats: Any, passed: Any = passed) -> Tensor:
-            new = fzero.apply_gradients(passed(flats, x[:2], y[:2]))
-            return LOSS(fzero.full_params(new), x[2:], y[2:]) / world_size
+    def outer(flats: Any, state: TrainState) -> Tensor:
+        new = fzero.apply_gradients(passed(flats, x[:2], y[:2], state))
+        return LOSS(fzero.full_params(new), x[2:], y[2:]) / world_size
 
-        found[stage, reshard, "forward"] = torch.func.jvp(gradient, (flats,), (v,))[1]
-        scalars: dict[str, Any] = {"reverse": dotted, "maml": outer}
-        for name, fn in scalars.items():
-            rows = Buffers(flats=torch.func.grad(fn)(flats), placement=placement)
-            found[stage, reshard, name] = whole(state, rows)
+    for place in PLACES:
+        state, v = init(PARAMS, *place), init(V, *place)
+        along = partial(gradient, state=state)
+        flats = state.params.flats
+        found[*place, "hvp"] = torch.func.jvp(along, (flats,), (v.params.flats,))[1]
+        rows = torch.func.grad(outer)(flats, state)
+        found[*place, "maml"] = whole(state, Buffers(flats=rows, placement=state.params.placement))
     return found
 
 
@@ -110,10 +98,8 @@ def test_38_around_the_step(ranks: int) -> None:
         g = torch.func.grad(mean_loss)(params, slice(0, 2))
         return mean_loss({k: p - 0.1 * g[k] for k, p in params.items()}, slice(2, 4))
 
-    product = hvp(mean_loss, PARAMS, V)
-    want = {"forward": product, "reverse": product, "maml": torch.func.grad(maml)(PARAMS)}
+    want = {"hvp": hvp(mean_loss, PARAMS, V), "maml": torch.func.grad(maml)(PARAMS)}
     for found in run_ranks(around_everywhere, ranks):
-        for (stage, reshard, name), got in found.items():
-            for leaf, right in want[name].items():
-                where = f"{name}, stage {stage}, reshard {reshard}, {leaf}"
-                torch.testing.assert_close(got[leaf], right, rtol=1e-9, atol=1e-12, msg=where)
+        for (*place, name), got in found.items():
+            message = f"{name} at {place}"
+            torch.testing.assert_close(got, want[name], rtol=1e-9, atol=1e-12, msg=message)

@@ -28,8 +28,6 @@ from fzero.state import (
     Setup,
     TrainState,
     Window,
-    record,
-    static,
 )
 from tests.strategies import Block, same, stages, trees
 
@@ -117,14 +115,3 @@ def test_records_can_be_copied_and_pickled() -> None:
     for clone in (copy.deepcopy(buffers), pickle.loads(pickle.dumps(buffers))):
         assert clone.placement is Placement.PARTIAL
         same(clone, buffers)
-
-
-def test_a_new_record_is_made_with_the_decorator() -> None:
-    @record
-    class Moving:
-        mean: Tensor
-        decay: float = static(default=0.9)
-
-    moving: Any = Moving(mean=torch.ones(2))
-    doubled: Any = optree.tree_map(lambda x: 2 * x, moving, namespace=NAMESPACE)
-    assert (doubled.mean.tolist(), doubled.decay) == ([2.0, 2.0], 0.9)

@@ -94,15 +94,6 @@ def test_hessian_vector_products_of_all_three_kinds(name: str, ranks: int, seed:
 
 
 @given(name=names, ranks=worlds, seed=seeds)
-def test_hessian(name: str, ranks: int, seed: int) -> None:
-    xs, ws = inputs(name, ranks, seed)
-    basis = torch.eye(xs.shape[1], dtype=xs.dtype)
-    columns = [hvp_unsharded(name, xs, e.expand(ranks, -1), ws) for e in basis]
-    hessian = torch.func.hessian(on_rank(name))
-    same(simulated(hessian, xs, ws), torch.stack(columns, dim=-1))
-
-
-@given(name=names, ranks=worlds, seed=seeds)
 def test_third_order(name: str, ranks: int, seed: int) -> None:
     xs, vs, us, ws = inputs(name, ranks, seed, 3)
 

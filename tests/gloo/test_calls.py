@@ -99,7 +99,7 @@ def test_calls_that_differ_raise_on_every_rank_and_both_are_named(ranks: int, st
 
 
 def rates_body(rank: int, world_size: int) -> str:
-    """Schedules that are one function, and give other numbers on other ranks from step 1 on."""
+    """Schedules that give other numbers on other ranks from step 1 on."""
     rates = [0.5, 0.25 + 0.25 * (rank == 1)]
     state = fzero.init(layers(2), fzero.optim.sgd(lambda step: rates[step]), stage=2)
     state = fzero.apply_gradients(grad(state))

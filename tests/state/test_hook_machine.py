@@ -15,12 +15,10 @@ from fzero.state.hooks import BackwardPhase, HookState
 from tests.state.naive_hooks import NaiveHooks
 
 TASKS = st.sampled_from([None, None, None, -1, 1, 2])
-COUNTS = st.integers(0, 3)
 PLAIN = st.sampled_from(["exit", "exit", "reenter", "enter", "enter", "enter", "reset"])
 EVENTS = st.one_of(
     st.tuples(PLAIN),
-    st.tuples(st.just("hook"), COUNTS, TASKS),
-    st.tuples(st.just("phase"), st.integers(1, 4), COUNTS, TASKS),
+    st.tuples(st.just("hook"), st.integers(0, 3), TASKS),
     st.tuples(st.just("complete"), st.sampled_from([None, 1, 2])),
     st.tuples(st.sampled_from(["queue", "refused"]), TASKS),
 )
@@ -67,18 +65,6 @@ class Both:
             self.state, expected=expected, graph_task_id=task
         )
         self._check(answer, self.model.happened("hook", expected=expected, task=task))
-
-    def phase(self, fires: int, announced: int, task: int | None) -> None:
-        """Hooks as an adapter handles them: refresh, re-enter, update."""
-        counted = 0
-        for _ in range(fires):
-            expected = self.state.max_expected_hooks_seen
-            if hooks.should_refresh_expected_hook_count(self.state):
-                counted += 1
-                expected = self.state.hooks_fired_this_backward + announced
-            self.reenter()
-            self.hook(expected, task)
-        assert counted <= 1, "the expected count was taken twice in one row of hooks"
 
     def refused(self, task: int | None) -> None:
         before = repr(self.state)
@@ -150,19 +136,10 @@ def test_every_short_sequence_agrees_with_the_history(length: int) -> None:
     assert _every_sequence(Both(), length) == sum(9**n for n in range(1, length + 1))
 
 
-RUNNING, IDLE = BackwardPhase.RUNNING, BackwardPhase.IDLE
 IMPOSSIBLE: dict[str, dict[str, Any]] = {
-    "a counter is negative": {"phase": RUNNING, "backward_active_depth": -1},
-    "2 hooks outside a backward at depth 1": {
-        "phase": RUNNING,
-        "backward_active_depth": 1,
-        "hooks_outside_backward": 2,
-    },
-    "3 hooks expected, and none has fired": {"phase": RUNNING, "max_expected_hooks_seen": 3},
-    "graph task -1": {"phase": RUNNING, "post_backward_callback_graph_task_id": -1},
-    "no epilogue to come": {"phase": IDLE, "post_backward_callback_graph_task_id": 1},
-    "depth 1 with no backward running": {"phase": IDLE, "backward_active_depth": 1},
-    "1 hooks fired in no backward": {"phase": IDLE, "hooks_fired_this_backward": 1},
+    "a counter is negative": {"phase": BackwardPhase.RUNNING, "backward_active_depth": -1},
+    "graph task -1": {"phase": BackwardPhase.RUNNING, "post_backward_callback_graph_task_id": -1},
+    "depth 1 with no backward running": {"backward_active_depth": 1},
     "an epilogue by count after 1 of 2 hooks": {
         "phase": BackwardPhase.REDUCED,
         "hooks_fired_this_backward": 1,

@@ -90,7 +90,6 @@ def test_every_rank_runs_once_in_a_process_that_is_kept_and_talks_to_the_others(
         assert torch.equal(got, torch.full((3,), want))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_tensors_come_back_as_ordinary_memory() -> None:
     for rank, got in enumerate(run_ranks(tree, 2)):
         x = torch.arange(6.0).reshape(2, 3) * (rank + 1)
@@ -108,7 +107,9 @@ def test_a_failure_shows_the_traceback_of_every_rank_and_renews_the_pool() -> No
     message = failure_of(boom, 2)
     assert "rank 0 raised; rank 1 raised" in message
     for rank in range(2):
-        assert re.search(rf"--- rank {rank} ---\nTraceback[^-]*in boom\n[^-]*boom {rank}", message)
+        assert re.search(
+            rf"--- rank {rank} ---\nTraceback[\s\S]*?in boom\n.*\n.*boom {rank}", message
+        )
     assert set(pids(2)).isdisjoint(before)
 
 

@@ -79,7 +79,6 @@ def test_a_hugging_face_model_learns_as_in_plain_pytorch_with_a_share_of_the_byt
         pytest.param((0, 2), "zero_grad", marks=slow),
         pytest.param((2, 3), "cut", marks=slow),
         pytest.param((1, 3), "freeze", marks=slow),
-        pytest.param((2, 3), "zero_grad", marks=slow),
         pytest.param((3, 3), "freeze", marks=slow),
         pytest.param((3, 0), "zero_grad", marks=slow),
     ],

@@ -199,6 +199,8 @@ def test_files_functions_and_records_are_small_and_ascii(path: Path) -> None:
     assert broken_caps(path.read_text(encoding="utf-8")) == []
 
 
+FIELDS = "".join(f"    a{i}: int\n" for i in range(9))
+
 # The checks themselves, on sources that they must refuse, and on some that they must not.
 
 
@@ -210,17 +212,9 @@ def test_files_functions_and_records_are_small_and_ascii(path: Path) -> None:
         ("state.hooks", "def f():\n    import fzero.transforms.shard as s", {"transforms"}),
         ("state.hooks", "from . import window\nfrom fzero import errors", set()),
         ("state.hooks", "if TYPE_CHECKING:\n    from fzero.adapter import Engine", {"adapter"}),
-        ("transforms.shard", "import fzero", {"__init__"}),
         ("transforms.shard", "from fzero import shard", {"__init__"}),
-        ("transforms.shard", "from fzero import plot", {"plot"}),
         ("transforms.shard", "from fzero.job.gpt import Gpt", {"job"}),
-        ("partition", "from fzero.collectives import all_gather", {"collectives"}),
-        (
-            "plan.fake",
-            "from fzero.partition import pack\nfrom fzero.transforms import a",
-            {"transforms"},
-        ),
-        ("plot", "from fzero.plan import Plan", {"plan"}),
+        ("plan.fake", "import fzero.partition, fzero.transforms.a", {"transforms"}),
         ("job.main", "import fzero, fzero.plot\nfrom fzero.checkpoint import save", set()),
         ("adapter.engine", "import numpy\nfrom fzero.transforms import shard", set()),
     ],
@@ -238,7 +232,6 @@ def test_a_part_without_a_place_is_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "uses"),
     [
-        ("import torch\ntorch.distributed.barrier()", ["torch.distributed.barrier"]),
         ("import torch.distributed as dist\nf = dist.all_reduce", ["torch.distributed.all_reduce"]),
         ("from torch import distributed as d\nd.send(x, 1)", ["torch.distributed.send"]),
         (
@@ -250,14 +243,10 @@ def test_a_part_without_a_place_is_refused() -> None:
             ["torch.distributed.reduce_scatter_single"],
         ),
         (
-            "import torch\ntorch.ops._c10d_functional.all_reduce.default(x)",
-            [
-                "torch.ops._c10d_functional.all_reduce",
-                "torch.ops._c10d_functional.all_reduce.default",
-            ],
+            "import torch\ntorch.ops._c10d_functional.all_reduce(x)",
+            ["torch.ops._c10d_functional.all_reduce"],
         ),
-        ("import torch.distributed as dist\ndist.get_rank()\ndist.ReduceOp.SUM", []),
-        ("import torch\ntorch.gather(x, 0, i)\nx.scatter(0, i, y)", []),
+        ("import torch\ntorch.distributed.get_rank()\nx.scatter(0, i, y)", []),
         ("from fzero.collectives import all_reduce\nall_reduce(x)", []),
     ],
 )
@@ -269,18 +258,11 @@ def test_the_communication_check_sees(source: str, uses: list[str]) -> None:
     ("source", "broken"),
     [
         ("x = 1\n" * 331, ["331 lines"]),
-        ("x = 1\n" * 330, []),
         ("def f():\n" + "    x = 1\n" * 45, ["f: 46 lines of code"]),
         ('def f():\n    """D.\n\n    E.\n    """\n' + "    x = 1\n\n    # y\n" * 44, []),
         ("async def f(): 'caf\u00e9'", ["line 1: not ASCII"]),
-        ("@record\nclass A:\n" + "".join(f"    a{i}: int\n" for i in range(9)), ["A: 9 fields"]),
-        (
-            "@dataclasses.dataclass(frozen=True)\nclass A:\n    b: ClassVar[int] = 1\n"
-            + "".join(f"    a{i}: int\n" for i in range(8)),
-            [],
-        ),
-        ("class A(NamedTuple):\n" + "".join(f"    a{i}: int\n" for i in range(9)), ["A: 9 fields"]),
-        ("class A:\n" + "".join(f"    a{i}: int\n" for i in range(9)), []),
+        ("@record\nclass A:\n    x: ClassVar[int] = 1\n" + FIELDS, ["A: 9 fields"]),
+        ("class A:\n" + FIELDS, []),
     ],
 )
 def test_the_cap_check_sees(source: str, broken: list[str]) -> None:

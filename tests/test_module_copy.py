@@ -10,11 +10,6 @@ from torch import Tensor, nn
 from fzero.functional import functionalize
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 class Wired(nn.Module):
     """Reaches its own layers by a list, a bound method and a reference that is not registered."""
 
@@ -51,22 +46,6 @@ def test_layers_that_are_reached_by_other_ways_than_their_names_get_the_params_t
         torch.testing.assert_close(grads[name], parameter.grad)
 
 
-def test_what_a_forward_stores_stays_on_the_copy_of_its_call() -> None:
-    class Stores(nn.Linear):
-        last: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert self.last is None
-            self.last = super().forward(x)
-            return self.last
-
-    module = Stores(2, 2)
-    apply, params = functionalize(module)
-    for _ in range(2):
-        apply(params, torch.ones(2))
-    assert module.last is None
-
-
 def test_two_threads_inside_one_forward_keep_their_own_parameters() -> None:
     meeting = threading.Barrier(2)
 
@@ -94,7 +73,9 @@ def test_two_threads_inside_one_forward_keep_their_own_parameters() -> None:
 
 
 class Remembers(nn.Module):
-    """Appends to its own lists, as mixtures of experts and caches do."""
+    """Stores on itself, and appends to its own lists, as mixtures of experts and caches do."""
+
+    last: Tensor | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,18 +84,25 @@ class Remembers(nn.Module):
         self.seen: dict[str, list[Tensor]] = {"x": []}
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.losses.append(y.square().mean())
+        assert self.last is None
+        if x.isnan().any():
+            raise ValueError("not a number")
+        self.last = self.layer(x)
+        self.losses.append(self.last.square().mean())
         self.seen["x"].append(x)
-        return y.sum() + sum(self.losses) + len(self.seen["x"])
+        return self.last.sum() + sum(self.losses) + len(self.seen["x"])
 
 
-def test_what_a_forward_appends_to_its_own_containers_is_forgotten() -> None:
+def test_what_a_forward_stores_stays_on_the_copy_of_its_call() -> None:
     module = Remembers()
     apply, params = functionalize(module)
-    x = torch.ones(3, 2)
-    assert len({apply(params, x).item() for _ in range(3)}) == 1
-    assert module.losses == [] and module.seen == {"x": []}
+    found = set()
+    for _ in range(3):
+        found.add(apply(params, torch.ones(3, 2)).item())
+        with pytest.raises(ValueError, match="not a number"):  # and apply is good after it
+            apply(params, torch.full((3, 2), torch.nan))
+    assert len(found) == 1
+    assert (module.losses, module.seen, module.last) == ([], {"x": []}, None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import

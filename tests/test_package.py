@@ -18,7 +18,6 @@ ROOT = Path(__file__).parent.parent
 
 def test_dir_shows_the_public_names_and_no_module_behind_them() -> None:
     assert set(dir(fzero)) == {*fzero.__all__, "__version__"}
-    assert not {"torch", "lazy", "packing", "transforms"} & set(dir(fzero))
 
 
 def test_every_function_and_class_of_the_package_is_public() -> None:
@@ -30,12 +29,6 @@ def test_every_function_and_class_of_the_package_is_public() -> None:
     modules = {name for name in fzero.__all__ if isinstance(getattr(fzero, name), ModuleType)}
     assert held == set(fzero.__all__) - modules
     assert modules == {"adapter", "checkpoint", "optim", "plot", "state"}
-
-
-def test_a_star_import_gives_the_public_names_only() -> None:
-    names: dict[str, object] = {}
-    exec("from fzero import *", names)
-    assert set(names) - {"__builtins__"} == set(fzero.__all__)
 
 
 def test_the_parts_are_there_after_import_and_matplotlib_is_not() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,31 +18,23 @@ def first_by_address(x: Tensor) -> float:
     return ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_double))[0]
 
 
-READS: dict[str, Callable[[Tensor], Tensor]] = {
-    "a parameter": lambda w: w,
-    "a row of it": lambda w: w[0],
-    "it without a graph": lambda w: w.detach(),
-    "its data": lambda w: w.data,
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_the_address_of_a_placeholder_is_refused_and_that_of_a_clone_has_the_values(
-    name: str,
-) -> None:
+def test_the_address_of_a_placeholder_is_refused_and_that_of_a_clone_has_the_values() -> None:
     params = {"w": torch.arange(7.0, 13.0, dtype=torch.float64).view(2, 3)}
 
     def loss(params: Any) -> Tensor:
-        seen = READS[name](params["w"])
-        with pytest.raises(fzero.LayoutError, match=r"address of LazyParam\(w[\s\S]*Fix: .*clone"):
-            first_by_address(seen)
-        return params["w"].sum() + first_by_address(seen.clone())
+        w = params["w"]
+        for seen in (w, w[0], w.detach(), w.data):
+            message = r"address of LazyParam\(w[\s\S]*Fix: .*clone"
+            with pytest.raises(fzero.LayoutError, match=message):
+                first_by_address(seen)
+            assert first_by_address(seen.clone()) == 7.0
+        return w.sum()
 
     def run() -> Tensor:
         state = fzero.init(params, fzero.optim.sgd(1.0), stage=3)
         return fzero.grad_and_reduce(loss, state)()[1]
 
-    assert fzero.simulate(run, world_size=2)().tolist() == [57.0 + 7.0] * 2
+    assert fzero.simulate(run, world_size=2)().tolist() == [57.0] * 2
 
 
 class Recurrent(nn.Module):

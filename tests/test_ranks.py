@@ -35,16 +35,8 @@ def tree(rank: int, world_size: int) -> dict[str, Any]:
     return {"x": x, "tied": x, "half": x.bfloat16(), "more": [torch.empty(0, 2), (rank, None)]}
 
 
-def environment(rank: int, world_size: int) -> tuple[int, float, str]:
-    return torch.get_num_threads(), torch.rand(()).item(), os.environ["GLOO_SOCKET_IFNAME"]
-
-
 def boom(rank: int, world_size: int) -> None:
     raise ValueError(f"boom {rank}")
-
-
-def lambda_result(rank: int, world_size: int) -> Any:
-    return lambda: rank
 
 
 def boom_on_zero(rank: int, world_size: int) -> None:
@@ -71,10 +63,6 @@ def doze_on_one(rank: int, world_size: int, seconds: float) -> int:
     return rank
 
 
-def warn(rank: int, world_size: int) -> None:
-    warnings.warn("mind the gap", FutureWarning, stacklevel=1)
-
-
 def end_group(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
 
@@ -90,21 +78,16 @@ def failure_of(*args: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_rank_runs_once_and_results_come_in_rank_order(world_size: int) -> None:
+def test_every_rank_runs_once_in_a_process_that_is_kept_and_talks_to_the_others(
+    world_size: int,
+) -> None:
     results = run_ranks(where, world_size)
     assert [row[:4] for row in results] == [(r, world_size) * 2 for r in range(world_size)]
     assert len({pid for *_, pid in results} | {os.getpid()}) == world_size + 1
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ranks_talk_to_each_other(world_size: int) -> None:
+    assert pids(world_size) == [pid for *_, pid in results]
     want = 5.0 * world_size + sum(range(world_size))
     for got in run_ranks(summed, world_size, torch.full((3,), 5.0)):
         assert torch.equal(got, torch.full((3,), want))
-
-
-def test_processes_are_reused() -> None:
-    assert pids(2) == pids(2)
 
 
 def test_tensors_come_back_as_ordinary_memory() -> None:
@@ -116,16 +99,7 @@ def test_tensors_come_back_as_ordinary_memory() -> None:
         assert got["more"][1] == (rank, None)
         assert got["tied"] is got["x"]
         assert not got["x"].is_shared()
-        got["x"].add_(1)  # writable, and ours alone
-    assert torch.equal(run_ranks(tree, 2)[0]["x"], torch.arange(6.0).reshape(2, 3))
-
-
-def test_every_call_starts_from_one_seed_with_one_thread() -> None:
-    first = run_ranks(environment, 2)
-    assert first == run_ranks(environment, 2)
-    assert first[0] == first[1]
-    assert first[0][0] == 1
-    assert first[0][2].startswith("lo")
+        got["x"].add_(1)  # writable
 
 
 def test_a_failure_shows_the_traceback_of_every_rank_and_renews_the_pool() -> None:
@@ -133,12 +107,10 @@ def test_a_failure_shows_the_traceback_of_every_rank_and_renews_the_pool() -> No
     message = failure_of(boom, 2)
     assert "rank 0 raised; rank 1 raised" in message
     for rank in range(2):
-        assert re.search(rf"--- rank {rank} ---\nTraceback[^-]*in boom\n[^-]*boom {rank}", message)
+        assert re.search(
+            rf"--- rank {rank} ---\nTraceback[\s\S]*?in boom\n.*\n.*boom {rank}", message
+        )
     assert set(pids(2)).isdisjoint(before)
-
-
-def test_a_result_that_cannot_be_sent_is_a_failure_of_its_rank() -> None:
-    assert "lambda" in failure_of(lambda_result, 1)
 
 
 def test_a_rank_that_waits_for_a_failed_one_is_stopped_and_shows_where() -> None:
@@ -153,6 +125,8 @@ def test_a_killed_rank_is_named_with_its_exit_code() -> None:
     message = failure_of(die, 2)
     assert "rank 1 died" in message
     assert "--- rank 1 ---\nexit code -9" in message
+    os.kill(pids(2)[1], signal.SIGKILL)  # one that dies while it is idle is replaced
+    time.sleep(0.2)
     assert run_ranks(doze_on_one, 2, 0.0) == [0, 1]
 
 
@@ -166,16 +140,12 @@ def test_a_timeout_names_the_ranks_that_did_not_answer_and_kills_them() -> None:
         os.kill(silent, 0)
 
 
-def test_a_rank_killed_while_idle_is_replaced() -> None:
-    os.kill(pids(2)[1], signal.SIGKILL)
-    time.sleep(0.2)
-    assert run_ranks(doze_on_one, 2, 0.0) == [0, 1]
-
-
 def test_raises_returns_the_errors_and_keeps_ranks_that_are_in_step() -> None:
     before = pids(2)
     assert run_ranks(boom, 2, raises=True) == [("ValueError", "boom 0"), ("ValueError", "boom 1")]
     assert pids(2) == before
+    message = failure_of(doze_on_one, 2, 0.0, raises=True)
+    assert "rank 0 returned; rank 1 returned ('raised' was expected)" in message
 
 
 def test_raises_renews_ranks_that_are_out_of_step() -> None:
@@ -185,13 +155,18 @@ def test_raises_renews_ranks_that_are_out_of_step() -> None:
     assert torch.equal(run_ranks(summed, 2, torch.zeros(1))[0], torch.ones(1))
 
 
-def test_raises_fails_where_a_rank_does_not_raise() -> None:
-    message = failure_of(doze_on_one, 2, 0.0, raises=True)
-    assert "rank 0 returned; rank 1 returned ('raised' was expected)" in message
+def environment(rank: int, world_size: int) -> tuple[int, float, str]:
+    with pytest.raises(FutureWarning):  # warnings are errors, as in the process of the tests
+        warnings.warn("mind the gap", FutureWarning, stacklevel=1)
+    return torch.get_num_threads(), torch.rand(()).item(), os.environ["GLOO_SOCKET_IFNAME"]
 
 
-def test_warnings_are_errors_in_ranks() -> None:
-    assert run_ranks(warn, 2, raises=True) == [("FutureWarning", "mind the gap")] * 2
+def test_every_call_starts_from_one_seed_with_one_thread_and_warnings_as_errors() -> None:
+    first = run_ranks(environment, 2)
+    assert first == run_ranks(environment, 2)
+    assert first[0] == first[1]
+    assert first[0][0] == 1
+    assert first[0][2].startswith("lo")
 
 
 def test_ranks_filter_warnings_as_pytest_does() -> None:
@@ -207,13 +182,6 @@ def test_ranks_filter_warnings_as_pytest_does() -> None:
 
 def test_a_body_must_leave_the_process_group() -> None:
     assert "leave the group to run_ranks" in failure_of(end_group, 1)
-
-
-def test_a_local_function_is_refused_before_any_rank_sees_it() -> None:
-    before = pids(1)
-    with pytest.raises(Exception, match="local object"):
-        run_ranks(lambda rank, world_size: rank, 1)
-    assert pids(1) == before
 
 
 SCRIPT = """

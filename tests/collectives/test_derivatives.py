@@ -94,15 +94,6 @@ def test_hessian_vector_products_of_all_three_kinds(name: str, ranks: int, seed:
 
 
 @given(name=names, ranks=worlds, seed=seeds)
-def test_hessian(name: str, ranks: int, seed: int) -> None:
-    xs, ws = inputs(name, ranks, seed)
-    basis = torch.eye(xs.shape[1], dtype=xs.dtype)
-    columns = [hvp_unsharded(name, xs, e.expand(ranks, -1), ws) for e in basis]
-    hessian = torch.func.hessian(on_rank(name))
-    same(simulated(hessian, xs, ws), torch.stack(columns, dim=-1))
-
-
-@given(name=names, ranks=worlds, seed=seeds)
 def test_third_order(name: str, ranks: int, seed: int) -> None:
     xs, vs, us, ws = inputs(name, ranks, seed, 3)
 
@@ -117,22 +108,6 @@ def test_third_order(name: str, ranks: int, seed: int) -> None:
         return (hvp_unsharded(name, xs, vs, ws) * us).sum()
 
     same(simulated(third, xs, vs, us, ws), torch.func.grad(want)(xs))
-
-
-@given(name=names, ranks=worlds, batch=st.integers(1, 3), seed=seeds)
-def test_per_sample_gradients(name: str, ranks: int, batch: int, seed: int) -> None:
-    xs, ws = inputs(name, ranks, seed)
-    zs = integers((ranks, batch), seed + 1)
-
-    def of_sample(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
-        return on_rank(name)(z * x, w)
-
-    mapped = torch.func.vmap(torch.func.grad(of_sample), in_dims=(None, 0, None))
-    want = [
-        torch.func.grad(lambda xs, z=z: unsharded(name, ws)(z[:, None] * xs))(xs)
-        for z in zs.unbind(1)
-    ]
-    same(simulated(mapped, xs, zs, ws), torch.stack(want, dim=1))
 
 
 @given(name=names, ranks=worlds, seed=seeds)

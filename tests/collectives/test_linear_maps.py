@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.collectives import gather_many, reduce_many, scatter_many
-from fzero.errors import LayoutError
+from fzero.errors import AxisError, LayoutError
 from tests.collectives.maps import MAPS, gathered, reduced, scattered, simulated
 from tests.strategies import EVERY_DTYPE, integers, same, seeds, shapes, worlds
 
@@ -38,29 +38,6 @@ def test_each_map_is_the_exact_adjoint_of_its_partner(
     ys = integers(ax.shape, seed + 1)
     aty = simulated(MAPS[MAPS[name].adjoint].run, ys)
     same((ax * ys).sum(), (xs * aty).sum())
-
-
-@given(name=names, ranks=worlds, rows=st.integers(1, 3), seed=seeds)
-def test_reverse_mode_applies_the_partner_and_forward_mode_the_map(
-    name: str, ranks: int, rows: int, seed: int
-) -> None:
-    xs, vs = (integers((ranks, ranks * rows), seed + i) for i in range(2))
-    run, formula, adjoint = MAPS[name]
-    ys = integers(formula(xs).shape, seed + 2)
-
-    def pulled(x: Tensor, y: Tensor) -> Tensor:
-        return torch.func.vjp(run, x)[1](y)[0]
-
-    def pushed(x: Tensor, v: Tensor) -> Tensor:
-        return torch.func.jvp(run, (x,), (v,))[1]
-
-    def by_autograd(x: Tensor, y: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        return torch.autograd.grad(run(x), x, y)[0]
-
-    same(simulated(pulled, xs, ys), MAPS[adjoint].formula(ys))
-    same(simulated(by_autograd, xs.clone(), ys), MAPS[adjoint].formula(ys))
-    same(simulated(pushed, xs, vs), formula(vs))
 
 
 @given(name=names, ranks=worlds, batch=st.integers(1, 3), at=st.integers(0, 2), seed=seeds)
@@ -124,6 +101,41 @@ def test_the_aliases() -> None:
         fzero.simulate(lambda: fzero.pmean(fzero.axis_index()), world_size=2)(),
         torch.full((2,), 0.5),
     )
+
+
+COLLECTIVES: list[Callable[..., Tensor]] = [
+    fzero.all_reduce,
+    fzero.pmean,
+    fzero.all_gather,
+    fzero.reduce_scatter,
+]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_the_axis_is_given_as_nothing_as_its_name_or_as_itself(
+    collective: Callable[..., Tensor],
+) -> None:
+    xs = torch.arange(8.0).view(2, 4)
+    want = simulated(collective, xs)
+    same(simulated(lambda x: collective(x, "dp"), xs), want)
+    same(simulated(lambda x: collective(x, axis=fzero.world()), xs), want)
+    wrong: list[Any] = ["tp", 0, "", object()]
+    for axis in wrong:
+        with pytest.raises(AxisError, match=r"axis=.*, and the axis here is axis 'dp' \(local, 1"):
+            collective(torch.ones(2), axis)
+
+
+def test_in_a_loss_the_axis_is_that_of_the_state() -> None:
+    mesh = fzero.Axis(name="shard", size=1)
+    state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=2, mesh=mesh)
+
+    def gradient(name: str) -> Tensor:
+        new, _ = fzero.grad_and_reduce(lambda p: fzero.psum(p["w"].sum(), name), state)()
+        return fzero.gradients(new)["w"]
+
+    assert gradient("shard").tolist() == [1.0, 1.0]
+    with pytest.raises(AxisError, match=r"axis='dp', and the axis here is axis 'shard'"):
+        gradient("dp")
 
 
 @pytest.mark.parametrize("name", sorted(MAPS))

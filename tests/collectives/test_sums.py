@@ -43,18 +43,13 @@ def lost(dtype: torch.dtype) -> Tensor:
     return xs
 
 
+@pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("dtype", list(LOST))
-def test_16_bit_floats_are_added_in_fp32_on_virtual_ranks(dtype: torch.dtype) -> None:
+def test_16_bit_floats_are_added_in_fp32(dtype: torch.dtype) -> None:
     xs = lost(dtype)
     rows, total = fzero.simulate(summed, world_size=3)(xs)
     same(rows, in_fp32(xs)[:, None])
     everywhere(total, in_fp32(xs), 3)
-
-
-@pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("dtype", list(LOST))
-def test_16_bit_floats_are_added_in_fp32_on_gloo(dtype: torch.dtype) -> None:
-    xs = lost(dtype)
     for rank, (rows, total) in enumerate(run_ranks(summed_on_rank, 3, xs)):
         same(rows, in_fp32(xs)[rank : rank + 1])
         same(total, in_fp32(xs))

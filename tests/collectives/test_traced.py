@@ -40,7 +40,9 @@ def traced(rank: int, world_size: int, name: str, xs: Tensor, vs: Tensor, ws: Te
         return torch.func.jvp(gradient, (x,), (v,))[1]
 
     ones = torch.ones_like(xs[rank])
-    first, second = make_fx(gradient)(ones), make_fx(hvp)(ones, ones.clone())
+    faking: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
+    first = make_fx(gradient, **faking)(ones)  # by the shape rules, without a collective
+    second = make_fx(hvp)(ones, ones.clone())
     return first(xs[rank]), second(xs[rank], vs[rank]), collectives_in(first)
 
 
@@ -54,14 +56,16 @@ def test_derivatives_can_be_traced(name: str) -> None:
         assert got[2] == [MAPS[name].run.__name__, ADJOINT[name]]
 
 
-def traced_step(rank: int, world_size: int, stage: int, params: Any, xs: Tensor) -> Any:
+def traced_step(
+    rank: int, world_size: int, stage: int, donate: bool, params: Any, xs: Tensor
+) -> Any:
     """Two steps of one traced graph, from states that it was not traced with."""
 
     def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
         state, loss = fzero.grad_and_reduce(linear_loss, state)(x)
         return fzero.apply_gradients(state), loss
 
-    step = fzero.shard(fzero.coalesce(step_fn), stage=stage)
+    step = fzero.shard(fzero.coalesce(step_fn), stage=stage, donate=donate)
     state = step.init(params, fzero.optim.sgd(2.0**-8, momentum=0.5))
     leaves, treespec = optree.tree_flatten(state, namespace=NAMESPACE)
 
@@ -71,7 +75,7 @@ def traced_step(rank: int, world_size: int, stage: int, params: Any, xs: Tensor)
         assert optree.tree_structure(new, namespace=NAMESPACE) == treespec
         return [loss, *optree.tree_leaves(new, namespace=NAMESPACE)]
 
-    graph = make_fx(flat)(torch.zeros_like(xs[0, rank]), *leaves)
+    graph = make_fx(flat)(torch.zeros_like(xs[0, rank]), *[leaf.clone() for leaf in leaves])
     for x in xs[:, rank]:
         _, *leaves = graph(x, *leaves)
     new: Any = optree.tree_unflatten(treespec, leaves)
@@ -82,14 +86,15 @@ REDUCE = {0: ["all_reduce"], 1: ["reduce_scatter", "all_gather"]}
 REDUCE |= {2: REDUCE[1], 3: ["all_gather", "reduce_scatter"]}
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_whole_step_can_be_traced(stage: int) -> None:
+def test_a_whole_step_can_be_traced(stage: int, donate: bool) -> None:
     params = {"w": integers((3, 5), 1), "b": integers((3,), 2), "s": integers((), 3)}
     xs = integers((2, 3), 4)
     batches = [list(x) for x in xs]
     make = partial(torch.optim.SGD, lr=2.0**-8, momentum=0.5)
     want = train(linear_loss, params, batches, make)
-    for got, count, ops in run_ranks(traced_step, 3, stage, params, xs):
+    for got, count, ops in run_ranks(traced_step, 3, stage, donate, params, xs):
         same(got, want)
         assert count == 2
         assert ops == REDUCE[stage]

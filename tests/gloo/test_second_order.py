@@ -1,4 +1,4 @@
-"""Behaviour 38 on real ranks: second order in the loss and around it, equal to unsharded."""
+"""Behaviour 38 on real ranks: second order in the loss, equal to unsharded."""
 
 from __future__ import annotations
 
@@ -7,27 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fzero
-from fzero.state import Buffers, TrainState
-from tests.behaviours.networks import (
-    PLACES,
-    Tensors,
-    hvp,
-    mean_gradient,
-    per_rank,
-    regression,
-    total,
-)
-from tests.behaviours.test_second_order import (
-    INSIDE,
-    LOSS,
-    PARAMS,
-    V,
-    dot,
-    whole,
-)
+from tests.behaviours.networks import PLACES, Tensors, mean_gradient, per_rank, regression
+from tests.behaviours.test_second_order import INSIDE, PARAMS
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -57,63 +40,6 @@ def test_38_inside_the_loss(ranks: int) -> None:
     batches = per_rank(*regression(ranks, 4, 3, 2))
     want = {name: mean_gradient(known, PARAMS, batches) for name, (_, known) in INSIDE.items()}
     for found in run_ranks(inside_everywhere, ranks):
-        for (stage, reshard, name), got in found.items():
-            for leaf, right in want[name].items():
-                where = f"{name}, stage {stage}, reshard {reshard}, {leaf}"
-                torch.testing.assert_close(got[leaf], right, rtol=1e-9, atol=1e-12, msg=where)
-
-
-def around_everywhere(rank: int, world_size: int) -> dict[Any, Tensors]:
-    """Hessian-vector products and a meta-gradient, with the transform around fzero's step."""
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-    x, y = (t[rank] for t in regression(world_size, 4, 3, 2))
-    found = {}
-    for stage, reshard in PLACES:
-        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard)
-        v = fzero.init(
-            V, fzero.optim.sgd(0.1), stage=stage, reshard_after_forward=reshard
-        ).params.flats
-        flats, placement = state.params.flats, state.params.placement
-
-        def passed(
-            flats: Any, x: Tensor, y: Tensor, state: TrainState = state, placement: Any = placement
-        ) -> TrainState:
-            here = state.replace(params=Buffers(flats=tuple(flats), placement=placement))
-            return fzero.grad_and_reduce(LOSS, here)(x, y)[0]
-
-        def gradient(flats: Any, passed: Any = passed) -> Any:
-            return fzero.gradients(passed(flats, x, y))
-
-        def dotted(flats: Any, gradient: Any = gradient) -> Tensor:
-            return dot(gradient(flats), V) / world_size
-
-        def outer(flats: Any, passed: Any = passed) -> Tensor:
-            new = fzero.apply_gradients(passed(flats, x[:2], y[:2]))
-            return LOSS(fzero.full_params(new), x[2:], y[2:]) / world_size
-
-        found[stage, reshard, "forward"] = torch.func.jvp(gradient, (flats,), (v,))[1]
-        scalars: dict[str, Any] = {"reverse": dotted, "maml": outer}
-        for name, fn in scalars.items():
-            rows = Buffers(flats=torch.func.grad(fn)(flats), placement=placement)
-            found[stage, reshard, name] = whole(state, rows)
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_38_around_the_step(ranks: int) -> None:
-    batches = per_rank(*regression(ranks, 4, 3, 2))
-
-    def mean_loss(params: Any, part: slice = slice(None)) -> Tensor:
-        return total(LOSS(params, x[part], y[part]) for x, y in batches) / ranks
-
-    def maml(params: Any) -> Tensor:
-        g = torch.func.grad(mean_loss)(params, slice(0, 2))
-        return mean_loss({k: p - 0.1 * g[k] for k, p in params.items()}, slice(2, 4))
-
-    product = hvp(mean_loss, PARAMS, V)
-    want = {"forward": product, "reverse": product, "maml": torch.func.grad(maml)(PARAMS)}
-    for found in run_ranks(around_everywhere, ranks):
-        for (stage, reshard, name), got in found.items():
-            for leaf, right in want[name].items():
-                where = f"{name}, stage {stage}, reshard {reshard}, {leaf}"
-                torch.testing.assert_close(got[leaf], right, rtol=1e-9, atol=1e-12, msg=where)
+        for (*place, name), got in found.items():
+            message = f"{name} at {place}"
+            torch.testing.assert_close(got, want[name], rtol=1e-9, atol=1e-12, msg=message)

@@ -100,6 +100,20 @@ class NaiveHooks:
         return any(RUN in event.effects for event in self.phase)
 
     @property
+    def late(self) -> bool:
+        """A hook came after the epilogue of its phase."""
+        ran = [RUN in event.effects for event in self.phase]
+        return True in ran and any(
+            e.name == "hook" and e.inside for e in self.phase[ran.index(True) + 1 :]
+        )
+
+    @property
+    def unfinished(self) -> bool:
+        """Gradients wait for an epilogue."""
+        begun = len(self.hooks) > 0 or self.waiting is not None
+        return begun and not self.graph_ended and (self.late or not self.epilogue_ran)
+
+    @property
     def waiting(self) -> int | None:
         """The graph task whose callback was asked for and has not come."""
         asked = [e for event in self.backward for e in event.effects]

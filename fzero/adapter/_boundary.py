@@ -157,8 +157,7 @@ def window(driver: Driver, name: str) -> Iterator[None]:
 
 def _closed(before: TrainState, now: TrainState) -> TrainState:
     """What waited before a window and in it waits on, for one reduction."""
-    cleared = now.progress.backwards < before.progress.backwards  # zero_grad() inside
-    waited = CLOSED.pending if cleared else before.window.pending
+    waited = before.window.pending
     if now.window.pending.held:
         waited = buffers.add(waited, now.window.pending)
     return now.replace(window=replace(CLOSED, pending=waited))

@@ -151,6 +151,7 @@ class Driver:
 
     def forward_begins(self) -> None:
         """A root forward starts: at stage 3 its gathers are announced."""
+        self.drop_unfinished()
         self.running.begin_forward()
 
     def forward_ends(self, *, trains: bool) -> None:
@@ -224,14 +225,18 @@ class Driver:
     # Where it stands.
 
     def wait(self) -> None:
-        """Drop a plain backward that raised, of any engine on these ranks."""
+        """Before a call of all ranks: drop what raised, and put aside what a forward brought."""
         self.require_not_closed()
+        self.drop_unfinished()
+        if not self.events.inside():
+            self.running.put_aside()
+
+    def drop_unfinished(self) -> None:
+        """Drop a plain backward that raised, of any engine on these ranks."""
         channel = self.running.channel
         for other in sorted(_OPEN, key=lambda one: one.number):  # in one order on every rank
             if other is self or (channel is not None and other.running.channel is channel):
                 other.events.drop_unfinished()
-        if not self.events.inside():
-            self.running.put_aside()
 
     def require_not_closed(self) -> None:
         """Raise `PhaseError` for an engine that was closed."""

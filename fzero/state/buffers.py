@@ -40,10 +40,6 @@ class Buffers:
         """Whether there are any values here."""
         return bool(self.flats)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that this rank holds."""
-        return sum(flat.numel() * flat.element_size() for flat in self.flats)
 
 
 def add(old: Buffers, new: Buffers) -> Buffers:

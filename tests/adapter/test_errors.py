@@ -28,6 +28,7 @@ from tests.adapter.plain import (
     learning,
     order_may_change,
     same,
+    seeded,
     update,
 )
 from tests.failing import fails_in_backward
@@ -258,3 +259,26 @@ def test_a_backward_of_a_loss_from_before_an_update_raises(rank: int, stage: int
     with pytest.raises(RuntimeError):
         stale.backward()
     e.close()
+
+
+@on_ranks(2, 3)
+@each_stage
+def test_an_engine_that_raised_and_is_left_alone_does_not_disturb_another(
+    rank: int, world_size: int, stage: int
+) -> None:
+    """Also where ranks make another number of backwards with that other one."""
+    left = engine_of(lambda: nn.Sequential(linear(3, 3), RaisesBack(), linear(3, 3)), stage=stage)
+    with pytest.raises(ValueError, match="raised in backward"):
+        back(left, Draw(rank, 0))
+    engine, plain = engine_of(Net, stage=stage), seeded(Net)
+    for number in range(1 + rank):
+        back(engine, Draw(rank, number))
+    for other in range(world_size):
+        for number in range(1 + other):
+            (plain(Draw(other, number)(2, 3)).square().sum() / world_size).backward()
+    found = engine.full_gradients()
+    for path, p in learning(plain).items():
+        assert p.grad is not None and torch.allclose(found[path], p.grad), path
+    engine.step()
+    left.close()
+    engine.close()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fzero.adapter._driver import OWNERS
 from fzero.adapter._module import require_one_device, require_plain
-from fzero.adapter._options import Options, require_options
+from fzero.adapter._options import Options, compared, require_options
 from fzero.adapter._units import unit_of_leaves
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.mesh import Axis
@@ -51,14 +51,13 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         gathering=options.gathering,
         persistence_threshold_numel=options.persistence_threshold_numel,
     )
-    assert_same_everywhere([f"{options}"], axis, what="the engine's options")
+    assert_same_everywhere([compared(options)], axis, what="the engine's options")
     updating = options.updating
     steps = updating.gradient_accumulation_steps
     averages = updating.average_micro_batches
     policy = Policy(
         max_norm=updating.max_norm,
         grad_scale=1.0 / steps if averages else 1.0,
-        unscale=1.0 / updating.loss_scale,
         averages=averages and steps == 1,
         donate=True,
     )

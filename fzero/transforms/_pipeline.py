@@ -22,7 +22,7 @@ class Step(Generic[P, R]):
     arguments and the result of `fn`.
     """
 
-    __slots__ = ("__dict__", "_around", "_init", "inner", "name", "options")
+    __slots__ = ("__dict__", "_around", "_init", "_prepare", "inner", "name", "options")
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Step(Generic[P, R]):
         *,
         options: dict[str, Any],
         init: Callable[..., Any] | None = None,
+        prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         if not callable(inner):
             raise LayoutError(
@@ -42,7 +43,7 @@ class Step(Generic[P, R]):
                 )
             )
         self.name, self.inner, self.options = name, inner, options
-        self._around, self._init = around, init
+        self._around, self._init, self._prepare = around, init, prepare
         functools.update_wrapper(self, inner, updated=())
 
     @torch._disable_dynamo
@@ -76,7 +77,12 @@ class Step(Generic[P, R]):
                     fix="wrap it: fzero.shard(step, stage=...), or call fzero.init(...).",
                 )
             )
-        return init(params, optimizer, **options)
+        return self.prepared(init(params, optimizer, **options))
+
+    def prepared(self, state: Any) -> Any:
+        """Return a new state with what the transforms in this step put into theirs."""
+        state = self.inner.prepared(state) if isinstance(self.inner, Step) else state
+        return state if self._prepare is None else self._prepare(state)
 
     def find_init(self) -> Callable[..., Any] | None:
         """Return the init of the outermost transform that has one."""

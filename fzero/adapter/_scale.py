@@ -20,8 +20,19 @@ _TWICE = explain(
 )
 
 
+_BY_ANOTHER = explain(
+    "a loss that one engine scaled reached the parameters of another one.",
+    cause="one loss of two engines, whose updates divide by scales of their own, or by none.",
+    fix="give each engine a loss, and a backward, of its own; or use fzero.grad_and_reduce with a "
+    "pytree of states, which have each their scale under one loss.",
+)
+
+
 class ScaledLosses:
     """Multiplies losses, and knows by their hooks which graph task began at a scaled one."""
+
+    latest: tuple[int | None, ScaledLosses | None] = (-1, None)
+    """Of all engines: the graph task that reached a scaled loss last, and whose loss it was."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -68,8 +79,15 @@ class ScaledLosses:
         self._roots = None
 
     def require(self, outer_task: int | None, held: LossScale | None) -> None:
-        """A parameter gets a gradient: raise `PhaseError` if it is not that of a scaled loss."""
-        if held is None or self._task in (current_graph_task(), outer_task):
+        """A parameter gets a gradient: raise `PhaseError` if it is not that of a scaled loss.
+
+        Or if it is that of a loss that another engine scaled.
+        """
+        tasks = (current_graph_task(), outer_task)
+        task, owner = ScaledLosses.latest
+        if owner is not None and owner is not self and task is not None and task in tasks:
+            raise PhaseError(_BY_ANOTHER)
+        if held is None or self._task in tasks:
             return
         raise PhaseError(
             explain(
@@ -84,6 +102,7 @@ class ScaledLosses:
         if inside and task == self._task:
             raise PhaseError(_TWICE)
         self._task = task
+        ScaledLosses.latest = (task, self)
 
 
 def _shown(held: LossScale) -> str:

@@ -53,9 +53,15 @@ def with_value(state: TrainState) -> TrainState:
 
 
 def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return gradients, that no scaled loss brought, times the scale of a state."""
+    """Return gradients, that no scaled loss brought, times the scale of a state.
+
+    In fp32 if they are of 16 bits, which may not hold them with it.
+    """
     held = state.scale
-    return flats if held is None else [flat * held.scale.to(flat.dtype) for flat in flats]
+    if held is None:
+        return flats
+    wide = [flat.to(torch.promote_types(flat.dtype, torch.float32)) for flat in flats]
+    return [flat * held.scale.to(flat.dtype) for flat in wide]
 
 
 def without_scale(state: TrainState, flat: Tensor) -> Tensor:

@@ -56,7 +56,9 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
             )
         )
     state = with_value(state)
-    local: Any = times_scale(state, _flats(state, grads))
+    given = _flats(state, grads)
+    times = times_scale(state, given)
+    local: Any = [x.to(flat.dtype) for x, flat in zip(times, given, strict=True)]
     if not waits:
         boundary(f"add_gradients(reduced={reduced})", [state])
     if not waits and not reduced:

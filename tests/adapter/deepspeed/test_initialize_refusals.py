@@ -56,11 +56,6 @@ def test_a_key_may_say_what_fzero_does_and_nothing_else(path: str) -> None:
         assert ONLY[path].fix in str(error.value)
 
 
-def test_fp16_is_refused_with_the_reason_and_the_static_way() -> None:
-    with pytest.raises(LayoutError, match=r"(?s)fp16\.enabled.*skips an update.*loss_scale="):
-        initialize(linear(), config={"fp16": {"enabled": True, "loss_scale": 128}})
-
-
 @pytest.mark.parametrize("path", [*USED, *ONLY, "zero_optimization", "optimizer.params.lr"])
 def test_auto_is_refused_wherever_it_is(path: str) -> None:
     config = merged({"optimizer": {"type": "SGD"}}, nested(path, "auto"))
@@ -72,6 +67,7 @@ WRONG = {
     "count": (0, -1, 1.5, True, "2", float("inf")),
     "some": (0, -1, 1.5, True, "5e8"),
     "numel": (-1, 0.5, False, float("nan")),
+    "whole": (-1, 0.5, True, "16"),
     "number": (-0.5, True, "1", float("inf")),
     "bool": (0, 1, "true"),
     "stage": (4, -1, 1.5, True, "2"),

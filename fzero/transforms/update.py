@@ -170,7 +170,7 @@ def _where_finite(
     state: TrainState, gradients: Sequence[Tensor], found: Tensor
 ) -> tuple[Buffers, Any]:
     """The update by formulas, and what was there before it where there was an overflow."""
-    # Zeros in the place of infinities: also the derivative of what is not chosen must be finite.
+    # Zeros in the place of infinities: what is not chosen must have finite derivatives, too.
     finite = [torch.where(found != 0, torch.zeros_like(g), g) for g in gradients]
     made: Any = _advance(state, finite, general=True)
     return chosen(found, (state.params, state.optimizer), made)

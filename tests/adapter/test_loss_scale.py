@@ -91,7 +91,8 @@ def by_engine(run: Run, rank: int, size: int, scale: Any, *, only_good: bool) ->
             continue
         for part in range(run.every):
             wrong = bad is not None and bad % size == rank and part == 0
-            x = rows(rank, 10 * number + part, bad=wrong, dtype=engine.module.gain.dtype)
+            dtype = torch.bfloat16 if run.bf16 else torch.float32
+            x = rows(rank, 10 * number + part, bad=wrong, dtype=dtype)
             if run.coalesced:
                 with engine.coalesce():
                     engine.backward(loss_of(engine(x)))

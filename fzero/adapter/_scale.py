@@ -20,6 +20,11 @@ _TWICE = explain(
 )
 
 
+_BEFORE = explain(
+    "the backward of a loss that was scaled before the last update; the scale may be another now.",
+    cause="a scaled loss that was kept over step(), or over engine.state = ....",
+    fix="scale the loss, and run its backward, between two updates.",
+)
 _BY_ANOTHER = explain(
     "a loss that one engine scaled reached the parameters of another one.",
     cause="one loss of two engines, whose updates divide by scales of their own, or by none.",
@@ -39,6 +44,7 @@ class ScaledLosses:
         self._numbers = itertools.count()  # of what was made: an id may be given again
         self._roots: set[int | None] | None = None  # of engine.backward(), while it runs
         self._task: int | None = -1
+        self._by: Tensor | None = None  # the scale of that task's loss
 
     def scaled(self, loss: Tensor, held: LossScale | None) -> Tensor:
         """Return loss x scale; the loss itself if there is no scale."""
@@ -59,7 +65,7 @@ class ScaledLosses:
         if made.requires_grad:  # its hook comes before that of any output or parameter
             number = next(self._numbers)
             self._made[number] = made
-            made.register_hook(lambda _: self._saw(number))
+            made.register_hook(lambda _: self._saw(number, held.scale))
         return made
 
     def is_scaled(self, x: Any) -> bool:
@@ -87,8 +93,10 @@ class ScaledLosses:
         task, owner = ScaledLosses.latest
         if owner is not None and owner is not self and task is not None and task in tasks:
             raise PhaseError(_BY_ANOTHER)
-        if held is None or self._task in tasks:
+        if held is None or (self._task in tasks and self._by is held.scale):
             return
+        if self._task in tasks:
+            raise PhaseError(_BEFORE)
         raise PhaseError(
             explain(
                 f"a backward without engine.scale; loss_scale={_shown(held)}.",
@@ -97,11 +105,11 @@ class ScaledLosses:
             )
         )
 
-    def _saw(self, number: int) -> None:
+    def _saw(self, number: int, by: Tensor) -> None:
         task, inside = current_graph_task(), self._roots is not None and number not in self._roots
         if inside and task == self._task:
             raise PhaseError(_TWICE)
-        self._task = task
+        self._task, self._by = task, by
         ScaledLosses.latest = (task, self)
 
 

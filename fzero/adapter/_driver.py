@@ -169,7 +169,11 @@ class Driver:
     def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
         outer = self.events.hooks.post_backward_callback_graph_task_id
-        self.losses.require(outer, self.state.scale)
+        try:
+            self.losses.require(outer, self.state.scale)
+        except PhaseError:
+            self._refuse(p)
+            raise
         if self.running.silent:
             self.running.first_gradient()
         if isinstance(p.grad, HeldGradient):
@@ -179,6 +183,14 @@ class Driver:
         else:
             self.running.reducer.take(0, leaf, p)
             self.gradients.stand_again(p)  # create_graph=True: autograd put another one there
+
+    def _refuse(self, p: Tensor) -> None:
+        """Let go of a gradient that must not be used: the next backward would add to it."""
+        if isinstance(p.grad, HeldGradient):
+            p.grad.taken()
+        else:
+            p.grad = None
+            self.gradients.stand_again(p)
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""

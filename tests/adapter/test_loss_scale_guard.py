@@ -33,11 +33,18 @@ def test_a_plain_backward_raises_and_changes_nothing(stage: int, scale: Any) -> 
         with pytest.raises(PhaseError, match="no gradients"):
             engine.step()
     engine.scale(out).backward()
+    wanted, _ = gradients(lambda e, a, b: e.backward(a), scale=1.0)
+    torch.testing.assert_close(engine.full_gradients(), wanted)
     wanted = engine.full_gradients()
     with pytest.raises(PhaseError, match=r"without engine\.scale"):  # a scaled one came before
         loss_of(engine(rows(0, 1, bad=False))).backward()
+    with pytest.raises(PhaseError, match=r"without engine\.scale"):
+        loss_of(engine(rows(0, 1, bad=False))).backward()
     for path, gradient in engine.full_gradients().items():
         assert torch.equal(gradient, wanted[path]), path
+    engine.backward(loss_of(engine(rows(0, 1, bad=False))))
+    wanted, _ = gradients(WAYS["engine.backward"], scale=1.0)
+    torch.testing.assert_close(engine.full_gradients(), wanted)
     engine.close()
 
 

@@ -18,7 +18,7 @@ from fzero.collectives import (
 from fzero.errors import AxisError, DonatedError, FzeroError, LayoutError, PhaseError
 from fzero.functional import functionalize
 from fzero.mesh import Axis, axis_index, axis_size, world
-from fzero.state import TrainState, state_bytes
+from fzero.state import DynamicScale, TrainState, state_bytes
 from fzero.transforms import (
     accumulate,
     add_gradients,
@@ -33,6 +33,7 @@ from fzero.transforms import (
     gradients,
     init,
     remat,
+    scale_loss,
     shard,
     simulate,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "AxisError",
     "CollectiveLog",
     "DonatedError",
+    "DynamicScale",
     "FzeroError",
     "LayoutError",
     "PhaseError",
@@ -75,6 +77,7 @@ __all__ = [
     "psum_scatter",
     "reduce_scatter",
     "remat",
+    "scale_loss",
     "shard",
     "simulate",
     "state",

@@ -41,7 +41,7 @@ COMMUNICATION = ("torch.distributed.", "torch.ops.c10d", "torch.ops._c10d", "tor
 
 MAX_FILE_LINES = 330
 MAX_FUNCTION_LINES = 45  # lines with code: no docstring, comment or blank
-MAX_FIELDS = 8
+MAX_FIELDS = 9
 
 PACKAGE = sorted((ROOT / "fzero").rglob("*.py"))
 HOUSE = PACKAGE + sorted(
@@ -199,7 +199,7 @@ def test_files_functions_and_records_are_small_and_ascii(path: Path) -> None:
     assert broken_caps(path.read_text(encoding="utf-8")) == []
 
 
-FIELDS = "".join(f"    a{i}: int\n" for i in range(9))
+FIELDS = "".join(f"    a{i}: int\n" for i in range(10))
 
 # The checks themselves, on sources that they must refuse, and on some that they must not.
 
@@ -261,7 +261,7 @@ def test_the_communication_check_sees(source: str, uses: list[str]) -> None:
         ("def f():\n" + "    x = 1\n" * 45, ["f: 46 lines of code"]),
         ('def f():\n    """D.\n\n    E.\n    """\n' + "    x = 1\n\n    # y\n" * 44, []),
         ("async def f(): 'caf\u00e9'", ["line 1: not ASCII"]),
-        ("@record\nclass A:\n    x: ClassVar[int] = 1\n" + FIELDS, ["A: 9 fields"]),
+        ("@record\nclass A:\n    x: ClassVar[int] = 1\n" + FIELDS, ["A: 10 fields"]),
         ("class A:\n" + FIELDS, []),
     ],
 )

@@ -12,7 +12,9 @@ from fzero.adapter._boundary import call, require_no_window, with_gradients
 from fzero.adapter._driver import Driver
 from fzero.errors import PhaseError
 from fzero.placeholder import LazyParam
+from fzero.state import TrainState
 from fzero.transforms._receive import filled
+from fzero.transforms._scaled import times_scale, without_scale
 from fzero.transforms.update import norm_of_state, share
 
 
@@ -21,7 +23,8 @@ class Access:
 
     Paths are those of module.named_parameters(). What says `full` is a collective, which every
     rank calls; the other calls are not. Gradients are those that an update would use: divided by
-    the number of ranks, the loss scale and the micro-batches, before clipping.
+    the number of ranks, the loss scale and the micro-batches, before clipping. With a loss scale
+    those of 16 bits are given in fp32, which holds them without it.
     """
 
     _driver: Driver
@@ -37,7 +40,7 @@ class Access:
         state = with_gradients(self._driver, "full_gradients()")
         layout, found = state.setup.layout, {}
         for number, index in enumerate(layout.trainable):
-            leaves = parts.leaves_of(state, index, state.gradients.flats[number] * share(state))
+            leaves = parts.leaves_of(state, index, _used(state, state.gradients.flats[number]))
             found.update(zip(layout.groups[index].leaves, leaves, strict=True))
         return {
             leaf.path: found[i].clone() for i, leaf in enumerate(layout.leaves) if leaf.trainable
@@ -47,15 +50,16 @@ class Access:
         """`full_gradients()[path]`, gathering only its group."""
         number, index, position = parts.find_learning(self._driver, path)
         state = with_gradients(self._driver, "full_gradient()", path)
-        flat = state.gradients.flats[number] * share(state)
+        flat = _used(state, state.gradients.flats[number])
         return parts.leaves_of(state, index, flat)[position].clone()
 
     def set_full_gradient(self, path: str, value: Tensor) -> None:
         """Make `value` (the same on every rank) the gradient that the update will use."""
         number, index, position = parts.find_learning(self._driver, path)
         state = with_gradients(self._driver, "set_full_gradient()", path)
-        factor = 1 / share(state)
-        value = value * factor if factor != 1.0 and isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            factor = 1 / share(state)
+            value = times_scale(state, [value if factor == 1.0 else value * factor])[0]
         parts.write(state, index, position, state.gradients.flats[number], value)
 
     def local_gradient(self, path: str) -> Tensor:
@@ -67,7 +71,7 @@ class Access:
         number, index, position = parts.find_learning(self._driver, path)
         state = self._driver.state
         flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
-        return parts.piece_of(state, index, position, flats[number]) * share(state)
+        return _used(state, parts.piece_of(state, index, position, flats[number]))
 
     @property
     def global_grad_norm(self) -> Tensor | None:
@@ -163,6 +167,11 @@ class Access:
         else:
             parts.write(state, index, position, slots[name][number], torch.as_tensor(value))
         state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
+
+
+def _used(state: TrainState, gradient: Tensor) -> Tensor:
+    """A gradient that a state holds as an update uses it."""
+    return without_scale(state, gradient) * share(state)
 
 
 def _whole_copy(value: Any) -> Any:

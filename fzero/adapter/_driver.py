@@ -25,15 +25,17 @@ from fzero.adapter._guard import Guard
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
-from fzero.adapter._scale import LossScale
+from fzero.adapter._scale import ScaledLosses
 from fzero.collectives import broadcast_from_first, channel_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.optim import TorchOptimizer
 from fzero.placeholder import placeholders
 from fzero.state import Buffers, Setup, TrainState, progress
+from fzero.state.scale import ScalePolicy, carried
 from fzero.state.window import CLOSED
 from fzero.transforms._pass import Pass
 from fzero.transforms._receive import device_of
+from fzero.transforms._scaled import with_policy, with_value
 from fzero.transforms.init import fill
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
@@ -49,7 +51,7 @@ class Driver:
     outside: inside of a window, the state before it. norm: of the last update, if it clipped.
     """
 
-    def __init__(self, module: nn.Module, setup: Setup, loss_scale: float) -> None:
+    def __init__(self, module: nn.Module, setup: Setup, scale: ScalePolicy | None) -> None:
         channel = channel_of(setup.axis)
         if channel is not None:  # the engines of an axis share one group: their order is one
             setup = replace(setup, axis=channel.data)
@@ -58,8 +60,8 @@ class Driver:
         self.closed = False
         self.outside: TrainState | None = None
         self.norm: Tensor | None = None
-        self.scale = LossScale(loss_scale)
-        state = self._moved(setup)
+        self.losses = ScaledLosses()
+        state = with_policy(self._moved(setup), scale)
         self.number = channel.number() if channel is not None else 0
         self.running = Pass(
             f"a forward or backward of engine {self.number}",
@@ -131,7 +133,8 @@ class Driver:
             if mine is not theirs:
                 mine.copy_(theirs)
         self.gradients.drop()
-        self.put(state.replace(params=own.params, setup=own.setup))
+        scale = carried(own.scale, state.scale)
+        self.put(state.replace(params=own.params, setup=own.setup, scale=scale))
         self.published()
 
     def published(self) -> None:
@@ -170,7 +173,12 @@ class Driver:
 
     def received(self, leaf: int, p: Tensor) -> None:
         """A parameter got a gradient."""
-        self.scale.require(self.events.hooks.post_backward_callback_graph_task_id)
+        outer = self.events.hooks.post_backward_callback_graph_task_id
+        try:
+            self.losses.require(outer, self.state.scale)
+        except PhaseError:
+            self._refuse(p)
+            raise
         if self.running.silent:
             self.running.first_gradient()
         if isinstance(p.grad, HeldGradient):
@@ -180,6 +188,14 @@ class Driver:
         else:
             self.running.reducer.take(0, leaf, p)
             self.gradients.stand_again(p)  # create_graph=True: autograd put another one there
+
+    def _refuse(self, p: Tensor) -> None:
+        """Let go of a gradient that must not be used: the next backward would add to it."""
+        if isinstance(p.grad, HeldGradient):
+            p.grad.taken()
+        else:
+            p.grad = None
+            self.gradients.stand_again(p)
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""
@@ -203,6 +219,30 @@ class Driver:
             self.events.abandon()
             if self.region is not None:
                 self.region.abandon()
+
+    # Losses.
+
+    def scaled(self, loss: Any) -> Tensor:
+        """Return a loss times the scale of the state."""
+        self.require_not_closed()
+        self.put(with_value(self.state))
+        return self.losses.scaled(loss, self.state.scale)
+
+    def backward(self, loss: Any, gradient: Any, **options: Any) -> None:
+        """Call torch.autograd.backward with what is scaled, and scales what is not."""
+        if self.state.scale is not None:
+            several = isinstance(loss, list | tuple)
+            found = [self._as_root(x) for x in (loss if several else (loss,))]
+            loss = found if several else found[0]
+        self.losses.begin(loss)
+        try:
+            torch.autograd.backward(loss, gradient, **options)
+        finally:
+            self.losses.end()
+
+    def _as_root(self, x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return self.scaled(x) if floating and not self.losses.is_scaled(x) else x
 
     # Gradients.
 

@@ -23,15 +23,17 @@ from fzero.adapter._close import give_back
 from fzero.adapter._driver import Driver
 from fzero.adapter._options import options_of
 from fzero.adapter._report import MemoryReport, report
-from fzero.adapter._setup import planned
+from fzero.adapter._scaling import Scaling
+from fzero.adapter._setup import planned, scale_of
 from fzero.mesh import Axis, axis_of
 from fzero.state import HookState, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.precision import Autocast
 from fzero.transforms._options import BUCKET_BYTES
+from fzero.transforms.scale_loss import Scale
 
 
-class Engine(Access):
+class Engine(Access, Scaling):
     """ZeRO stage 0 to 3 for a module whose loss is made and differentiated in the usual way.
 
     `loss.backward()` leaves each rank its part of mean_r(g_r), the mean of the ranks' gradients;
@@ -71,7 +73,9 @@ class Engine(Access):
         gradient_accumulation_steps: `step()` updates at every n-th call.
         average_micro_batches: divide the update by the number of step() calls, or of backwards when
             each call updates.
-        loss_scale: see `scale`.
+        loss_scale: of `fzero.scale_loss`: a number, "dynamic", a `DynamicScale`, or the user's own.
+            Losses go through `backward` or `scale`. An overflow on any rank skips the update on
+            all; see `step_was_skipped`. 1: no scale. None: "dynamic" for autocast in fp16, else 1.
         autocast: the module's forward runs under torch.autocast with this dtype, and what only safe
             modules use crosses ranks in it (see `fzero.autocast`, and `Autocast` for their names).
         reshard_after_forward: stage 3. True: the full values of a unit go when another unit is
@@ -119,7 +123,7 @@ class Engine(Access):
         max_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
         average_micro_batches: bool = False,
-        loss_scale: float = 1.0,
+        loss_scale: Scale = None,
         autocast: Autocast | torch.dtype | None = None,
         reshard_after_forward: Reshard = True,
         prefetch_numel: int = 1,
@@ -146,7 +150,7 @@ class Engine(Access):
         )
         setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
         self.module, self.stage = module, setup.stage
-        self._driver = Driver(module, setup, loss_scale)
+        self._driver = Driver(module, setup, scale_of(loss_scale, setup))
 
     @property
     def axis(self) -> Axis:
@@ -201,22 +205,15 @@ class Engine(Access):
     def backward(self, loss: Any, gradient: Any = None, **options: Any) -> None:
         """`torch.autograd.backward(loss, gradient, **options)`; plain loss.backward() is as good.
 
+        With a `loss_scale` that is not: here losses are scaled, unless `scale` gave them.
         After an error here the other ranks are told at once, and raise as well.
         """
         self._driver.require_not_closed()
         try:
-            torch.autograd.backward(loss, gradient, **options)
+            self._driver.backward(loss, gradient, **options)
         except BaseException as error:
             self._driver.failed(error)
             raise
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return loss x `loss_scale`; the update divides by it again.
-
-        With a `loss_scale` other than 1 every backward needs it: one without raises before any
-        gradient is used.
-        """
-        return self._driver.scale.apply(loss)
 
     # Windows.
 
@@ -242,7 +239,7 @@ class Engine(Access):
 
         Returns:
             Whether the update was due: with `gradient_accumulation_steps=n` it is at every n-th
-            call.
+            call. One that an overflow skipped was due as well.
 
         Raises:
             PhaseError: without gradients, inside a window or a backward, and for an engine without

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from fzero.errors import LayoutError, explain
 from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.precision import Autocast
+from fzero.state.scale import as_policy
 from fzero.transforms._options import check_bucket, check_flags, check_reshard
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,7 +27,7 @@ class Updating:
     max_norm: float | None = None
     gradient_accumulation_steps: int = 1
     average_micro_batches: bool = False
-    loss_scale: float = 1.0
+    loss_scale: Any = 1.0  # what `fzero.scale_loss` takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,12 @@ def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in _names(kind) if name in given}
 
 
+def compared(options: Options) -> str:
+    """Return the options as ranks compare them: no address, no value of a tensor."""
+    scale = as_policy("loss_scale", options.updating.loss_scale)
+    return f"{replace(options, updating=replace(options.updating, loss_scale=scale))}"
+
+
 def require_options(options: Options) -> None:
     """Raise `LayoutError`, naming the option, for a value out of range."""
     updating, reduction = options.updating, options.reduction
@@ -78,7 +85,7 @@ def require_options(options: Options) -> None:
         _require(name, value, lambda x: x is None or x in _DTYPES, f"None or one of {_DTYPES}")
     steps = updating.gradient_accumulation_steps
     _require("gradient_accumulation_steps", steps, _is_count, "an int of 1 or more")
-    _require("loss_scale", updating.loss_scale, _is_positive, "a positive number")
+    as_policy("loss_scale", updating.loss_scale)
     if updating.max_norm is not None:
         _require("max_norm", updating.max_norm, _is_positive, "a positive number, or None for off")
     numels = {

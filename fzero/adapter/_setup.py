@@ -8,21 +8,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fzero.adapter._driver import OWNERS
 from fzero.adapter._module import require_one_device, require_plain
-from fzero.adapter._options import Options, require_options
+from fzero.adapter._options import Options, compared, require_options
 from fzero.adapter._units import unit_of_leaves
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.mesh import Axis
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
 from fzero.state import Policy, Setup
 from fzero.state.precision import as_autocast, owners_in
+from fzero.state.scale import ScalePolicy, as_policy, dynamic
 from fzero.transforms._modes import require_autograd
 from fzero.transforms._options import check_stage
 from fzero.transforms._plan import COMPARED, plan
+from fzero.transforms.scale_loss import Scale
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of the parameters that learn."""
@@ -55,19 +58,25 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         owners=owners_in(module),
         persistence_threshold_numel=options.persistence_threshold_numel,
     )
-    assert_same_everywhere([f"{options}"], axis, what="the engine's options")
+    assert_same_everywhere([compared(options)], axis, what="the engine's options")
     updating = options.updating
     steps = updating.gradient_accumulation_steps
     averages = updating.average_micro_batches
     policy = Policy(
         max_norm=updating.max_norm,
         grad_scale=1.0 / steps if averages else 1.0,
-        unscale=1.0 / updating.loss_scale,
         averages=averages and steps == 1,
         donate=True,
         autocast=autocast.dtype if autocast is not None and autocast.lowers else None,
     )
     return replace(setup, policy=policy)
+
+
+def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:
+    """The policy of a `loss_scale`: of None, what autocast needs."""
+    if given is None and setup.policy.autocast is torch.float16:
+        return dynamic()
+    return as_policy("loss_scale", given)
 
 
 def _as_optimizer(optimizer: Any, options: Options) -> Any:

@@ -32,6 +32,7 @@ from fzero.checkpoint._slots import Role, with_values
 from fzero.collectives import assert_same_everywhere, gather_many
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE, Buffers, Progress, TrainState
+from fzero.state.scale import from_numbers
 from fzero.state.window import CLOSED
 
 PathLike = str | os.PathLike[str]
@@ -110,7 +111,8 @@ def load(path: PathLike, state: TrainState) -> TrainState:
     do not matter (gradients that it holds are not kept) and stay as they are. Its stage and
     number of ranks may be others than those that saved: values are equal bit for bit. Each rank
     reads the saved chunks that its own P / W elements touch; the ranks then gather what is
-    replicated.
+    replicated. A loss scale that adapts itself goes on as it was saved, if `state` has one; without
+    a saved one it begins anew.
 
     Everything is checked before a value is read: names, shapes, dtypes, optimizer slots, the
     size and checksum of each file. The tensors' index is a pickle of torch.distributed.checkpoint:
@@ -266,4 +268,5 @@ def _filled(
         window=CLOSED,
         step=torch.tensor(saved.counters["step"], dtype=torch.int64),
         progress=Progress(),
+        scale=from_numbers(state.scale, saved.scale),
     )

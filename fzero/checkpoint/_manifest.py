@@ -18,6 +18,7 @@ from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import Role, counters_of
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, TrainState
+from fzero.state.scale import as_numbers
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -36,6 +37,7 @@ class Manifest:
     data: str = ""  # name of the folder with the tensors
     files: dict[str, list[int]] = field(default_factory=dict)  # in it: [bytes, crc32]
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
+    scale: dict[str, float] = field(default_factory=dict)  # the loss scale, if it adapts itself
 
 
 def describe(state: TrainState, roles: list[Role]) -> Manifest:
@@ -66,6 +68,7 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
             "step": int(state.step),
             **{f"optimizer/{k}": v for k, v in counters_of(roles, values).items()},
         },
+        scale=as_numbers(state.scale),
     )
 
 

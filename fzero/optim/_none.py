@@ -36,7 +36,11 @@ class NoOptimizer:
         """Raise `PhaseError`."""
         raise no_optimizer()
 
-    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
+    def skips(self, params: Sequence[Tensor], state: Any) -> bool:
+        """It steps nothing, also without an overflow."""
+        return False
+
+    def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """What ranks compare."""
         return ["no optimizer"]
 

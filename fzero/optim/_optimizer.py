@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, explain
-from fzero.optim._masters import copy_back, make_masters, work_tensors
-from fzero.optim._rules import Rule, has_kernel
+from fzero.optim._masters import as_stepped, copy_back, make_masters, work_tensors
+from fzero.optim._rules import Rule, Scaled, has_kernel
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
 from fzero.state.layout import Leaf
@@ -26,7 +26,7 @@ Schedule = Callable[[int], float]
 class OptimizerState:
     """What an optimizer carries: as this rank holds it, parallel to the list it was made for."""
 
-    count: Tensor  # [] int64 on the CPU: updates made; never reset
+    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates; never reset
     moments: tuple[tuple[Tensor, ...], ...]  # one tuple for each moment of the rule
     masters: tuple[Tensor, ...]  # fp32 copies of 16-bit parameters; of others, empty
 
@@ -102,27 +102,40 @@ class Optimizer:
         *,
         differentiable: bool = False,
         owned: bool = False,
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
     ) -> tuple[list[Tensor], OptimizerState]:
         """Return (params', state').
 
         `pieces` says which elements belong to which leaf; it is needed only where options differ
         by leaf. With `owned`, params and state are overwritten; else they stay as they are.
+        `found_inf` and `grad_scale`: see `skips`.
         """
         if differentiable or not has_kernel(params):
             return self._by_formula(params, grads, state, pieces)
-        count = int(state.count) + 1
+        count: Any = state.count
+        if found_inf is not None:
+            count = count.to(found_inf.device) + (1 - found_inf).to(count.dtype)
+        else:
+            count = count + 1
         if not owned:
             params = [p.clone() for p in params]
             state = copied(state)
         work = work_tensors(params, state.masters)
-        gs = [g.to(w.dtype) for g, w in zip(grads, work, strict=True)]
+        gs, scaled = as_stepped(grads, work, Scaled(found_inf, grad_scale), owned=owned)
+        # A skipped step does not use its number, so that it may be a wrong one then.
+        number = int(count) if found_inf is None else count
         for options, chosen in self._by_options(work, pieces, state.count):
             slots = tuple([_cut(m, chosen) for m in state.moments])
-            self.rule.kernel(_cut(work, chosen), _cut(gs, chosen), slots, count, options)
+            self.rule.kernel(_cut(work, chosen), _cut(gs, chosen), slots, number, options, scaled)
         copy_back(params, state.masters)
         return list(params), OptimizerState(
-            count=state.count + 1, moments=state.moments, masters=state.masters
+            count=count, moments=state.moments, masters=state.masters
         )
+
+    def skips(self, params: Sequence[Tensor], state: OptimizerState) -> bool:
+        """Whether `advance` takes `found_inf` and `grad_scale`: its kernels are fused ones."""
+        return has_kernel(params) and self.rule.skips(work_tensors(params, state.masters))
 
     def _by_formula(
         self,
@@ -169,7 +182,7 @@ class Optimizer:
             found.append((_at({**dict(self.options), **self._changes(which)}, count), spans))
         return found
 
-    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
+    def describe(self, leaves: Sequence[Leaf], step: Tensor | int | None = None) -> list[str]:
         """What ranks compare: the options, and of each leaf that has other ones, those.
 
         Of a schedule they compare what it gives at `step`.
@@ -178,7 +191,7 @@ class Optimizer:
         if step is not None:
             given = [dict(self.options), *(dict(changes) for _, changes in self.overrides)]
             schedules = [options for options in given if callable(options.get("lr"))]
-            lines += [f"lr({step}) = {_at(options, step)['lr']}" for options in schedules]
+            lines += [f"lr({int(step)}) = {_at(options, step)['lr']}" for options in schedules]
         for leaf in leaves:
             changes = self._changes(self._override_of(leaf))
             if leaf.trainable and changes:

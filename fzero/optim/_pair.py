@@ -63,7 +63,11 @@ class Pair:
     def __repr__(self) -> str:
         return f"pair({getattr(self.update, '__qualname__', type(self.update).__name__)})"
 
-    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
+    def skips(self, params: Sequence[Tensor], state: Any) -> bool:
+        """A foreign update knows no `found_inf`."""
+        return False
+
+    def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """What ranks compare: a foreign pair shows no options, at no `step`."""
         return [f"optimizer {self!r}"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,23 @@ Options = dict[str, Any]  # lr, weight_decay, betas, ... of one set of leaves
 Slots = tuple[list[Tensor], ...]  # the rule's moments, each a list parallel to the parameters
 
 
+class Scaled(NamedTuple):
+    """What a fused kernel is told of a loss scale: as `torch.amp.GradScaler` tells it."""
+
+    found_inf: Tensor | None = None  # [] fp32: where it is 1 the kernel writes nothing
+    grad_scale: Tensor | None = None  # [] fp32: the kernel divides gradients by it, where they are
+
+
+UNSCALED = Scaled()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One update rule.
 
     formula(p, g, moments, count, options) -> (p', moments'), elementwise and pure;
-    kernel(ps, gs, slots, count, options) does the same in place on lists.
-    `count` is the number of this update, from 1.
+    kernel(ps, gs, slots, count, options, scaled) does the same in place on lists.
+    `count` is the number of this update, from 1; a tensor if there is a `found_inf`.
     """
 
     name: str
@@ -36,7 +46,9 @@ class Rule:
     formula: Callable[
         [Tensor, Tensor, tuple[Tensor, ...], Any, Options], tuple[Tensor, tuple[Tensor, ...]]
     ]
-    kernel: Callable[[list[Tensor], list[Tensor], Slots, float, Options], None]
+    kernel: Callable[[list[Tensor], list[Tensor], Slots, Any, Options, Scaled], None]
+    # Whether the kernel takes `found_inf` for these tensors.
+    skips: Callable[[Sequence[Tensor]], bool]
 
 
 def _sgd_formula(
@@ -50,7 +62,9 @@ def _sgd_formula(
     return p - o["lr"] * step, (buf,)
 
 
-def _sgd_kernel(ps: list[Tensor], gs: list[Tensor], slots: Slots, count: float, o: Options) -> None:
+def _sgd_kernel(
+    ps: list[Tensor], gs: list[Tensor], slots: Slots, count: Any, o: Options, scaled: Scaled
+) -> None:
     torch_sgd(
         ps,
         gs,
@@ -62,6 +76,8 @@ def _sgd_kernel(ps: list[Tensor], gs: list[Tensor], slots: Slots, count: float, 
         nesterov=o["nesterov"],
         maximize=False,
         fused=sgd_fuses(ps),
+        found_inf=scaled.found_inf,
+        grad_scale=scaled.grad_scale,
     )
 
 
@@ -84,7 +100,7 @@ def _adam_formula(
 
 
 def _adam_kernel(
-    ps: list[Tensor], gs: list[Tensor], slots: Slots, count: float, o: Options
+    ps: list[Tensor], gs: list[Tensor], slots: Slots, count: Any, o: Options, scaled: Scaled
 ) -> None:
     run = torch_adamw if o["decoupled"] else torch_adam
     run(
@@ -93,7 +109,7 @@ def _adam_kernel(
         list(slots[0]),
         list(slots[1]),
         [],
-        [torch.full((), count - 1.0, device=p.device) for p in ps],  # a copy to a GPU would wait
+        _steps_before(count, ps),
         amsgrad=False,
         beta1=o["betas"][0],
         beta2=o["betas"][1],
@@ -102,7 +118,17 @@ def _adam_kernel(
         eps=o["eps"],
         maximize=False,
         fused=True,
+        found_inf=scaled.found_inf,
+        grad_scale=scaled.grad_scale,
     )
+
+
+def _steps_before(count: Any, ps: Sequence[Tensor]) -> list[Tensor]:
+    """A counter of its own for each tensor: the kernel counts in place."""
+    if isinstance(count, Tensor):
+        before = (count - 1).to(torch.float32).expand(len(ps)).clone()
+        return [x.to(p.device) for x, p in zip(before.unbind(), ps, strict=True)]
+    return [torch.full((), count - 1.0, device=p.device) for p in ps]  # a copy to a GPU would wait
 
 
 def _lion_formula(
@@ -115,7 +141,7 @@ def _lion_formula(
 
 
 def _lion_kernel(
-    ps: list[Tensor], gs: list[Tensor], slots: Slots, count: float, o: Options
+    ps: list[Tensor], gs: list[Tensor], slots: Slots, count: Any, o: Options, _: Scaled
 ) -> None:
     b1, b2 = o["betas"]
     ms = list(slots[0])
@@ -126,14 +152,6 @@ def _lion_kernel(
     torch._foreach_add_(ps, steps, alpha=-o["lr"])
     torch._foreach_mul_(ms, b2)
     torch._foreach_add_(ms, gs, alpha=1 - b2)
-
-
-SGD = Rule(name="sgd", moments=(), formula=_sgd_formula, kernel=_sgd_kernel)
-MOMENTUM = Rule(name="sgd", moments=("momentum_buffer",), formula=_sgd_formula, kernel=_sgd_kernel)
-ADAM = Rule(
-    name="adam", moments=("exp_avg", "exp_avg_sq"), formula=_adam_formula, kernel=_adam_kernel
-)
-LION = Rule(name="lion", moments=("exp_avg",), formula=_lion_formula, kernel=_lion_kernel)
 
 
 def sgd_fuses(tensors: Sequence[Tensor]) -> bool:
@@ -148,3 +166,27 @@ def sgd_fuses(tensors: Sequence[Tensor]) -> bool:
 def has_kernel(tensors: Sequence[Tensor]) -> bool:
     """Whether torch's fused kernels take these tensors."""
     return all(t.device.type in ("cpu", "cuda") for t in tensors)
+
+
+SGD = Rule(name="sgd", moments=(), formula=_sgd_formula, kernel=_sgd_kernel, skips=sgd_fuses)
+MOMENTUM = Rule(
+    name="sgd",
+    moments=("momentum_buffer",),
+    formula=_sgd_formula,
+    kernel=_sgd_kernel,
+    skips=sgd_fuses,
+)
+ADAM = Rule(
+    name="adam",
+    moments=("exp_avg", "exp_avg_sq"),
+    formula=_adam_formula,
+    kernel=_adam_kernel,
+    skips=lambda _: True,
+)
+LION = Rule(  # there is no fused Lion
+    name="lion",
+    moments=("exp_avg",),
+    formula=_lion_formula,
+    kernel=_lion_kernel,
+    skips=lambda _: False,
+)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fzero.errors import LayoutError, explain
 from fzero.optim._bind import Bound
+from fzero.optim._rules import UNSCALED, Scaled
 from fzero.optim._trial import Kept, as_kept, fuses, state_of
 
 
@@ -51,10 +52,12 @@ def step(
     counters: Counters,
     *,
     fresh: bool,
+    scaled: Scaled = UNSCALED,
 ) -> dict[str, tuple[Tensor, ...]]:
     """Step `work` in place, with its slots and counters; return the slots.
 
     fresh: it is the first step, before which a rule gets only what it does not make itself.
+    scaled: what the optimizer has in its attributes for this time, if it `skips`.
     """
     every = [*units, *(_idle(bound, units) if bound.elementwise else ())]
     own_counters = _spread(every, counters)
@@ -75,9 +78,44 @@ def step(
         parameter = nn.Parameter(values)
         parameter.grad = gradient
         loans.append(_Loan(unit, values, parameter, given))
-    with _lent(bound.instance, bound.groups, loans):
+    with _lent(bound.instance, bound.groups, loans), _told(bound.instance, scaled):
         bound.instance.step()
         return _taken(bound.instance, loans, slots, counters)
+
+
+def makes_state_later(bound: Bound) -> bool:
+    """Whether a rule gets less before its first step than it keeps after it."""
+    return any(
+        kept.odd or kept.given != {*kept.slots, *kept.counters} for kept in bound.kept.values()
+    )
+
+
+def skips(bound: Bound, work: Sequence[Tensor]) -> bool:
+    """Whether the optimizer's own `step()` takes `found_inf` and `grad_scale`.
+
+    One of torch.optim does if it is fused. It must not have state to make in that step: fused SGD
+    leaves a momentum that a skipped first step has made as the memory was. Another class says it
+    by `_step_supports_amp_scaling`, as to `torch.amp.GradScaler`.
+    """
+    instance = bound.instance
+    if makes_state_later(bound):
+        return False
+    if not type(instance).__module__.startswith("torch.optim."):
+        return bool(getattr(instance, "_step_supports_amp_scaling", False))
+    return all(bool(g.get("fused")) or fuses(instance, g, work) for g in instance.param_groups)
+
+
+@contextmanager
+def _told(instance: Any, scaled: Scaled) -> Iterator[None]:
+    """The optimizer has the attributes that `torch.amp.GradScaler` would give it."""
+    if scaled.found_inf is None:
+        yield
+        return
+    instance.found_inf, instance.grad_scale = scaled.found_inf, scaled.grad_scale
+    try:
+        yield
+    finally:
+        del instance.grad_scale, instance.found_inf
 
 
 @contextmanager

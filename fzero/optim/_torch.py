@@ -13,9 +13,10 @@ from torch import Tensor
 from fzero.errors import PhaseError, explain
 from fzero.optim._bind import Bound, bind, name_of, require_usable
 from fzero.optim._elementwise import not_elementwise
-from fzero.optim._masters import copy_back, make_masters, work_tensors
+from fzero.optim._masters import as_stepped, copy_back, make_masters, work_tensors
 from fzero.optim._optimizer import Piece, copied
-from fzero.optim._step import Unit, step
+from fzero.optim._rules import Scaled
+from fzero.optim._step import Unit, makes_state_later, skips, step
 from fzero.optim._trial import Kept
 from fzero.state._record import record
 from fzero.state.layout import Leaf
@@ -28,7 +29,7 @@ _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 class TorchState:
     """What a torch.optim optimizer keeps for this rank's shards, parallel to the list of flats."""
 
-    count: Tensor  # [] int64 on the CPU: updates made
+    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates made
     slots: dict[str, tuple[Tensor, ...]]  # by name; of a flat that has no such slot, empty
     counters: dict[str, tuple[Tensor, ...]]  # by name, one for each param group (see `init`)
     masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
@@ -127,11 +128,13 @@ class TorchOptimizer:
         *,
         differentiable: bool = False,
         owned: bool = False,
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
     ) -> tuple[list[Tensor], TorchState]:
         """Return (params', state') after one `step()` of the optimizer.
 
         With `owned`, params and state are overwritten, and what is returned is the same memory;
-        else they, and the gradients, stay as they are.
+        else they, and the gradients, stay as they are. `found_inf`, `grad_scale`: see `skips`.
 
         Raises:
             PhaseError: if the update is to be differentiated, or if the optimizer got param
@@ -145,24 +148,25 @@ class TorchOptimizer:
                 params, grads = [p.clone() for p in params], [g.clone() for g in grads]
                 state = copied(state)
             work = work_tensors(params, state.masters)
-            slots = step(
-                bound,
-                self._units(work, pieces),
-                work,
-                [
-                    g if g.dtype == w.dtype else g.to(w.dtype)
-                    for g, w in zip(grads, work, strict=True)
-                ],
-                state.slots,
-                state.counters,
-                fresh=not int(state.count),
-            )
+            scaled = Scaled(found_inf, grad_scale)
+            gs, scaled = as_stepped(grads, work, scaled, owned=True)  # they are, or copies
+            units = self._units(work, pieces)
+            fresh = makes_state_later(bound) and not int(state.count)
+            own = (state.slots, state.counters)
+            slots = step(bound, units, work, gs, *own, fresh=fresh, scaled=scaled)
             copy_back(params, state.masters)
+        count = state.count + 1
+        if found_inf is not None:
+            count = state.count.to(found_inf.device) + (1 - found_inf).to(state.count.dtype)
         return list(params), TorchState(
-            count=state.count + 1, slots=slots, counters=state.counters, masters=state.masters
+            count=count, slots=slots, counters=state.counters, masters=state.masters
         )
 
-    def describe(self, leaves: Sequence[Leaf], step: int | None = None) -> list[str]:
+    def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
+        """Whether `step()` takes `found_inf` and `grad_scale`, by attributes of the optimizer."""
+        return skips(self._bound(), work_tensors(params, state.masters))
+
+    def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """What ranks compare: the class, and the options of each param group as they are now.
 
         A scheduler writes into them, so that they are those of any `step`.

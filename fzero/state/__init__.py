@@ -2,6 +2,7 @@
 
 from fzero.state import effects as effects
 from fzero.state import hooks as hooks
+from fzero.state import scale as scale
 from fzero.state import schedule as schedule
 from fzero.state._record import NAMESPACE as NAMESPACE
 from fzero.state._record import record as record
@@ -17,6 +18,8 @@ from fzero.state.layout import Layout as Layout
 from fzero.state.layout import Leaf as Leaf
 from fzero.state.progress import Phase as Phase
 from fzero.state.progress import Progress as Progress
+from fzero.state.scale import DynamicScale as DynamicScale
+from fzero.state.scale import LossScale as LossScale
 from fzero.state.schedule import Limits as Limits
 from fzero.state.schedule import Program as Program
 from fzero.state.schedule import Schedule as Schedule

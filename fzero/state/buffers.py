@@ -41,7 +41,6 @@ class Buffers:
         return bool(self.flats)
 
 
-
 def add(old: Buffers, new: Buffers) -> Buffers:
     """Return old + new, elementwise; both must mean the same.
 

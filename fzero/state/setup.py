@@ -77,6 +77,14 @@ class StatefulUpdate(Protocol):
         ...
 
     @property
+    def skips(self) -> Callable[[Sequence[Tensor], Any], bool]:
+        """(params, optimizer state) -> whether `advance` takes found_inf= and grad_scale=.
+
+        It then divides by the one, and changes nothing where the other is 1, without a host read.
+        """
+        ...
+
+    @property
     def saved_names(self) -> Callable[[Any, Sequence[Leaf]], SavedNames]:
         """(optimizer state, leaves) -> what a checkpoint calls its parts."""
         ...
@@ -90,7 +98,6 @@ class Policy:
     grad_scale: float = 1.0  # accumulate: 1 / micro-batches
     defer_update: bool = False  # accumulate: not the last micro-batch
     donate: bool = False  # shard: buffers may be overwritten
-    unscale: float = 1.0  # 1 / loss scale: what the update multiplies gradients by
     averages: bool = False  # the update divides by the number of backwards
     autocast: torch.dtype | None = None  # autocast: in which losses are computed
 

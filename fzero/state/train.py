@@ -11,6 +11,7 @@ from fzero.state import view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
 from fzero.state.progress import Phase, Progress
+from fzero.state.scale import LossScale
 from fzero.state.schedule import Schedule
 from fzero.state.setup import Setup
 from fzero.state.window import Window
@@ -28,7 +29,8 @@ class TrainState:
     gradients: Buffers
     optimizer: Any  # the optimizer's own record
     window: Window
-    step: Tensor  # [] int64 on the CPU: updates made
+    step: Tensor  # [] int64: updates made; on the CPU, or with a loss scale on its device
+    scale: LossScale | None = None  # None: losses are not scaled
     progress: Progress = static()
     schedule: Schedule = static(default=Schedule())  # stage 3: in which order units are gathered
     setup: Setup = static()

@@ -39,8 +39,13 @@ class Result:
 LossOf = Callable[[list[Any]], Any]  # [params of each source] -> what the user's fn returned
 
 
-def by_func(loss_of: LossOf, sources: Sequence[Source], *, has_aux: bool) -> Result:
-    """Differentiate with torch.func: the result can be differentiated, mapped, traced again."""
+def by_func(
+    loss_of: LossOf, sources: Sequence[Source], *, has_aux: bool, scale: Tensor | None = None
+) -> Result:
+    """Differentiate with torch.func: the result can be differentiated, mapped, traced again.
+
+    Gradients are those of loss x `scale`; the value is that of the loss.
+    """
     counts = [len(source.inputs) for source in sources]
     inputs = tuple(s for source in sources for s in source.inputs)
     kept: dict[str, Any] = {}  # the parts of aux that are no tensors: torch.func refuses them
@@ -51,12 +56,14 @@ def by_func(loss_of: LossOf, sources: Sequence[Source], *, has_aux: bool) -> Res
         loss, aux = loss_and_aux(loss_of(params), has_aux=has_aux)
         leaves, kept["treespec"] = optree.tree_flatten(aux, namespace=NAMESPACE)
         kept["others"] = [None if isinstance(x, Tensor) else x for x in leaves]
-        return loss, tuple(x for x in leaves if isinstance(x, Tensor))
+        tensors = tuple(x for x in leaves if isinstance(x, Tensor))
+        return (loss if scale is None else loss * scale), (loss, *tensors)
 
     if inputs:
-        grads, (value, tensors) = torch.func.grad_and_value(scalar, has_aux=True)(inputs)
+        grads, (_, found) = torch.func.grad_and_value(scalar, has_aux=True)(inputs)
     else:
-        (value, tensors), grads = scalar(()), ()
+        (_, found), grads = scalar(()), ()
+    value, *tensors = found
     rest = iter(tensors)
     leaves = [next(rest) if x is None else x for x in kept["others"]]
     aux = optree.tree_unflatten(kept["treespec"], leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,13 +12,17 @@ from fzero.mesh import Axis
 from fzero.state import Placement
 
 
-def norm_of(flats: Sequence[Tensor], placement: Placement, axis: Axis, *, ordered: bool) -> Tensor:
-    """Return the 2-norm of `flats`, of which each rank holds all or its shard: []."""
+def norm_of(
+    flats: Iterable[Tensor],
+    placement: Placement,
+    axis: Axis,
+    *,
+    ordered: bool,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the 2-norm of `flats`, of which each rank holds all or its shard: [], on `device`."""
     squares = [_square_sum(flat) for flat in flats if flat.numel()]
-    if squares:
-        total = torch.stack(squares).sum()
-    else:
-        total = torch.zeros((), device=flats[0].device if flats else None)
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if placement is Placement.SHARDED:
         total = reduce_many([total], axis, ordered=ordered)[0]
     return total.sqrt()

@@ -242,6 +242,7 @@ class Pass:
             setup = state.setup
             place = "in a window" if state.window.is_open else "at once"
             lines.append(f"stage {setup.stage}, reduced {place}, {setup.policy.differentiates_as}")
+            lines.append(f"loss scale {state.scale and state.scale.policy}")
             if not self._served:
                 lines.append(f"after {state.progress.reductions} reductions since the update")
         return "\n".join(lines)

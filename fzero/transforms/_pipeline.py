@@ -22,7 +22,16 @@ class Step(Generic[P, R]):
     arguments and the result of `fn`. `init_options` are options that a state for it is made with.
     """
 
-    __slots__ = ("__dict__", "_around", "_init", "init_options", "inner", "name", "options")
+    __slots__ = (
+        "__dict__",
+        "_around",
+        "_init",
+        "_prepare",
+        "init_options",
+        "inner",
+        "name",
+        "options",
+    )
 
     def __init__(
         self,
@@ -33,6 +42,7 @@ class Step(Generic[P, R]):
         options: dict[str, Any],
         init: Callable[..., Any] | None = None,
         init_options: Mapping[str, Any] | None = None,
+        prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         if not callable(inner):
             raise LayoutError(
@@ -43,7 +53,7 @@ class Step(Generic[P, R]):
                 )
             )
         self.name, self.inner, self.options = name, inner, options
-        self._around, self._init = around, init
+        self._around, self._init, self._prepare = around, init, prepare
         self.init_options = dict(init_options or {})
         functools.update_wrapper(self, inner, updated=())
 
@@ -78,7 +88,12 @@ class Step(Generic[P, R]):
                     fix="wrap it: fzero.shard(step, stage=...), or call fzero.init(...).",
                 )
             )
-        return init(params, optimizer, **options)
+        return self.prepared(init(params, optimizer, **options))
+
+    def prepared(self, state: Any) -> Any:
+        """Return a new state with what the transforms in this step put into theirs."""
+        state = self.inner.prepared(state) if isinstance(self.inner, Step) else state
+        return state if self._prepare is None else self._prepare(state)
 
     def find_init(self) -> Callable[..., Any] | None:
         """Return the init of the outermost transform that has one."""

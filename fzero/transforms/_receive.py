@@ -130,9 +130,10 @@ def boundary(name: str, states: Sequence[TrainState], *, updates: bool = False) 
         lines += [
             f"stage {state.setup.stage}, {policy}",
             f"{counted.reductions} reductions since the update",
+            f"loss scale {state.scale and state.scale.policy}",
         ]
         if updates:
-            lines += state.setup.optimizer.describe((), int(state.step))
+            lines += state.setup.optimizer.describe((), state.step)
     for axis, lines in by_axis.items():
         channel = channel_of(axis)
         if channel is not None:

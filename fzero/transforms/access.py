@@ -16,6 +16,7 @@ from fzero.state import Group, Placement, TrainState, progress
 from fzero.transforms._donate import check_alive, without_donation
 from fzero.transforms._modes import in_transform
 from fzero.transforms._receive import boundary, place, reduce_pending
+from fzero.transforms._scaled import without_scale
 from fzero.transforms._states import flatten_states
 
 
@@ -57,7 +58,7 @@ def gradients(state: Any) -> Any:
     """g = (1/W) sum_r g_r, whole, on every rank, in the structure of the parameters.
 
     What is pending in an open window is reduced for the answer (the state itself keeps it
-    pending). Not clipped. `full_gradients` is another name of it.
+    pending). Not clipped, and without the loss scale. `full_gradients` is another name of it.
 
     Args:
         state: a `TrainState`, or a pytree of them.
@@ -124,6 +125,7 @@ def _gradients(state: TrainState) -> Any:
     whole = place(state, reduce_pending(without_donation(state)).gradients, Placement.REPLICATED)
     found: dict[int, Any] = {}
     for index, flat in zip(layout.trainable, whole.flats, strict=True):
+        flat = without_scale(state, flat)
         flat = flat if in_transform() else flat.clone()
         found.update(zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True))
     return assemble(layout, found)

@@ -13,6 +13,7 @@ from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform
 from fzero.transforms._receive import boundary, mean_of, receive
+from fzero.transforms._scaled import times_scale, with_value
 
 
 def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> TrainState:
@@ -21,6 +22,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     For gradients that are made elsewhere: clipped and noised per-sample gradients (DP-SGD), sums
     over cached representations, gradients by hand. They are treated as those of a backward: they
     stay local in a coalescing window, add up, and are divided by the micro-batches of `accumulate`.
+    Give them without the loss scale: they are multiplied by it here.
 
     Args:
         state: a train state.
@@ -53,7 +55,10 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
                 fix="add this rank's own gradient (reduced=False), or add it outside of it.",
             )
         )
-    local = _flats(state, grads)
+    state = with_value(state)
+    given = _flats(state, grads)
+    times = times_scale(state, given)
+    local: Any = [x.to(flat.dtype) for x, flat in zip(times, given, strict=True)]
     if not waits:
         boundary(f"add_gradients(reduced={reduced})", [state])
     if not waits and not reduced:

@@ -15,8 +15,10 @@ from fzero.errors import LayoutError, explain
 from fzero.state import TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.precision import Autocast, SafeModules
+from fzero.state.scale import dynamic
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
 from fzero.transforms._receive import device_of
+from fzero.transforms._scaled import with_policy
 from fzero.transforms._states import flatten_states, map_states
 
 
@@ -57,8 +59,9 @@ def autocast(
 
     Args:
         fn: the step.
-        dtype: torch.bfloat16; torch.float16, whose gradients underflow without a loss scale; or
-            torch.float32, with which this is the identity.
+        dtype: torch.bfloat16; torch.float16, which brings the dynamic loss scale of
+            `fzero.scale_loss`, unless the state has another one; or torch.float32, with which this
+            is the identity.
         lower_precision_safe_modules: classes of modules, subclasses included, also by qualified
             name; or path -> whether the parameter is safe. Default: Linear, Conv1d, Conv2d, Conv3d.
 
@@ -90,7 +93,11 @@ def autocast(
     computes = dtype if record.lowers else None
     warned = [False]
 
+    def prepare(state: Any) -> Any:
+        return map_states("autocast", lambda one: _scaled(one, computes), state)
+
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        state = prepare(state)
         states = flatten_states("autocast", state)[0]
         before = states[0].setup.policy.autocast
         for one in states if computes else ():
@@ -114,9 +121,16 @@ def autocast(
             around,
             options={"dtype": dtype},
             init_options={"autocast": record},
+            prepare=prepare,
         )
 
     return wrap if fn is None else wrap(fn)
+
+
+def _scaled(state: TrainState, dtype: torch.dtype | None) -> TrainState:
+    """With the loss scale that fp16 needs, unless the state has one."""
+    needs = dtype is torch.float16 and state.scale is None
+    return with_policy(state, dynamic()) if needs else state
 
 
 def _in(state: TrainState, dtype: torch.dtype | None) -> TrainState:

@@ -34,6 +34,7 @@ from fzero.transforms._modes import in_transform, is_recorded, require_autograd,
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
 from fzero.transforms._receive import device_of, mean_of, receive
+from fzero.transforms._scaled import scales_of, with_value
 from fzero.transforms._states import S, flatten_states
 
 
@@ -50,7 +51,8 @@ def grad_and_reduce(
     all-reduced at stage 0, reduce-scattered at stages 1 to 3.
 
     state: a `TrainState`, or a pytree of them (several models under one loss): then fn is given
-        the matching pytree of params, and the pytree of states comes back.
+        the matching pytree of params, and the pytree of states comes back. With a loss scale
+        (`fzero.scale_loss`) the state holds gradients times the scale; `value` is without it.
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
@@ -93,7 +95,8 @@ def grad_and_reduce(
             check_alive(one)
         enter(states[0].setup.axis)
         try:
-            new, result = _differentiate(loss_of, states, (args, kwargs), has_aux=has_aux)
+            known = [with_value(one) for one in states]
+            new, result = _differentiate(loss_of, known, (args, kwargs), has_aux=has_aux)
         finally:
             leave()
         value = (result.value, result.aux) if has_aux else result.value
@@ -131,13 +134,14 @@ def _by_autograd(
         for one in passes:
             one.end_forward()
             one.begin_backward()
-        for (_, leaves), (number, position) in zip(made, places, strict=True):
-            _listen(leaves, passes[number], position)
+        scale, rest = scales_of(states)
+        for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
+            _listen(leaves, passes[number], position, factor)
         if _versions(states) != versions:
             raise PhaseError(_WROTE)
         learning = any(leaves for _, leaves in made)
         if loss.requires_grad:
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss, None if scale is None else scale.to(loss))
             if learning and not any(one.reducer.received for one in passes):
                 warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4 + DISABLED_FRAMES)
         elif learning:
@@ -204,10 +208,17 @@ def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
     return assemble(layout, by_leaf), learning
 
 
-def _listen(leaves: dict[int, Tensor], one: Pass, number: int) -> None:
-    """From now on gradients are the pass's. What a backward inside the loss brought is not."""
+def _listen(
+    leaves: dict[int, Tensor], one: Pass, number: int, factor: Tensor | None = None
+) -> None:
+    """From now on gradients, times `factor`, are the pass's.
+
+    What a backward inside the loss brought is not.
+    """
     for index, leaf in leaves.items():
         leaf.grad = None
+        if factor is not None:
+            leaf.register_hook(lambda g: g * factor.to(g.dtype))
         leaf.register_post_accumulate_grad_hook(one.reducer.hook(number, index))
 
 
@@ -256,9 +267,10 @@ def _by_func(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
     held = [_with_full(state) for state in states]
-    result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux)
-    pairs = zip(held, result.grads, strict=True)
-    return [_received(state, grads) for (state, _), grads in pairs], result
+    scale, rest = scales_of(states)
+    result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux, scale=scale)
+    made = zip(held, result.grads, rest, strict=True)
+    return [_received(state, grads, factor) for (state, _), grads, factor in made], result
 
 
 def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
@@ -292,11 +304,15 @@ def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
     return Source(inputs=inputs, build=build)
 
 
-def _received(state: TrainState, grads: Sequence[Tensor]) -> TrainState:
+def _received(
+    state: TrainState, grads: Sequence[Tensor], factor: Tensor | None = None
+) -> TrainState:
     """Add this rank's own gradients: leave them in the open window, or reduce them now."""
     setup = state.setup
     local = [
         g.reshape(-1).to(setup.accumulate_dtype(i))
         for i, g in zip(setup.layout.trainable, grads, strict=True)
     ]
+    if factor is not None:
+        local = [g * factor.to(g.dtype) for g in local]
     return receive(state, local if state.window.is_open else mean_of(setup, local))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.collectives import gather_in_place, gather_many
 from fzero.partition import shard_of
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
+from fzero.state.buffers import SIXTEEN_BIT
 from fzero.transforms._donate import (
     check_alive,
     donates,
@@ -22,7 +23,8 @@ from fzero.transforms._donate import (
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._pieces import pieces_of
-from fzero.transforms._receive import boundary, reduce_pending
+from fzero.transforms._receive import boundary, device_of, reduce_pending
+from fzero.transforms._scaled import after_update, chosen, found_inf, with_value, without_scale
 from fzero.transforms._states import S, flatten_states
 
 
@@ -33,6 +35,11 @@ def apply_gradients(state: S) -> S:
     A pending window is reduced first (once) and stays open if it was; gradients are clipped as
     an enclosing `fzero.clip` asks; then they are cleared. Inside `fzero.accumulate` the update
     waits for the last micro-batch. `state` may be a pytree of states.
+
+    With a loss scale (`fzero.scale_loss`) gradients are divided by it first. An infinity or a NaN
+    in them, on any rank, skips the update on every one: parameters, optimizer and `step` stay as
+    they are, bit for bit, gradients are cleared, and the scale falls as its policy says. Each state
+    of a pytree is skipped, or not, by its own gradients.
 
     Raises `PhaseError` if the state holds no gradients (also on a second call), `DonatedError`
     if it was used up. With donation the update is made in the state's own buffers, which uses
@@ -83,39 +90,103 @@ def _apply(state: TrainState) -> TrainState:
     return update(reduce_pending(state))[0]
 
 
+class _Ready(NamedTuple):
+    """Gradients to step from."""
+
+    gradients: Buffers
+    factor: Any  # what those of the state were multiplied by, if it was `in_place`
+    in_place: bool
+    norm: Tensor | None  # before clipping, if they are clipped
+    grad_scale: Tensor | None = None  # what the optimizer has still to divide by
+
+
 def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
     """Return the state after one update from its reduced gradients, and their norm if clipped.
 
     Both drivers come here: no rank is asked, what waited is reduced. Raises `PhaseError` if there
     are no gradients. If the optimizer raises, the state is as it was.
+
+    The host reads no overflow if the optimizer `skips`, or if the update is differentiated or
+    traced; else it reads one number.
     """
     after = progress.saw_update(state.progress)
-    gradients, factor, norm = _prepared(state, buffers.require_reduced(state.gradients))
+    state = with_value(state)
+    reduced = buffers.require_reduced(state.gradients)
+    general = _is_general(state, reduced.flats)
+    found = None if state.scale is None else found_inf(state, reduced, state.scale)
+    skips = found is not None and not general and _skips(state)
+    ready = _prepared(state, reduced, divides=skips)
     try:
-        params, optimizer = _advance(state, gradients.flats)
+        if found is None or skips:
+            told = (found, ready.grad_scale) if skips else None
+            params, optimizer = _advance(state, ready.gradients.flats, general=general, told=told)
+        elif general:
+            params, optimizer = _where_finite(state, ready.gradients.flats, found)
+        elif bool(found):
+            params, optimizer = _kept(state)
+        else:
+            params, optimizer = _advance(state, ready.gradients.flats, general=False)
     except BaseException:
-        if gradients is not state.gradients and donates(state):
-            gradients = scaled(state, gradients, 1 / factor)
-            give_back(state.gradients, gradients)
+        if ready.in_place and donates(state):
+            give_back(state.gradients, scaled(state, ready.gradients, 1 / ready.factor))
         raise
     new = state.replace(
         params=params,
         optimizer=optimizer,
         gradients=Buffers(),
-        step=state.step + 1,
         progress=after,
+        **after_update(state, found),
     )
-    return new, norm
+    return new, ready.norm
 
 
 def share(state: TrainState) -> float:
-    """What an update multiplies gradients by: 1 / (loss scale x backwards, if it averages)."""
-    policy = state.setup.policy
-    return policy.unscale / (max(state.progress.backwards, 1) if policy.averages else 1)
+    """What an update multiplies gradients by: 1 / backwards, if it averages."""
+    return 1 / max(state.progress.backwards, 1) if state.setup.policy.averages else 1.0
 
 
-def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, Any]:
-    """Run the optimizer on this rank's shards, and make the parameters whole again."""
+def _fulls(state: TrainState) -> list[Tensor]:
+    return [state.params.flats[i] for i in state.setup.layout.trainable]
+
+
+def _is_general(state: TrainState, gradients: Sequence[Tensor]) -> bool:
+    """Whether the update is to be differentiated, mapped or traced."""
+    fulls = _fulls(state)
+    return in_transform() or is_recorded(fulls) or wants_graph([*fulls, *gradients])
+
+
+def _skips(state: TrainState) -> bool:
+    """Whether the optimizer itself changes nothing where there was an overflow."""
+    return state.setup.optimizer.skips(_fulls(state), state.optimizer)
+
+
+def _kept(state: TrainState) -> tuple[Buffers, Any]:
+    """The parameters and the optimizer state of a skipped update: the old ones, used up as ever."""
+    held: Any = (state.params, state.optimizer)
+    return take_over(held) if donates(state) else held
+
+
+def _where_finite(
+    state: TrainState, gradients: Sequence[Tensor], found: Tensor
+) -> tuple[Buffers, Any]:
+    """The update by formulas, and what was there before it where there was an overflow."""
+    # Zeros in the place of infinities: what is not chosen must have finite derivatives, too.
+    finite = [torch.where(found != 0, torch.zeros_like(g), g) for g in gradients]
+    made: Any = _advance(state, finite, general=True)
+    return chosen(found, (state.params, state.optimizer), made)
+
+
+def _advance(
+    state: TrainState,
+    gradients: Sequence[Tensor],
+    *,
+    general: bool,
+    told: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Buffers, Any]:
+    """Run the optimizer on this rank's shards, and make the parameters whole again.
+
+    told: (found_inf, grad_scale), for an optimizer that `skips`.
+    """
     setup, layout = state.setup, state.setup.layout
     owned = donates(state)
     held, optimizer = state.params, state.optimizer
@@ -124,10 +195,12 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
     fulls = [held.flats[i] for i in layout.trainable]
     splits = setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED
     shards = [shard_of(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
-    general = in_transform() or is_recorded(shards) or wants_graph([*shards, *gradients])
+    options: dict[str, Any] = {"differentiable": general, "owned": owned}
+    if told is not None:
+        options["found_inf"], options["grad_scale"] = told
     try:
         new, optimizer = setup.optimizer.advance(
-            shards, gradients, optimizer, pieces_of(setup), differentiable=general, owned=owned
+            shards, gradients, optimizer, pieces_of(setup), **options
         )
     except BaseException:
         give_back((state.params, state.optimizer), (held, optimizer))
@@ -145,19 +218,33 @@ def _advance(state: TrainState, gradients: Sequence[Tensor]) -> tuple[Buffers, A
     return Buffers(flats=tuple(flats), placement=held.placement), optimizer
 
 
-def _prepared(state: TrainState, gradients: Buffers) -> tuple[Buffers, Any, Tensor | None]:
-    """g factor, factor = share min(1, max_norm / |g share|); and the norm if it clips.
+def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
+    """g factor, factor = share / scale min(1, max_norm / |g share / scale|); the norm if it clips.
 
-    In place where the gradients are used up anyway.
+    In place where the gradients are used up anyway. If the optimizer `divides` and nothing is
+    clipped, the scale is left to it.
     """
     max_norm, norm = state.setup.policy.max_norm, None
-    factor: Any = share(state)
+    gradients, in_place, grad_scale = held, True, None
+    factor: Any = 1.0
+    if state.scale is not None and divides and max_norm is None:
+        grad_scale = state.scale.scale
+    elif state.scale is not None:
+        factor = state.scale.scale.double().reciprocal()
+        in_place = all(flat.dtype not in SIXTEEN_BIT for flat in held.flats)
+        if in_place:
+            gradients = scaled(state, held, factor)
+        else:  # 16 bits may not hold them without the scale
+            flats = tuple(without_scale(state, flat) for flat in held.flats)
+            gradients = Buffers(flats=flats, placement=held.placement)
+    rest: Any = share(state)
     if max_norm is not None:
-        norm = norm_of_state(state, gradients) * factor
-        factor = factor * clip_factor(norm, max_norm)
-    elif factor == 1.0:
-        return gradients, factor, None
-    return scaled(state, gradients, factor), factor, norm
+        norm = _norm(state, gradients.flats, gradients.placement) * rest
+        rest = rest * clip_factor(norm, max_norm)
+    if isinstance(rest, Tensor) or rest != 1.0:
+        gradients, factor = scaled(state, gradients, rest), factor * rest
+    in_place = in_place and gradients is not held
+    return _Ready(gradients, factor, in_place, norm, grad_scale)
 
 
 def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buffers:
@@ -176,7 +263,15 @@ def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buf
 
 
 def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:
-    """Return the norm of a state's reduced gradients, before any division. A collective."""
+    """Return the norm of a state's reduced gradients, without its loss scale. A collective.
+
+    Before any other division.
+    """
+    flats = (without_scale(state, flat) for flat in gradients.flats)  # one at a time
+    return _norm(state, flats, gradients.placement)
+
+
+def _norm(state: TrainState, flats: Iterable[Tensor], placement: Placement) -> Tensor:
     setup = state.setup
-    flats, placement = gradients.flats, gradients.placement
-    return norm_of(flats, placement, setup.axis, ordered=setup.reduction.ordered)
+    ordered = setup.reduction.ordered
+    return norm_of(flats, placement, setup.axis, ordered=ordered, device=device_of(state))

@@ -40,7 +40,7 @@ class Mixed(nn.Module):
         self.unused = nn.Linear(2, 3)
         self.gain = nn.Parameter(torch.ones(6))
         for number, p in enumerate(self.parameters()):
-            signs = torch.arange(p.numel()).add(number).remainder(3).sub(1)
+            signs = torch.arange(p.numel()).square().add(number).remainder(7).remainder(3).sub(1)
             p.data.copy_(signs.reshape(p.shape))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from fzero.adapter._engine import Engine
 from fzero.adapter._setup import Factory
 from fzero.adapter.deepspeed._keys import MOE_CLASSES
 from fzero.adapter.deepspeed._optimizer import Schedule, check_schedule, configured, follow
+from fzero.adapter.deepspeed._precision import autocast_of, loss_scale, low_dtype
 from fzero.adapter.deepspeed._read import (
     Config,
     config_error,
@@ -58,8 +59,17 @@ def initialize(
         data_types.param_dtype                      none        must agree with bf16.enabled
         data_types.buffer_dtype                     none        buffers stay as they are
         bf16.enabled                                false       parameters to bf16, fp32 masters
+        fp16.enabled                                false       parameters to fp16, fp32 masters
+        fp16.loss_scale                             0           a fixed scale; 0: it adapts itself
+        fp16.initial_scale_power                    16          2 to that is the first scale
+        fp16.loss_scale_window                      1000        growth_interval
+        fp16.hysteresis                             2           it fills up when the scale grows
+        fp16.min_loss_scale                         1           min_scale; no error there
         bf16.bf16_master_weights_and_grads          false       both of these, or neither: no
         bf16.bf16_optimizer_states                  false       masters, states in bf16
+        torch_autocast.enabled                      false       Engine(autocast=...)
+        torch_autocast.dtype                        none        bfloat16; fp16 has a dynamic scale
+        torch_autocast.lower_precision_safe_modules none        Linear, Conv1d, Conv2d, Conv3d
         optimizer.type, optimizer.params            none        any of torch.optim
         zero_optimization.
           stage                                     0
@@ -82,11 +92,14 @@ def initialize(
     DeepSpeed.
 
     "Adam" is AdamW unless adam_w_mode is false, and neither decays weights unless weight_decay
-    is given (with torch_adam: torch's default). Nothing looks for overflow, also where DeepSpeed
-    does by default (bf16.check_grad_overflow). The model stays on its device.
+    is given (with torch_adam: torch's default). With fp16.enabled an overflow skips the update and
+    the scheduler; without, nothing looks for one, also where DeepSpeed does by default
+    (bf16.check_grad_overflow). Gradients are divided by the scale that they were made with, where
+    DeepSpeed halves them when it grows. The model stays on its device.
 
     Args:
-        model: as for `Engine`; bf16.enabled and data_types.buffer_dtype convert it in place.
+        model: as for `Engine`; bf16.enabled, fp16.enabled and data_types.buffer_dtype convert it
+            in place.
         optimizer: as for `Engine`, in the place of the config's.
         config: a dict, or the path of a JSON file.
         mesh: as for `Engine`.
@@ -129,6 +142,8 @@ def initialize(
     assert_same_everywhere(lines, axis, what="the config")
     options = {
         **_precision(values, model),
+        "loss_scale": loss_scale(given, values),
+        "autocast": autocast_of(given, values),
         **_options(values, model, micro_batches(given, axis.size)),
     }
     stage = values[_ZERO + "stage"]
@@ -159,9 +174,11 @@ def _precision(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
             fix="set both, or neither: optimizer states have the dtype of the weights it steps.",
         )
     enabled, asked = values["bf16.enabled"], values["data_types.param_dtype"]
-    if asked is not None and asked is not (torch.bfloat16 if enabled else torch.float32):
+    low = low_dtype(values)
+    if asked is not None and asked is not (low or torch.float32):
         raise config_error(
-            f"config: data_types.param_dtype = {asked} with bf16.enabled = {enabled}.",
+            f"config: data_types.param_dtype = {asked} with fp16.enabled = "
+            f"{values['fp16.enabled']}, bf16.enabled = {enabled}.",
             cause="two keys for one thing.",
             fix="leave data_types.param_dtype out; bf16.enabled makes the parameters bf16.",
         )
@@ -171,7 +188,7 @@ def _precision(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
             cause="the key was kept when bf16 was switched off.",
             fix="set bf16.enabled = true, or leave it out.",
         )
-    dtype = torch.bfloat16 if enabled else _widest(model)
+    dtype = low or _widest(model)
     return {
         "master_weights": not masters,
         "accumulate_dtype": values["data_types.grad_accum_dtype"] or dtype,
@@ -194,7 +211,7 @@ def _convert(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Tensor, 
     Returns the tensors that were converted, with the data that they had before.
     """
     wanted: list[tuple[list[Tensor], torch.dtype | None]] = [
-        (list(model.parameters()), torch.bfloat16 if values["bf16.enabled"] else None),
+        (list(model.parameters()), low_dtype(values)),
         (list(model.buffers()), values["data_types.buffer_dtype"]),
     ]
     originals = []
@@ -210,12 +227,13 @@ def _convert(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Tensor, 
 
 
 def _require_convertible(model: nn.Module, values: Mapping[str, Any]) -> None:
-    if values["bf16.enabled"] and any(isinstance(p, LazyParam) for p in model.parameters()):
+    low = low_dtype(values)
+    if low is not None and any(isinstance(p, LazyParam) for p in model.parameters()):
+        name = "fp16.enabled" if low is torch.float16 else "bf16.enabled"
         raise config_error(
-            "config: bf16.enabled, and a model made under sharded_init.",
+            f"config: {name}, and a model made under sharded_init.",
             cause="its parameters are sharded already, in the dtype that they were made in.",
-            fix="leave bf16.enabled out, and make the model under "
-            "torch.set_default_dtype(torch.bfloat16).",
+            fix=f"leave {name} out, and make the model under torch.set_default_dtype({low}).",
         )
 
 

@@ -46,6 +46,15 @@ USED = {
     "bf16.enabled": Used(False, "bool"),
     "bf16.bf16_master_weights_and_grads": Used(False, "bool"),
     "bf16.bf16_optimizer_states": Used(False, "bool"),
+    "fp16.enabled": Used(False, "bool"),
+    "fp16.loss_scale": Used(0.0, "number"),
+    "fp16.initial_scale_power": Used(16, "whole"),
+    "fp16.loss_scale_window": Used(1000, "count"),
+    "fp16.hysteresis": Used(2, "count"),
+    "fp16.min_loss_scale": Used(1.0, "number"),
+    "torch_autocast.enabled": Used(False, "bool"),
+    "torch_autocast.dtype": Used(None, "dtype"),
+    "torch_autocast.lower_precision_safe_modules": Used(None, "names"),
     "optimizer.type": Used(None, "text"),
     "optimizer.params": Used(None, "mapping"),
     "zero_optimization.stage": Used(0, "stage"),
@@ -65,21 +74,19 @@ USED = {
 """The keys that set something, with DeepSpeed's defaults."""
 
 _OUT = "leave it out: it would change nothing here"
-_FP16 = (
-    "use bf16.enabled: there is no dynamic loss scale here that skips an update on overflow. For "
-    "fp16 with a fixed scale, and no check for overflow: "
-    "Engine(model.half(), optimizer, stage=..., loss_scale=...) and engine.scale(loss).backward()"
-)
 _OFFLOAD = "leave it out: states and parameters stay on the device; take a higher stage, or ranks"
-_AUTOCAST = "wrap the forward in torch.autocast(...), which an Engine allows, or use bf16.enabled"
+_AUTOCAST = "use torch_autocast, or bf16.enabled"
 _QUANTIZED = "leave it out: collectives carry the dtype of communication_data_type"
 _MEAN = "leave it out: gradients are summed over ranks and then divided by their number"
 _GROUPS = "leave it out, and pass initialize(mesh=...) for the ranks to shard over"
 
 ONLY = {
-    "fp16.enabled": Only(False, _FP16),
+    "fp16.auto_cast": Only(False, "convert the inputs: engine(x.half())"),
+    "fp16.consecutive_hysteresis": Only(
+        False, "leave it out: hysteresis is filled up when the scale grows"
+    ),
+    "fp16.fp16_master_weights_and_grads": Only(False, "leave it out: masters are in fp32"),
     "amp.enabled": Only(False, _AUTOCAST),
-    "torch_autocast.enabled": Only(False, _AUTOCAST),
     "bf16.immediate_grad_update": Only(False, _OUT),
     "bf16.check_grad_overflow": Only(
         False, "leave it out, and look at engine.global_grad_norm before engine.step()"
@@ -151,9 +158,7 @@ REFUSED = {
         "leave it out, and save engine.full_state_dict()"
     ),
     "seq_parallel_communication_data_type": "leave it out: there is no sequence parallelism",
-    "fp16": _FP16,
     "amp": _AUTOCAST,
-    "torch_autocast": _AUTOCAST,
     "activation_checkpointing": "use torch.utils.checkpoint in the model",
     "checkpoint": "leave it out, and use fzero.checkpoint",
     "aio": _OFFLOAD,

@@ -137,7 +137,9 @@ def follow(engine: Engine, given: Schedule) -> None:
     schedule = given if isinstance(given, LRScheduler) else given(engine.optimizer)
 
     def step(*_: Any) -> None:
-        if not engine.closed:  # a closed engine has given its optimizer back
-            schedule.step()
+        found_inf = getattr(engine.optimizer, "found_inf", None)  # of a fused kernel, which skips
+        if engine.closed or (found_inf is not None and bool(found_inf)):
+            return  # a closed engine has given its optimizer back
+        schedule.step()
 
     engine.optimizer.register_step_post_hook(step)

@@ -255,6 +255,7 @@ KINDS: dict[str, Kind] = {
     "bool": (lambda x: isinstance(x, bool), "true or false", bool),
     "count": (lambda x: _is_whole(x) and x >= 1, "a whole number of 1 or more", int),
     "some": (lambda x: _is_whole(x) and x >= 1, "a number of elements, 1 or more", int),
+    "whole": (_is_whole, "a whole number of 0 or more", int),
     "numel": (_is_whole, "a number of elements, 0 or more", int),
     "number": (_is_number, "a number of 0 or more; 0 is off", float),
     "stage": (lambda x: _is_whole(x) and x <= 3, "0, 1, 2 or 3", int),

@@ -1,0 +1,98 @@
+"""The sections fp16, bf16 and torch_autocast of a config: dtypes, and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fzero.adapter.deepspeed._read import config_error
+from fzero.errors import LayoutError
+from fzero.state import DynamicScale
+from fzero.state.precision import Autocast
+
+
+def low_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the 16-bit dtype that the parameters are to have; None for their own.
+
+    Raises `LayoutError` if the config asks for two.
+    """
+    if values["bf16.enabled"] and values["fp16.enabled"]:
+        raise config_error(
+            "config: bf16.enabled = True with fp16.enabled = True.",
+            cause="two keys for one thing.",
+            fix="set one of them.",
+        )
+    if values["fp16.enabled"]:
+        return torch.float16
+    return torch.bfloat16 if values["bf16.enabled"] else None
+
+
+def loss_scale(given: Mapping[str, Any], values: Mapping[str, Any]) -> float | DynamicScale | None:
+    """Return the scale of fp16: a number, or one that adapts itself; None without fp16.
+
+    Raises `LayoutError` for keys of a section that is off, and for numbers out of range.
+
+    Example:
+        >>> from fzero.adapter.deepspeed._read import with_defaults
+        >>> given = {"fp16.enabled": True, "fp16.initial_scale_power": 4}
+        >>> scale = loss_scale(given, with_defaults(given))
+        >>> scale.init_scale, scale.growth_interval, scale.hysteresis, scale.min_scale
+        (16.0, 1000, 2, 1.0)
+    """
+    if not values["fp16.enabled"]:
+        _require_on("fp16", given)
+        return None
+    if values["fp16.loss_scale"]:
+        return values["fp16.loss_scale"]
+    try:
+        return DynamicScale(
+            init_scale=2.0 ** min(values["fp16.initial_scale_power"], 128),  # which is too large
+            growth_interval=values["fp16.loss_scale_window"],
+            hysteresis=values["fp16.hysteresis"],
+            min_scale=values["fp16.min_loss_scale"],
+        )
+    except LayoutError as error:
+        raise config_error(
+            f"config: the fp16 section makes a scale that cannot be: {str(error).splitlines()[0]}",
+            cause="a power above 127, or a min_loss_scale above the first scale.",
+            fix="make 2 ** initial_scale_power a number that fp32 holds, from min_loss_scale up.",
+        ) from error
+
+
+def autocast_of(given: Mapping[str, Any], values: Mapping[str, Any]) -> Autocast | None:
+    """Return what torch_autocast asks for: bfloat16 unless it names a dtype.
+
+    Raises `LayoutError` beside fp16 or bf16, and for keys of a section that is off.
+
+    Example:
+        >>> from fzero.adapter.deepspeed._read import with_defaults
+        >>> given = {"torch_autocast.enabled": True}
+        >>> autocast_of(given, with_defaults(given))
+        autocast(torch.bfloat16, default)
+    """
+    if not values["torch_autocast.enabled"]:
+        _require_on("torch_autocast", given)
+        return None
+    if values["fp16.enabled"] or values["bf16.enabled"]:
+        raise config_error(
+            "config: torch_autocast.enabled beside fp16.enabled or bf16.enabled.",
+            cause="two ways to compute in 16 bits; autocast wants parameters in fp32.",
+            fix="set one of them.",
+        )
+    return Autocast(
+        dtype=values["torch_autocast.dtype"] or torch.bfloat16,
+        lower_precision_safe_modules=values["torch_autocast.lower_precision_safe_modules"],
+    )
+
+
+def _require_on(section: str, given: Mapping[str, Any]) -> None:
+    unused = [path for path in given if path.startswith(f"{section}.")]
+    unused = [path for path in unused if path != f"{section}.enabled"]
+    if unused:
+        raise config_error(
+            f"config: {unused[0]} without {section}.enabled.",
+            cause=f"the key was kept when {section} was switched off.",
+            fix=f"set {section}.enabled = true, or leave it out.",
+        )

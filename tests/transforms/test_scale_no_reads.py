@@ -1,0 +1,178 @@
+"""A scaled step waits for no device: found_inf and grad_scale go to the fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero.adapter import Engine
+from fzero.state import DynamicScale
+from tests.gpu.reads import Device, HostReadError, on_device
+
+STEPS = 6
+BAD = 3  # this step overflows
+
+FUSED: dict[str, Any] = {
+    "adamw": lambda: fzero.optim.adamw(0.1),
+    "sgd": lambda: fzero.optim.sgd(0.1, momentum=0.5),
+    "torch adamw": lambda: fzero.optim.from_torch(partial(torch.optim.AdamW, lr=0.1)),
+    "torch sgd": lambda: fzero.optim.from_torch(partial(torch.optim.SGD, lr=0.1, momentum=0.5)),
+    "torch adamw, fused=True": lambda: fzero.optim.from_torch(
+        partial(torch.optim.AdamW, lr=0.1, fused=True)
+    ),
+}
+READS_ONCE: dict[str, Any] = {
+    "lion": lambda: fzero.optim.lion(0.1),
+    "torch rmsprop": lambda: fzero.optim.from_torch(torch.optim.RMSprop),
+    "torch adamw, foreach=True": lambda: fzero.optim.from_torch(
+        partial(torch.optim.AdamW, lr=0.1, foreach=True)
+    ),
+}
+POLICY = DynamicScale(init_scale=16.0, growth_interval=2)
+
+
+def functional(model: nn.Module, make: Any, stage: int, max_norm: float | None) -> Any:
+    apply, params = fzero.functionalize(model)
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, loss = fzero.grad_and_reduce(lambda p: apply(p, x).square().mean(), state)()
+        return fzero.apply_gradients(state), loss
+
+    step = fzero.scale_loss(fzero.clip(step_fn, max_norm=max_norm), POLICY)
+    step = fzero.shard(step, stage=stage, donate=True)
+    held = [step.init(params, make())]
+
+    def one(x: Tensor) -> None:
+        held[0], _ = step(held[0], x)
+
+    return one, lambda: held[0]
+
+
+def by_engine(model: nn.Module, make: Any, stage: int, max_norm: float | None) -> Any:
+    engine = Engine(model, make(), stage=stage, max_norm=max_norm, loss_scale=POLICY)
+
+    def one(x: Tensor) -> None:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+    return one, lambda: engine.state
+
+
+def watched_steps(driver: Callable[..., Any], make: Any, stage: int, max_norm: Any) -> Any:
+    with on_device("cpu") as watched:
+        assert isinstance(watched, Device)
+        torch.manual_seed(0)
+        model = watched.put(nn.Linear(4, 3))
+        xs = [
+            watched.put(torch.full((2, 4), float("inf") if n == BAD else n + 1.0))
+            for n in range(STEPS)
+        ]
+        step, state = driver(model, make, stage, max_norm)
+        for x in xs[:2]:
+            step(x)
+        with watched.no_waits():
+            for x in xs[2:]:
+                step(x)
+        return state()
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("driver", [functional, by_engine])
+def test_the_host_reads_nothing(driver: Any, optimizer: str, stage: int, max_norm: Any) -> None:
+    state = watched_steps(driver, FUSED[optimizer], stage, max_norm)
+    assert int(state.step) == int(state.optimizer.count) == STEPS - 1
+    assert state.scale.scale.item() == 16.0 * 2 / 2 * 2  # grows after 2, falls, grows after 2
+    assert all(torch.isfinite(flat).all() for flat in state.params.flats)
+
+
+@pytest.mark.parametrize("optimizer", READS_ONCE)
+@pytest.mark.parametrize("driver", [functional, by_engine])
+def test_a_rule_without_a_fused_kernel_reads_the_overflow(driver: Any, optimizer: str) -> None:
+    with pytest.raises(HostReadError):
+        watched_steps(driver, READS_ONCE[optimizer], 1, None)
+
+
+class Amp(torch.optim.Optimizer):
+    """A user's rule that keeps what torch.amp.GradScaler promises to it."""
+
+    _step_supports_amp_scaling = True
+    seen: list[tuple[Any, Any]]
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+        self.seen = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self.seen.append((found_inf, grad_scale))
+        for group in self.param_groups:
+            for p in group["params"]:
+                g = p.grad if grad_scale is None else p.grad / grad_scale
+                p.sub_(g * 0.5 if found_inf is None else torch.where(found_inf != 0, 0.0, g * 0.5))
+
+
+@pytest.mark.parametrize("max_norm", [None, 100.0])
+def test_an_optimizer_that_supports_amp_scaling_is_told_as_gradscaler_tells_it(
+    max_norm: float | None,
+) -> None:
+    made = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(made.weight)
+    optimizer = Amp(made.parameters())
+    engine = Engine(made, optimizer, stage=2, loss_scale=4.0, max_norm=max_norm)
+    optimizer.seen.clear()
+    for bad in (False, True):
+        engine.backward(engine(torch.full((1, 2), float("inf") if bad else 1.0)).sum())
+        engine.step()
+    assert [found.item() for found, _ in optimizer.seen] == [0.0, 1.0]
+    # What is clipped was divided before it, for its true norm.
+    wanted = [None, None] if max_norm else [4.0, 4.0]
+    assert [scale if scale is None else scale.item() for _, scale in optimizer.seen] == wanted
+    assert engine.full_parameter("weight").unique().tolist() == [-0.5]
+    assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
+    engine.close()
+
+
+class Own(torch.optim.AdamW):
+    """A subclass with a step of its own, which knows no found_inf."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert not hasattr(self, "found_inf")
+        return super().step(closure)
+
+
+def test_a_step_of_the_users_own_is_not_called_after_an_overflow() -> None:
+    made = nn.Linear(2, 1)
+    engine = Engine(made, Own, stage=1, loss_scale="dynamic")
+    engine.backward(engine(torch.full((1, 2), float("nan"))).sum())
+    engine.step()
+    assert engine.step_was_skipped and int(engine.state.optimizer.count) == 0
+    assert torch.isfinite(made.weight).all()
+    engine.close()
+
+
+def test_a_schedule_goes_by_the_updates_that_were_made() -> None:
+    seen: list[int] = []
+
+    def schedule(step: int) -> float:
+        seen.append(step)
+        return 1.0
+
+    @fzero.scale_loss(scale="dynamic")
+    def step(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p: (p * x).sum(), state)()
+        return fzero.apply_gradients(state), None
+
+    state = fzero.init(torch.zeros(1), fzero.optim.sgd(schedule), stage=0)
+    for x in (1.0, float("inf"), 1.0, 1.0):
+        state, _ = step(state, torch.tensor(x))
+    assert list(dict.fromkeys(seen)) == [0, 1, 2]
+    assert fzero.full_params(state).item() == -3.0

@@ -218,16 +218,24 @@ def test_fp16_gradients_are_read_and_stepped_in_fp32() -> None:
         engine.close()
 
 
-def test_large_fp32_sums_of_fp16_gradients_do_not_overflow_where_they_are_stepped() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "wanted"),
+    [
+        (functools.partial(torch.optim.SGD, lr=1.0), -32.0),
+        (functools.partial(torch.optim.AdamW, lr=1.0, fused=True), -1.0),  # which skips itself
+    ],
+)
+def test_large_fp32_sums_of_fp16_gradients_do_not_overflow_where_they_are_stepped(
+    optimizer: Any, wanted: float
+) -> None:
     """Their sum with the scale on it is beyond fp16, without it is not."""
     module = nn.Linear(2, 1, bias=False, dtype=torch.float16)
     nn.init.zeros_(module.weight)
-    optimizer = functools.partial(torch.optim.SGD, lr=1.0)
     engine = Engine(module, optimizer, stage=1, loss_scale=2.0**12, master_weights=False)
     for _ in range(4):
         engine.backward(engine(torch.full((1, 2), 8.0, dtype=torch.float16)).float().sum())
     engine.step()
-    assert engine.full_parameter("weight").unique().tolist() == [-32.0]
+    assert engine.full_parameter("weight").unique().tolist() == [wanted]
     engine.close()
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from fzero.checkpoint._parts import placed
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE
 
@@ -86,10 +87,8 @@ def with_values(
     for role, leaf in zip(roles, leaves, strict=True):
         if role.position is not None:
             made.append(next(slots) if leaf.numel() else leaf.clone())
-        elif isinstance(leaf, Tensor):
-            made.append(leaf.new_full(leaf.shape, counters[role.name]))
         else:
-            made.append(type(leaf)(counters[role.name]))
+            made.append(placed(f"the optimizer's {role.name}", leaf, counters[role.name]))
     return made
 
 

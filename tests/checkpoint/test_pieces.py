@@ -29,7 +29,7 @@ def test_the_pieces_of_all_ranks_are_every_leaf_once(
     flats = flatten(layout, params)
     found: dict[str, list[Any]] = {}
     for rank in reversed(range(ranks)):
-        rows = [OwnShard("x", i, shard_of(f, ranks, rank), False) for i, f in enumerate(flats)]
+        rows = [OwnShard("x", i, shard_of(f, ranks, rank)) for i, f in enumerate(flats)]
         for piece in pieces_of(layout, rows, rank, block_numel=block_numel):
             assert 0 < piece.values.numel() <= block_numel
             found.setdefault(piece.name, []).append(piece)

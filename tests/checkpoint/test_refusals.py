@@ -123,9 +123,11 @@ def test_one_virtual_rank_alone_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [{"a": _state()}, PARAMS, "path", None])
 def test_something_else_than_a_state_is_refused(other: Any, tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match=r"(?s)save: expected a TrainState, got a .*path / name"):
+    with pytest.raises(
+        LayoutError, match=r"(?s)save: expected a TrainState or an Engine, got a .*path / name"
+    ):
         save(tmp_path, other)
-    with pytest.raises(LayoutError, match="load: expected a TrainState"):
+    with pytest.raises(LayoutError, match="load: expected a TrainState or an Engine"):
         load(tmp_path, other)
 
 
@@ -182,7 +184,7 @@ def test_a_failed_load_shows_one_error(
     if damage == "manifest":
         (tmp_path / "checkpoint.json").write_text("not JSON")
     if damage.startswith("data"):  # as it happens when a file changes after it was checked
-        monkeypatch.setattr("fzero.checkpoint._api.require_whole", lambda *_: None)
+        monkeypatch.setattr("fzero.checkpoint._load.require_whole", lambda *_: None)
         (file,) = tmp_path.glob("data-*/*.distcp")
         file.write_text("no tensors")
     with pytest.raises(CheckpointError) as raised:
@@ -241,9 +243,9 @@ def test_a_damaged_manifest_is_found(at: float, tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("fzero.checkpoint._manifest.FORMAT", 2)
+        patch.setattr("fzero.checkpoint._manifest.FORMAT", 3)
         save(tmp_path, _state())
-    with pytest.raises(CheckpointError, match=r"another format than 1.*\n.*\nFix: load it with"):
+    with pytest.raises(CheckpointError, match=r"another format than 2.*\n.*\nFix: load it with"):
         load(tmp_path, _state())
 
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.checkpoint._everywhere import CheckpointError
@@ -60,9 +61,12 @@ def placed(name: str, like: Tensor | Number, value: Number) -> Any:
 
     Raises `CheckpointError` if it is none.
     """
-    kind = like.dtype if isinstance(like, Tensor) else type(like)
-    is_float = kind.is_floating_point if isinstance(like, Tensor) else kind is float
-    is_bool = str(kind) == "torch.bool" or kind is bool
+    if isinstance(like, Tensor):
+        kind: Any = like.dtype
+        is_float, is_bool = like.is_floating_point(), like.dtype is torch.bool
+    else:
+        kind = type(like)
+        is_float, is_bool = kind is float, kind is bool
     try:
         if (type(value) is bool) is is_bool and (is_float or type(value) is not float):
             made = float(value) if is_float else value
@@ -85,7 +89,9 @@ def _parts(state: TrainState) -> dict[str, Any]:
 
 def _numbers(part: Any, name: str) -> dict[str, Tensor | Number]:
     found = dict(_walk(part, name))
-    tensors = {key: x for key, x in found.items() if isinstance(x, Tensor)}
+    tensors: dict[str, Tensor | Number] = {
+        key: x for key, x in found.items() if isinstance(x, Tensor)
+    }
     return tensors or found
 
 
@@ -104,7 +110,9 @@ def _rebuilt(part: Any, name: str, values: Mapping[str, Any]) -> Any:
         return dataclasses.replace(part, **made)
     if isinstance(part, dict):
         return made
-    return type(part)(made.values()) if type(part) in (list, tuple) else part
+    if isinstance(part, list | tuple) and type(part) in (list, tuple):
+        return type(part)(made.values())
+    return part
 
 
 def _children(part: Any) -> Iterator[tuple[Any, Any]]:

@@ -51,10 +51,10 @@ def rng_setter(text: str, where: object) -> Callable[[], None]:
         python = (version_and_words[0], tuple(version_and_words[1]), version_and_words[2])
         torch.Generator().set_state(cpu)
         random.Random().setstate(python)
-        numpy_state = found.get("numpy")
-        numpy = sys.modules.get("numpy") if numpy_state is not None else None
+        numpy = sys.modules.get("numpy") if "numpy" in found else None
         if numpy is not None:
-            numpy_state = (numpy_state[0], numpy.array(numpy_state[1], "uint32"), *numpy_state[2:])
+            kind, keys, *rest = found["numpy"]
+            numpy_state = (kind, numpy.array(keys, "uint32"), *rest)
             numpy.random.RandomState().set_state(numpy_state)
         cuda = _bytes(found["cuda"]) if "cuda" in found and torch.cuda.is_available() else None
         if cuda is not None:

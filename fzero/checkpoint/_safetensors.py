@@ -120,7 +120,8 @@ def write_values(place: Place, values: Tensor) -> None:
     flat = values.detach().to("cpu").contiguous().reshape(-1)
     with place.file.open("r+b") as stream:
         stream.seek(place.begin)
-        stream.write(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+        if flat.numel():
+            flat.view(torch.uint8).numpy().tofile(stream)
 
 
 def read_values(place: Place) -> Tensor:

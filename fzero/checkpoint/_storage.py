@@ -81,7 +81,7 @@ class _Reader(dcp.FileSystemReader):
     def _read(self, item: ReadItem, stream: Any, planner: dcp.LoadPlanner) -> None:
         place = self._slice_file(stream, self.storage_data[item.storage_index])
         # Tensors are pickled; `weights_only` reads them without calling what a pickle names.
-        saved: Any = torch.load(place, map_location="cpu", weights_only=True)  # type: ignore
+        saved: Any = torch.load(place, map_location="cpu", weights_only=True)
         wanted: Any = self._index.state_dict_metadata[item.storage_index.fqn]
         (begin,), (numel,) = item.storage_offsets, item.lengths
         dtype = wanted.properties.dtype

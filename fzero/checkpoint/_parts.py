@@ -33,7 +33,7 @@ def numbers_of(state: TrainState) -> dict[str, Number]:
 def with_numbers(state: TrainState, saved: Mapping[str, Number]) -> dict[str, Any]:
     """Return the parts of `state` with the numbers of `saved`, by field.
 
-    A part that `saved` has nothing of stays as it is.
+    A part that only one of the two has stays as it is.
 
     Raises `LayoutError` for a part with other numbers, `CheckpointError` for one that does not fit.
     """
@@ -41,7 +41,9 @@ def with_numbers(state: TrainState, saved: Mapping[str, Number]) -> dict[str, An
     for field, part in _parts(state).items():
         here = _numbers(part, field)
         there = {name for name in saved if name.startswith(f"{field}/")}
-        if there and there != here.keys():
+        if not there or not here:
+            continue
+        if there != here.keys():
             raise LayoutError(
                 explain(
                     f"load: the {field} has the numbers {sorted(there)} in the checkpoint, "
@@ -50,9 +52,8 @@ def with_numbers(state: TrainState, saved: Mapping[str, Number]) -> dict[str, An
                     fix=f"make the state with the {field} that was saved. Nothing was changed.",
                 )
             )
-        if there and here:
-            values = {name: placed(name, x, saved[name]) for name, x in here.items()}
-            made[field] = _rebuilt(part, field, values)
+        values = {name: placed(name, x, saved[name]) for name, x in here.items()}
+        made[field] = _rebuilt(part, field, values)
     return made
 
 

@@ -117,9 +117,7 @@ def _full_disk(*args: Any, **kwargs: Any) -> None:
     raise OSError("disk is full")
 
 
-def test_a_wait_that_is_too_short_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_that_is_too_short_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     saving = save_async(tmp_path, make(mixed(), stage=0, ranks=0))
     with pytest.raises(TimeoutError, match=r"is not over after 0.01 s.*\n.*\nFix: wait longer"):
@@ -158,7 +156,7 @@ W = {"w": torch.ones(3)}
 
 
 def _train_on(rank: int, size: int, folder: Path, stage: int) -> None:
-    """Steps and saves run at once, over groups of their own; every save is the state at its call."""
+    """Steps and saves run at once, over groups of their own; each save is the state at its call."""
     state = make(mixed(), stage=stage, ranks=0)
     step = _donating(stage)
     wanted = []

@@ -116,7 +116,7 @@ def test_transformers_loads_an_export(tmp_path: Path) -> None:
 
 
 def test_a_plain_module_loads_a_state_dict(tmp_path: Path) -> None:
-    def build() -> nn.Module:
+    def build() -> nn.Sequential:
         module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
         module[2].weight = module[0].weight
         return module
@@ -128,7 +128,7 @@ def test_a_plain_module_loads_a_state_dict(tmp_path: Path) -> None:
         assert build().load_state_dict(values).missing_keys == []
     found = state_dict(state, module)
     assert torch.equal(found["2.weight"], module.state_dict()["0.weight"])
-    with pytest.raises(LayoutError, match="the state has no parameter 3.weight"):
+    with pytest.raises(LayoutError, match=r"the state has no parameter 3\.weight"):
         state_dict(state, nn.Sequential(*module, nn.Linear(3, 1)))
 
 
@@ -197,7 +197,7 @@ def test_an_odd_header_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [0, 7, 10**12, 2**64 - 1])
 def test_a_length_that_does_not_fit_is_refused(length: int, tmp_path: Path) -> None:
     _with_header(tmp_path, {"w": ONE}, bytes(8), length)
-    with pytest.raises(CheckpointError, match="model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         safetensors_initializer(tmp_path)
 
 

@@ -15,7 +15,7 @@ from fzero.job.claim import claimed, is_restart, launch_of
 from fzero.job.train import train
 from tests.job.runs import saved_losses, small
 from tests.rank_process import LOOPBACK, ROOT
-from tests.ranks import run_ranks, spawn_script
+from tests.ranks import run_ranks
 
 SCRIPT = """
 import os, signal, sys
@@ -41,22 +41,36 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+def _whole(rank: int, size: int, out: Path) -> None:
+    train(small(out, stage=3))
+
+
+def _run(command: list[str]) -> tuple[int, str, str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=400)
+        except BaseException:
+            process.terminate()  # not kill: torchrun ends its ranks before it goes
+            raise
+    return process.returncode, out, err
+
+
+@pytest.mark.timeout(600)  # two starts of two ranks: 15 s, and many times that on a busy machine
 @pytest.mark.xdist_group("gloo")
 def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-    command += ["--nproc-per-node=2", str(script), "train", *OPTIONS, "--out"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*command, str(tmp_path / "cut")],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"resumed {tmp_path / 'cut' / 'step-000003'}" in done.stdout
-    whole = spawn_script("-m", 2, ["fzero", "train", *OPTIONS, "--out", str(tmp_path / "whole")])
-    assert whole.returncode == 0, whole.stderr
+    command += ["--nproc-per-node=2", str(script), "train", *OPTIONS]
+    code, out, err = _run([*command, "--out", str(tmp_path / "cut")])
+    assert code == 0, err
+    assert f"resumed {tmp_path / 'cut' / 'step-000003'}" in out
+    run_ranks(_whole, 2, tmp_path / "whole")
     assert len(saved_losses(tmp_path / "whole")) == 6
     assert saved_losses(tmp_path / "cut") == saved_losses(tmp_path / "whole")
 

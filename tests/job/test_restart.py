@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fzero.errors import LayoutError
-from fzero.job.claim import claimed, is_restart, launch_of
+from fzero.job.claim import claimed, is_restart
 from fzero.job.train import train
 from tests.job.runs import saved_losses, small
 from tests.rank_process import LOOPBACK, ROOT
@@ -75,7 +75,9 @@ def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) 
     assert saved_losses(tmp_path / "cut") == saved_losses(tmp_path / "whole")
 
 
-def test_only_the_launch_that_began_a_run_goes_on_with_it(tmp_path: Path) -> None:
+def test_only_the_launch_that_began_a_run_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
     assert not is_restart(tmp_path, mine)  # nobody has begun one
     with claimed(tmp_path, mine, here=True):
@@ -83,7 +85,8 @@ def test_only_the_launch_that_began_a_run_goes_on_with_it(tmp_path: Path) -> Non
         assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RESTART_COUNT": "0"})
         assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RUN_ID": "b"})
         assert not is_restart(tmp_path, {})
-    (tmp_path / "run").write_text(launch_of(mine) + "0")  # another agent of the same id
+    assert is_restart(tmp_path, mine)
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # another agent of the same id
     assert not is_restart(tmp_path, mine)
 
 

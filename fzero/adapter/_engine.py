@@ -173,10 +173,12 @@ class Engine(Access, Scaling):
 
         It is read by `fzero.full_params`, `fzero.checkpoint.save`, `fzero.plot` and all else that
         takes a state. `step()` uses it up: what was taken before raises `DonatedError` afterwards.
-        Setting it, to what `fzero.checkpoint.load(path, engine.state)` returned, say, writes its
-        values into the engine's buffers.
+        Setting it writes the values of another state into the engine's buffers.
+        `fzero.checkpoint.save(path, engine)` and `load(path, engine)` take the engine itself, with
+        its module's buffers.
         """
         self._driver.require_not_closed()
+        self._driver.masters.follow(self._driver.state)  # what was written since the last update
         return self._driver.state
 
     @state.setter

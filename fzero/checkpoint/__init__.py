@@ -5,11 +5,21 @@
     path/data-<id>/               a checkpoint of torch.distributed.checkpoint: 1-D tensors
         params/<leaf>             each parameter, without padding
         optimizer/<slot>/<leaf>   what the optimizer keeps for each element of it
+        buffers/<rank>/<name>     of an engine's module: those of rank 0, and others that differ
+    path/data-<id>/rng-<rank>.json    the random generators of each rank
+    path/data-<id>/lock           held by who writes or reads the folder
 
-Random state and the position in the data are not in it; `extra` is the place for those.
+The position in the data, and all else that JSON can hold, goes into `extra`.
 """
 
-from fzero.checkpoint._api import load as load
-from fzero.checkpoint._api import read_extra as read_extra
-from fzero.checkpoint._api import save as save
+from fzero.checkpoint._behind import AsyncSave as AsyncSave
 from fzero.checkpoint._everywhere import CheckpointError as CheckpointError
+from fzero.checkpoint._export import export_safetensors as export_safetensors
+from fzero.checkpoint._export import state_dict as state_dict
+from fzero.checkpoint._import import import_safetensors as import_safetensors
+from fzero.checkpoint._import import safetensors_initializer as safetensors_initializer
+from fzero.checkpoint._load import load as load
+from fzero.checkpoint._load import load_with_extra as load_with_extra
+from fzero.checkpoint._load import read_extra as read_extra
+from fzero.checkpoint._save import save as save
+from fzero.checkpoint._save import save_async as save_async

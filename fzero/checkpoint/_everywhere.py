@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from fzero.collectives import gather_objects
+from fzero.collectives import gather_objects, gather_objects_beside
 from fzero.errors import FzeroError, explain
 from fzero.mesh import Axis
 
@@ -14,6 +15,19 @@ T = TypeVar("T")
 
 class CheckpointError(FzeroError, OSError):
     """A checkpoint that is missing or damaged, or could not be written; the state is still good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes that save or load together, and how they tell each other how it went."""
+
+    axis: Axis
+    beside: bool = False  # the group is nobody else's: the training goes on in another thread
+
+    def tell(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order. A collective."""
+        tell = gather_objects_beside if self.beside else gather_objects
+        return tell(value, self.axis)
 
 
 def could_not(what: str, error: Exception) -> CheckpointError:
@@ -33,6 +47,18 @@ def could_not(what: str, error: Exception) -> CheckpointError:
     )
 
 
+def damaged(what: object, seen: str) -> CheckpointError:
+    """Return the error that says what of a checkpoint is not as `save` writes it."""
+    return CheckpointError(
+        explain(
+            f"the checkpoint is damaged: {what} {seen}.",
+            cause="a copy that was cut off, a full disk, a path that not all ranks share, or files "
+            "that another program wrote.",
+            fix="use another copy of the checkpoint, or an older one. Nothing was changed.",
+        )
+    )
+
+
 def said_by(error: FzeroError, rank: int, axis: Axis) -> FzeroError:
     """Return `error` with the rank in its notes, where there are several."""
     if axis.size > 1:
@@ -40,7 +66,7 @@ def said_by(error: FzeroError, rank: int, axis: Axis) -> FzeroError:
     return error
 
 
-def everywhere(axis: Axis, do: Callable[[], T], *, what: str) -> T:
+def everywhere(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
     """Return `do()` once it has succeeded on every rank. A collective, and a barrier.
 
     Raises what the first rank raised that failed, on all ranks: an fzero error as it is, any
@@ -54,18 +80,18 @@ def everywhere(axis: Axis, do: Callable[[], T], *, what: str) -> T:
         problem = error
     except Exception as error:  # whatever it is: the other ranks wait to hear of it
         problem = could_not(what, error)
-    for rank, one in enumerate(gather_objects(problem, axis)):
+    for rank, one in enumerate(ranks.tell(problem)):
         if one is not None:
-            raise said_by(one, rank, axis)
+            raise said_by(one, rank, ranks.axis)
     return found[0]
 
 
-def gathered(axis: Axis, do: Callable[[], T], *, what: str) -> list[T]:
+def gathered(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
     """Return what `do()` returned on every rank, in rank order; raise as `everywhere` does."""
-    return gather_objects(everywhere(axis, do, what=what), axis)
+    return ranks.tell(everywhere(ranks, do, what=what))
 
 
-def first_of(axis: Axis, do: Callable[[], T], *, what: str) -> T:
+def first_of(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
     """Call `do()` on rank 0; return its result on every rank. Raises as `everywhere` does."""
-    mine = everywhere(axis, lambda: [do()] if axis.rank == 0 else [], what=what)
-    return gather_objects(mine, axis)[0][0]
+    mine = everywhere(ranks, lambda: [do()] if ranks.axis.rank == 0 else [], what=what)
+    return ranks.tell(mine)[0][0]

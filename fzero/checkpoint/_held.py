@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._driven import Driven
 from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis, Runtime
 from fzero.state import NAMESPACE, Phase, Placement, TrainState
@@ -24,20 +25,30 @@ class Held:
     is_stack: bool = False  # all ranks are here, as fzero.simulate returns them
 
 
-def held_states(name: str, state: Any) -> Held:
+def held_things(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
+    """Return the state, and the engine that holds it if an engine was given.
+
+    Raises `LayoutError` for something that is neither.
+    """
+    if isinstance(thing, TrainState):
+        return thing, None
+    if isinstance(thing, Driven) and isinstance(thing.state, TrainState):
+        return thing.state, thing
+    raise LayoutError(
+        explain(
+            f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
+            cause="parameters, or a dict of several states, were passed.",
+            fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
+        )
+    )
+
+
+def held_states(name: str, state: TrainState) -> Held:
     """Return what of `state` is in this process, or raise for a state that cannot be used.
 
-    Raises `LayoutError` for something that is no state, `DonatedError` for a used-up one,
-    `AxisError` inside `fzero.simulate` or without the state's process group.
+    Raises `DonatedError` for a used-up one, `AxisError` inside `fzero.simulate` or without the
+    state's process group.
     """
-    if not isinstance(state, TrainState):
-        raise LayoutError(
-            explain(
-                f"{name}: expected a TrainState, got a {type(state).__name__}.",
-                cause="parameters, or a dict of several states, were passed.",
-                fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
-            )
-        )
     axis = state.setup.axis
     if tuple(state.step.shape) == (axis.size,):
         held = _of_stack(state, axis.size)

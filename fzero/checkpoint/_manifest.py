@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,13 +13,13 @@ import optree
 import torch
 
 from fzero.checkpoint._everywhere import CheckpointError
+from fzero.checkpoint._parse import FORMAT, OtherFormatError, WrongError, crc32, parsed
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import Role, counters_of
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.scale import as_numbers
 
-FORMAT = 1
 MANIFEST = "checkpoint.json"
 COUNT, STEP = "count", "step"  # updates made; what Adam counts: the same number, unless it was set
 _SHOWN = 8  # differences that an error lists
@@ -28,16 +27,16 @@ _SHOWN = 8  # differences that an error lists
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Facts of a saved state, all of them JSON."""
+    """Facts of a saved state, all of them JSON; `_parse` says what each can be."""
 
     origin: dict[str, Any]  # stage, ranks, torch: where it came from; only `optimizer` must fit
     leaves: dict[str, str]  # parameter path: shape, dtype, trainable or frozen
     slots: dict[str, dict[str, str]]  # optimizer slot: {parameter path: dtype}
-    counters: dict[str, Any]  # `step`, and the optimizer's
+    counters: dict[str, Any]  # `step`, the optimizer's, and those of the loss scale
+    module: dict[str, Any]  # of an engine: its module's buffers, its optimizer's options
     data: str = ""  # name of the folder with the tensors
     files: dict[str, list[int]] = field(default_factory=dict)  # in it: [bytes, crc32]
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
-    scale: dict[str, float] = field(default_factory=dict)  # the loss scale, if it adapts itself
 
 
 def describe(state: TrainState, roles: list[Role]) -> Manifest:
@@ -67,8 +66,9 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
         counters={
             "step": int(state.step),
             **{f"optimizer/{k}": v for k, v in counters_of(roles, values).items()},
+            **{f"scale/{k}": v for k, v in as_numbers(state.scale).items()},
         },
-        scale=as_numbers(state.scale),
+        module={"buffers": {}, "options": []},
     )
 
 
@@ -105,7 +105,10 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
 def _counted_differently(saved: Manifest, wanted: Manifest) -> Iterator[str]:
     """Say which counters one has and the other has not, but for a step that is the count."""
     step, count = f"optimizer/{STEP}", f"optimizer/{COUNT}"
-    theirs, ours = saved.counters, wanted.counters
+    theirs, ours = (
+        {name: value for name, value in one.counters.items() if name.startswith("optimizer/")}
+        for one in (saved, wanted)
+    )
     implied = count in theirs and count in ours and theirs.get(step, theirs[count]) == theirs[count]
     names = [
         [name for name in counters if not (implied and name == step)] for counters in (theirs, ours)
@@ -129,10 +132,13 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """Put the manifest in place in one move: from then on the checkpoint is the new one."""
+    """Put the manifest in place in one move: from then on the checkpoint is the new one.
+
+    It is written into its own data folder first, where no other writer writes.
+    """
     body = {"format": FORMAT, **asdict(manifest)}
-    text = json.dumps({"crc32": _crc32(body), "checkpoint": body}, indent=1)
-    partial = path / f"{MANIFEST}.partial"
+    text = json.dumps({"crc32": crc32(body), "checkpoint": body}, indent=1)
+    partial = path / manifest.data / MANIFEST
     with partial.open("w") as file:
         file.write(text)
         file.flush()
@@ -143,9 +149,7 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest at `path`. Raises `CheckpointError` if there is no good one."""
     try:
-        outer = json.loads((path / MANIFEST).read_text())
-        body = outer["checkpoint"]
-        whole = _crc32(body) == outer["crc32"]
+        return Manifest(**parsed((path / MANIFEST).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             explain(
@@ -154,33 +158,22 @@ def read_manifest(path: Path) -> Manifest:
                 fix="pass the path that was given to fzero.checkpoint.save.",
             )
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
-    if not whole:
-        raise _damaged(path, "its checksum is wrong")
-    if body.pop("format") != FORMAT:
+    except OtherFormatError:
         raise CheckpointError(
             explain(
                 f"the checkpoint at {path} has another format than {FORMAT}.",
-                cause="it was written by a newer version of fzero.",
+                cause="it was written by another version of fzero.",
                 fix="load it with the version that wrote it, or update fzero.",
             )
-        )
-    return Manifest(**body)
-
-
-def _damaged(path: Path, seen: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            f"{path / MANIFEST} is damaged: {seen}.",
-            cause="the file was edited, or cut off by a copy or a full disk.",
-            fix="use another copy of the checkpoint, or an older one.",
-        )
-    )
-
-
-def _crc32(body: Any) -> int:
-    return zlib.crc32(json.dumps(body).encode())
+        ) from None
+    except (WrongError, OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            explain(
+                f"{path / MANIFEST} is damaged: {error}.",
+                cause="the file was edited, or cut off by a copy or a full disk.",
+                fix="use another copy of the checkpoint, or an older one. Nothing was changed.",
+            )
+        ) from None
 
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:

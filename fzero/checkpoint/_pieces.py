@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from fzero.checkpoint._slots import Role, roles_of
-from fzero.partition import shard_of
+from fzero.partition import named_leaves, shard_of
 from fzero.state import NAMESPACE, Layout, Placement, TrainState
 
 BLOCK_NUMEL = 2**24
@@ -35,13 +36,19 @@ class Piece:
     values: Tensor  # a view of what the rank holds
 
 
+class Wanted(NamedTuple):
+    """A logical tensor as the data must have it: 1-D."""
+
+    numel: int
+    dtype: torch.dtype
+
+
 class OwnShard(NamedTuple):
     """A rank's shard of one group of parameters, or of one optimizer slot of it."""
 
     prefix: str  # params, or optimizer/<slot>
     group: int
-    values: Tensor  # [l]
-    is_part: bool  # of a replicated buffer [W l], which is to be whole again on every rank
+    values: Tensor  # [l]: all that the rank holds, or a view of its part of [W l]
 
 
 def leaf_names(layout: Layout) -> list[str]:
@@ -61,6 +68,13 @@ def leaf_names(layout: Layout) -> list[str]:
             name = f"{leaf.path}#{number}"
         names[name] = None
     return list(names)
+
+
+def all_paths(layout: Layout) -> dict[str, int]:
+    """Return the leaf at each path, tied ones too."""
+    marks = [torch.empty(0, device="meta") for _ in layout.slots]
+    paths = named_leaves(optree.tree_unflatten(layout.treespec, marks))[0]
+    return dict(zip(paths, layout.slots, strict=True))
 
 
 def optimizer_roles(state: TrainState) -> list[Role]:
@@ -84,7 +98,7 @@ def shards_of(state: TrainState, roles: Sequence[Role], rank: int) -> list[OwnSh
     def shard(prefix: str, group: int, flat: Tensor, placement: Placement) -> OwnShard:
         whole = placement is not Placement.SHARDED
         values = shard_of(flat, layout.ranks, rank) if whole else flat
-        return OwnShard(prefix, group, values, whole)
+        return OwnShard(prefix, group, values)
 
     found = [shard("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
     leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
@@ -96,12 +110,30 @@ def shards_of(state: TrainState, roles: Sequence[Role], rank: int) -> list[OwnSh
     return found
 
 
+def wanted_of(state: TrainState, roles: Sequence[Role]) -> dict[str, Wanted]:
+    """Return every logical tensor of a state, by its name in a checkpoint."""
+    layout, names = state.setup.layout, leaf_names(state.setup.layout)
+    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+    found = {
+        f"params/{name}": Wanted(leaf.numel, leaf.dtype)
+        for name, leaf in zip(names, layout.leaves, strict=True)
+        if leaf.numel
+    }
+    for role, flat in zip(roles, leaves, strict=True):
+        if role.position is not None and flat.numel():
+            for i in layout.groups[layout.trainable[role.position]].leaves:
+                if layout.leaves[i].numel:
+                    name = f"optimizer/{role.name}/{names[i]}"
+                    found[name] = Wanted(layout.leaves[i].numel, flat.dtype)
+    return found
+
+
 def pieces_of(
     layout: Layout, shards: Sequence[OwnShard], rank: int, *, block_numel: int = BLOCK_NUMEL
 ) -> Iterator[Piece]:
     """Cut the shards of a rank at the borders of leaves and blocks; padding is in no piece."""
     names = leaf_names(layout)
-    for prefix, index, values, _ in shards:
+    for prefix, index, values in shards:
         group = layout.groups[index]
         begin = rank * group.shard_numel
         for leaf, offset in zip(group.leaves, group.offsets, strict=True):

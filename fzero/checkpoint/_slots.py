@@ -20,8 +20,10 @@ from itertools import groupby
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
+from fzero.checkpoint._everywhere import CheckpointError
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE
 
@@ -86,10 +88,8 @@ def with_values(
     for role, leaf in zip(roles, leaves, strict=True):
         if role.position is not None:
             made.append(next(slots) if leaf.numel() else leaf.clone())
-        elif isinstance(leaf, Tensor):
-            made.append(leaf.new_full(leaf.shape, counters[role.name]))
         else:
-            made.append(type(leaf)(counters[role.name]))
+            made.append(placed(f"the optimizer's {role.name}", leaf, counters[role.name]))
     return made
 
 
@@ -134,4 +134,30 @@ def _unknown(name: str, leaf: Any, numels: Sequence[int]) -> str:
         "(a matrix factor, a history, a random state).",
         fix="keep such state outside the optimizer, e.g. in save(..., extra=...), or save "
         "fzero.full_params(state) yourself.",
+    )
+
+
+def placed(name: str, like: Tensor | float, value: float) -> Any:
+    """Return `value` as a number of the form of `like`, a 1-element tensor or a number.
+
+    Raises `CheckpointError` if it is none.
+    """
+    if isinstance(like, Tensor):
+        kind: Any = like.dtype
+        is_float, is_bool = like.is_floating_point(), like.dtype is torch.bool
+    else:
+        kind = type(like)
+        is_float, is_bool = kind is float, kind is bool
+    try:
+        if (type(value) is bool) is is_bool and (is_float or type(value) is not float):
+            made = float(value) if is_float else value
+            return like.new_full(like.shape, made) if isinstance(like, Tensor) else made
+    except (RuntimeError, OverflowError):  # a number that the dtype does not hold
+        pass
+    raise CheckpointError(
+        explain(
+            f"load: {name} is {value!r:.80} in the checkpoint, which is no {kind}.",
+            cause="a manifest that another program wrote, or another kind of state.",
+            fix="use another copy of the checkpoint. Nothing was changed.",
+        )
     )

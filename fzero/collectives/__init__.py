@@ -16,6 +16,7 @@ from fzero.collectives._channel import Kind as Kind
 from fzero.collectives._channel import What as What
 from fzero.collectives._channel import channel_of as channel_of
 from fzero.collectives._channel import gather_objects as gather_objects
+from fzero.collectives._channel import gather_objects_beside as gather_objects_beside
 from fzero.collectives._functions import gather_many as gather_many
 from fzero.collectives._functions import reduce_many as reduce_many
 from fzero.collectives._functions import reduce_owned as reduce_owned

@@ -306,3 +306,11 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return every rank's picklable `value` in rank order. A collective."""
     channel = channel_of(axis)
     return [value] if channel is None else channel.tell(value)
+
+
+def gather_objects_beside(value: Any, axis: Axis) -> list[Any]:
+    """`gather_objects` over the group of `axis` itself: for a thread that has it to itself.
+
+    The channel's rounds are those of the thread that trains; a second thread would mix with them.
+    """
+    return lowering.gather_objects(value, axis)

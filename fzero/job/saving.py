@@ -5,6 +5,7 @@ A run writes into its folder OUT:
     step-000400/   a checkpoint of fzero.checkpoint, for any number of ranks and any stage; its
                    `extra` holds the settings, the digest of the text and the losses so far
     latest         the name of the newest of them
+    run            held by the program that trains into OUT; see `fzero.job.claim`
     loss.png       the loss curve, after the last step
 """
 

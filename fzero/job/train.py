@@ -9,6 +9,10 @@ the same steps, and is the same run up to the rounding of sums in another order.
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +20,21 @@ from torch import Tensor
 
 import fzero
 from fzero.checkpoint import load
+from fzero.collectives import gather_objects
 from fzero.errors import FzeroError, explain
+from fzero.job.claim import claimed, is_restart
 from fzero.job.finish import finish
 from fzero.job.progress import make_progress
-from fzero.job.saving import find_checkpoint, read_facts, require_free, require_writable, save_run
-from fzero.job.settings import changed_course, resolve, saved_form
-from fzero.job.step import Job, make_batches, make_job, make_optimizer
+from fzero.job.saving import (
+    LATEST,
+    find_checkpoint,
+    read_facts,
+    require_free,
+    require_writable,
+    save_run,
+)
+from fzero.job.settings import Output, changed_course, resolve, saved_form
+from fzero.job.step import Job, Params, make_batches, make_job, make_optimizer
 from fzero.job.stop import StopSignals
 
 
@@ -33,24 +46,35 @@ def train(given: dict[str, Any]) -> int:
     """Run the job with the options that were `given`; return the signal that ended it, or 0.
 
     With `resume`, the parameters after the last step are those of a run that was never stopped:
-    bit for bit on as many ranks, within rounding on another number of them.
+    bit for bit on as many ranks, within rounding on another number of them. Ranks that a launcher
+    started again (torchrun --max-restarts) resume by themselves.
 
     Raises:
         LayoutError: options that do not fit together, to the text, or to the saved run; a folder
-            that holds another run, without `overwrite`.
+            that holds another run, without `overwrite`, or that another program trains into.
         CheckpointError: there is nothing to resume, or the disk does not take a checkpoint.
         AxisError: the ranks were given different options or texts.
         LossError: the loss is no finite number.
     """
     folder = find_checkpoint(given["resume"]) if "resume" in given else None
+    out = Path(given.get("out", folder.parent if folder else Output().out))
+    restarted = _told_by_first(is_restart(out, os.environ))
+    if restarted and (out / LATEST).is_file():
+        folder = find_checkpoint(out)  # of this launch: a rank of it had died
     facts = read_facts(folder) if folder else {}
-    place = {"out": folder.parent} if folder else {}  # a resumed run goes on where it was
-    settings = resolve({**place, **given}, facts.get("settings"))
-    goes_on = folder is not None and settings.output.out.resolve() == folder.parent.resolve()
-    if not (goes_on or settings.output.overwrite):
-        require_free(settings.output.out)
-    require_writable(settings.output.out)
+    settings = resolve({**given, "out": out}, facts.get("settings"))
+    goes_on = folder is not None and out.resolve() == folder.parent.resolve()
+    if not (goes_on or restarted or settings.output.overwrite):
+        require_free(out)
+    require_writable(out)
     job, params = make_job(settings)
+    with _held(out):
+        return _run(job, params, folder, facts)
+
+
+def _run(job: Job, params: Params, folder: Path | None, facts: dict[str, Any]) -> int:
+    """Train from the beginning, or from the checkpoint in `folder`, to the end or a signal."""
+    settings = job.settings
     state = job.step.init(params, make_optimizer(settings))
     if folder:
         state = load(folder, state)
@@ -66,6 +90,27 @@ def train(given: dict[str, Any]) -> int:
         return stop.received
     _say(*finish(job, state, losses))
     return 0
+
+
+def _told_by_first(value: bool) -> bool:
+    """Return what rank 0 says: it alone writes the file that is asked."""
+    return gather_objects(value, fzero.world())[0]
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """Hold the folder on rank 0; if that fails, every rank raises."""
+    axis = fzero.world()
+    with ExitStack() as stack:
+        problem: FzeroError | None = None
+        try:
+            stack.enter_context(claimed(out, os.environ, here=axis.rank == 0))
+        except FzeroError as error:
+            problem = error
+        problem = gather_objects(problem, axis)[0]
+        if problem is not None:
+            raise problem
+        yield
 
 
 def _loop(

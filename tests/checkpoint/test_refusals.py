@@ -77,7 +77,7 @@ def one_virtual_rank() -> Any:
     return stacked.replace(step=stacked.step[0])  # as it is inside of fzero.simulate
 
 
-NO_STATE = r"expected a TrainState, got a .*\n.*\nFix: .*path / name"
+NO_STATE = r"expected a TrainState or an Engine, got a .*\n.*\nFix: .*path / name"
 UNUSABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "parameters": (lambda: PARAMS, LayoutError, NO_STATE),
     "several states": (lambda: {"a": state_of()}, LayoutError, NO_STATE),
@@ -220,7 +220,7 @@ def test_data_that_torch_cannot_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it happens when a file changes after it was checked."""
-    monkeypatch.setattr("fzero.checkpoint._api.require_whole", lambda *_: None)
+    monkeypatch.setattr("fzero.checkpoint._load.require_whole", lambda *_: None)
     save(tmp_path, state_of())
     (file,) = tmp_path.glob("data-*/*.distcp")
     file.write_text("no tensors")
@@ -240,9 +240,9 @@ def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("fzero.checkpoint._manifest.FORMAT", 2)
+        patch.setattr("fzero.checkpoint._manifest.FORMAT", 3)
         save(tmp_path, state_of())
-    refused(tmp_path, state_of(), r"another format than 1.*\n.*\nFix: load it with")
+    refused(tmp_path, state_of(), r"another format than 2.*\n.*\nFix: load it with")
 
 
 def test_the_manifest_says_where_it_came_from(tmp_path: Path) -> None:

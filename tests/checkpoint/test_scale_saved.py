@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.checkpoint import load, save
-from fzero.checkpoint._manifest import MANIFEST, _crc32
+from fzero.checkpoint import CheckpointError, load, save
+from fzero.checkpoint._manifest import MANIFEST
+from fzero.checkpoint._parse import crc32
 from fzero.state import DynamicScale
 from tests.strategies import same
 
@@ -86,10 +87,25 @@ def test_a_checkpoint_without_a_scale_gives_a_new_one_and_the_other_way_round_no
     assert static.scale is not None and static.scale.scale.item() == 8.0
 
 
-def test_a_checkpoint_from_before_there_were_scales_is_loaded(tmp_path: Path) -> None:
-    save(tmp_path, fresh(step_of(1, 1, None)))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale", 0.0),
+        ("scale", 1e39),
+        ("scale", float("nan")),
+        ("scale", "64"),
+        ("good_updates", -1),
+        ("good_updates", 2**31),
+        ("hysteresis_left", 1.0),
+        ("no_such", 1),
+    ],
+)
+def test_an_odd_scale_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    state = fresh(step_of(1, 1))
+    save(tmp_path, state)
     outer = json.loads((tmp_path / MANIFEST).read_text())
-    del outer["checkpoint"]["scale"]
-    outer["crc32"] = _crc32(outer["checkpoint"])
+    outer["checkpoint"]["counters"][f"scale/{name}"] = value
+    outer["crc32"] = crc32(outer["checkpoint"])
     (tmp_path / MANIFEST).write_text(json.dumps(outer))
-    assert facts(load(tmp_path, fresh(step_of(1, 1))))[:3] == [256.0, 0, 2]
+    with pytest.raises(CheckpointError, match=f"scale/{name}"):
+        load(tmp_path, state)

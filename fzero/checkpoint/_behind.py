@@ -1,0 +1,98 @@
+"""Saves in flight: a thread that writes while the training goes on, and how it ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from fzero.errors import AxisError, explain
+from fzero.mesh import Axis, Runtime, own_group
+
+_EARLIER: list[AsyncSave] = []
+"""The last save that was started, until it was heard of: the process's, as its threads are."""
+
+_GROUPS: dict[Axis, Axis] = {}
+"""The process group of saves in flight, for each axis: a handle, which lives as long as the world.
+"""
+
+
+class AsyncSave:
+    """A save in flight. `save_async` returns one."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._future: Future[None] = Future()
+        self._heard = False
+
+    def done(self) -> bool:
+        """Return whether it is over, well or not. No collective, and no wait."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is there, for `timeout` seconds at most.
+
+        Raises:
+            TimeoutError: if it is not over by then; it goes on.
+            CheckpointError: what went wrong, on every rank; what was there before is still there.
+        """
+        try:
+            self._future.result(timeout)
+        except TimeoutError:
+            if self._future.done():
+                raise
+            raise TimeoutError(
+                explain(
+                    f"{self._what} is not over after {timeout} s.",
+                    cause="a slow disk, or another rank that has not come to save_async.",
+                    fix="wait longer; the save goes on.",
+                )
+            ) from None
+        finally:
+            self._heard = self._heard or self._future.done()
+
+    def __repr__(self) -> str:
+        if not self.done():
+            return f"<{self._what}: in flight>"
+        return f"<{self._what}: {'failed' if self._future.exception() else 'done'}>"
+
+
+def start(run: Callable[[], None], *, what: str) -> AsyncSave:
+    """Run in a thread, which the interpreter waits for when it ends."""
+    handle = AsyncSave(what)
+
+    def body() -> None:
+        try:
+            run()
+        except BaseException as error:  # it is told to who asks, whatever it is
+            handle._future.set_exception(error)
+        else:
+            handle._future.set_result(None)
+
+    _EARLIER[:] = [handle]
+    threading.Thread(target=body, name=what, daemon=False).start()
+    return handle
+
+
+def wait_for_earlier(*, raises: bool = True) -> None:
+    """Wait for a save in flight; raise what went wrong with it, if nobody has heard of it."""
+    for handle in list(_EARLIER):
+        if raises and not handle._heard:
+            _EARLIER.clear()
+            handle.result()
+        else:
+            handle._future.exception()
+
+
+def group_beside(axis: Axis) -> Axis:
+    """Return the same ranks with a group that only saves in flight use. A collective at first."""
+    if axis.runtime is not Runtime.PROCESSES:
+        return axis
+    found = _GROUPS.get(axis)
+    if found is not None:
+        with suppress(AxisError):  # torch.distributed may have been started anew
+            found.group()
+            return found
+    found = _GROUPS[axis] = own_group(axis, backend="gloo")
+    return found

@@ -1,0 +1,227 @@
+"""Whole parameters for others: safetensors files, and the `state_dict` of a plain module."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._driven import Driven, buffers_of
+from fzero.checkpoint._everywhere import Ranks, everywhere
+from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._held import Held, held_states, held_things
+from fzero.checkpoint._pieces import all_paths, leaf_names
+from fzero.checkpoint._safetensors import (
+    INDEX,
+    Form,
+    Place,
+    begin_file,
+    planned,
+    write_values,
+)
+from fzero.collectives import assert_same_everywhere, gather_many
+from fzero.errors import LayoutError, explain
+from fzero.packing import unpack
+from fzero.state import Placement, TrainState
+
+PathLike = str | os.PathLike[str]
+
+
+def export_safetensors(
+    folder: PathLike, state: TrainState | Driven, *, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write all parameters to model-0000i-of-0000N.safetensors, as Hugging Face reads them.
+
+    A collective. Names are the paths of the parameters, a tied one once, under its first path; of
+    an engine also the persistent buffers of its module, those of rank 0.
+    `model.safetensors.index.json` says which file has what. Parameters are gathered unit by unit,
+    and rank 0 writes each at once: no rank holds more than its part and one unit.
+
+    Files of an earlier export are replaced when all is written, and until then they stay.
+
+    Args:
+        folder: where to; it is made if it is not there. Give it a config.json for from_pretrained.
+        state: a state, or an engine.
+        max_shard_bytes: of the tensors in one file; a larger tensor has a file of its own.
+
+    Raises:
+        LayoutError: for an empty path, a bound below 1, or a dtype that the format has not.
+        DonatedError: for a used-up state.
+        CheckpointError: on every rank, when the disk does not take it.
+
+    Source: Hugging Face, safetensors, and "Big models" of transformers, for the index.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> state = fzero.init({"w": torch.ones(2, 2)}, fzero.optim.sgd(0.1), stage=3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fzero.checkpoint.export_safetensors(folder, state)
+        ...     made = fzero.checkpoint.safetensors_initializer(folder)("w", torch.empty(2, 2))
+        >>> made
+        tensor([[1., 1.],
+                [1., 1.]])
+    """
+    wait_for_earlier(raises=False)
+    given, engine = held_things("export_safetensors", state)
+    held, where = held_states("export_safetensors", given), Path(folder)
+    ranks, layout = Ranks(axis=held.axis), given.setup.layout
+    facts = [f"path {where}", f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
+    assert_same_everywhere(facts, held.axis, what="the export")
+    writes = held.axis.rank == 0
+    buffers = {} if engine is None else buffers_of(engine.module)
+    names = leaf_names(layout)
+    forms = {
+        name: Form(leaf.shape, leaf.dtype) for name, leaf in zip(names, layout.leaves, strict=True)
+    }
+    forms |= {name: Form(tuple(x.shape), x.dtype) for name, x in buffers.items()}
+    partial = where / f".export-{secrets.token_hex(8)}"
+
+    def begin() -> dict[str, Place]:
+        require_path("export_safetensors", folder)
+        _require_bound(max_shard_bytes)
+        return _begun(partial, forms, max_shard_bytes) if writes else {}
+
+    places = everywhere(ranks, begin, what=f"write {where}")
+    problem: list[Exception] = []
+
+    def put(name: str, values: Tensor) -> None:
+        try:  # the other ranks are in the next gather: they hear of it at the end
+            if writes and not problem:
+                write_values(places[name], values)
+        except Exception as error:
+            problem.append(error)
+
+    def finish() -> None:
+        if problem:
+            raise problem[0]
+        if writes:
+            _put_in_place(partial, where)
+
+    try:
+        for number, values in _whole_leaves(held):
+            put(names[number], values)
+        for name, values in buffers.items():
+            put(name, values)
+        everywhere(ranks, finish, what=f"write {where}")
+    finally:
+        if writes:
+            _remove(partial)
+
+
+def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> dict[str, Tensor]:
+    """Return {name: whole values}, on the CPU, which `module.load_state_dict` takes. A collective.
+
+    Each unit is gathered, copied to the CPU, and let go. The names are those of
+    `module.state_dict()`: a tied parameter at each of its names, and the module's buffers. Without
+    a module, which an engine has itself, they are the paths of the state's parameters.
+
+    Args:
+        state: a state, or an engine.
+        module: the module that the state's parameters came from (`fzero.functionalize`), on any
+            device: its names are used, and its buffers.
+
+    Returns:
+        Tensors that nobody else has, on every rank.
+
+    Raises:
+        LayoutError: for a module with a parameter that the state has not.
+        DonatedError: for a used-up state.
+
+    Example:
+        >>> import torch, fzero
+        >>> module = torch.nn.BatchNorm1d(2)
+        >>> apply, params, buffers = fzero.functionalize(module, buffers=True)
+        >>> state = fzero.init(params, fzero.optim.sgd(0.1), stage=3)
+        >>> module.load_state_dict(fzero.checkpoint.state_dict(state, module))
+        <All keys matched successfully>
+    """
+    given, engine = held_things("state_dict", state)
+    held = held_states("state_dict", given)
+    assert_same_everywhere([f"step {int(held.states[0].step)}"], held.axis, what="state_dict")
+    layout, found = given.setup.layout, {}
+    for number, values in _whole_leaves(held):
+        found[number] = torch.empty_like(values, device="cpu").copy_(values)
+    by_path = {path: found[number] for path, number in all_paths(layout).items()}
+    of = module if engine is None else engine.module
+    if of is None:
+        return by_path
+    result = {}
+    first: dict[int, str] = {}
+    for name, parameter in of.named_parameters(remove_duplicate=False):
+        path = first.setdefault(id(parameter), name)
+        value = by_path.get(name, by_path.get(path))
+        if value is None:
+            raise LayoutError(
+                explain(
+                    f"state_dict: the state has no parameter {name}; it has {[*by_path][:6]} ...",
+                    cause="another module than the one that the state was made of.",
+                    fix="pass the module that was given to functionalize, or none.",
+                )
+            )
+        result[name] = value
+    return result | {name: x.cpu().clone() for name, x in buffers_of(of).items()}
+
+
+def _whole_leaves(held: Held) -> Iterator[tuple[int, Tensor]]:
+    """Yield (number of the leaf, whole values), gathered group by group. A collective."""
+    setup = held.states[0].setup
+    for index, group in enumerate(setup.layout.groups):
+        flats = [one.params.flats[index].detach() for one in held.states]
+        flat = flats[0]
+        if setup.params is Placement.SHARDED:
+            flat = torch.cat(flats) if held.is_stack else gather_many([flat], held.axis)[0]
+        yield from zip(group.leaves, unpack(setup.layout, index, flat), strict=True)
+
+
+def _begun(partial: Path, forms: Mapping[str, Form], max_bytes: int) -> dict[str, Place]:
+    partial.mkdir(parents=True)
+    shards = planned(forms, max_bytes)
+    places: dict[str, Place] = {}
+    weights = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        places |= begin_file(partial / file, {name: forms[name] for name in names})
+        weights |= dict.fromkeys(names, file)
+    total = sum(form.nbytes for form in forms.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    (partial / INDEX).write_text(json.dumps(index, indent=2))
+    return places
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Replace an earlier export. Without its index nobody reads files of both."""
+    new = {file.name for file in partial.iterdir()}
+    for file in sorted(partial.iterdir()):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    (folder / INDEX).unlink(missing_ok=True)
+    for old in folder.glob("model*.safetensors"):
+        if old.name not in new:
+            old.unlink()
+    for name in sorted(new, key=lambda name: name == INDEX):
+        os.replace(partial / name, folder / name)
+
+
+def _remove(partial: Path) -> None:
+    with suppress(OSError):
+        for file in partial.iterdir():
+            file.unlink()
+        partial.rmdir()
+
+
+def _require_bound(max_shard_bytes: int) -> None:
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise LayoutError(
+            explain(
+                f"export_safetensors: max_shard_bytes={max_shard_bytes!r}.",
+                cause='a size as text ("5GB"), or zero.',
+                fix="give a number of bytes, at least 1.",
+            )
+        )

@@ -1,0 +1,186 @@
+"""Parameters from safetensors files, without any rank holding the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._driven import buffers_of, set_buffers
+from fzero.checkpoint._everywhere import Ranks, everywhere
+from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._held import held_states, held_things, require_closed, restack
+from fzero.checkpoint._pieces import all_paths, leaf_names, optimizer_roles
+from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
+from fzero.collectives import assert_same_everywhere
+from fzero.errors import LayoutError, explain
+from fzero.packing import pack
+from fzero.partition import shard_of
+from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
+
+PathLike = str | os.PathLike[str]
+Thing = TypeVar("Thing")
+
+
+def safetensors_initializer(folder: PathLike) -> Callable[[str, Tensor], Tensor]:
+    """Return (path, leaf) -> the values of that leaf in the files: for `fzero.init(initializer=)`.
+
+    With parameters on the meta device no rank ever holds the model: one leaf at a time is read. A
+    floating leaf of another dtype than in the file is converted.
+
+    Args:
+        folder: of `export_safetensors`, of `save_pretrained`, or with one model.safetensors.
+
+    Raises:
+        CheckpointError: for missing or damaged files.
+        LayoutError: where it is called: for a leaf that the files have not, or in another shape.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> with torch.device("meta"):
+        ...     params = {"w": torch.empty(3)}
+        >>> state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(1.0), stage=3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fzero.checkpoint.export_safetensors(folder, state)
+        ...     values = fzero.checkpoint.safetensors_initializer(folder)
+        ...     made = fzero.init(params, fzero.optim.sgd(1.0), stage=3, initializer=values)
+        >>> fzero.full_params(made)
+        {'w': tensor([1., 1., 1.])}
+    """
+    require_path("safetensors_initializer", folder)
+    places = places_in(Path(folder))
+
+    def initializer(path: str, leaf: Tensor) -> Tensor:
+        place = _found(places, [path], Form(tuple(leaf.shape), leaf.dtype))
+        return read_values(place).to(
+            device="cpu" if leaf.is_meta else leaf.device, dtype=leaf.dtype
+        )
+
+    return initializer
+
+
+def import_safetensors(folder: PathLike, state: Thing) -> Thing:
+    """Return a state like `state`, or the engine, with the parameters of the files. A collective.
+
+    The optimizer's fp32 masters take the values as the files have them; its other slots, the step
+    and all else stay as they are. Of an engine's module, buffers that the files have are set, too.
+    Names in the files that the model has not are left out. Each rank reads one unit at a time.
+
+    Args:
+        folder: of `export_safetensors`, of `save_pretrained`, or with one model.safetensors.
+        state: a state without gradients in a window, or an engine.
+
+    Returns:
+        The new state, or the engine.
+
+    Raises:
+        CheckpointError: for missing or damaged files; nothing was changed.
+        LayoutError: for a parameter that the files have not, or in another shape or kind of dtype.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> rule = fzero.optim.sgd(1.0)
+        >>> one = fzero.init([torch.ones(2)], rule, stage=2)
+        >>> two = fzero.init([torch.zeros(2)], rule, stage=3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fzero.checkpoint.export_safetensors(folder, one)
+        ...     two = fzero.checkpoint.import_safetensors(folder, two)
+        >>> fzero.full_params(two)
+        [tensor([1., 1.])]
+    """
+    given, engine = held_things("import_safetensors", state)
+    held, where = held_states("import_safetensors", given), Path(folder)
+    ranks = Ranks(axis=held.axis)
+    assert_same_everywhere([f"path {where}"], held.axis, what="the import")
+
+    def read() -> tuple[list[TrainState], dict[str, Tensor]]:
+        require_path("import_safetensors", folder)
+        for one in held.states:
+            require_closed(one)
+        places = places_in(where)
+        found = _places_of(given.setup.layout, places)
+        values = {}
+        for name, x in buffers_of(engine.module).items() if engine is not None else ():
+            if name in places:
+                place = _found(places, [name], Form(tuple(x.shape), x.dtype))
+                values[name] = read_values(place)
+        each = zip(held.states, held.ranks, strict=True)
+        return [_with_params(one, found, rank) for one, rank in each], values
+
+    with torch.no_grad():
+        states, buffers = everywhere(ranks, read, what=f"read {where}")
+        made: Any = restack(held, states)
+    if engine is not None:
+        engine.state, made = made, engine
+        set_buffers(engine.module, buffers)
+    return made
+
+
+def _places_of(layout: Layout, places: Mapping[str, Place]) -> list[Place]:
+    """Return where each leaf is: at any of its paths."""
+    paths: list[list[str]] = [[name] for name in leaf_names(layout)]
+    for path, number in all_paths(layout).items():
+        paths[number].append(path)
+    forms = [Form(leaf.shape, leaf.dtype) for leaf in layout.leaves]
+    return [_found(places, some, form) for some, form in zip(paths, forms, strict=True)]
+
+
+def _found(places: Mapping[str, Place], paths: list[str], wanted: Form) -> Place:
+    place = next((places[path] for path in paths if path in places), None)
+    if place is None:
+        raise LayoutError(
+            explain(
+                f"the files have no {paths[0]}; they have {[*places][:6]} ...",
+                cause="another model, or names with another prefix.",
+                fix="pass the files of this model.",
+            )
+        )
+    form = place.form
+    floating = form.dtype.is_floating_point and wanted.dtype.is_floating_point
+    if form.shape != wanted.shape or not (floating or form.dtype is wanted.dtype):
+        raise LayoutError(
+            explain(
+                f"{paths[0]} is {form.shape} {form.dtype} in {place.file.name}, "
+                f"{wanted.shape} {wanted.dtype} in the model.",
+                cause="another model, or a transposed or quantized weight.",
+                fix="pass the files of this model.",
+            )
+        )
+    return place
+
+
+def _with_params(state: TrainState, places: list[Place], rank: int) -> TrainState:
+    """Return a state with the values of the files in its parameters and masters, unit by unit."""
+    setup, layout = state.setup, state.setup.layout
+    leaves, treespec = optree.tree_flatten(state.optimizer, namespace=NAMESPACE)
+    roles = optimizer_roles(state)
+    masters = {
+        layout.trainable[role.position]: at
+        for at, role in enumerate(roles)
+        if role.name == "masters" and role.position is not None and leaves[at].numel()
+    }
+    flats = []
+    for index, group in enumerate(layout.groups):
+        values = [read_values(places[i]) for i in group.leaves]
+        old = state.params.flats[index]
+        own = pack(layout, index, [x.to(group.dtype) for x in values])
+        flats.append(_own(own, old, layout.ranks, rank, setup.params))
+        if index in masters:
+            old = leaves[masters[index]]
+            whole = pack(layout, index, [x.to(old.dtype) for x in values])
+            leaves[masters[index]] = _own(whole, old, layout.ranks, rank, setup.optimizer_state)
+    return state.replace(
+        params=Buffers(flats=tuple(flats), placement=state.params.placement),
+        optimizer=optree.tree_unflatten(treespec, leaves),
+    )
+
+
+def _own(full: Tensor, old: Tensor, ranks: int, rank: int, placement: Placement) -> Tensor:
+    """Return what a rank keeps of a group, in memory of its own and where it was before."""
+    part = shard_of(full, ranks, rank) if placement is Placement.SHARDED else full
+    return torch.empty_like(old).copy_(part)

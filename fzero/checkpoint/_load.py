@@ -1,0 +1,301 @@
+"""`load`: from a path into a state of any stage on any number of ranks, or into an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._driven import (
+    Buffers,
+    Driven,
+    blank_buffers,
+    require_options,
+    set_buffers,
+    set_options,
+)
+from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
+from fzero.checkpoint._folders import LOCK, keep, let_go, require_path, require_whole
+from fzero.checkpoint._held import (
+    Held,
+    held_states,
+    held_things,
+    require_closed,
+    restack,
+)
+from fzero.checkpoint._manifest import (
+    COUNT,
+    STEP,
+    Manifest,
+    describe,
+    read_manifest,
+    require_fit,
+)
+from fzero.checkpoint._pieces import (
+    Piece,
+    Wanted,
+    optimizer_roles,
+    pieces_of,
+    shards_of,
+    wanted_of,
+)
+from fzero.checkpoint._rng import rng_file, rng_setter
+from fzero.checkpoint._save import storage
+from fzero.checkpoint._slots import Role, with_values
+from fzero.collectives import assert_same_everywhere, start_gather_in_place
+from fzero.partition import shard_of
+from fzero.state import NAMESPACE, Placement, Progress, TrainState
+from fzero.state import Buffers as Flats
+from fzero.state.scale import from_numbers
+from fzero.state.window import CLOSED
+
+PathLike = str | os.PathLike[str]
+Thing = TypeVar("Thing")
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one process reads, and what it does with it: all of it checked."""
+
+    states: list[TrainState]  # of each of its ranks: new ones, to be filled
+    roles: list[list[Role]]  # of the leaves of their optimizer states
+    pieces: list[Piece]  # views of them, and of `buffers`
+    index: Any  # of torch.distributed.checkpoint
+    buffers: Buffers  # of an engine's module
+    set_rng: Callable[[], None]
+
+
+def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
+    """Return a state with the values saved at `path`, placed as `state` is. A collective.
+
+    `state` says what is wanted: the model, the optimizer, the stage, the ranks; its own values
+    do not matter (gradients that it holds are not kept) and stay as they are. Its stage and
+    number of ranks may be others than those that saved: values are equal bit for bit. Each rank
+    reads the saved chunks that its own P / W elements touch, one at a time; the ranks then gather
+    what is replicated, one group of parameters at a time.
+
+    An engine gets the values itself, and is what comes back: parameters, optimizer, buffers of its
+    module (its own on as many ranks as have saved, else those of rank 0), options of its
+    optimizer's param groups where there are as many groups. It is changed when all is read.
+
+    The random generators of this process are set to those of the same rank that saved; of a rank
+    that did not save, they stay. A part that only the checkpoint, or only the state, has (a loss
+    scale) stays as the state has it.
+
+    Everything is checked before a value is read: the manifest field by field, names, shapes,
+    dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Files
+    outside of `path` are not read, and nothing that a file says is executed.
+
+    Args:
+        path: what was given to `save`.
+        state: one state, or an engine; with virtual ranks a stacked state.
+        rng: whether the random generators are set, if they were saved.
+
+    Returns:
+        The new state, without gradients, at the step that was saved; or the engine.
+
+    Raises:
+        LayoutError: for another model or optimizer, naming every difference.
+        CheckpointError: for a missing, damaged or foreign checkpoint, naming what is wrong.
+        PhaseError: inside a coalesced step.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> from fzero.checkpoint import load, save
+        >>> state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1), stage=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(folder, state)
+        ...     load(folder, fzero.init({"w": torch.ones(4)}, fzero.optim.sgd(0.1), stage=1))
+        Traceback (most recent call last):
+        fzero.errors.LayoutError: load: the parameters in ... are not those of this state:
+          w: (3,) torch.float32 trainable in the checkpoint, (4,) torch.float32 trainable in ...
+        Usual cause: another model, dtype, or choice of what is trainable.
+        Fix: make the state from the model that was saved. Nothing was changed.
+    """
+    return load_with_extra(path, state, rng=rng)[0]
+
+
+def load_with_extra(
+    path: PathLike, state: Thing, *, rng: bool = True
+) -> tuple[Thing, dict[str, Any]]:
+    """Return `(load(path, state), extra)`, of one checkpoint, whoever saves to `path` meanwhile.
+
+    Args:
+        path: as for `load`.
+        state: as for `load`.
+        rng: as for `load`.
+
+    Returns:
+        The state or engine, and the `extra` that was given to `save`, as JSON gives it back.
+
+    Raises:
+        LayoutError, CheckpointError, PhaseError: as `load`.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1), stage=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fzero.checkpoint.save(folder, state, extra={"samples_seen": 1024})
+        ...     state, extra = fzero.checkpoint.load_with_extra(folder, state)
+        >>> extra
+        {'samples_seen': 1024}
+    """
+    wait_for_earlier(raises=False)
+    given, engine = held_things("load", state)
+    held, where = held_states("load", given), Path(path)
+    ranks = Ranks(axis=held.axis)
+    assert_same_everywhere([f"path {where}"], held.axis, what="the checkpoint")
+    require_path("load", path)
+    locks: list[int] = []
+    try:
+        saved = first_of(ranks, lambda: _kept_manifest(where, locks), what=f"read {where}")
+        plan = everywhere(
+            ranks, lambda: _plan(held, engine, saved, where, rng), what=f"read {where}"
+        )
+        with torch.no_grad():
+            storage().read(plan.pieces, where / saved.data, plan.index, held.axis)
+            _make_whole(held, plan)
+    finally:
+        for lock in locks:
+            let_go(lock)
+    made: Any = restack(held, plan.states)
+    if engine is not None:
+        engine.state, made = made, engine
+        set_buffers(engine.module, plan.buffers)
+        set_options(engine.optimizer, saved.module["options"])
+    plan.set_rng()
+    return made, saved.extra
+
+
+def read_extra(path: PathLike) -> dict[str, Any]:
+    """Return the `extra` that was given to `save`. No collective; needs no state.
+
+    Args:
+        path: what was given to `save`.
+
+    Returns:
+        The dict, as JSON gives it back: tuples are lists, keys are strings.
+
+    Raises:
+        CheckpointError: if there is no good checkpoint at `path`.
+        LayoutError: for an empty path.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1), stage=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fzero.checkpoint.save(folder, state, extra={"epoch": 3})
+        ...     fzero.checkpoint.read_extra(folder)
+        {'epoch': 3}
+    """
+    require_path("read_extra", path)
+    wait_for_earlier(raises=False)
+    return read_manifest(Path(path)).extra
+
+
+def _kept_manifest(path: Path, locks: list[int]) -> Manifest:
+    """Return the manifest, its data kept from removal by a lock that is put into `locks`."""
+    for _ in range(_ATTEMPTS):
+        saved = read_manifest(path)
+        with suppress(FileNotFoundError):
+            locks.append(keep(path / saved.data))
+            return saved
+        if read_manifest(path).data == saved.data:  # else another save has replaced it
+            break
+    raise damaged(path / saved.data / LOCK, "is missing")
+
+
+def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: bool) -> Plan:
+    """Check all that can be checked, and make room for what is read. Reads no tensor."""
+    for one in held.states:
+        require_closed(one)
+    roles = [optimizer_roles(one) for one in held.states]
+    require_fit(saved, describe(held.states[0], roles[0]), path)
+    folder, axis = path / saved.data, held.axis
+    require_whole(folder, saved.files, axis.rank, axis.size)
+    buffers, pieces = {}, []
+    if engine is not None:
+        same = saved.origin["ranks"] == axis.size
+        found = saved.module["buffers"]
+        buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
+        require_options(engine.optimizer, saved.module["options"])
+    wanted = {piece.name: Wanted(piece.numel, piece.values.dtype) for piece in pieces}
+    index = storage().read_index(
+        folder, saved.files, {**wanted, **wanted_of(held.states[0], roles[0])}
+    )
+    file = rng_file(axis.rank)
+    has_rng = rng and file in saved.files
+    set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else _nothing
+    with torch.no_grad():
+        made = [_room(one, some, saved) for one, some in zip(held.states, roles, strict=True)]
+    for one, some, number in zip(made, roles, held.ranks, strict=True):
+        pieces += pieces_of(one.setup.layout, shards_of(one, some, number), number)
+    return Plan(
+        states=made, roles=roles, pieces=pieces, index=index, buffers=buffers, set_rng=set_rng
+    )
+
+
+def _nothing() -> None:
+    """Leave the generators as they are."""
+
+
+def _room(state: TrainState, roles: list[Role], saved: Manifest) -> TrainState:
+    """Return an idle state like `state` with the saved numbers, and zeros for all that is read."""
+    counters = _of("optimizer/", saved.counters)
+    counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
+    leaves, treespec = optree.tree_flatten(state.optimizer, namespace=NAMESPACE)
+    slots = (
+        torch.zeros_like(leaf)
+        for role, leaf in zip(roles, leaves, strict=True)
+        if role.position is not None and leaf.numel()
+    )
+    placed = with_values(roles, leaves, slots, counters)
+    flats = tuple(torch.zeros_like(flat) for flat in state.params.flats)  # padding stays zero
+    return state.replace(
+        params=Flats(flats=flats, placement=state.params.placement),
+        gradients=Flats(),
+        optimizer=optree.tree_unflatten(treespec, placed),
+        window=CLOSED,
+        step=torch.tensor(saved.counters["step"], dtype=torch.int64),
+        progress=Progress(),
+        scale=from_numbers(state.scale, _of("scale/", saved.counters)),
+    )
+
+
+def _of(prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the counters whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): x for name, x in counters.items() if name.startswith(prefix)}
+
+
+def _replicated(state: TrainState, roles: Sequence[Role]) -> list[Tensor]:
+    """Return the flats [W l] that every rank holds whole."""
+    setup, found = state.setup, []
+    if setup.params is not Placement.SHARDED:
+        found += state.params.flats
+    if setup.optimizer_state is not Placement.SHARDED:
+        leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+        pairs = zip(roles, leaves, strict=True)
+        found += [leaf for role, leaf in pairs if role.position is not None and leaf.numel()]
+    return found
+
+
+def _make_whole(held: Held, plan: Plan) -> None:
+    """Fill in what other ranks have read of replicated flats, one flat at a time. A collective."""
+    each = [_replicated(one, some) for one, some in zip(plan.states, plan.roles, strict=True)]
+    for flats in zip(*each, strict=True):
+        if held.is_stack:
+            parts = [shard_of(flat, len(flats), rank) for rank, flat in enumerate(flats)]
+            full = torch.cat(parts)
+            for flat in flats:
+                flat.copy_(full)
+        else:
+            start_gather_in_place(flats, held.axis).wait()

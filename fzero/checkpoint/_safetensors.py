@@ -1,0 +1,231 @@
+"""The safetensors format: 8 bytes with the header's length, a JSON header, the values.
+
+    header   {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}}, in bytes from
+             the end of the header; the ranges follow each other without gap or overlap
+
+Source: Hugging Face, safetensors, section "Format" of its README.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._everywhere import CheckpointError, damaged
+from fzero.errors import LayoutError, explain
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER = 100_000_000  # bytes: the bound of the format's own reader
+_NAME = re.compile(r"[^/\\\0]*[^/\\\0.][^/\\\0]*\.safetensors")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Form(NamedTuple):
+    """A tensor before its values are there."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the values of a tensor are."""
+
+    file: Path
+    begin: int
+    form: Form
+
+
+def planned(forms: Mapping[str, Form], max_bytes: int) -> list[list[str]]:
+    """Return which names share a file: in their order, a file full before the next one begins.
+
+    Example:
+        >>> forms = {name: Form((4,), torch.float32) for name in "abc"}
+        >>> planned(forms, 32)
+        [['a', 'b'], ['c']]
+    """
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, form in forms.items():
+        if shards[-1] and held + form.nbytes > max_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += form.nbytes
+    return shards
+
+
+def begin_file(file: Path, forms: Mapping[str, Form]) -> dict[str, Place]:
+    """Write the header of a file, and make room for the values; return where each one goes.
+
+    Raises `LayoutError` for a dtype that the format has not.
+    """
+    # The widest dtype first: so each tensor begins at a multiple of the size of its elements.
+    names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends = 0
+    for name in names:
+        form = forms[name]
+        begin, ends = ends, ends + form.nbytes
+        header[name] = {
+            "dtype": _name_of(name, form.dtype),
+            "shape": list(form.shape),
+            "data_offsets": [begin, ends],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + ends)
+    first = 8 + len(text)
+    return {
+        name: Place(file=file, begin=first + header[name]["data_offsets"][0], form=forms[name])
+        for name in names
+    }
+
+
+def write_values(place: Place, values: Tensor) -> None:
+    """Write the values of one tensor to where they go."""
+    flat = values.detach().to("cpu").contiguous().reshape(-1)
+    with place.file.open("r+b") as stream:
+        stream.seek(place.begin)
+        if flat.numel():
+            flat.view(torch.uint8).numpy().tofile(stream)
+
+
+def read_values(place: Place) -> Tensor:
+    """Read the values of one tensor; no other bytes of its file."""
+    form = place.form
+    data = bytearray(form.nbytes)
+    with place.file.open("rb") as stream:
+        stream.seek(place.begin)
+        if stream.readinto(data) != len(data):
+            raise damaged(place.file, "is shorter than it was")
+    if not data:
+        return torch.empty(form.shape, dtype=form.dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(form.dtype).reshape(form.shape)
+
+
+def places_in(folder: Path) -> dict[str, Place]:
+    """Return where each tensor of a folder is: by its index, or in its one file.
+
+    Raises `CheckpointError`, naming the file, for what is not as the format has it.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            raise CheckpointError(
+                explain(
+                    f"there are no weights at {folder}: no {INDEX} and no {SINGLE} in it.",
+                    cause="a mistyped path, or an export that was cut off.",
+                    fix="pass the folder of export_safetensors, or of save_pretrained.",
+                )
+            )
+        return _header_of(folder / SINGLE)
+    weights = _json(index, index.read_bytes()).get("weight_map")
+    if not isinstance(weights, dict) or not weights:
+        raise damaged(index, "has no weight_map")
+    files: dict[str, dict[str, Place]] = {}
+    for name, file in weights.items():
+        if not isinstance(file, str) or not _NAME.fullmatch(file):
+            raise damaged(index, f"has {name} in {file!r:.200}, which is no file of the folder")
+        if file not in files:
+            if not (folder / file).is_file():
+                raise damaged(folder / file, "is missing")
+            files[file] = _header_of(folder / file)
+        if name not in files[file]:
+            raise damaged(folder / file, f"has no {name}, which its index says")
+    return {name: files[file][name] for name, file in weights.items()}
+
+
+def _header_of(file: Path) -> dict[str, Place]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(_MAX_HEADER, size - 8):
+            raise damaged(file, f"of {size:,} bytes has no header of {length:,} bytes")
+        header = _json(file, stream.read(length))
+    header.pop("__metadata__", None)
+    first, end, found = 8 + length, 0, {}
+    for begin, until, name, form in sorted(_entries(file, header)):
+        if begin != end or until > size - first:
+            raise damaged(file, f"has {name} at bytes {begin} to {until}, the last ended at {end}")
+        end = until
+        found[name] = Place(file=file, begin=first + begin, form=form)
+    if first + end != size:
+        raise damaged(file, f"has {size:,} bytes, its header speaks of {first + end:,}")
+    return {name: found[name] for name in header}
+
+
+def _entries(file: Path, header: Mapping[str, Any]) -> Iterator[tuple[int, int, str, Form]]:
+    for name, entry in header.items():
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            numbers = [begin, end, *shape]
+            form = Form(tuple(shape), _DTYPES[dtype])
+        except (KeyError, TypeError, ValueError) as error:
+            seen = f"has no tensor at {name}: {type(error).__name__}: {error}"
+            raise damaged(file, seen) from None
+        good = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        if not good or end - begin != form.nbytes:
+            raise damaged(file, f"has {name} as {dtype} {shape!r:.80} in {end!r} - {begin!r} bytes")
+        yield begin, end, name, form
+
+
+def _json(file: Path, data: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name twice")
+        return found
+
+    try:
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise damaged(file, f"is no JSON: {type(error).__name__}: {error}") from None
+    if not isinstance(found, dict):
+        raise damaged(file, "holds no dict")
+    return found
+
+
+def _name_of(name: str, dtype: torch.dtype) -> str:
+    if dtype in _NAMES:
+        return _NAMES[dtype]
+    raise LayoutError(
+        explain(
+            f"export_safetensors: {name} is {dtype}, for which the format has no name.",
+            cause="a complex or quantized parameter or buffer.",
+            fix="save it with fzero.checkpoint.save, or convert it before.",
+        )
+    )

@@ -1,0 +1,264 @@
+"""`save` and `save_async`: a train state, or an engine, to a path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._behind import AsyncSave, group_beside, start, wait_for_earlier
+from fzero.checkpoint._driven import (
+    Buffers,
+    Driven,
+    buffer_pieces,
+    buffers_of,
+    facts_of,
+    options_of,
+    own_buffers,
+)
+from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
+from fzero.checkpoint._folders import (
+    digest,
+    let_go,
+    make_folder,
+    require_path,
+    sweep,
+    sync,
+)
+from fzero.checkpoint._held import held_states, held_things, require_idle
+from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
+from fzero.checkpoint._pieces import OwnShard, Piece, optimizer_roles, pieces_of, shards_of
+from fzero.checkpoint._rng import rng_file, rng_text
+from fzero.collectives import assert_same_everywhere
+from fzero.state import TrainState
+
+PathLike = str | os.PathLike[str]
+
+
+def storage() -> ModuleType:
+    """Import DCP only when it is needed: who never saves need not wait for it."""
+    from fzero.checkpoint import _storage
+
+    return _storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """All that one process writes, decided while the training stands still."""
+
+    path: Path
+    ranks: Ranks
+    manifest: Manifest
+    pieces: list[Piece]
+    buffers: Buffers = field(default_factory=dict)  # of an engine's module
+    texts: dict[str, str] = field(default_factory=dict)  # file: its text
+
+
+def save(
+    path: PathLike,
+    state: TrainState | Driven,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    rng: bool = True,
+) -> None:
+    """Write a train state, or an engine with its module's buffers, to the folder `path`.
+
+    A collective. Each parameter becomes one 1-D tensor without padding, under its own path, as does
+    what the optimizer keeps for it; so `load` needs neither the same number of ranks nor the same
+    stage. Every rank writes P / W elements, also of replicated buffers; all must see one file
+    system. Also written: the step, the optimizer's counters, the loss scale, each rank's random
+    generators (torch on CPU and CUDA, python, numpy); of an engine also the persistent buffers of
+    its module, each rank's own where they differ, and the options of its optimizer's param groups
+    (which a scheduler changes).
+
+    A checkpoint that is at `path` already counts until the new one is complete: each save writes
+    into a new folder, and the change is one rename of one small file. If anything fails, on any
+    rank, every rank raises, the old checkpoint is still there and the state is still good. Several
+    programs may save to one path at once: each time one of them is there, whole.
+
+    With virtual ranks, save the stacked state, outside `fzero.simulate`.
+
+    Args:
+        path: a folder, which is made if it is not there; other files in it stay.
+        state: one state or engine, idle: no gradient is held.
+        extra: what else belongs to the checkpoint and JSON can hold (tuples come back as lists,
+            keys as strings): the position in the data, a scheduler's `state_dict()`. Rank 0's
+            counts. `load_with_extra` and `read_extra` return it.
+        rng: whether the random generators are saved.
+
+    Raises:
+        PhaseError: for a state between gradient and update.
+        DonatedError: for a used-up one.
+        LayoutError: for an empty path, or an `extra` or an optimizer state that cannot be saved.
+        AxisError: when the ranks save at different steps or paths.
+        CheckpointError: when the disk does not take it, or did not take an earlier `save_async`.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> from fzero.checkpoint import load, save
+        >>> opt, folder = fzero.optim.adam(1e-3), tempfile.TemporaryDirectory()
+        >>> save(folder.name, fzero.init({"w": torch.ones(3)}, opt, stage=3))
+        >>> fzero.full_params(load(folder.name, fzero.init({"w": torch.zeros(3)}, opt, stage=0)))
+        {'w': tensor([1., 1., 1.])}
+        >>> folder.cleanup()
+    """
+    wait_for_earlier()
+    write(_draft(path, state, extra, rng=rng, copies=False))
+
+
+def save_async(
+    path: PathLike,
+    state: TrainState | Driven,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    rng: bool = True,
+) -> AsyncSave:
+    """`save` that returns once this rank's P / W elements are copied to host memory. A collective.
+
+    The rest is done by a thread, over a process group of its own: the training may go on, also
+    with steps that overwrite the state. What is written is the state at the call.
+
+    One is in flight at a time: a later `save`, `save_async` or `load` waits for it. So the host
+    holds one copy at most.
+
+    Args:
+        path: as for `save`.
+        state: as for `save`.
+        extra: as for `save`.
+        rng: as for `save`.
+
+    Returns:
+        A handle: `.done()` says whether it is over, `.result(timeout)` waits, and raises what went
+        wrong. An error that nobody asked for is raised by the next `save` or `save_async`.
+
+    Raises:
+        PhaseError, DonatedError, LayoutError, AxisError: as `save`, before anything is copied.
+        CheckpointError: when the disk did not take an earlier one.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1), stage=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saving = fzero.checkpoint.save_async(folder, state, extra={"epoch": 1})
+        ...     saving.result()
+        ...     fzero.checkpoint.read_extra(folder), saving.done()
+        ({'epoch': 1}, True)
+    """
+    wait_for_earlier()
+    draft = _draft(path, state, extra, rng=rng, copies=True)
+    beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
+    return start(lambda: write(replace(draft, ranks=beside)), what=f"save_async to {path}")
+
+
+def _draft(
+    path: PathLike,
+    thing: TrainState | Driven,
+    extra: Mapping[str, Any] | None,
+    *,
+    rng: bool,
+    copies: bool,
+) -> Draft:
+    """Check everything, and say what this process writes. A collective."""
+    state, engine = held_things("save", thing)
+    held = held_states("save", state)
+    ranks = Ranks(axis=held.axis)
+
+    def prepare() -> Draft:
+        require_path("save", path)
+        for one in held.states:
+            require_idle(one)
+        roles = [optimizer_roles(one) for one in held.states]
+        manifest = describe(held.states[0], roles[0])
+        if engine is not None:
+            manifest.module["options"] = options_of(engine.optimizer)
+        pieces = []
+        for one, some, rank in zip(held.states, roles, held.ranks, strict=True):
+            shards = shards_of(one, some, rank)
+            shards = [_on_host(shard) for shard in shards] if copies else shards
+            pieces += pieces_of(one.setup.layout, shards, rank)
+        found = {} if engine is None else buffers_of(engine.module)
+        return Draft(
+            path=Path(path),
+            ranks=ranks,
+            manifest=replace(manifest, extra=as_extra(extra)),
+            pieces=pieces,
+            buffers={name: _copied(x) for name, x in found.items()} if copies else found,
+            texts={rng_file(held.axis.rank): rng_text()} if rng else {},
+        )
+
+    draft = everywhere(ranks, prepare, what="prepare the checkpoint")
+    facts = [f"path {draft.path}", f"step {draft.manifest.counters['step']}"]
+    assert_same_everywhere(facts, held.axis, what="the checkpoint")
+    return draft
+
+
+def write(draft: Draft) -> None:
+    """Write what was drafted, and make it the checkpoint. A collective."""
+    ranks, path = draft.ranks, draft.path
+    held: list[int] = []
+
+    def make() -> str:
+        data, lock = make_folder(path)
+        held.append(lock)
+        return data
+
+    try:
+        data = first_of(ranks, make, what=f"make {path}")
+        told = gathered(ranks, lambda: facts_of(draft.buffers), what="read the buffers")
+        own = own_buffers(told)
+        more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
+        everywhere(ranks, lambda: _write_texts(draft.texts, path / data), what=f"write {path}")
+        storage().write([*draft.pieces, *more], path / data, ranks.axis)
+        module = {**draft.manifest.module, "buffers": own}
+        _commit(ranks, path, replace(draft.manifest, data=data, module=module))
+    finally:
+        for lock in held:
+            let_go(lock)  # a sweep may remove the folder now, if it did not become the checkpoint
+        if ranks.axis.rank == 0 and path.is_dir():
+            sweep(path)
+
+
+def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:
+    """Put the manifest, with a digest of every file, in place of the old one, if there is one."""
+    folder, axis = path / manifest.data, ranks.axis
+
+    def listed() -> list[str]:
+        return sorted(file.name for file in folder.iterdir())
+
+    names = first_of(ranks, listed, what=f"list {folder}")
+    shares = gathered(
+        ranks,
+        lambda: {name: digest(folder / name) for name in names[axis.rank :: axis.size]},
+        what=f"read back {folder} (do all ranks share this file system?)",
+    )
+    digests = {name: value for share in shares for name, value in share.items()}
+    whole = replace(manifest, files={name: digests[name] for name in names})
+
+    def replace_manifest() -> None:
+        sync(folder)
+        write_manifest(whole, path)
+        sync(path)
+
+    first_of(ranks, replace_manifest, what=f"write {path}")
+
+
+def _write_texts(texts: Mapping[str, str], folder: Path) -> None:
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+
+
+def _on_host(shard: OwnShard) -> OwnShard:
+    return shard._replace(values=_copied(shard.values))
+
+
+def _copied(values: Tensor) -> Tensor:
+    """A copy in host memory, of the values as they are now."""
+    return torch.empty_like(values, device="cpu", memory_format=torch.contiguous_format).copy_(
+        values.detach()
+    )

@@ -1,0 +1,78 @@
+"""Who writes into the folder of a run: one program at a time, and the same one when restarted.
+
+Rank 0 holds a lock (flock) on the file `run` for as long as it lives, and writes into it which
+launch it belongs to. A launcher that starts its ranks again after one of them died, as
+`torchrun --max-restarts` does, is the same launch: it goes on with the run that it finds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fzero.errors import LayoutError, explain
+
+CLAIM = "run"
+
+
+def launch_of(environ: Mapping[str, str]) -> str:
+    """Name the launch of this process: the same after a restart; "" without a launcher.
+
+    Launches that were given the same id, or none, differ by their agent, which is the parent of
+    the ranks.
+
+    Example:
+        >>> launch_of({})
+        ''
+    """
+    run = environ.get("TORCHELASTIC_RUN_ID")
+    return "" if run is None else f"{run} {socket.gethostname()} {os.getppid()}"
+
+
+def is_restart(out: Path, environ: Mapping[str, str]) -> bool:
+    """Return whether this launch has begun a run in `out` before, and was restarted."""
+    restarted = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    with suppress(OSError, UnicodeDecodeError):
+        return restarted and (out / CLAIM).read_text() == launch_of(environ)
+    return False
+
+
+@contextmanager
+def claimed(out: Path, environ: Mapping[str, str], *, here: bool) -> Iterator[None]:
+    """Hold the folder `out` for the block, `here` on one rank.
+
+    Raises:
+        LayoutError: another program holds it.
+    """
+    if not here:
+        yield
+        return
+    held = os.open(out / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(held, out)
+        text = launch_of(environ).encode()
+        os.ftruncate(held, 0)
+        os.pwrite(held, text, 0)
+        yield
+    finally:
+        os.close(held)
+
+
+def _lock(held: int, out: Path) -> None:
+    import fcntl  # not on Windows, where the rest of fzero can be imported all the same
+
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LayoutError(
+            explain(
+                f"--out {out} is in use: another program trains into it.",
+                cause="a second run was started with the same --out or --resume.",
+                fix="give another --out, or end the other run first.",
+            )
+        ) from None
+    except OSError:
+        pass  # a file system without locks: nobody can be told apart there

@@ -1,0 +1,47 @@
+"""Checkpoints that somebody edited, with right checksums."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fzero.checkpoint._folders import digest
+
+
+def body_of(path: Path) -> dict[str, Any]:
+    return json.loads((path / "checkpoint.json").read_text())["checkpoint"]
+
+
+def seal(path: Path, body: Any) -> None:
+    """Write a manifest with the checksum that it should have."""
+    crc = zlib.crc32(json.dumps(body).encode())
+    (path / "checkpoint.json").write_text(json.dumps({"crc32": crc, "checkpoint": body}))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the manifest, and its checksum with it."""
+    body = body_of(path)
+    change(body)
+    seal(path, body)
+
+
+def data_of(path: Path) -> Path:
+    return path / body_of(path)["data"]
+
+
+def rewrite(path: Path, name: str, data: bytes) -> None:
+    """Replace a file of the data, and its checksum with it."""
+    file = data_of(path) / name
+    file.write_bytes(data)
+    edit(path, lambda body: body["files"].update({name: digest(file)}))
+
+
+def edit_index(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change DCP's index as DCP itself would read it."""
+    index = pickle.loads((data_of(path) / ".metadata").read_bytes())
+    change(index)
+    rewrite(path, ".metadata", pickle.dumps(index))

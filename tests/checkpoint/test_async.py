@@ -1,0 +1,196 @@
+"""`save_async`: the step waits for one copy, and what is written is the state at the call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero
+from fzero.adapter import Engine
+from fzero.checkpoint import CheckpointError, load, read_extra, save, save_async
+from fzero.checkpoint import _save as module
+from fzero.errors import PhaseError
+from tests.checkpoint.states import ADAM, blank, contents, make, mixed, snapshot, train
+from tests.live_bytes import LiveBytes
+from tests.ranks import run_ranks
+from tests.strategies import same
+
+
+class Gate:
+    """Lets the thread that writes wait until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        real = module.write
+
+        def write(draft: Any) -> None:
+            self.reached.set()
+            assert self.open.wait(60)
+            real(draft)
+
+        monkeypatch.setattr(module, "write", write)
+
+
+def _donating(stage: int) -> Any:
+    def step_fn(state: Any) -> Any:
+        return train(state, 1), None
+
+    return fzero.shard(step_fn, stage=stage, donate=True, bucket_bytes=64)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_donates_meanwhile_changes_nothing(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    state = train(make(mixed(), stage=stage, ranks=0), 1)
+    wanted = snapshot(contents(state))
+    saving = save_async(tmp_path, state, extra={"epoch": 1})
+    assert gate.reached.wait(60) and not saving.done()
+    after, _ = _donating(stage)(state)
+    assert int(after.step) == 2 and not saving.done()
+    gate.open.set()
+    saving.result(60)
+    assert saving.done() and read_extra(tmp_path) == {"epoch": 1}
+    same(contents(load(tmp_path, make(blank(mixed()), stage=2, ranks=0))), wanted)
+
+
+def test_an_engine_that_steps_meanwhile_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    engine = Engine(net, torch.optim.Adam, stage=2)
+    wanted = {name: x.clone() for name, x in engine.full_state_dict().items()}
+    saving = save_async(tmp_path, engine)
+    engine(torch.randn(5, 3)).pow(2).sum().backward()
+    engine.step()
+    gate.open.set()
+    saving.result(60)
+    load(tmp_path, engine)
+    for name, x in engine.full_state_dict().items():
+        assert torch.equal(x, wanted[name]), name
+
+
+def test_the_step_waits_for_one_copy_of_this_ranks_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numel = 100_000
+    state = fzero.init({"w": torch.zeros(numel)}, ADAM, stage=3)
+    held = 3 * 4 * numel  # parameters and two moments
+    gate = Gate(monkeypatch)
+    live = LiveBytes()
+    with live, live.at_most(1.1 * held, "save_async"):
+        saving = save_async(tmp_path, state)
+    assert live.alive() > 0.9 * held  # it is a copy, which the thread holds
+    gate.open.set()
+    saving.result(60)
+
+
+def test_an_error_comes_at_result_or_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make(mixed(), stage=0, ranks=0)
+    save(tmp_path, state, extra={"which": "old"})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", _full_disk)
+        saving = save_async(tmp_path, state)
+        with pytest.raises(CheckpointError, match="disk is full"):
+            saving.result(60)
+        save_async(tmp_path, state)
+        with pytest.raises(CheckpointError, match="disk is full"):
+            save(tmp_path, state)  # of the one before
+        save_async(tmp_path, state)
+        with pytest.raises(CheckpointError, match="disk is full"):
+            save_async(tmp_path, state)
+    assert read_extra(tmp_path) == {"which": "old"}
+    save(tmp_path, state, extra={"which": "new"})
+    assert read_extra(tmp_path) == {"which": "new"}
+
+
+def _full_disk(*args: Any, **kwargs: Any) -> None:
+    raise OSError("disk is full")
+
+
+def test_a_wait_that_is_too_short_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    saving = save_async(tmp_path, make(mixed(), stage=0, ranks=0))
+    with pytest.raises(TimeoutError, match=r"is not over after 0.01 s.*\n.*\nFix: wait longer"):
+        saving.result(0.01)
+    assert "in flight" in repr(saving)
+    gate.open.set()
+    saving.result()
+    assert "done" in repr(saving)
+
+
+@pytest.mark.parametrize("then", [save, save_async])
+def test_a_second_one_waits_for_the_first(
+    then: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    states = [make(mixed(seed=seed), stage=0, ranks=0) for seed in (1, 2)]
+    first = save_async(tmp_path, states[0])
+    threading.Timer(0.3, gate.open.set).start()
+    began = time.monotonic()
+    second = then(tmp_path, states[1])
+    assert first.done() and time.monotonic() - began > 0.2
+    if second is not None:
+        second.result(60)
+    found = load(tmp_path, make(blank(mixed()), stage=0, ranks=0))
+    same(contents(found), contents(states[1]))
+
+
+def test_what_save_refuses_is_refused_at_once(tmp_path: Path) -> None:
+    state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), fzero.init(W, ADAM, stage=0))()
+    with pytest.raises(PhaseError, match="between gradient and update"):
+        save_async(tmp_path, state)
+    save(tmp_path, fzero.apply_gradients(state))
+
+
+W = {"w": torch.ones(3)}
+
+
+def _train_on(rank: int, size: int, folder: Path, stage: int) -> None:
+    """Steps and saves run at once, over groups of their own; each save is the state at its call."""
+    state = make(mixed(), stage=stage, ranks=0)
+    step = _donating(stage)
+    wanted = []
+    for number in range(4):
+        wanted.append(snapshot(contents(state)))
+        save_async(folder / str(number), state)
+        state, _ = step(state)
+        state, _ = step(state)
+    save_async(folder / "last", state).result(60)
+    for number, one in enumerate(wanted):
+        same(contents(load(folder / str(number), make(blank(mixed()), stage=1, ranks=0))), one)
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_train_while_they_save(stage: int, tmp_path: Path) -> None:
+    run_ranks(_train_on, 2, tmp_path, stage, timeout_s=120)
+
+
+def _one_rank_cannot(rank: int, size: int, folder: Path) -> list[str]:
+    state = make(mixed(), stage=3, ranks=0)
+    save(folder, state, extra={"which": "old"})
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(torch, "save", _full_disk)
+        saving = save_async(folder, state)
+        with pytest.raises(CheckpointError, match="disk is full") as raised:
+            saving.result(60)
+    save_async(folder, state, extra={"which": "new"}).result(60)
+    return [str(note) for note in raised.value.__notes__] + [read_extra(folder)["which"]]
+
+
+@pytest.mark.xdist_group("gloo")
+def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    for note, which in run_ranks(_one_rank_cannot, 2, tmp_path):
+        assert note == "(raised on rank 1 of 2)" and which == "new"

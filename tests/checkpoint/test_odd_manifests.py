@@ -1,0 +1,119 @@
+"""An odd manifest with a right checksum: refused by the name of the field, whatever it holds."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fzero.checkpoint import CheckpointError, load, read_extra, save
+from fzero.errors import LayoutError
+from tests.checkpoint.forge import body_of, edit, rewrite, seal
+from tests.checkpoint.states import contents, snapshot
+from tests.checkpoint.test_foreign import _refused, _state
+from tests.strategies import same
+
+ODD: list[Any] = [None, "7", -1, 1.5, float("nan"), float("inf"), 10**400, True, [], {}, 2**63]
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_an_odd_step_is_refused(value: Any, tmp_path: Path) -> None:
+    save(tmp_path, _state())
+    edit(tmp_path, lambda body: body["counters"].update(step=value))
+    _refused(tmp_path, r"checkpoint.json is damaged: the (step|counter)")
+    with pytest.raises(CheckpointError):
+        read_extra(tmp_path)
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_an_odd_count_of_the_optimizer_is_refused(value: Any, tmp_path: Path) -> None:
+    save(tmp_path, _state())
+    edit(tmp_path, lambda body: body["counters"].update({"optimizer/count": value}))
+    _refused(tmp_path, r"counter optimizer/count is|optimizer's count is 1.5")
+
+
+@pytest.mark.parametrize("key", ["origin", "leaves", "slots", "counters", "module", "extra"])
+@pytest.mark.parametrize("value", [*ODD[:7], [1]])
+def test_a_field_of_another_type_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    save(tmp_path, _state())
+    edit(tmp_path, lambda body: body.update({key: value}))
+    _refused(tmp_path, "checkpoint.json is damaged")
+
+
+def test_fields_that_lack_or_that_nobody_knows_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, _state())
+    body = body_of(tmp_path)
+    for key in body:
+        seal(tmp_path, {name: value for name, value in body.items() if name != key})
+        _refused(tmp_path, "another format" if key == "format" else f"it lacks '{key}'")
+    seal(tmp_path, {**body, "more": 1})
+    _refused(tmp_path, "nobody knows its 'more'")
+
+
+def _paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [at] if at else []
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    return found + [path for key, child in items for path in _paths(child, (*at, key))]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+@given(st.data(), json_values)
+def test_any_value_at_any_place_loads_or_is_refused_by_name(data: Any, value: Any) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path, state = Path(name), _state()
+        save(path, state, extra={"epoch": 3})
+        body = body_of(path)
+        *most, last = data.draw(st.sampled_from(_paths(body)))
+        where = body
+        for key in most:
+            where = where[key]
+        where[last] = value
+        seal(path, body)
+        into = _state(stage=2)
+        before = snapshot(into)
+        try:
+            loaded = load(path, into, rng=False)
+        except (CheckpointError, LayoutError) as error:
+            assert "Fix: " in str(error)
+        else:
+            found, wanted = contents(loaded), contents(state)
+            counters = ("step", "count")  # another number of updates is a fair one
+            same(
+                {name: x for name, x in found.items() if name not in counters},
+                {name: x for name, x in wanted.items() if name not in counters},
+            )
+        same(into, before)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "null", '{"crc32": 1}', "[" * 10**5, '{"a": ' * 10**5, "\ud800", "1" * 5000]
+)
+def test_other_files_of_that_name_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    _refused(tmp_path, "checkpoint.json is damaged")
+
+
+def test_a_folder_of_that_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.json").mkdir()
+    _refused(tmp_path, "checkpoint.json is damaged")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"torch": "AAAA", "python": [3, [1], null]}', '{"torch": 7, "python": 7}']
+)
+def test_odd_random_generators_are_refused(text: str, tmp_path: Path) -> None:
+    save(tmp_path, _state())
+    rewrite(tmp_path, "rng-00000.json", text.encode())
+    _refused(tmp_path, "has no states of random generators")
+    load(tmp_path, _state(), rng=False)

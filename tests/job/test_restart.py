@@ -1,0 +1,109 @@
+"""A rank is killed and torchrun starts all of them again: the losses are those of a whole run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fzero.errors import LayoutError
+from fzero.job.claim import claimed, is_restart
+from fzero.job.train import train
+from tests.job.runs import saved_losses, small
+from tests.rank_process import LOOPBACK, ROOT
+from tests.ranks import run_ranks
+
+SCRIPT = """
+import os, signal, sys
+from fzero.__main__ import main
+from fzero.job import train as module
+
+real = module.make_batches
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def make_batches(job, step):
+    if first and step == 4 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(job, step)
+
+module.make_batches = make_batches
+sys.exit(main(sys.argv[1:]))
+"""
+
+OPTIONS = [
+    "--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--text-mb", "0.1",
+    "--steps", "6", "--warmup", "2", "--sample-bytes", "0", "--no-plot", "--save-every", "3",
+    "--stage", "3",
+]  # fmt: skip
+
+
+def _whole(rank: int, size: int, out: Path) -> None:
+    train(small(out, stage=3))
+
+
+def _run(command: list[str]) -> tuple[int, str, str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=400)
+        except BaseException:
+            process.terminate()  # not kill: torchrun ends its ranks before it goes
+            raise
+    return process.returncode, out, err
+
+
+# Slow, and not yet sure: a restarted rank can find the address of the killed one's world in the
+# launcher's store, which keeps its keys, and then its group does not start (seen in 3 of 8 runs).
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # two starts of two ranks: 15 s, and many times that on a busy machine
+@pytest.mark.xdist_group("gloo")
+def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    command += ["--nproc-per-node=2", str(script), "train", *OPTIONS]
+    code, out, err = _run([*command, "--out", str(tmp_path / "cut")])
+    assert code == 0, err
+    assert f"resumed {tmp_path / 'cut' / 'step-000003'}" in out
+    run_ranks(_whole, 2, tmp_path / "whole")
+    assert len(saved_losses(tmp_path / "whole")) == 6
+    assert saved_losses(tmp_path / "cut") == saved_losses(tmp_path / "whole")
+
+
+def test_only_the_launch_that_began_a_run_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert not is_restart(tmp_path, mine)  # nobody has begun one
+    with claimed(tmp_path, mine, here=True):
+        assert is_restart(tmp_path, mine)
+        assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RESTART_COUNT": "0"})
+        assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RUN_ID": "b"})
+        assert not is_restart(tmp_path, {})
+    assert is_restart(tmp_path, mine)
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # another agent of the same id
+    assert not is_restart(tmp_path, mine)
+
+
+def _second(rank: int, size: int, out: Path) -> None:
+    train(small(out, overwrite=True))
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_folder_that_another_program_trains_into_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "run").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(LayoutError, match=r"is in use: another program.*\n.*\nFix: give"):
+            train(small(tmp_path))
+        for kind, message in run_ranks(_second, 2, tmp_path, raises=True):
+            assert kind == "LayoutError" and "is in use" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert train(small(tmp_path, steps=1)) == 0

@@ -74,6 +74,21 @@ def local_rank(environ: Mapping[str, str]) -> int:
     return _whole(environ, name) if name else 0
 
 
+def attempt(environ: Mapping[str, str]) -> int:
+    """Return how often torchrun has started these ranks again, on one machine.
+
+    With several machines each agent counts for itself, so the number says nothing there: 0.
+
+    Example:
+        >>> attempt({"TORCHELASTIC_RESTART_COUNT": "1", "GROUP_WORLD_SIZE": "1"})
+        1
+        >>> attempt({})
+        0
+    """
+    alone = environ.get("GROUP_WORLD_SIZE") == "1"
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if alone else 0
+
+
 def timeout(environ: Mapping[str, str]) -> datetime.timedelta:
     """Return how long a collective waits for the other ranks: FZERO_TIMEOUT_S, or 600 s.
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fzero._launch import describes_several_ranks, local_rank, timeout
+from fzero._launch import attempt, describes_several_ranks, local_rank, timeout
 from fzero.errors import AxisError, explain
 from fzero.virtual import current_ranks
 
@@ -293,7 +293,17 @@ def _start_group() -> None:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(local_rank(os.environ) % torch.cuda.device_count())
-    dist.init_process_group(_backends(on_gpu), timeout=limit)
+    again = attempt(os.environ)
+    if again:
+        # The launcher's store outlives its ranks. Without a prefix, a rank that was started again
+        # finds the addresses of those that are gone, and connects to nobody.
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+        store = dist.PrefixStore(f"attempt {again}", store)
+        dist.init_process_group(
+            _backends(on_gpu), store=store, rank=rank, world_size=size, timeout=limit
+        )
+    else:
+        dist.init_process_group(_backends(on_gpu), timeout=limit)
     atexit.register(_stop_group)
 
 

@@ -60,9 +60,6 @@ def _run(command: list[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-# Slow, and not yet sure: a restarted rank can find the address of the killed one's world in the
-# launcher's store, which keeps its keys, and then its group does not start (seen in 3 of 8 runs).
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # two starts of two ranks: 15 s, and many times that on a busy machine
 @pytest.mark.xdist_group("gloo")
 def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) -> None:

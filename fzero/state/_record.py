@@ -45,12 +45,15 @@ def record(cls: type[_T]) -> type[_T]:
     statics = tuple(f.name for f in fields if f.name not in children)
 
     def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(value, n) for n in children], tuple(getattr(value, n) for n in statics)
+        # None is no leaf, as in optree; torch would take it for one.
+        present = tuple(n for n in children if getattr(value, n) is not None)
+        kept = tuple(getattr(value, n) for n in statics)
+        return [getattr(value, n) for n in present], (present, kept)
 
     def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
-        return made(
-            **dict(zip(children, leaves, strict=True)), **dict(zip(statics, context, strict=True))
-        )
+        present, kept = context
+        found = dict.fromkeys(children) | dict(zip(present, leaves, strict=True))
+        return made(**found, **dict(zip(statics, kept, strict=True)))
 
     torch_pytree.register_pytree_node(made, flatten, unflatten)
     return made

@@ -104,7 +104,8 @@ class Policy:
     @property
     def differentiates_as(self) -> str:
         """What ranks must have in common to reduce a gradient together."""
-        return f"gradients x {self.grad_scale}, autocast {self.autocast}"
+        low = "" if self.autocast is None else f", autocast {self.autocast}"
+        return f"gradients x {self.grad_scale}{low}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class Autocast:
         """
         if not self.lowers:
             return None
-        if p.dtype in SIXTEEN_BIT:
+        if p.dtype in SIXTEEN_BIT and (p.requires_grad or not isinstance(p, nn.Parameter)):
             raise LayoutError(
                 explain(
                     f"{path} is {p.dtype}, and autocast wants fp32 parameters.",

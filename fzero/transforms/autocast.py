@@ -70,7 +70,7 @@ def autocast(
 
     Raises:
         LayoutError: for another dtype, or what names no modules; around `shard`, `simulate` or
-            another `autocast`; in `init` or a call, for parameters in 16 bits.
+            another `autocast`; in `init` or a call, for parameters in 16 bits that learn.
 
     Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
 
@@ -140,7 +140,7 @@ def _in(state: TrainState, dtype: torch.dtype | None) -> TrainState:
 
 def _require_fp32(state: TrainState) -> None:
     for leaf in state.setup.layout.leaves:
-        if leaf.dtype in SIXTEEN_BIT:
+        if leaf.dtype in SIXTEEN_BIT and leaf.trainable:
             raise LayoutError(
                 explain(
                     f"autocast: {leaf.path} is {leaf.dtype}.",

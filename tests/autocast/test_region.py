@@ -123,6 +123,25 @@ def test_a_model_in_16_bits_is_refused() -> None:
         step(fzero.init(params, fzero.optim.sgd(LR), stage=2))
 
 
+def test_frozen_parameters_in_16_bits_may_stand_beside_those_that_learn() -> None:
+    """A base in bfloat16 that a small fp32 part is trained on top of."""
+    base, part = nn.Linear(2, 2).to(LOW).requires_grad_(False), nn.Linear(2, 1)
+    module, before = nn.Sequential(base, part), base.weight.clone()
+    optimizer = torch.optim.SGD(part.parameters(), LR)
+    engine = Engine(module, optimizer, stage=2, autocast=LOW)
+    engine(torch.ones(1, 2)).float().sum().backward()
+    engine.step()
+    found = engine.full_parameters()
+    assert torch.equal(found["0.weight"], before) and found["1.weight"].dtype is torch.float32
+    apply, params = fzero.functionalize(module)
+
+    @fzero.autocast
+    def step(state: Any) -> Any:
+        return fzero.grad_and_reduce(lambda p: apply(p, torch.ones(1, 2)).float().sum(), state)()
+
+    step(fzero.init(params, fzero.optim.sgd(LR), stage=2, autocast=LOW))
+
+
 @pytest.mark.parametrize("name", ["shard", "simulate", "autocast"])
 def test_it_goes_inside_of_shard(name: str) -> None:
     options = {"shard": {"stage": 2}, "simulate": {"world_size": 2}, "autocast": {}}[name]

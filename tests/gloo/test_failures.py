@@ -192,4 +192,6 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others_within_the_timeout(
                 process.kill()
             process.communicate()
     assert out.startswith("raised after ") and out.rstrip().endswith("good True"), (out, err)
-    assert float(out.split()[2]) < timeout_s + 3
+    # The other one would sleep for 30 s; the first call also starts groups and imports, which takes
+    # seconds on a busy machine.
+    assert float(out.split()[2]) < 3 * timeout_s

@@ -22,6 +22,7 @@ _LOCAL_RANKS = (
     "MPI_LOCALRANKID",
     "RANK",
 )
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _TIMEOUT = "FZERO_TIMEOUT_S"
 
 
@@ -85,8 +86,12 @@ def attempt(environ: Mapping[str, str]) -> int:
         >>> attempt({})
         0
     """
-    alone = environ.get("GROUP_WORLD_SIZE") == "1"
-    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if alone else 0
+    return restarts(environ) if environ.get("GROUP_WORLD_SIZE") == "1" else 0
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """Return how often the agent of torchrun on this machine has started its ranks again."""
+    return _whole(environ, _RESTARTS) if environ.get(_RESTARTS) else 0
 
 
 def timeout(environ: Mapping[str, str]) -> datetime.timedelta:

@@ -294,8 +294,8 @@ class Gatherer:
 
     def drop_rounded(self, units: Sequence[int]) -> None:
         """Outside of a pass values are exact: let go of what is rounded, whether kept or not."""
-        for unit in units:
-            if not self.rounds and self.is_rounded(unit):
+        for unit in () if self.rounds else units:
+            if self.is_rounded(unit):
                 self.kept.discard(unit)
                 self.free(unit)
 

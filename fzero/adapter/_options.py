@@ -15,6 +15,7 @@ from fzero.state.leaf_modules import LeafSpec
 from fzero.state.precision import Autocast
 from fzero.state.scale import as_policy
 from fzero.transforms._options import check_bucket, check_flags, check_reshard
+from fzero.transforms.scale_loss import Scale
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -27,7 +28,7 @@ class Updating:
     max_norm: float | None = None
     gradient_accumulation_steps: int = 1
     average_micro_batches: bool = False
-    loss_scale: Any = 1.0  # what `fzero.scale_loss` takes
+    loss_scale: Scale = None  # what `fzero.scale_loss` takes; None: what autocast needs, or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

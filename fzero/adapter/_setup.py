@@ -67,7 +67,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         grad_scale=1.0 / steps if averages else 1.0,
         averages=averages and steps == 1,
         donate=True,
-        autocast=autocast.dtype if autocast is not None and autocast.lowers else None,
+        autocast=None if autocast is None else autocast.computes,
     )
     return replace(setup, policy=policy)
 

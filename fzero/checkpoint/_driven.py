@@ -109,7 +109,7 @@ def blank_buffers(
         found[path] = value
         if value.numel():
             flat = value.reshape(-1)
-            name = f"buffers/{source}/{path}"
+            name = _name(source, path)
             pieces.append(Piece(name=name, start=0, numel=flat.numel(), values=flat))
     return found, pieces
 
@@ -176,7 +176,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _name(rank: int, path: str) -> str:
+def _name(rank: int | str, path: str) -> str:
     return f"buffers/{rank}/{path}"
 
 

@@ -88,8 +88,8 @@ def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
     optimizer's param groups where there are as many groups. It is changed when all is read.
 
     The random generators of this process are set to those of the same rank that saved; of a rank
-    that did not save, they stay. A part that only the checkpoint, or only the state, has (a loss
-    scale) stays as the state has it.
+    that did not save, they stay. A state with a loss scale that adapts itself goes on with the
+    saved one, and begins anew if none was saved; a state without one stays without.
 
     Everything is checked before a value is read: the manifest field by field, names, shapes,
     dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Files

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fzero._launch import restarts
 from fzero.errors import LayoutError, explain
 
 CLAIM = "run"
@@ -34,7 +35,7 @@ def launch_of(environ: Mapping[str, str]) -> str:
 
 def is_restart(out: Path, environ: Mapping[str, str]) -> bool:
     """Return whether this launch has begun a run in `out` before, and was restarted."""
-    restarted = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = restarts(environ) > 0
     with suppress(OSError, UnicodeDecodeError):
         return restarted and (out / CLAIM).read_text() == launch_of(environ)
     return False

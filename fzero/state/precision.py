@@ -63,25 +63,19 @@ class Autocast:
             )
 
     @property
-    def lowers(self) -> bool:
-        """Whether anything is computed in another precision than fp32."""
-        return self.dtype is not torch.float32
+    def computes(self) -> torch.dtype | None:
+        """The lower dtype in which losses are computed; None if autocast is switched off."""
+        return None if self.dtype is torch.float32 else self.dtype
 
     def communication_dtype(self, path: str, p: Tensor, owners: Owners) -> torch.dtype | None:
         """Return `dtype` for a parameter that only safe modules own; None for its own dtype.
 
         Raises `LayoutError` for a 16-bit parameter that learns.
         """
-        if not self.lowers:
+        if self.computes is None:
             return None
         if p.dtype in SIXTEEN_BIT and (p.requires_grad or not isinstance(p, nn.Parameter)):
-            raise LayoutError(
-                explain(
-                    f"{path} is {p.dtype}, and autocast wants fp32 parameters.",
-                    cause="a model in 16 bits (module.half(), module.bfloat16()) under autocast.",
-                    fix="leave one of them out: keep the model in fp32, or leave out autocast.",
-                )
-            )
+            raise sixteen_bit_error(path, p.dtype)
         safe = self.lower_precision_safe_modules
         if callable(safe):
             chosen = safe(path)
@@ -98,6 +92,17 @@ class Autocast:
         else:
             shown = "default" if safe is None else sorted(map(_qualified, safe))
         return f"autocast({self.dtype}, {shown})"
+
+
+def sixteen_bit_error(path: str, dtype: torch.dtype) -> LayoutError:
+    """Return the error for a parameter in 16 bits that learns under autocast."""
+    return LayoutError(
+        explain(
+            f"{path} is {dtype}, and autocast wants fp32 parameters.",
+            cause="a model in 16 bits (module.half(), module.bfloat16()) under autocast.",
+            fix="leave one of them out: keep the model in fp32, or leave out autocast.",
+        )
+    )
 
 
 def as_autocast(given: Any) -> Autocast | None:

@@ -51,6 +51,11 @@ class TrainState:
         """Return a state with some fields changed; this one stays as it is."""
         return dataclasses.replace(self, **changes)
 
+    def replace_policy(self, **changes: Any) -> TrainState:
+        """Return a state with some fields of `setup.policy` changed: what a transform asks for."""
+        policy = dataclasses.replace(self.setup.policy, **changes)
+        return self.replace(setup=dataclasses.replace(self.setup, policy=policy))
+
     def __repr__(self) -> str:
         """A few lines: stage, phase, groups, bytes by kind. No numbers of tensors."""
         return view.as_text(self)

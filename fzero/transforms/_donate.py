@@ -23,8 +23,7 @@ def donates(state: TrainState) -> bool:
 
 def without_donation(state: TrainState) -> TrainState:
     """Return the same state to read from: reading must not use it up."""
-    policy = dataclasses.replace(state.setup.policy, donate=False)
-    return state.replace(setup=dataclasses.replace(state.setup, policy=policy))
+    return state.replace_policy(donate=False)
 
 
 def take_over(tree: Any) -> Any:

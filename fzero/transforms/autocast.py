@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, overload
 
 import torch
 
 from fzero._ambient import other_autocast
 from fzero._compiled import DISABLED_FRAMES
-from fzero.errors import LayoutError, explain
+from fzero.errors import explain
 from fzero.state import TrainState
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.precision import Autocast, SafeModules
+from fzero.state.precision import Autocast, SafeModules, sixteen_bit_error
 from fzero.state.scale import dynamic
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
 from fzero.transforms._receive import device_of
@@ -90,7 +89,7 @@ def autocast(
         ([torch.bfloat16], torch.float32)
     """
     record = Autocast(dtype=dtype, lower_precision_safe_modules=lower_precision_safe_modules)
-    computes = dtype if record.lowers else None
+    computes = record.computes
     warned = [False]
 
     def prepare(state: Any) -> Any:
@@ -104,9 +103,9 @@ def autocast(
             _require_fp32(one)
         if computes and not warned[0]:
             warned[0] = _warn_of_other(computes, device_of(states[0]))
-        state = map_states("autocast", lambda one: _in(one, computes), state)
+        state = map_states("autocast", lambda one: one.replace_policy(autocast=computes), state)
         state, aux = returned_pair("autocast", inner, inner(state, *args, **kwargs))
-        return map_states("autocast", lambda one: _in(one, before), state), aux
+        return map_states("autocast", lambda one: one.replace_policy(autocast=before), state), aux
 
     def wrap(inner: Callable[P, R]) -> Step[P, R]:
         require_order(
@@ -133,21 +132,11 @@ def _scaled(state: TrainState, dtype: torch.dtype | None) -> TrainState:
     return with_policy(state, dynamic()) if needs else state
 
 
-def _in(state: TrainState, dtype: torch.dtype | None) -> TrainState:
-    policy = replace(state.setup.policy, autocast=dtype)
-    return state.replace(setup=replace(state.setup, policy=policy))
-
-
 def _require_fp32(state: TrainState) -> None:
-    for leaf in state.setup.layout.leaves:
-        if leaf.dtype in SIXTEEN_BIT and leaf.trainable:
-            raise LayoutError(
-                explain(
-                    f"autocast: {leaf.path} is {leaf.dtype}.",
-                    cause="a model in 16 bits under autocast, which wants fp32 parameters.",
-                    fix="leave one of them out: keep the model in fp32, or leave out autocast.",
-                )
-            )
+    layout = state.setup.layout
+    for group in (layout.groups[index] for index in layout.trainable):
+        if group.dtype in SIXTEEN_BIT:
+            raise sixteen_bit_error(layout.leaves[group.leaves[0]].path, group.dtype)
 
 
 def _warn_of_other(dtype: torch.dtype, device: torch.device) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, overload
 
 from fzero.errors import LayoutError, explain
-from fzero.state import TrainState
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
 from fzero.transforms._states import flatten_states, map_states
 
@@ -58,9 +56,11 @@ def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> 
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         before = flatten_states("clip", state)[0][0].setup.policy.max_norm
-        state = map_states("clip", lambda one: _bounded(one, _smaller(before, bound)), state)
+        state = map_states(
+            "clip", lambda one: one.replace_policy(max_norm=_smaller(before, bound)), state
+        )
         state, aux = returned_pair("clip", inner, inner(state, *args, **kwargs))
-        return map_states("clip", lambda one: _bounded(one, before), state), aux
+        return map_states("clip", lambda one: one.replace_policy(max_norm=before), state), aux
 
     def wrap(inner: Callable[P, R]) -> Step[P, R]:
         require_order(
@@ -81,8 +81,3 @@ def _is_bound(value: Any) -> bool:
 def _smaller(a: float | None, b: float | None) -> float | None:
     bounds = [bound for bound in (a, b) if bound is not None]
     return min(bounds) if bounds else None
-
-
-def _bounded(state: TrainState, max_norm: float | None) -> TrainState:
-    policy = replace(state.setup.policy, max_norm=max_norm)
-    return state.replace(setup=replace(state.setup, policy=policy))

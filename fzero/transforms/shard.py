@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Unpack, overload
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -159,10 +158,7 @@ def _shown(
 def _donating(state: TrainState, donate: bool) -> TrainState:
     if state.setup.policy.donate == donate:
         return state
-    policy = replace(state.setup.policy, donate=donate)
-    if donate:
-        state = own_gradients(state)
-    return state.replace(setup=replace(state.setup, policy=policy))
+    return (own_gradients(state) if donate else state).replace_policy(donate=donate)
 
 
 def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:

@@ -30,6 +30,11 @@ def cubic(params: Any, x: Tensor) -> Tensor:
     return (x * params["w"] ** 3).sum() + params["s"] * x.sum()
 
 
+def cubic_step(state: Any, x: Tensor) -> Any:
+    state, _ = fzero.grad_and_reduce(cubic, state)(x)
+    return fzero.apply_gradients(state), None
+
+
 def params_of(seed: int) -> Any:
     return {"w": integers((3,), seed), "s": integers((), seed + 1)}
 
@@ -96,12 +101,8 @@ def test_an_overflow_of_the_scale_under_a_transform_changes_nothing_and_has_no_d
 ) -> None:
     """The first scale is too large: the loss is finite, its gradient times the scale is not."""
 
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(cubic, state)(x)
-        return fzero.apply_gradients(state), None
-
     def trained(xs: Tensor) -> Any:
-        step, state = fzero.scale_loss(step_fn, policy), first
+        step, state = fzero.scale_loss(cubic_step, policy), first
         for x in xs.unbind():
             state, _ = step(state, x)
         assert state.scale is not None
@@ -125,12 +126,8 @@ def test_an_overflow_of_the_scale_under_a_transform_changes_nothing_and_has_no_d
 def test_an_overflow_of_the_loss_under_a_transform_changes_nothing(
     optimizer: str, stage: int
 ) -> None:
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(cubic, state)(x)
-        return fzero.apply_gradients(state), None
-
     def trained(xs: Tensor) -> Any:
-        step, state = fzero.scale_loss(step_fn, "dynamic"), first
+        step, state = fzero.scale_loss(cubic_step, "dynamic"), first
         for x in xs.unbind():
             state, _ = step(state, x)
         return fzero.full_params(state)
@@ -145,12 +142,8 @@ def test_an_overflow_of_the_loss_under_a_transform_changes_nothing(
 
 
 def test_a_traced_step_skips_as_the_step_does() -> None:
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(cubic, state)(x)
-        return fzero.apply_gradients(state), None
-
     first = fzero.init(params_of(3), OPTIMIZERS["adamw"](), stage=0)
-    step = fzero.scale_loss(step_fn, "dynamic")
+    step = fzero.scale_loss(cubic_step, "dynamic")
 
     def run(x: Tensor) -> Any:
         state, _ = step(first, x)

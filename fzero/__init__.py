@@ -19,6 +19,7 @@ from fzero.errors import AxisError, DonatedError, FzeroError, LayoutError, Phase
 from fzero.functional import functionalize
 from fzero.mesh import Axis, axis_index, axis_size, world
 from fzero.state import DynamicScale, TrainState, state_bytes
+from fzero.state.offload import Offload
 from fzero.transforms import (
     accumulate,
     add_gradients,
@@ -32,6 +33,7 @@ from fzero.transforms import (
     grad_and_reduce,
     gradients,
     init,
+    offload,
     remat,
     scale_loss,
     shard,
@@ -48,6 +50,7 @@ __all__ = [
     "DynamicScale",
     "FzeroError",
     "LayoutError",
+    "Offload",
     "PhaseError",
     "TrainState",
     "accumulate",
@@ -70,6 +73,7 @@ __all__ = [
     "grad_and_reduce",
     "gradients",
     "init",
+    "offload",
     "optim",
     "plot",
     "pmean",

@@ -28,6 +28,7 @@ from fzero.adapter._setup import planned, scale_of
 from fzero.mesh import Axis, axis_of
 from fzero.state import HookState, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
+from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.transforms._options import BUCKET_BYTES
 from fzero.transforms.scale_loss import Scale
@@ -69,6 +70,8 @@ class Engine(Access, Scaling):
         accumulate_dtype: in which gradients add up; default fp32 for 16-bit parameters.
         communication_dtype: in which gradients cross ranks; default the parameters'.
         master_weights: fp32 copies of 16-bit parameters.
+        state_dtype: of the optimizer's states, as in `fzero.optim.adamw`.
+        stochastic_rounding: of bf16 parameters without masters, as in `fzero.optim.adamw`.
         max_norm: clip the global gradient norm.
         gradient_accumulation_steps: `step()` updates at every n-th call.
         average_micro_batches: divide the update by the number of step() calls, or of backwards when
@@ -86,6 +89,7 @@ class Engine(Access, Scaling):
         persistence_threshold_numel: stage 3, parameters of at most so many elements stay whole from
             one update to the next.
         leaf_modules: stage 3, modules whose parameters are one unit.
+        offload: what lives in host memory or on disk, and where; see `fzero.offload`.
 
     Raises:
         LayoutError: for wrong arguments, before the module is touched.
@@ -120,6 +124,8 @@ class Engine(Access, Scaling):
         accumulate_dtype: torch.dtype | None = None,
         communication_dtype: torch.dtype | None = None,
         master_weights: bool = True,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
         max_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
         average_micro_batches: bool = False,
@@ -129,9 +135,12 @@ class Engine(Access, Scaling):
         prefetch_numel: int = 1,
         persistence_threshold_numel: int = 0,
         leaf_modules: LeafSpec | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.options = options_of(
             master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
             max_norm=max_norm,
             gradient_accumulation_steps=gradient_accumulation_steps,
             average_micro_batches=average_micro_batches,
@@ -147,6 +156,7 @@ class Engine(Access, Scaling):
             persistence_threshold_numel=persistence_threshold_numel,
             leaf_modules=leaf_modules,
             autocast=autocast,
+            offload=offload,
         )
         setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
         self.module, self.stage = module, setup.stage

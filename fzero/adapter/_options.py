@@ -12,6 +12,7 @@ import torch
 from fzero.errors import LayoutError, explain
 from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
+from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.scale import as_policy
 from fzero.transforms._options import check_bucket, check_flags, check_reshard
@@ -25,6 +26,8 @@ class Updating:
     """What `step` does with gradients."""
 
     master_weights: bool = True
+    state_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
     max_norm: float | None = None
     gradient_accumulation_steps: int = 1
     average_micro_batches: bool = False
@@ -42,6 +45,7 @@ class Options:
     persistence_threshold_numel: int
     leaf_modules: LeafSpec | None
     autocast: Autocast | torch.dtype | None
+    offload: Offload | None
 
 
 def options_of(**given: Any) -> Options:

@@ -12,9 +12,11 @@ from fzero.adapter._driver import Driver
 from fzero.adapter._masters import own_part, take_values
 from fzero.collectives import gather_many
 from fzero.errors import LayoutError, PhaseError, explain
+from fzero.homes import lent
 from fzero.optim import OptimizerState, TorchState
 from fzero.packing import unpack
 from fzero.state import Placement, TrainState
+from fzero.transforms._receive import device_of
 
 Slots = Mapping[str, Sequence[Tensor]]
 """{name: flats}: a state of the optimizer for each group that learns."""
@@ -54,14 +56,15 @@ def find_learning(driver: Driver, path: str) -> tuple[int, int, int]:
 def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
     """Return the full leaves of a group of which this rank has a part, as its optimizer has."""
     sharded = state.setup.optimizer_state is Placement.SHARDED
-    whole = gather_many([part.detach()], state.setup.axis)[0] if sharded else part.detach()
+    here = lent(part.detach(), device_of(state))
+    whole = gather_many([here], state.setup.axis)[0] if sharded else here
     return unpack(state.setup.layout, index, whole)
 
 
 def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
     """Return what this rank's part of a group has of one leaf: 1-D."""
     low, high, first = _range(state, index, position, part)
-    return part.detach()[low - first : high - first]
+    return lent(part.detach()[low - first : high - first], device_of(state))
 
 
 def write(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:

@@ -11,17 +11,22 @@ import torch
 from torch import Tensor
 
 from fzero.errors import PhaseError, explain
+from fzero.homes import cloned
 from fzero.optim._bind import Bound, bind, name_of, require_usable
 from fzero.optim._elementwise import not_elementwise
-from fzero.optim._masters import as_stepped, copy_back, make_masters, work_tensors
-from fzero.optim._optimizer import Piece, copied
+from fzero.optim._masters import Place, make_masters, stay, work_tensors
+from fzero.optim._optimizer import copied
+from fzero.optim._piece import Piece
+from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import Scaled
 from fzero.optim._step import Unit, makes_state_later, skips, step
+from fzero.optim._stream import Flats, Portion, Slots, step_flats
 from fzero.optim._trial import Kept
 from fzero.state._record import record
 from fzero.state.layout import Leaf
 from fzero.state.setup import SavedNames
 
+_SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
@@ -45,7 +50,7 @@ class TorchOptimizer:
     """
 
     source: Any
-    master_weights: bool = True
+    precision: Precision = field(default_factory=Precision)
     paths: tuple[tuple[str, int], ...] = ()  # (path, param group), once bound
     bound: Bound | None = field(default=None, compare=False, repr=False)
 
@@ -73,10 +78,17 @@ class TorchOptimizer:
                 groups; for a rule that cannot be tried.
             PhaseError: for an instance that has made steps.
         """
-        bound = bind(self.source, dict(params), masters=self.master_weights)
+        bound = bind(self.source, dict(params), precision=self.precision)
         return replace(self, bound=bound, paths=tuple(bound.group_at.items()))
 
-    def init(self, params: Sequence[Tensor], pieces: Sequence[Piece] = ()) -> TorchState:
+    @property
+    def divides(self) -> bool:
+        """Whether it divides by a state: by squared gradients, as torch.optim names them."""
+        return any(not _SQUARES.isdisjoint(kept.slots) for kept in self._bound().kept.values())
+
+    def init(
+        self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Place = stay
+    ) -> TorchState:
         """Return the state for flats [l]: slots as long as the flats, counters, fp32 masters.
 
         Counters are one for each param group, for all of whose flats they are alike. A rule that
@@ -86,26 +98,31 @@ class TorchOptimizer:
             params: this rank's flats of the groups that learn, each of one param group.
             pieces: which elements belong to which leaf. A flat of padding alone has no pieces, or
                 one of no elements, which says of which param group it is.
+            place: takes each slot and master, as soon as it is made, to where it is to live.
 
         Raises:
             LayoutError: for a rule that is not elementwise, and a part of a leaf.
         """
         bound = self._bound()
         groups = self._groups(len(params), pieces)
-        masters = make_masters(params, [self.master_weights and g != -1 for g in groups])
-        work = work_tensors(params, masters)
-        units = self._units(work, pieces)
+        wanted = [self.precision.master_weights and g != -1 for g in groups]
+        masters = make_masters(params, wanted, place)
+        units = self._units(params, pieces)
         of_flat: list[list[Kept]] = [[] for _ in params]
         for unit in units:
             of_flat[unit.index].append(unit.kept)
-        for found, g, w in zip(of_flat, groups, work, strict=True):
+        for found, g, p in zip(of_flat, groups, params, strict=True):
             if not found and g != -1:  # of padding alone: as the same flat of the other ranks
+                dtype = self.precision.stepped(p.dtype)
                 found += [
-                    k for (n, *_), k in bound.kept.items() if g in (n, None) and k.dtype == w.dtype
+                    k for (n, *_), k in bound.kept.items() if g in (n, None) and k.dtype == dtype
                 ]
         every = bound.kept.values()
         slots = {
-            name: tuple(_slot(name, w, found) for w, found in zip(work, of_flat, strict=True))
+            name: tuple(
+                place(_slot(name, p, found, self.precision))
+                for p, found in zip(params, of_flat, strict=True)
+            )
             for name in sorted({name for kept in every for name in (*kept.slots, *kept.odd)})
         }
         owners = [unit.kept for unit in units]
@@ -130,11 +147,14 @@ class TorchOptimizer:
         owned: bool = False,
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> tuple[list[Tensor], TorchState]:
         """Return (params', state') after one `step()` of the optimizer.
 
         With `owned`, params and state are overwritten, and what is returned is the same memory;
         else they, and the gradients, stay as they are. `found_inf`, `grad_scale`: see `skips`.
+        `device`: where to compute, by default where the parameters are. What lives elsewhere, or
+        in other dtypes than it is stepped in, takes one `step()` of the optimizer for each flat.
 
         Raises:
             PhaseError: if the update is to be differentiated, or if the optimizer got param
@@ -143,23 +163,43 @@ class TorchOptimizer:
         if differentiable:
             raise _not_differentiable(self)
         bound = self._ready()
+        if not params:
+            return [], state
         with torch.no_grad():
             if not owned:
-                params, grads = [p.clone() for p in params], [g.clone() for g in grads]
+                params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            work = work_tensors(params, state.masters)
-            scaled = Scaled(found_inf, grad_scale)
-            gs, scaled = as_stepped(grads, work, scaled, owned=True)  # they are, or copies
-            units = self._units(work, pieces)
             fresh = makes_state_later(bound) and not int(state.count)
-            own = (state.slots, state.counters)
-            slots = step(bound, units, work, gs, *own, fresh=fresh, scaled=scaled)
-            copy_back(params, state.masters)
+            units = self._units(params, pieces)
+            counters = [state.counters]
+
+            def run(portion: Portion) -> Slots:
+                if bound.elementwise and len(portion.indices) < len(params):
+                    # Flats share the counters of their group: each portion counts on from there.
+                    counters.append(_copies(state.counters))
+                number = {index: k for k, index in enumerate(portion.indices)}
+                own = [u._replace(index=number[u.index]) for u in units if u.index in number]
+                held = (portion.work, portion.grads, portion.slots, counters[-1])
+                return step(bound, own, *held, fresh=fresh, scaled=portion.scaled)
+
+            slots = step_flats(
+                Flats(params, grads, state.masters, state.slots),
+                run,
+                precision=self.precision,
+                device=params[0].device if device is None else device,
+                scaled=Scaled(found_inf, grad_scale),
+                owned=True,  # they are, or copies
+                pieces=pieces,
+                count=state.count,
+            )
         count = state.count + 1
         if found_inf is not None:
             count = state.count.to(found_inf.device) + (1 - found_inf).to(state.count.dtype)
         return list(params), TorchState(
-            count=count, slots=slots, counters=state.counters, masters=state.masters
+            count=count,
+            slots={name: tuple(some) for name, some in slots.items()},
+            counters=counters[-1],
+            masters=state.masters,
         )
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
@@ -234,15 +274,15 @@ class TorchOptimizer:
                 groups[piece.index] = self.group_of(piece.leaf.path)
         return groups
 
-    def _units(self, work: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Unit]:
+    def _units(self, params: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Unit]:
         bound = self._bound()
         units: list[Unit] = []
         seen: set[int] = set()
-        for index, leaf, start, stop in pieces:
+        for index, leaf, start, stop, _ in pieces:
             group = bound.group_at.get(leaf.path, -1)
             if group < 0 or start >= stop or (bound.elementwise and index in seen):
                 continue
-            dtype = work[index].dtype
+            dtype = self.precision.stepped(params[index].dtype)
             if bound.elementwise:
                 kept = bound.kept[group, dtype, 1]
                 units.append(Unit(index, group, None, (), kept, group))
@@ -259,7 +299,13 @@ class TorchOptimizer:
         return f"from_torch({name_of(self.source)})"
 
 
-def from_torch(optimizer: Any, *, master_weights: bool = True) -> TorchOptimizer:
+def from_torch(
+    optimizer: Any,
+    *,
+    master_weights: bool = True,
+    state_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
+) -> TorchOptimizer:
     """torch.optim on shards: p', s' = optimizer.step() on this rank's [l] of each flat [W l].
 
     The numbers are those of the optimizer on whole parameters, if its rule is elementwise: this
@@ -272,6 +318,8 @@ def from_torch(optimizer: Any, *, master_weights: bool = True) -> TorchOptimizer
             parameters that the state is made of (a module's own, if they were functionalized),
             in any param groups. A parameter that no group has is not stepped.
         master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
+        state_dtype: as in `fzero.optim.adamw`.
+        stochastic_rounding: as in `fzero.optim.adamw`.
 
     Returns:
         An optimizer for `fzero.init`, `shard(...).init` and `Engine`. An update by it cannot be
@@ -289,15 +337,22 @@ def from_torch(optimizer: Any, *, master_weights: bool = True) -> TorchOptimizer
         [tensor([ 0., -1.])]
     """
     require_usable(optimizer)
-    return TorchOptimizer(source=optimizer, master_weights=master_weights)
+    precision = precision_of("from_torch", master_weights, state_dtype, stochastic_rounding)
+    return TorchOptimizer(source=optimizer, precision=precision)
 
 
-def _slot(name: str, work: Tensor, found: Sequence[Kept]) -> Tensor:
+def _slot(name: str, p: Tensor, found: Sequence[Kept], precision: Precision) -> Tensor:
     for kept in found:
         if name in kept.slots:
             fill = kept.slots[name]
-            return torch.full_like(work, fill.item(), dtype=fill.dtype, requires_grad=False)
-    return work.new_empty(0)  # also of another shape: such a slot is made by the first step
+            as_stepped = fill.dtype == kept.dtype
+            dtype = precision.kept(p.dtype) if as_stepped else fill.dtype
+            return torch.full_like(p, fill.item(), dtype=dtype, requires_grad=False)
+    return p.new_empty(0)  # also of another shape: such a slot is made by the first step
+
+
+def _copies(counters: Mapping[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
+    return {name: tuple(x.clone() for x in some) for name, some in counters.items()}
 
 
 def _counter(name: str, kept: Kept | None) -> Tensor:

@@ -46,6 +46,8 @@ class Pass:
         self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
         self.channel: Channel | None = channel_of(data)
+        if self.channel is None and any(setup.gathers_by_unit for setup in setups):
+            self.channel = Channel(data, data)  # of one rank: its units are brought to the device
         devices = [device_of(state) for state in states]
         self.reducer = Reducer(setups, data, devices)
         self.gatherer = Gatherer([setup.layout for setup in setups], data)
@@ -68,7 +70,7 @@ class Pass:
                 number=number,
             )
         if self._lazy:
-            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self._hold_shards()
             self._adopt()
         self._speaks = self._gathered = self._dropped = False
         self.silent = False  # a backward has begun, and the other ranks were not told yet
@@ -89,7 +91,7 @@ class Pass:
             self.channel.ended_in_error = False
         self.reducer.keep([True for _ in self.states])  # what comes inside of it is put aside
         if self._lazy and self._speaks:
-            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self._hold_shards()
             self._gathered = True
             self._announce(0)
 
@@ -202,7 +204,7 @@ class Pass:
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""
         if self.sequencer is not None and self._lazy:
-            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self._hold_shards()
             self.sequencer.changed()
 
     def window_ends(self) -> None:
@@ -217,6 +219,10 @@ class Pass:
         return self._gathered
 
     # How.
+
+    def _hold_shards(self) -> None:
+        shards = [state.params.flats for state in self.states]
+        self.gatherer.hold_shards(shards, [device_of(state) for state in self.states])
 
     def _decide(self) -> None:
         """Whether anything of the next phase crosses ranks, so that they must agree on it."""

@@ -16,6 +16,7 @@ from fzero._ambient import computed_in
 from fzero._compiled import DISABLED_FRAMES
 from fzero.collectives import FUNCTIONAL, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
+from fzero.homes import lent
 from fzero.mesh import Axis, enter, leave
 from fzero.packing import input_shape, unpack
 from fzero.partition import assemble
@@ -281,7 +282,8 @@ def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     fulls = state.window.gathered
     if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
         pairs = zip(layout.groups, state.params.flats, strict=True)
-        sent = [flat.to(group.communication_dtype or flat.dtype) for group, flat in pairs]
+        device = device_of(state)
+        sent = [lent(flat, device, group.communication_dtype) for group, flat in pairs]
         fulls = tuple(gather_many(sent, setup.axis))
         if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
             state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))

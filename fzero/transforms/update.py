@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import gather_in_place, gather_many
+from fzero.homes import at_home, change, lent, placed
 from fzero.partition import shard_of
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
@@ -137,7 +139,7 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
         progress=after,
         **after_update(state, found),
     )
-    return new, ready.norm
+    return new if general else at_home(new), ready.norm
 
 
 def share(state: TrainState) -> float:
@@ -196,6 +198,8 @@ def _advance(
     splits = setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED
     shards = [shard_of(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
     options: dict[str, Any] = {"differentiable": general, "owned": owned}
+    if setup.offload.params is not None:
+        options["device"] = device_of(state)
     if told is not None:
         options["found_inf"], options["grad_scale"] = told
     try:
@@ -253,13 +257,18 @@ def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buf
     def of(flat: Tensor) -> Any:
         return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
 
+    device, offload = device_of(state), state.setup.offload
     if donates(state):
         owned: Buffers = take_over(gradients)
         for flat in owned.flats:
-            flat.mul_(of(flat))
+            change(flat, device, partial(torch.Tensor.mul_, other=of(flat)))
         return owned
-    flats = tuple(flat * of(flat) for flat in gradients.flats)
-    return Buffers(flats=flats, placement=gradients.placement)
+    general = _is_general(state, gradients.flats)
+    home = None if general else offload.gradients
+    flats = (lent(flat, device) * of(flat) for flat in gradients.flats)
+    return Buffers(
+        flats=tuple(placed(home, flat, offload) for flat in flats), placement=gradients.placement
+    )
 
 
 def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:

@@ -39,6 +39,12 @@ def empty_at(home: Home, like: Tensor, offload: Offload) -> Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=True)
 
 
+def require_folder(offload: Offload) -> None:
+    """Raise `LayoutError` if no file can be made where the record says."""
+    if "disk" in offload.homes.values():
+        _in_file(torch.empty(1), os.fspath(offload.folder or ""))
+
+
 def placed(home: Home, x: Tensor, offload: Offload) -> Tensor:
     """Return `x` if it lives at `home`, else a copy there."""
     if home is None or is_at(home, x):
@@ -54,12 +60,17 @@ def is_at(home: Home, x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def empty_where(x: Tensor) -> Tensor:
+    """Return a tensor like `x`, with any values, that lives where `x` does."""
+    if is_on_disk(x):
+        return _in_file(x, os.path.dirname(str(x.untyped_storage().filename)))
+    pinned = x.device.type == "cpu" and x.numel() > 0 and x.is_pinned()
+    return torch.empty_like(x, pin_memory=pinned)
+
+
 def cloned(x: Tensor) -> Tensor:
     """Return a copy of `x` that lives where `x` does."""
-    if not is_on_disk(x):
-        pinned = x.device.type == "cpu" and x.numel() > 0 and x.is_pinned()
-        return x.clone() if not pinned else torch.empty_like(x, pin_memory=True).copy_(x)
-    return _filled(_in_file(x, os.path.dirname(str(x.untyped_storage().filename))), x)
+    return _filled(empty_where(x), x) if is_on_disk(x) else empty_where(x).copy_(x)
 
 
 def lent(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -126,9 +137,10 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
     )
 
 
-def wait_for_copies(tensors: Iterable[Tensor]) -> None:
+def wait_for_copies(tensors: Iterable[Any]) -> None:
     """Before the host reads these: wait until what was copied to pinned memory is there."""
-    if torch.cuda.is_initialized() and any(x.device.type == "cpu" for x in tensors):
+    pinned = (isinstance(x, Tensor) and x.numel() > 0 and x.is_pinned() for x in tensors)
+    if torch.cuda.is_initialized() and any(pinned):
         torch.cuda.synchronize()
 
 

@@ -119,7 +119,8 @@ class Reducer:
         for number, setup in enumerate(setups):
             self._add(number, setup)
         self._flights: deque[tuple[int, InFlight]] = deque()
-        self._local = axis.runtime is Runtime.LOCAL
+        streams = any(setup.streams for setup in setups)
+        self._stays = axis.runtime is Runtime.LOCAL and not streams
 
     def _add(self, number: int, setup: Setup) -> None:
         layout = setup.layout
@@ -165,7 +166,7 @@ class Reducer:
     def _received(self, unit: int, group: _Group) -> None:
         self.received += 1
         state, indices = self._units[unit]
-        if self._local or self.keeps[state] or not group.full:
+        if self._stays or self.keeps[state] or not group.full:
             return
         if len(indices) == 1 or all(self._groups[state][i].full for i in indices):
             self.on_full(unit)

@@ -51,6 +51,7 @@ from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._save import storage
 from fzero.checkpoint._slots import Role, with_values
 from fzero.collectives import assert_same_everywhere, start_gather_in_place
+from fzero.homes import empty_where
 from fzero.partition import shard_of
 from fzero.state import NAMESPACE, Placement, Progress, TrainState
 from fzero.state import Buffers as Flats
@@ -254,12 +255,12 @@ def _room(state: TrainState, roles: list[Role], saved: Manifest) -> TrainState:
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     leaves, treespec = optree.tree_flatten(state.optimizer, namespace=NAMESPACE)
     slots = (
-        torch.zeros_like(leaf)
+        empty_where(leaf).zero_()
         for role, leaf in zip(roles, leaves, strict=True)
         if role.position is not None and leaf.numel()
     )
     placed = with_values(roles, leaves, slots, counters)
-    flats = tuple(torch.zeros_like(flat) for flat in state.params.flats)  # padding stays zero
+    flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
     return state.replace(
         params=Flats(flats=flats, placement=state.params.placement),
         gradients=Flats(),

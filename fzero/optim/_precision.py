@@ -168,14 +168,6 @@ def require_precision(
     if precision is None:
         return
     learning = {leaf.dtype: leaf for leaf in leaves if leaf.trainable}
-    if precision.stochastic_rounding and learning and _BF16 not in learning:
-        raise LayoutError(
-            explain(
-                f"stochastic_rounding, and parameters in {[str(dtype) for dtype in learning]}.",
-                cause="a model that was not converted: only bf16 is rounded by chance.",
-                fix="convert it (module.bfloat16()), or leave stochastic_rounding out.",
-            )
-        )
     for leaf in learning.values():
         numbers = Numbers(
             param=leaf.dtype,
@@ -185,3 +177,11 @@ def require_precision(
             communication=communication,
         )
         require_combination(leaf.path, numbers)
+    if precision.stochastic_rounding and learning and _BF16 not in learning:
+        raise LayoutError(
+            explain(
+                f"stochastic_rounding, and parameters in {[str(dtype) for dtype in learning]}.",
+                cause="a model that was not converted: only bf16 is rounded by chance.",
+                fix="convert it (module.bfloat16()), or leave stochastic_rounding out.",
+            )
+        )

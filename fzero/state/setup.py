@@ -128,6 +128,11 @@ class Setup:
         alone = self.axis.runtime is Runtime.LOCAL and self.offload.params is None
         return self.stage == 3 and not alone
 
+    @property
+    def streams(self) -> bool:
+        """Whether units come and go one by one, on one rank too."""
+        return self.gathers_by_unit or self.offload.gradients is not None
+
     def accumulate_dtype(self, index: int) -> torch.dtype:
         """The dtype in which gradients of group `index` add up."""
         dtype = self.layout.groups[index].dtype

@@ -46,8 +46,8 @@ class Pass:
         self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
         self.channel: Channel | None = channel_of(data)
-        if self.channel is None and any(setup.gathers_by_unit for setup in setups):
-            self.channel = Channel(data, data)  # of one rank: its units are brought to the device
+        if self.channel is None and any(setup.streams for setup in setups):
+            self.channel = Channel(data, data)  # of one rank: its units come and go all the same
         devices = [device_of(state) for state in states]
         self.reducer = Reducer(setups, data, devices)
         self.gatherer = Gatherer([setup.layout for setup in setups], data)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import assert_same_everywhere, told_everywhere
+from fzero.homes import require_folder
 from fzero.mesh import Axis, Runtime
 from fzero.optim import as_optimizer, require_elementwise, require_precision
 from fzero.partition import named_leaves, plan_layout
@@ -74,6 +75,7 @@ def plan(
             gathering=replace(gathering, persistent=_units_of(layout, small)),
             offload=as_offload(offload, stage, named.values()),
         )
+        require_folder(setup.offload)
         given = (reduction.accumulate_dtype, reduction.communication_dtype)
         require_precision(chosen, layout.leaves, *given)
         facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}, {autocast}"]

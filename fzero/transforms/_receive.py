@@ -108,9 +108,8 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def device_of(state: TrainState) -> torch.device:
-    """Return where a state computes: where its parameters are, unless they are offloaded."""
-    own = next((flat.device for flat in state.params.flats), torch.device("cpu"))
-    return state.setup.offload.device or own
+    """Return where a state computes."""
+    return state.device
 
 
 def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:

@@ -16,5 +16,5 @@ from fzero.optim._piece import Piece as Piece
 from fzero.optim._precision import Precision as Precision
 from fzero.optim._precision import require_precision as require_precision
 from fzero.optim._torch import TorchOptimizer as TorchOptimizer
-from fzero.optim._torch import TorchState as TorchState
 from fzero.optim._torch import from_torch as from_torch
+from fzero.optim._torch_state import TorchState as TorchState

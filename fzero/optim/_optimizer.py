@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.homes import cloned, lent
+from fzero.homes import cloned
+from fzero.optim._formula import step_by_formula
 from fzero.optim._masters import Place, make_masters, stay, work_tensors
 from fzero.optim._piece import Piece, pieces_in
 from fzero.optim._precision import Precision
@@ -178,33 +179,13 @@ class Optimizer:
     ) -> tuple[list[Tensor], OptimizerState]:
         if self.precision.stochastic_rounding:
             raise _not_rounded(self)
-        # A tensor, so that a traced step does not freeze it; fp64, as Python's own numbers are.
-        count = (state.count + 1).double()
-        held = work_tensors(params, state.masters)
-        stepped = [self.precision.stepped(p.dtype) for p in params]
-        work = [lent(w, device, dtype) for w, dtype in zip(held, stepped, strict=True)]
-        grads = [lent(g, device, dtype) for g, dtype in zip(grads, stepped, strict=True)]
-        ms_of = [
-            [lent(m, device, d) for m, d in zip(ms, stepped, strict=True)] for ms in state.moments
-        ]
-        parts: list[list[tuple[int, Tensor, tuple[Tensor, ...]]]] = [[] for _ in work]
-        for options, chosen in self._by_options(work, pieces, state.count):
-            for span in chosen:
-                i = span[0]
-                p, g, *ms = _cut_all(span, work[i], grads[i], ms_of)
-                parts[i].append((span[1], *self.rule.formula(p, g, tuple(ms), count, options)))
-        joined = [
-            _join(part) if part else (w, tuple(m[i] for m in ms_of))
-            for i, (part, w) in enumerate(zip(parts, work, strict=True))
-        ]
-        new = [n.to(p.device, p.dtype) for p, (n, _) in zip(params, joined, strict=True)]
-        moments = tuple(
-            tuple(n[k].to(m.device, m.dtype) for (_, n), m in zip(joined, ms, strict=True))
-            for k, ms in enumerate(state.moments)
-        )
-        masters = tuple(
-            n.to(m.device) if m.numel() else m
-            for (n, _), m in zip(joined, state.masters, strict=True)
+        new, moments, masters = step_by_formula(
+            self.rule,
+            Flats(params, grads, state.masters, self._slots(state)),
+            self._by_options(params, pieces, state.count),
+            precision=self.precision,
+            device=device,
+            count=state.count,
         )
         return new, OptimizerState(count=state.count + 1, moments=moments, masters=masters)
 
@@ -307,20 +288,3 @@ def _cut(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int, int]]) -> li
 def _whole(i: int, path: str, p: Tensor) -> Piece:
     leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
     return Piece(i, leaf, 0, p.numel())
-
-
-def _cut_all(
-    span: tuple[int, int, int], p: Tensor, g: Tensor, moments: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    i, start, stop = span
-    every = [p, g, *(m[i] for m in moments)]
-    return every if stop - start == p.numel() else [x[start:stop] for x in every]
-
-
-def _join(parts: list[tuple[int, Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Put the pieces of one tensor together again, in order."""
-    parts = sorted(parts, key=lambda part: part[0])
-    if len(parts) == 1:
-        return parts[0][1], parts[0][2]
-    moments = zip(*(part[2] for part in parts), strict=True)
-    return torch.cat([part[1] for part in parts]), tuple(torch.cat(list(m)) for m in moments)

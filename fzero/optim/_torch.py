@@ -14,30 +14,19 @@ from fzero.errors import PhaseError, explain
 from fzero.homes import cloned
 from fzero.optim._bind import Bound, bind, name_of, require_usable
 from fzero.optim._elementwise import not_elementwise
-from fzero.optim._masters import Place, make_masters, stay, work_tensors
+from fzero.optim._masters import Place, stay, work_tensors
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import Scaled
 from fzero.optim._step import Unit, makes_state_later, skips, step
 from fzero.optim._stream import Flats, Portion, Slots, step_flats
-from fzero.optim._trial import Kept
-from fzero.state._record import record
+from fzero.optim._torch_state import TorchState, new_state, units_of
 from fzero.state.layout import Leaf
 from fzero.state.setup import SavedNames
 
 _SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
-
-
-@record
-class TorchState:
-    """What a torch.optim optimizer keeps for this rank's shards, parallel to the list of flats."""
-
-    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates made
-    slots: dict[str, tuple[Tensor, ...]]  # by name; of a flat that has no such slot, empty
-    counters: dict[str, tuple[Tensor, ...]]  # by name, one for each param group (see `init`)
-    masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,38 +92,9 @@ class TorchOptimizer:
         Raises:
             LayoutError: for a rule that is not elementwise, and a part of a leaf.
         """
-        bound = self._bound()
-        groups = self._groups(len(params), pieces)
-        wanted = [self.precision.master_weights and g != -1 for g in groups]
-        masters = make_masters(params, wanted, place)
-        units = self._units(params, pieces)
-        of_flat: list[list[Kept]] = [[] for _ in params]
-        for unit in units:
-            of_flat[unit.index].append(unit.kept)
-        for found, g, p in zip(of_flat, groups, params, strict=True):
-            if not found and g != -1:  # of padding alone: as the same flat of the other ranks
-                dtype = self.precision.stepped(p.dtype)
-                found += [
-                    k for (n, *_), k in bound.kept.items() if g in (n, None) and k.dtype == dtype
-                ]
-        every = bound.kept.values()
-        slots = {
-            name: tuple(
-                place(_slot(name, p, found, self.precision))
-                for p, found in zip(params, of_flat, strict=True)
-            )
-            for name in sorted({name for kept in every for name in (*kept.slots, *kept.odd)})
-        }
-        owners = [unit.kept for unit in units]
-        if bound.elementwise:
-            some = {group: kept for (group, *_), kept in bound.kept.items()}
-            owners = [some.get(g) for g in range(bound.groups)]
-        counters = {
-            name: tuple(_counter(name, kept) for kept in owners)
-            for name in sorted({name for kept in every for name in kept.counters})
-        }
-        count = torch.zeros((), dtype=torch.int64)
-        return TorchState(count=count, slots=slots, counters=counters, masters=masters)
+        return new_state(
+            self._bound(), self.precision, params, self._units(params, pieces), pieces, place
+        )
 
     def advance(
         self,
@@ -266,33 +226,10 @@ class TorchOptimizer:
             )
         return bound
 
-    def _groups(self, flats: int, pieces: Sequence[Piece]) -> list[int | None]:
-        """The param group of each flat; None if no piece tells."""
-        groups: list[int | None] = [None] * flats
-        for piece in pieces:
-            if groups[piece.index] is None:
-                groups[piece.index] = self.group_of(piece.leaf.path)
-        return groups
-
     def _units(self, params: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Unit]:
-        bound = self._bound()
-        units: list[Unit] = []
-        seen: set[int] = set()
-        for index, leaf, start, stop, _ in pieces:
-            group = bound.group_at.get(leaf.path, -1)
-            if group < 0 or start >= stop or (bound.elementwise and index in seen):
-                continue
-            dtype = self.precision.stepped(params[index].dtype)
-            if bound.elementwise:
-                kept = bound.kept[group, dtype, 1]
-                units.append(Unit(index, group, None, (), kept, group))
-            elif leaf.numel:
-                kept = bound.kept[group, dtype, max(len(leaf.shape), 1)]
-                if stop - start < leaf.numel or (kept.odd and index in seen):
-                    raise not_elementwise(self)
-                span = (start, start + leaf.numel)
-                units.append(Unit(index, group, span, leaf.shape, kept, len(units)))
-            seen.add(index)
+        units = units_of(self._bound(), self.precision, params, pieces)
+        if units is None:
+            raise not_elementwise(self)
         return units
 
     def __repr__(self) -> str:
@@ -341,23 +278,8 @@ def from_torch(
     return TorchOptimizer(source=optimizer, precision=precision)
 
 
-def _slot(name: str, p: Tensor, found: Sequence[Kept], precision: Precision) -> Tensor:
-    for kept in found:
-        if name in kept.slots:
-            fill = kept.slots[name]
-            as_stepped = fill.dtype == kept.dtype
-            dtype = precision.kept(p.dtype) if as_stepped else fill.dtype
-            return torch.full_like(p, fill.item(), dtype=dtype, requires_grad=False)
-    return p.new_empty(0)  # also of another shape: such a slot is made by the first step
-
-
 def _copies(counters: Mapping[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
     return {name: tuple(x.clone() for x in some) for name, some in counters.items()}
-
-
-def _counter(name: str, kept: Kept | None) -> Tensor:
-    """A counter before the first step; 0 for a group that learns nothing, or has none."""
-    return kept.counters[name].clone() if kept and name in kept.counters else torch.zeros(())
 
 
 def _shown(value: Any) -> str:

@@ -76,6 +76,7 @@ class Engine(Access, Scaling):
         gradient_accumulation_steps: `step()` updates at every n-th call.
         average_micro_batches: divide the update by the number of step() calls, or of backwards when
             each call updates.
+        check_finite: `step()` raises what an update under `fzero.check_finite` does, on every rank.
         loss_scale: of `fzero.scale_loss`: a number, "dynamic", a `DynamicScale`, or the user's own.
             Losses go through `backward` or `scale`. An overflow on any rank skips the update on
             all; see `step_was_skipped`. 1: no scale. None: "dynamic" for autocast in fp16, else 1.
@@ -129,6 +130,7 @@ class Engine(Access, Scaling):
         max_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
         average_micro_batches: bool = False,
+        check_finite: bool = False,
         loss_scale: Scale = None,
         autocast: Autocast | torch.dtype | None = None,
         reshard_after_forward: Reshard = True,
@@ -144,6 +146,7 @@ class Engine(Access, Scaling):
             max_norm=max_norm,
             gradient_accumulation_steps=gradient_accumulation_steps,
             average_micro_batches=average_micro_batches,
+            check_finite=check_finite,
             loss_scale=loss_scale,
             ordered=ordered,
             overlap=overlap,

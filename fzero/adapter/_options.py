@@ -31,6 +31,7 @@ class Updating:
     max_norm: float | None = None
     gradient_accumulation_steps: int = 1
     average_micro_batches: bool = False
+    check_finite: bool = False
     loss_scale: Scale = None  # what `fzero.scale_loss` takes; None: what autocast needs, or 1
 
 
@@ -81,6 +82,7 @@ def require_options(options: Options) -> None:
     check_flags(
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,
+        check_finite=updating.check_finite,
         contiguous_gradients=reduction.contiguous_gradients,
         overlap=reduction.overlap,
         ordered=reduction.ordered,

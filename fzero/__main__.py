@@ -17,7 +17,7 @@ from fzero.job.train import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0, 2 after an error of fzero, 128 + signal if stopped."""
+    """Run one command; return its exit code: 0, 2 after an error, 128 + signal if stopped."""
     # No abbreviations anywhere: a mistyped option must not pass as the short form of another.
     parser = argparse.ArgumentParser(
         prog="python -m fzero", description=__doc__, allow_abbrev=False

@@ -161,8 +161,9 @@ def report_of(
     if not found:
         return None
     *_, noted, state, key = min(found, key=lambda one: one[:2])
-    leaf = None if noted.leaf is None else state.setup.layout.leaves[noted.leaf].path
-    path = None if leaf is None else ".".join(filter(None, [*map(str, key), leaf]))
+    path = None if noted.leaf is None else state.setup.layout.leaves[noted.leaf].path
+    if path is not None and key:  # a model that is one tensor has the path "."
+        path = ".".join([*map(str, key), *([] if path == "." else [path])])
     rank = world().rank
     return Report(noted.backward, rank, (rank,), int(state.step), noted.what, path)
 

@@ -49,14 +49,13 @@ class Options:
     offload: Offload | None
 
 
-def options_of(**given: Any) -> Options:
-    """Return the options of `Engine(...)` in their groups, unchecked."""
-    names = {name for kind in (Updating, Reduction, Gathering) for name in _names(kind)}
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given."""
     return Options(
         updating=Updating(**_of(Updating, given)),
         reduction=Reduction(**_of(Reduction, given)),
         gathering=Gathering(**_of(Gathering, given)),
-        **{name: value for name, value in given.items() if name not in names},
+        **_of(Options, given),
     )
 
 

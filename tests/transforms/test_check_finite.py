@@ -46,9 +46,15 @@ def loss_fn(p: Any, x: Tensor) -> Tensor:
     return h * p[2]["last"] + p[0]["empty"].sum() + p[3]["frozen"].sum()
 
 
-def one_call(state: Any, x: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-    return fzero.apply_gradients(state), loss
+def stepping(loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, value = fzero.grad_and_reduce(loss, state)(x)
+        return fzero.apply_gradients(state), value
+
+    return step_fn
+
+
+one_call = stepping(loss_fn)
 
 
 def two_calls(state: Any, x: Tensor) -> Any:
@@ -177,13 +183,7 @@ def test_no_exchange_is_added(stage: int) -> None:
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_inside_of_accumulate_the_part_is_named_at_the_update(part: int) -> None:
-    def mean(p: Tensor, x: Tensor) -> Tensor:
-        return (p * x).sqrt().mean()
-
-    def fn(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(mean, state)(x)
-        return fzero.apply_gradients(state), loss
-
+    fn = stepping(lambda p, x: (p * x).sqrt().mean())
     state = fzero.init(torch.ones(()), sgd(), stage=2)
     x = torch.ones(4)
     x[2 * part] = 0.0
@@ -195,15 +195,9 @@ def test_inside_of_accumulate_the_part_is_named_at_the_update(part: int) -> None
 
 def test_of_several_states_the_path_has_the_key() -> None:
 
-    def loss(p: Any, x: Tensor) -> Tensor:
-        return (p["d"]["v"] * x).sqrt().sum() * p["g"]["w"].sum()
+    fn = stepping(lambda p, x: (p["d"]["v"] * x).sqrt().sum() * p["g"]["w"].sum())
 
-    @fzero.check_finite
-    def fn(states: Any, x: Tensor) -> Any:
-        states, value = fzero.grad_and_reduce(loss, states)(x)
-        return fzero.apply_gradients(states), value
-
-    step = fzero.simulate(fzero.shard(fn, stage={"g": 2, "d": 3}), world_size=2)
+    step = fzero.simulate(fzero.shard(check(fn), stage={"g": 2, "d": 3}), world_size=2)
     states = step.init({"g": {"w": torch.ones(3)}, "d": {"v": torch.ones(2)}}, sgd())
     states, _ = step(states, torch.ones(2))
     with pytest.raises(NonFiniteError) as caught:
@@ -215,13 +209,7 @@ def test_of_several_states_the_path_has_the_key() -> None:
 
 
 def test_with_a_loss_scale_an_overflow_is_skipped_and_the_loss_is_looked_at() -> None:
-    def loss(p: Tensor, x: Tensor) -> Tensor:
-        return (p * x[0]).sum() + (p * x[1]).sqrt().sum()
-
-    def fn(state: Any, x: Tensor) -> Any:
-        state, value = fzero.grad_and_reduce(loss, state)(x)
-        return fzero.apply_gradients(state), value
-
+    fn = stepping(lambda p, x: (p * x[0]).sum() + (p * x[1]).sqrt().sum())
     for wrapped in (check(fzero.scale_loss(fn)), fzero.scale_loss(check(fn))):
         step = fzero.simulate(fzero.shard(wrapped, stage=2), world_size=2)
         state = step.init(torch.ones(4), sgd())
@@ -242,12 +230,7 @@ def test_the_largest_finite_number_is_finite_in_every_dtype(dtype: torch.dtype) 
     for value, raises in ((most, False), (-most, False), (INF, True), (-INF, True), (NAN, True)):
         x = torch.tensor([value, -1.0, 2.0, 1.0, 0.0], dtype=dtype)
         state = fzero.init(torch.ones(5, dtype=dtype), fzero.optim.sgd(1e-6), stage=1)
-
-        @fzero.check_finite
-        def fn(state: Any, x: Tensor) -> Any:
-            state, _ = fzero.grad_and_reduce(lambda p: (p * x)[0] / 2 + (p * x)[1:].sum(), state)()
-            return fzero.apply_gradients(state), None
-
+        fn = check(stepping(lambda p, x: (p * x)[0] / 2 + (p * x)[1:].sum()))
         if raises:
             with pytest.raises(NonFiniteError):
                 fn(state, x)

@@ -181,12 +181,12 @@ def test_no_exchange_is_added(stage: int) -> None:
     assert counted(check(two_calls)) == counted(two_calls)
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_inside_of_accumulate_the_part_is_named_at_the_update(part: int) -> None:
+@pytest.mark.parametrize(("bad", "part"), [([0], 0), ([2], 1), ([0, 2], 0)])
+def test_inside_of_accumulate_the_part_is_named_at_the_update(bad: list[int], part: int) -> None:
     fn = stepping(lambda p, x: (p * x).sqrt().mean())
     state = fzero.init(torch.ones(()), sgd(), stage=2)
     x = torch.ones(4)
-    x[2 * part] = 0.0
+    x[bad] = 0.0
     for step in (in_parts(check(fn)), check(in_parts(fn))):
         with pytest.raises(NonFiniteError) as caught:
             step(state, x)
@@ -206,6 +206,11 @@ def test_of_several_states_the_path_has_the_key() -> None:
     with pytest.raises(NonFiniteError) as caught:
         step(states, torch.tensor([NAN, 1.0]))
     assert _facts(caught.value) == (1, 0, "loss", "g.w", 0, (0,))
+    other = stepping(lambda p, x: p["d"]["v"].sum() + (p["g"]["w"] * x).sum())
+    step = fzero.simulate(fzero.shard(check(other), stage={"g": 2, "d": 3}), world_size=2)
+    with pytest.raises(NonFiniteError) as caught:  # only one of them has a NaN in its gradients
+        step(states, torch.tensor([1.0, NAN]))
+    assert _facts(caught.value) == (1, 1, "loss", "g.w", 0, (1,))
 
 
 def test_with_a_loss_scale_an_overflow_is_skipped_and_the_loss_is_looked_at() -> None:
@@ -226,11 +231,13 @@ def test_with_a_loss_scale_an_overflow_is_skipped_and_the_loss_is_looked_at() ->
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_largest_finite_number_is_finite_in_every_dtype(dtype: torch.dtype) -> None:
+    """Also where the sum of the gradient's elements is not."""
     most = torch.finfo(dtype).max
+    fn = check(stepping(lambda p, x: (p * x / 2).sum()))
     for value, raises in ((most, False), (-most, False), (INF, True), (-INF, True), (NAN, True)):
-        x = torch.tensor([value, -1.0, 2.0, 1.0, 0.0], dtype=dtype)
-        state = fzero.init(torch.ones(5, dtype=dtype), fzero.optim.sgd(1e-6), stage=1)
-        fn = check(stepping(lambda p, x: (p * x)[0] / 2 + (p * x)[1:].sum()))
+        x = torch.full((3,), value, dtype=dtype)
+        params = torch.tensor([1.0, -1.0, 0.0], dtype=dtype)
+        state = fzero.init(params, fzero.optim.sgd(1e-6), stage=1)
         if raises:
             with pytest.raises(NonFiniteError):
                 fn(state, x)

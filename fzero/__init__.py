@@ -15,7 +15,14 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
-from fzero.errors import AxisError, DonatedError, FzeroError, LayoutError, PhaseError
+from fzero.errors import (
+    AxisError,
+    DonatedError,
+    FzeroError,
+    LayoutError,
+    NonFiniteError,
+    PhaseError,
+)
 from fzero.functional import functionalize
 from fzero.mesh import Axis, axis_index, axis_size, world
 from fzero.state import DynamicScale, TrainState, state_bytes
@@ -25,6 +32,7 @@ from fzero.transforms import (
     add_gradients,
     apply_gradients,
     autocast,
+    check_finite,
     clip,
     coalesce,
     full_gradients,
@@ -50,6 +58,7 @@ __all__ = [
     "DynamicScale",
     "FzeroError",
     "LayoutError",
+    "NonFiniteError",
     "Offload",
     "PhaseError",
     "TrainState",
@@ -62,6 +71,7 @@ __all__ = [
     "autocast",
     "axis_index",
     "axis_size",
+    "check_finite",
     "checkpoint",
     "clip",
     "coalesce",

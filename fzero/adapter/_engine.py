@@ -76,6 +76,8 @@ class Engine(Access, Scaling):
         gradient_accumulation_steps: `step()` updates at every n-th call.
         average_micro_batches: divide the update by the number of step() calls, or of backwards when
             each call updates.
+        check_finite: `step()` raises `NonFiniteError`, on every rank, if a loss that `backward` was
+            given, or a gradient, is NaN or infinite: see `fzero.check_finite`.
         loss_scale: of `fzero.scale_loss`: a number, "dynamic", a `DynamicScale`, or the user's own.
             Losses go through `backward` or `scale`. An overflow on any rank skips the update on
             all; see `step_was_skipped`. 1: no scale. None: "dynamic" for autocast in fp16, else 1.
@@ -129,6 +131,7 @@ class Engine(Access, Scaling):
         max_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
         average_micro_batches: bool = False,
+        check_finite: bool = False,
         loss_scale: Scale = None,
         autocast: Autocast | torch.dtype | None = None,
         reshard_after_forward: Reshard = True,
@@ -137,27 +140,7 @@ class Engine(Access, Scaling):
         leaf_modules: LeafSpec | None = None,
         offload: Offload | None = None,
     ) -> None:
-        self.options = options_of(
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            max_norm=max_norm,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            average_micro_batches=average_micro_batches,
-            loss_scale=loss_scale,
-            ordered=ordered,
-            overlap=overlap,
-            contiguous_gradients=contiguous_gradients,
-            accumulate_dtype=accumulate_dtype,
-            communication_dtype=communication_dtype,
-            reshard_after_forward=reshard_after_forward,
-            prefetch_numel=prefetch_numel,
-            bucket_bytes=bucket_bytes,
-            persistence_threshold_numel=persistence_threshold_numel,
-            leaf_modules=leaf_modules,
-            autocast=autocast,
-            offload=offload,
-        )
+        self.options = options_of(locals())
         setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
         self.module, self.stage = module, setup.stage
         self._driver = Driver(module, setup, scale_of(loss_scale, setup))
@@ -257,6 +240,7 @@ class Engine(Access, Scaling):
             PhaseError: without gradients, inside a window or a backward, and for an engine without
                 optimizer; everything is then as before.
             LayoutError: when a parameter was replaced, moved or unfrozen, or `p.grad` written.
+            NonFiniteError: with `check_finite`, on every rank; `zero_grad()` drops what raises it.
         """
         every = self.options.updating.gradient_accumulation_steps
         return boundary.call_step(self._driver, every)

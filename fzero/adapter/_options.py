@@ -31,6 +31,7 @@ class Updating:
     max_norm: float | None = None
     gradient_accumulation_steps: int = 1
     average_micro_batches: bool = False
+    check_finite: bool = False
     loss_scale: Scale = None  # what `fzero.scale_loss` takes; None: what autocast needs, or 1
 
 
@@ -48,14 +49,13 @@ class Options:
     offload: Offload | None
 
 
-def options_of(**given: Any) -> Options:
-    """Return the options of `Engine(...)` in their groups, unchecked."""
-    names = {name for kind in (Updating, Reduction, Gathering) for name in _names(kind)}
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given."""
     return Options(
         updating=Updating(**_of(Updating, given)),
         reduction=Reduction(**_of(Reduction, given)),
         gathering=Gathering(**_of(Gathering, given)),
-        **{name: value for name, value in given.items() if name not in names},
+        **_of(Options, given),
     )
 
 
@@ -81,6 +81,7 @@ def require_options(options: Options) -> None:
     check_flags(
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,
+        check_finite=updating.check_finite,
         contiguous_gradients=reduction.contiguous_gradients,
         overlap=reduction.overlap,
         ordered=reduction.ordered,

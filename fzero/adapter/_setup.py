@@ -69,6 +69,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         averages=averages and steps == 1,
         donate=True,
         autocast=None if autocast is None else autocast.computes,
+        check_finite=updating.check_finite,
     )
     return replace(setup, policy=policy)
 

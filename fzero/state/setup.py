@@ -101,6 +101,7 @@ class Policy:
     donate: bool = False  # shard: buffers may be overwritten
     averages: bool = False  # the update divides by the number of backwards
     autocast: torch.dtype | None = None  # autocast: in which losses are computed
+    check_finite: bool = False  # check_finite: an update raises what is not finite
 
     @property
     def differentiates_as(self) -> str:

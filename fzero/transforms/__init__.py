@@ -6,6 +6,7 @@ from fzero.transforms.access import gradients as gradients
 from fzero.transforms.accumulate import accumulate as accumulate
 from fzero.transforms.add import add_gradients as add_gradients
 from fzero.transforms.autocast import autocast as autocast
+from fzero.transforms.check_finite import check_finite as check_finite
 from fzero.transforms.clip import clip as clip
 from fzero.transforms.coalesce import coalesce as coalesce
 from fzero.transforms.grad import grad_and_reduce as grad_and_reduce

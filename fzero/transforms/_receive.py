@@ -14,6 +14,7 @@ from fzero.partition import shard_of
 from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
+from fzero.transforms._finite import Report, first_of
 from fzero.transforms._modes import in_transform, is_recorded
 
 
@@ -124,10 +125,17 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def boundary(name: str, states: Sequence[TrainState], *, updates: bool = False) -> None:
+def boundary(
+    name: str,
+    states: Sequence[TrainState],
+    *,
+    updates: bool = False,
+    bad: Report | None = None,
+) -> Report | None:
     """Wait until every rank makes this call, with the same options, on states that stand alike.
 
-    If it `updates`, the optimizers and their learning rates must be the same, too.
+    If it `updates`, the optimizers and their learning rates must be the same, too. Returns the
+    first that any rank reports of what is not finite: `bad` is what this one does.
 
     Raises `MismatchError` on every rank otherwise, before anything was changed. Nothing happens
     under a torch.func transform or a trace, where ranks are not asked.
@@ -148,8 +156,9 @@ def boundary(name: str, states: Sequence[TrainState], *, updates: bool = False) 
             lines += state.setup.optimizer.describe((), state.step)
     for axis, lines in by_axis.items():
         channel = channel_of(axis)
-        if channel is not None:
-            channel.call("\n".join(lines))
+        if channel is not None and any(channel.call("\n".join(lines), int(bad is not None))):
+            bad = first_of(channel, bad)
+    return bad
 
 
 def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:

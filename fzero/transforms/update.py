@@ -22,6 +22,7 @@ from fzero.transforms._donate import (
     take_over,
     without_donation,
 )
+from fzero.transforms._finite import report_of
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._pieces import pieces_of
@@ -44,8 +45,9 @@ def apply_gradients(state: S) -> S:
     of a pytree is skipped, or not, by its own gradients.
 
     Raises `PhaseError` if the state holds no gradients (also on a second call), `DonatedError`
-    if it was used up. With donation the update is made in the state's own buffers, which uses
-    the state up; before that moment an error leaves it whole.
+    if it was used up, `NonFiniteError` on every rank if `fzero.check_finite` found any. With
+    donation the update is made in the state's own buffers, which uses the state up; before that
+    moment an error leaves it whole.
 
     Example:
         >>> import torch, fzero
@@ -60,7 +62,9 @@ def apply_gradients(state: S) -> S:
     due = [one for one in states if not one.setup.policy.defer_update]
     for one in due:
         progress.saw_update(one.progress)
-    boundary("apply_gradients", due, updates=True)
+    bad = boundary("apply_gradients", due, updates=True, bad=report_of(states, treespec))
+    if bad is not None:
+        raise bad.error()
     new: Any = optree.tree_unflatten(treespec, [_apply(one) for one in states])
     return new
 

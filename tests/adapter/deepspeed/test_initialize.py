@@ -33,6 +33,7 @@ def options_of(config: dict[str, Any]) -> dict[str, Any]:
 def test_an_empty_config_gives_deepspeeds_defaults() -> None:
     assert options_of({}) == {
         "stage": 0,
+        "check_finite": False,
         "bucket_bytes": 4 * 500_000_000,
         "contiguous_gradients": True,
         "overlap": True,

@@ -35,7 +35,7 @@ class Offload:
     optimizer: Home = None
     gradients: Home = None
     params: Home = None
-    folder: str | Path | None = field(default=None, compare=False)
+    folder: str | Path | None = field(default=None, compare=False, repr=False)
     device: torch.device | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

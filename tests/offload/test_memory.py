@@ -69,10 +69,12 @@ def test_state_bytes_say_what_is_on_the_device_and_what_on_disk(
 
 @on_ranks(1, 2)
 def test_with_everything_on_disk_a_step_holds_few_units_in_memory(
-    world_size: int, tmp_path: Path
+    rank: int, world_size: int, tmp_path: Path
 ) -> None:
+    own = tmp_path / str(rank)  # of this machine
+    own.mkdir()
     with LiveBytes() as live:
-        engine = Engine(_net(), torch.optim.AdamW, stage=3, offload=_away("ogp", tmp_path))
+        engine = Engine(_net(), torch.optim.AdamW, stage=3, offload=_away("ogp", own))
         _train(engine)  # the schedule is recorded
         # Two gathered, the gradients of two, and of one what the other rank has sent.
         with live.at_most(5.5 * UNIT + 8 * SMALL, "a step with everything on disk"):

@@ -57,6 +57,7 @@ def section(path: str, switch: str | None, off: Any, fix: str) -> Key:
 
 _LOG = "it prints, and nothing is printed here: use torch.profiler, engine.memory_report()"
 _MODEL = "leave it out, and do it in the model"
+_COMPILE = "leave it out, and call torch.compile on the model, or on parts of it"
 _LOADER = "leave it out, and do it in the data loader"
 _LOOP = "leave it out, and log in the training loop"
 _DATA_PARALLEL = "leave it out: there is data parallelism only"
@@ -64,9 +65,13 @@ _CHECKPOINTING = "leave it out, and use torch.utils.checkpoint in the model"
 
 TRAINING = (
     read("train_batch_size", None, "count", "checked: micro-batch size x accumulation x ranks"),
-    read("train_micro_batch_size_per_gpu", None, "count", "checked; the size of training_data's"),
-    read("gradient_accumulation_steps", None, "count", "gradient_accumulation_steps; default 1"),
-    read("managed_gradient_accumulation", True, "bool", "false: every step() updates"),
+    read(
+        "train_micro_batch_size_per_gpu", None, "count", "checked; of the loader of training_data"
+    ),
+    read(
+        "gradient_accumulation_steps", None, "count", "step() updates at every n-th call; default 1"
+    ),
+    read("managed_gradient_accumulation", True, "bool", "false: every step() updates, see below"),
     option("gradient_clipping", 1.0, "norm", "max_norm"),
     option("communication_data_type", None, "dtype", "communication_dtype"),
     read("optimizer.type", None, "text", "a torch.optim optimizer, unless one is given"),
@@ -108,7 +113,9 @@ PRECISION = (
     read("bf16.enabled", False, "bool", "parameters to bf16, fp32 masters"),
     read("bf16.bf16_master_weights_and_grads", False, "bool", "with the next: no fp32 masters"),
     read("bf16.bf16_optimizer_states", False, "bool", "with the one before: states in bf16"),
-    harmless("bf16.immediate_grad_update", False, "when bf16 gradients are added to fp32 ones"),
+    harmless(
+        "bf16.immediate_grad_update", False, "it says when bf16 gradients are added to fp32 ones"
+    ),
     refused(
         "bf16.check_grad_overflow",
         False,
@@ -116,7 +123,9 @@ PRECISION = (
     ),
     read("torch_autocast.enabled", False, "bool", "autocast"),
     read("torch_autocast.dtype", None, "dtype", "its dtype; default bf16; fp16 scales losses"),
-    read("torch_autocast.lower_precision_safe_modules", None, "names", "default Linear, Conv1d-3d"),
+    read(
+        "torch_autocast.lower_precision_safe_modules", None, "names", "default Linear, Conv1d to 3d"
+    ),
     read("data_types.grad_accum_dtype", None, "dtype", "accumulate_dtype; default the model's"),
     read("data_types.param_dtype", None, "dtype", "checked: it must agree with bf16, fp16"),
     read("data_types.buffer_dtype", None, "dtype", "buffers are converted"),
@@ -131,7 +140,7 @@ AROUND = (
     refused("activation_checkpointing.partition_activations", False, _CHECKPOINTING),
     refused("activation_checkpointing.cpu_checkpointing", False, _CHECKPOINTING),
     refused("activation_checkpointing.contiguous_memory_optimization", False, _CHECKPOINTING),
-    harmless("activation_checkpointing.number_checkpoints", None, "of contiguous memory"),
+    harmless("activation_checkpointing.number_checkpoints", None, "of the key before"),
     harmless("activation_checkpointing.synchronize_checkpoint_boundary", False, _LOG),
     harmless("activation_checkpointing.profile", False, _LOG),
     harmless("aio", None, "it tunes DeepSpeed's reader of NVMe files"),
@@ -147,7 +156,8 @@ AROUND = (
     section("nebula", "enabled", False, "use fzero.checkpoint.save_async"),
     section("datastates_ckpt", None, None, "use fzero.checkpoint.save_async"),
     section("hybrid_engine", "enabled", False, "leave it out: there is no engine for inference"),
-    section("compile", "deepcompile", False, "call torch.compile on parts of the model"),
+    refused("compile.deepcompile", False, _COMPILE),
+    refused("compile.enabled", False, _COMPILE),
     section("pipeline", None, None, _DATA_PARALLEL),
     section("tensor_parallel", "autotp_size", 0, _DATA_PARALLEL),
     section("expert_parallel", "enabled", False, _DATA_PARALLEL),
@@ -158,5 +168,5 @@ AROUND = (
     section("quantize_training", "enabled", False, _MODEL),
     section("weight_quantization", None, None, _MODEL),
     section("sparse_attention", None, None, _MODEL),
-    section("eigenvalue", "enabled", False, "leave it out"),
+    section("eigenvalue", "enabled", False, "leave it out: nothing here uses it"),
 )

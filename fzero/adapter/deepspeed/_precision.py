@@ -91,12 +91,11 @@ def autocast_of(given: Mapping[str, Any], values: Mapping[str, Any]) -> Autocast
 
 def _require_on(section: str, given: Mapping[str, Any]) -> None:
     unused = [path for path in given if path.startswith(f"{section}.")]
-    unused = [path for path in unused if path != f"{section}.enabled"]
-    if unused:
+    if unused and f"{section}.enabled" not in given:
         raise config_error(
             f"config: {unused[0]} without {section}.enabled.",
-            cause=f"the key was kept when {section} was switched off.",
-            fix=f"set {section}.enabled = true, or leave it out.",
+            cause="a section that is off until it says that it is on.",
+            fix=f"set {section}.enabled = true, or leave {section} out.",
         )
 
 

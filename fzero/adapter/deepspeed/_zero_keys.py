@@ -32,7 +32,7 @@ _OFFLOAD = "leave it out: states and parameters stay on the device; take a highe
 _QUANTIZED = "leave it out: collectives carry the dtype of communication_data_type"
 _GROUPS = "leave it out, and pass initialize(mesh=...) for the ranks to shard over"
 _OWN = "how DeepSpeed does it: the numbers are the same"
-_OFF = "of offloading, which is off"
+_OFF = "it is about offloading, which is off"
 
 ZERO = tuple(
     key._replace(path="zero_optimization." + key.path)
@@ -40,8 +40,18 @@ ZERO = tuple(
         read("stage", 0, "stage", "stage"),
         option("contiguous_gradients", True, "bool", "contiguous_gradients"),
         option("overlap_comm", None, "bool", "overlap"),
-        read("reduce_bucket_size", 500_000_000, "some", "bucket_bytes: the smaller of both,"),
-        read("allgather_bucket_size", 500_000_000, "some", "x bytes of an element"),
+        read(
+            "reduce_bucket_size",
+            500_000_000,
+            "some",
+            "bucket_bytes: the smaller of this and the next",
+        ),
+        read(
+            "allgather_bucket_size",
+            500_000_000,
+            "some",
+            "bucket_bytes: the smaller of this and the one before",
+        ),
         option("stage3_prefetch_bucket_size", 50_000_000, "numel", "prefetch_numel"),
         option(
             "stage3_param_persistence_threshold", 100_000, "numel", "persistence_threshold_numel"
@@ -52,9 +62,14 @@ ZERO = tuple(
             "numel",
             "reshard_after_forward: false if the model fits into this",
         ),
-        read("stage3_max_reuse_distance", 1_000_000_000, "numel", "and twice into this"),
+        read(
+            "stage3_max_reuse_distance",
+            1_000_000_000,
+            "numel",
+            "the same, if twice the model fits into this",
+        ),
         read("stage3_module_granularity_threshold", 0, "numel", "leaf_modules"),
-        read("leaf_module.classes", None, "names", "leaf_modules; default: see below"),
+        read("leaf_module.classes", None, "names", "leaf_modules; its default is above"),
         read("leaf_module.names", None, "names", "leaf_modules"),
         read("leaf_module.name_suffixes", None, "names", "leaf_modules"),
         harmless("sub_group_size", 1_000_000_000, "the optimizer steps all of a shard at once"),
@@ -68,7 +83,11 @@ ZERO = tuple(
         harmless("memory_efficient_linear", True, "autograd saves a placeholder for a weight"),
         harmless("override_module_apply", True, _OWN),
         harmless("pipeline_loading_checkpoint", False, _OWN),
-        harmless("log_trace_cache_warnings", False, "another order is right, and slower"),
+        harmless(
+            "log_trace_cache_warnings",
+            False,
+            "units in another order than before are right, and slower",
+        ),
         harmless("enable_sanity_checks", False, "ranks always check"),
         harmless("elastic_checkpoint", False, "fzero.checkpoint loads on any number of ranks"),
         harmless("save_muon_momentum_buffer_in_memory", False, "there is no offloaded Muon"),
@@ -99,13 +118,13 @@ ZERO = tuple(
         section("zenflow", None, None, _OFFLOAD),
         refused("offload_param.device", "none", _OFFLOAD),
         harmless("offload_param.nvme_path", None, _OFF),
-        harmless("offload_param.pin_memory", False, _OFF),
+        harmless("offload_param.pin_memory", True, _OFF),
         harmless("offload_param.buffer_count", 5, _OFF),
         harmless("offload_param.buffer_size", 100_000_000, _OFF),
         harmless("offload_param.max_in_cpu", 1_000_000_000, _OFF),
         refused("offload_optimizer.device", "none", _OFFLOAD),
         harmless("offload_optimizer.nvme_path", None, _OFF),
-        harmless("offload_optimizer.pin_memory", False, _OFF),
+        harmless("offload_optimizer.pin_memory", True, _OFF),
         harmless("offload_optimizer.buffer_count", 4, _OFF),
         harmless("offload_optimizer.pipeline_read", False, _OFF),
         harmless("offload_optimizer.pipeline_write", False, _OFF),
@@ -160,6 +179,7 @@ NEAR = {
 """Names of other libraries, which are refused with the key that is meant."""
 
 SWITCHES = {
+    "compile": ("deepcompile", False),
     "fp16": ("enabled", False),
     "bf16": ("enabled", False),
     "torch_autocast": ("enabled", False),

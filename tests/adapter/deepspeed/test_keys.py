@@ -210,7 +210,7 @@ class Hugging(nn.Module):
         self.config = type("Config", (), sizes)()
 
 
-def auto_of(*paths: str, model: nn.Module | None = None, **given: Any) -> tuple[Any, list[str]]:
+def auto_of(*paths: str, model: Any = None, **given: Any) -> tuple[Any, list[str]]:
     config = merged(given, *(nested(path, "auto") for path in paths))
     return with_autos(read_config(config), model or linear())
 

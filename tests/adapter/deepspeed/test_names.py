@@ -122,7 +122,7 @@ def test_the_engine_says_what_its_config_says() -> None:
 @on_ranks(2)
 def test_as_a_tuple_it_returns_what_deepspeed_returns(rank: int) -> None:
     data = TensorDataset(torch.arange(10.0)[:, None] * torch.ones(3))
-    model = linear()
+    model: Any = linear()
     path = {"train_batch_size": 4, **SGD}
     engine, optimizer, loader, scheduler = initialize(
         args=Namespace(deepspeed_config=path),
@@ -138,7 +138,10 @@ def test_as_a_tuple_it_returns_what_deepspeed_returns(rank: int) -> None:
     both: list[Any] = [None, None]
     torch.distributed.all_gather_object(both, own)
     assert sorted(x for rank in both for batch in rank for x in batch) == list(range(10))
-    some = linear()
+    path = {**path, "dataloader_drop_last": True}
+    least = initialize(linear(), config=path, training_data=data, collate_fn=len)
+    assert list(least.training_dataloader) == [2, 2]
+    some: Any = linear()
     only = initialize(some, config=SGD, model_parameters=[some.bias])
     before = only.full_parameters()
     only.backward(only(X).sum())
@@ -159,9 +162,14 @@ def of_config(stage: int) -> tuple[DeepSpeedEngine, dict[str, nn.Parameter]]:
     return engine, dict(engine.named_parameters())
 
 
+def has(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
+
+
 def pieces(mine: Tensor | None, world_size: int, stage: int) -> Tensor:
     """The 1-D pieces of all ranks, one after the other; at stage 0 each has all."""
-    assert mine is not None and mine.ndim == 1
+    assert has(mine).ndim == 1
     found: list[Any] = [mine]
     if stage and world_size > 1:
         found = [None] * world_size
@@ -199,16 +207,16 @@ def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(
             "state": pieces(
                 deepspeed.safe_get_local_optimizer_state(mine, "exp_avg"), world_size, stage
             ),
-            "full gradient": deepspeed.safe_get_full_grad(mine).reshape(-1),
-            "full state": deepspeed.safe_get_full_optimizer_state(mine, "exp_avg").reshape(-1),
+            "full gradient": has(deepspeed.safe_get_full_grad(mine)).reshape(-1),
+            "full state": has(deepspeed.safe_get_full_optimizer_state(mine, "exp_avg")).reshape(-1),
         }
         gradient, values = wanted[path].reshape(-1), p.detach().reshape(-1)
-        expected = dict(zip(found, (gradient, values, state.reshape(-1)) * 2, strict=False))
-        expected |= {"full gradient": gradient, "full state": state.reshape(-1)}
+        state = state.reshape(-1)
+        wholes = (gradient, values, state, gradient, state)
+        expected = dict(zip(found, wholes, strict=True))
         same(found, expected, 1e-9, path)
-        assert torch.equal(
-            deepspeed.safe_get_local_optimizer_state(mine, "step"), torch.tensor(1.0)
-        )
+        count = has(deepspeed.safe_get_local_optimizer_state(mine, "step"))
+        assert count.item() == 1
 
 
 @on_ranks(1, 3)
@@ -229,13 +237,13 @@ def test_what_is_set_by_pieces_is_what_the_update_uses(
     wanted = reference.run(back, 1)
     back(engine, Draw(rank, 1))
     engine.full_gradients()  # reduced from here on
-    deepspeed.safe_set_local_grad(mine, 3 * deepspeed.safe_get_local_grad(mine))
+    deepspeed.safe_set_local_grad(mine, 3 * has(deepspeed.safe_get_local_grad(mine)))
     wanted[path] = 3 * wanted[path]
     deepspeed.safe_update_full_grad_vectorized(
         [params["b.weight"], params["fixed"]], lambda gradient, p: gradient * p.numel()
     )
     wanted["b.weight"] = wanted["b.weight"] * params["b.weight"].numel()
-    held = deepspeed.safe_get_local_optimizer_state(mine, "exp_avg")
+    held = has(deepspeed.safe_get_local_optimizer_state(mine, "exp_avg"))
     deepspeed.safe_set_local_optimizer_state(mine, 2 * held, "exp_avg")
     assert reference.optimizer is not None
     reference.optimizer.state[plain]["exp_avg"].mul_(2)
@@ -256,7 +264,7 @@ def test_of_16_bits_the_master_is_what_is_given_and_set() -> None:
     deepspeed.safe_set_full_fp32_param(p, 2 * fine)
     assert torch.equal(deepspeed.safe_get_local_fp32_param(p), 2 * fine.flatten())
     deepspeed.safe_set_full_optimizer_state(p, fine, "exp_avg")
-    assert torch.equal(deepspeed.safe_get_local_optimizer_state(p, "exp_avg"), fine.flatten())
+    assert torch.equal(has(deepspeed.safe_get_local_optimizer_state(p, "exp_avg")), fine.flatten())
 
 
 WRONG: list[tuple[Callable[[Any, nn.Parameter], Any], type[FzeroError], str]] = [

@@ -184,7 +184,6 @@ def _asked(
         s for s, x in zip(("optimizer.", "scheduler."), own, strict=True) if x is not None
     )
     given, problems = with_autos(reading, model, skipped=skipped)
-    given = {path: value for path, value in given.items() if not path.startswith(skipped)}
     values = with_defaults(given)
     batch, wrong = batch_of(given, axis.size)
     problems = [*reading.problems, *problems, *wrong]

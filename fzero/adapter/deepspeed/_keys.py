@@ -88,7 +88,9 @@ TRAINING = (
     harmless("optimizer.legacy_fusion", False, "it chooses between two kernels of DeepSpeed"),
     harmless("zero_allow_untested_optimizer", False, "any elementwise optimizer is taken"),
     harmless("zero_force_ds_cpu_optimizer", True, "there is no optimizer of DeepSpeed's to force"),
-    harmless("disable_allgather", False, "DeepSpeed reads it, and does nothing with it"),
+    harmless(
+        "disable_allgather", False, "an option of the first DeepSpeed, which does nothing with it"
+    ),
     harmless("graph_harvesting", False, "it replays CUDA graphs: the numbers are the same"),
     harmless("vocabulary_size", None, "it warns of a size that is no multiple of 8"),
     harmless("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),

@@ -154,9 +154,9 @@ def test_as_a_tuple_it_returns_what_deepspeed_returns(rank: int) -> None:
 # Functions of a parameter.
 
 
-def of_config(stage: int) -> tuple[DeepSpeedEngine, dict[str, nn.Parameter]]:
+def of_config(stage: int, persist: int = 0) -> tuple[DeepSpeedEngine, dict[str, nn.Parameter]]:
     model = seeded(Odd)
-    zero = {"stage": stage, "reduce_bucket_size": 10, "stage3_param_persistence_threshold": 0}
+    zero = {"stage": stage, "reduce_bucket_size": 10, "param_persistence_threshold": persist}
     config = {"zero_optimization": zero, "gradient_clipping": 0}
     engine = initialize(model, adamw_of(model), config)
     return engine, dict(engine.named_parameters())
@@ -224,13 +224,15 @@ def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(
 def test_what_is_set_by_pieces_is_what_the_update_uses(
     rank: int, world_size: int, stage: int
 ) -> None:
-    engine, params = of_config(stage)
+    engine, params = of_config(stage, persist=100)  # what is gathered once is gathered anew
     reference = Reference(Odd, world_size, adamw_of)
     back(engine, Draw(rank, 0))
     engine.step()
     reference.step(reference.run(back, 0))
     path = "a.weight"
     mine, plain = params[path], reference.module.get_parameter(path)
+    with torch.no_grad():
+        engine(Draw(rank, 9)(2, 3))  # from here on every parameter is there
     if stage == 3:
         deepspeed.safe_set_local_fp32_param(mine, 2 * deepspeed.safe_get_local_fp32_param(mine))
         plain.data.mul_(2)

@@ -26,6 +26,20 @@ class DeepSpeedEngine(Engine):
     batch: of the config. lr_scheduler: is stepped after each update; None without one.
     training_dataloader: of `training_data`; None without it. global_steps: updates that were due,
     also those that an overflow skipped.
+
+    Example:
+        >>> from fzero.adapter import initialize
+        >>> config = {
+        ...     "gradient_accumulation_steps": 2,
+        ...     "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        ... }
+        >>> engine = initialize(torch.nn.Linear(2, 1), config=config)
+        >>> for _ in range(3):
+        ...     _ = engine.backward(engine(torch.ones(1, 2)).sum())
+        ...     engine.step(), engine.global_steps
+        (False, 0)
+        (True, 1)
+        (False, 1)
     """
 
     batch = Batch(None, None, 1)

@@ -21,7 +21,18 @@ from fzero.state.buffers import SIXTEEN_BIT
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient, whole, in the dtype of accumulation; None of a frozen parameter."""
+    """The gradient, whole, in the dtype of accumulation; None of a frozen parameter.
+
+    Raises `PhaseError` without gradients, and `LayoutError` for a parameter of no engine.
+
+    Example:
+        >>> from fzero.adapter import deepspeed
+        >>> config = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+        >>> engine = deepspeed.initialize(nn.Linear(2, 1, bias=False), config=config)
+        >>> _ = engine.backward(engine(torch.tensor([[1.0, 2.0]])).sum())
+        >>> [safe_get_full_grad(p) for p in engine.module.parameters()]
+        [tensor([[1., 2.]])]
+    """
     access, path, learns = _of(param)
     return access.full_gradient(path) if learns else None
 

@@ -91,6 +91,9 @@ def require_none(problems: Sequence[Problem]) -> None:
 def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str, Any]) -> None:
     for name, value in section.items():
         written = f"{at}{name}"
+        if "." in str(name):
+            reading.problems.append(f"{written}: a name with a dot; write sections in sections.")
+            continue
         path, value = _renamed(written, value)
         if path == "zero_optimization" and isinstance(value, bool):  # of old configs
             path, value = f"{path}.stage", int(value)

@@ -158,6 +158,11 @@ def test_an_unknown_key_is_refused_with_what_comes_near(name: str, near: str) ->
     assert problem.startswith(f"{name} = None: unknown (near: {near}")
 
 
+def test_a_dotted_name_is_not_taken_for_a_section() -> None:
+    (problem,) = problems_of({"zero_optimization.stage": 2})
+    assert problem.startswith("zero_optimization.stage: a name with a dot")
+
+
 def test_all_that_is_wrong_is_in_one_error_and_the_model_is_as_it_was() -> None:
     config = {
         "prescale_gradients": True,

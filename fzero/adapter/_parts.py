@@ -87,20 +87,20 @@ def write(state: TrainState, index: int, position: int, part: Tensor, value: Ten
 
 def write_piece(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
     """Write what this rank has of one leaf, 1-D, into its part of a group."""
-    piece = piece_of(state, index, position, part)
-    if not isinstance(value, Tensor) or value.numel() != piece.numel():
+    low, high, first = _range(state, index, position, part)
+    if not isinstance(value, Tensor) or value.numel() != high - low:
         layout = state.setup.layout
         path = layout.leaves[layout.groups[index].leaves[position]].path
         seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise LayoutError(
             explain(
-                f"this rank has {piece.numel()} elements of {path}, the new value {seen}.",
+                f"this rank has {high - low} elements of {path}, the new value {seen}.",
                 cause="the full value, or the piece of another rank.",
                 fix="give as many elements as the getter of the same name returns here.",
             )
         )
     with torch.no_grad():
-        piece.copy_(value.detach().reshape(-1))
+        part[low - first : high - first].copy_(value.detach().reshape(-1))
 
 
 def _range(state: TrainState, index: int, position: int, part: Tensor) -> tuple[int, int, int]:

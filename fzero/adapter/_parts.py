@@ -88,6 +88,24 @@ def write(state: TrainState, index: int, position: int, part: Tensor, value: Ten
         part[low - first : high - first].copy_(given)
 
 
+def write_piece(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
+    """Write what this rank has of one leaf, 1-D, into its part of a group."""
+    low, high, first = _range(state, index, position, part)
+    if not isinstance(value, Tensor) or value.numel() != high - low:
+        layout = state.setup.layout
+        path = layout.leaves[layout.groups[index].leaves[position]].path
+        seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise LayoutError(
+            explain(
+                f"this rank has {high - low} elements of {path}, the new value {seen}.",
+                cause="the full value, or the piece of another rank.",
+                fix="give as many elements as the getter of the same name returns here.",
+            )
+        )
+    with torch.no_grad():
+        part[low - first : high - first].copy_(value.detach().reshape(-1))
+
+
 def _range(state: TrainState, index: int, position: int, part: Tensor) -> tuple[int, int, int]:
     """(low, high) of a leaf, as far as `part` has it, and where `part` begins in its group."""
     layout, axis = state.setup.layout, state.setup.axis

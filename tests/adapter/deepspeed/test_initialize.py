@@ -187,6 +187,19 @@ def test_a_refused_engine_leaves_the_model_in_its_dtype() -> None:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_scheduler_that_raises_leaves_the_model_as_it_was() -> None:
+    model = linear()
+    before = [p.clone() for p in model.parameters()]
+
+    def schedule(optimizer: torch.optim.Optimizer) -> StepLR:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        initialize(model, config={**SGD, "bf16": BF16}, lr_scheduler=schedule)
+    assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
+    initialize(model, config=SGD)  # no engine has it
+
+
 def test_the_scheduler_steps_after_each_update_and_after_no_other_call() -> None:
     config = merged(SGD, {"gradient_accumulation_steps": 2})
     engine = initialize(linear(), config=config, lr_scheduler=lambda o: StepLR(o, 1, gamma=0.5))

@@ -110,11 +110,11 @@ PRECISION = (
     read("fp16.min_loss_scale", 1.0, "number", "min_scale"),
     refused("fp16.auto_cast", False, "convert the inputs: engine(x.half())"),
     refused("fp16.consecutive_hysteresis", False, "leave it out: it fills up as the scale grows"),
-    refused("fp16.fp16_master_weights_and_grads", False, "leave it out: masters are in fp32"),
+    read("fp16.fp16_master_weights_and_grads", False, "bool", "no fp32 masters, states in fp32"),
     harmless("fp16.fused_mode", True, "it chooses between two optimizers of DeepSpeed"),
     read("bf16.enabled", False, "bool", "parameters to bf16, fp32 masters"),
-    read("bf16.bf16_master_weights_and_grads", False, "bool", "with the next: no fp32 masters"),
-    read("bf16.bf16_optimizer_states", False, "bool", "with the one before: states in bf16"),
+    read("bf16.bf16_master_weights_and_grads", False, "bool", "no fp32 masters"),
+    read("bf16.bf16_optimizer_states", False, "bool", "without masters: states in bf16, not fp32"),
     harmless(
         "bf16.immediate_grad_update", False, "it says when bf16 gradients are added to fp32 ones"
     ),

@@ -109,6 +109,13 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _place(value: Any) -> Any:
+    places = {"none": None, "cpu": "cpu", "nvme": "disk"}
+    if not isinstance(value, str) or value not in places:
+        raise ValueError(value)
+    return places[value]
+
+
 def _names(value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Iterable):
@@ -128,6 +135,7 @@ KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (_dtype, "fp32, fp16 or bf16"),
     "text": (_text, "a name"),
     "mapping": (_mapping, "an object { ... }"),
+    "place": (_place, "none, cpu or nvme"),
     "names": (_names, "a list of names"),
 }
 """By name: what converts a value, raising ValueError or TypeError, and what to give instead."""

@@ -12,6 +12,7 @@ from fzero.adapter.deepspeed._precision import autocast_of, dtypes_of, loss_scal
 from fzero.adapter.deepspeed._read import config_error, options_of
 from fzero.adapter.deepspeed._zero_keys import MOE_CLASSES
 from fzero.state.leaf_modules import LeafSpec, class_name
+from fzero.state.offload import Offload
 
 _ZERO = "zero_optimization."
 
@@ -28,8 +29,34 @@ def engine_options(
         "loss_scale": loss_scale(given, values),
         "autocast": autocast_of(given, values),
         "leaf_modules": _leaf_modules(values, model),
+        "offload": _offload(values),
         "reshard_after_forward": not _fits_whole(values, model),
     }
+
+
+def _offload(values: Mapping[str, Any]) -> Offload:
+    """What lives elsewhere: with the optimizer's states, as in DeepSpeed, the gradients do."""
+    sections = ("offload_optimizer", "offload_param")
+    states, params = (values[f"{_ZERO}{name}.device"] for name in sections)
+    if params is not None and values[_ZERO + "stage"] != 3:
+        raise config_error(
+            f"config: {_ZERO}offload_param at stage {values[_ZERO + 'stage']}.",
+            cause="below stage 3 every rank computes with whole parameters of its own.",
+            fix="use stage 3, or leave offload_param out.",
+        )
+    paths = {
+        values[f"{_ZERO}{name}.nvme_path"]
+        for name, home in zip(sections, (states, params), strict=True)
+        if home == "disk"
+    }
+    if len(paths) > 1 or None in paths:
+        raise config_error(
+            f"config: nvme_path of {' and '.join(_ZERO + name for name in sections)}: {paths}.",
+            cause="device = nvme without a path, or with two.",
+            fix="give both sections the same nvme_path: a folder on a disk of each machine.",
+        )
+    folder = next(iter(paths), None)
+    return Offload(optimizer=states, gradients=states, params=params, folder=folder)
 
 
 def _accumulation(values: Mapping[str, Any], given: int | None) -> dict[str, Any]:

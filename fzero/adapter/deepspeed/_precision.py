@@ -107,14 +107,6 @@ def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
     Raises `LayoutError` for keys that contradict each other.
     """
-    masters = values["bf16.bf16_master_weights_and_grads"]
-    if masters != values["bf16.bf16_optimizer_states"]:
-        raise config_error(
-            f"config: bf16.bf16_master_weights_and_grads = {masters} with "
-            f"bf16.bf16_optimizer_states = {not masters}.",
-            cause="a mixture that needs DeepSpeed's own CPU Adam.",
-            fix="set both, or neither: optimizer states have the dtype of the weights it steps.",
-        )
     enabled, asked = values["bf16.enabled"], values["data_types.param_dtype"]
     low = low_dtype(values)
     if asked is not None and asked is not (low or torch.float32):
@@ -124,19 +116,37 @@ def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
             cause="two keys for one thing.",
             fix="leave data_types.param_dtype out; bf16.enabled makes the parameters bf16.",
         )
-    if masters and not enabled:
-        raise config_error(
-            "config: bf16.bf16_master_weights_and_grads without bf16.enabled.",
-            cause="the key was kept when bf16 was switched off.",
-            fix="set bf16.enabled = true, or leave it out.",
-        )
     dtype = low or _widest(model)
     buckets = [values[f"zero_optimization.{x}_bucket_size"] for x in ("reduce", "allgather")]
     return {
-        "master_weights": not masters,
+        **_masters(values),
         "accumulate_dtype": values["data_types.grad_accum_dtype"] or dtype,
         "bucket_bytes": dtype.itemsize * min(buckets),
     }
+
+
+def _masters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without masters the 16-bit parameters are stepped, with fp32 states unless bf16 are asked."""
+    low_states = values["bf16.bf16_optimizer_states"]
+    none = {name: values[f"{name}.{name}_master_weights_and_grads"] for name in ("bf16", "fp16")}
+    for name, wanted in none.items():
+        if wanted and not values[f"{name}.enabled"]:
+            raise config_error(
+                f"config: {name}.{name}_master_weights_and_grads without {name}.enabled.",
+                cause=f"the key was kept when {name} was switched off.",
+                fix=f"set {name}.enabled = true, or leave it out.",
+            )
+    if low_states and not none["bf16"]:
+        raise config_error(
+            "config: bf16.bf16_optimizer_states = True with "
+            "bf16.bf16_master_weights_and_grads = False.",
+            cause="DeepSpeed has bf16 states only of bf16 masters.",
+            fix="set both; or, with fp32 masters, leave both out and make the engine yourself: "
+            "Engine(..., state_dtype=torch.bfloat16).",
+        )
+    without = any(none.values())
+    dtype = torch.float32 if without and not low_states else None
+    return {"master_weights": not without, "state_dtype": dtype}
 
 
 def _widest(model: nn.Module) -> torch.dtype:

@@ -28,11 +28,11 @@ MOE_CLASSES = tuple(
 )
 """DeepSpeed's default leaf modules; here those of them that the model has."""
 
-_OFFLOAD = "leave it out: states and parameters stay on the device; take a higher stage, or ranks"
 _QUANTIZED = "leave it out: collectives carry the dtype of communication_data_type"
 _GROUPS = "leave it out, and pass initialize(mesh=...) for the ranks to shard over"
 _OWN = "how DeepSpeed does it: the numbers are the same"
-_OFF = "it is about offloading, which is off"
+_PINNED = "host memory is always pinned where there is a GPU"
+_STREAMED = "units come and go one by one, in memory that the sizes of units give"
 
 ZERO = tuple(
     key._replace(path="zero_optimization." + key.path)
@@ -115,25 +115,25 @@ ZERO = tuple(
         refused("zero_quantized_nontrainable_weights", False, _QUANTIZED),
         refused("zero_quantized_gradients", False, _QUANTIZED),
         section("zeropp_loco_param", None, None, _QUANTIZED),
-        section("zenflow", None, None, _OFFLOAD),
-        refused("offload_param.device", "none", _OFFLOAD),
-        harmless("offload_param.nvme_path", None, _OFF),
-        harmless("offload_param.pin_memory", True, _OFF),
-        harmless("offload_param.buffer_count", 5, _OFF),
-        harmless("offload_param.buffer_size", 100_000_000, _OFF),
-        harmless("offload_param.max_in_cpu", 1_000_000_000, _OFF),
-        refused("offload_optimizer.device", "none", _OFFLOAD),
-        harmless("offload_optimizer.nvme_path", None, _OFF),
-        harmless("offload_optimizer.pin_memory", True, _OFF),
-        harmless("offload_optimizer.buffer_count", 4, _OFF),
-        harmless("offload_optimizer.pipeline_read", False, _OFF),
-        harmless("offload_optimizer.pipeline_write", False, _OFF),
-        harmless("offload_optimizer.fast_init", False, _OFF),
-        harmless("offload_optimizer.ratio", 1.0, _OFF),
-        harmless("offload_optimizer.super_offload", False, _OFF),
-        harmless("offload_optimizer.convert_grad_on_cpu", True, _OFF),
-        harmless("offload_optimizer.cpuadam_cores_perc", 0.8, _OFF),
-        harmless("cpu_offload_use_pin_memory", None, _OFF),
+        section("zenflow", None, None, "leave it out: an update uses all gradients at once"),
+        read("offload_param.device", None, "place", "offload: params; stage 3"),
+        read("offload_param.nvme_path", None, "text", "offload: folder, for nvme"),
+        harmless("offload_param.pin_memory", True, _PINNED),
+        harmless("offload_param.buffer_count", 5, _STREAMED),
+        harmless("offload_param.buffer_size", 100_000_000, _STREAMED),
+        harmless("offload_param.max_in_cpu", 1_000_000_000, _STREAMED),
+        read("offload_optimizer.device", None, "place", "offload: optimizer and gradients"),
+        read("offload_optimizer.nvme_path", None, "text", "offload: folder, for nvme"),
+        harmless("offload_optimizer.pin_memory", True, _PINNED),
+        harmless("offload_optimizer.buffer_count", 4, _STREAMED),
+        harmless("offload_optimizer.pipeline_read", False, _STREAMED),
+        harmless("offload_optimizer.pipeline_write", False, _STREAMED),
+        harmless("offload_optimizer.fast_init", False, _OWN),
+        refused("offload_optimizer.ratio", 1.0, "leave it out: all of the states are offloaded"),
+        harmless("offload_optimizer.super_offload", False, _OWN),
+        harmless("offload_optimizer.convert_grad_on_cpu", True, _OWN),
+        harmless("offload_optimizer.cpuadam_cores_perc", 0.8, "the device steps, unit by unit"),
+        harmless("cpu_offload_use_pin_memory", None, _PINNED),
     )
 )
 

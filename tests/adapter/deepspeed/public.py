@@ -213,6 +213,12 @@ FOLLOWED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"auto": NUMBERS},
         {"stage": 3, "steps": 2, "norm": 0.5, "lr": 0.0},
     ),
+    "Hugging Face Trainer, ZeRO-3 with offload": (
+        TRAINER_ZERO3
+        | {"zero_optimization": AUTO_ZERO3 | {"offload_optimizer": CPU, "offload_param": CPU}},
+        {"auto": NUMBERS},
+        {"stage": 3, "steps": 2, "norm": 0.5, "lr": 0.0},
+    ),
     "accelerate, optimizer and scheduler of the user's": (
         TRAINER_ZERO3,
         {
@@ -257,16 +263,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "scheduler.params.warmup_num_steps",
         ],
     ),
-    "ZeRO-3 offload": (
-        {
-            "bf16": {"enabled": True},
-            "zero_optimization": AUTO_ZERO3 | {"offload_optimizer": CPU, "offload_param": CPU},
-        },
-        [
-            "zero_optimization.offload_optimizer.device",
-            "zero_optimization.offload_param.device",
-        ],
-    ),
     "ZeRO++": (
         {
             "zero_optimization": {
@@ -293,7 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         [
             *("curriculum_learning.enabled", "optimizer.type", "prescale_gradients"),
-            *("sparse_attention", "zero_optimization.cpu_offload"),
+            "sparse_attention",
         ],
     ),
     "a scheduler inside of the optimizer, and a comment": (

@@ -48,7 +48,6 @@ def test_each_key_sets_its_number(given: dict[str, Any], wanted: Any) -> None:
     [
         ({"enabled": True, "consecutive_hysteresis": True}, "fp16.consecutive_hysteresis"),
         ({"enabled": True, "auto_cast": True}, "fp16.auto_cast"),
-        ({"enabled": True, "fp16_master_weights_and_grads": True}, "fp16.fp16_master_weights"),
         ({"enabled": True, "initial_scale_power": 200}, "fp16 section.*init_scale"),
         ({"enabled": True, "min_loss_scale": 2.0**20}, "fp16 section.*min_scale"),
         ({"loss_scale": 128}, r"fp16\.loss_scale without fp16\.enabled"),

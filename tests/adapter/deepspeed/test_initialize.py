@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from fzero.adapter import Engine, LeafSpec, initialize
 from fzero.errors import LayoutError
-from tests.adapter.deepspeed.configs import SGD, batch, linear, merged
+from fzero.state.offload import Offload
+from tests.adapter.deepspeed.configs import SGD, batch, linear, merged, nested
 from tests.adapter.plain import LR
 
 PARTS = ("updating", "reduction", "gathering")
@@ -41,6 +43,9 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "accumulate_dtype": torch.float32,
         "communication_dtype": None,
         "master_weights": True,
+        "state_dtype": None,
+        "stochastic_rounding": False,
+        "offload": Offload(),
         "max_norm": 1.0,
         "gradient_accumulation_steps": 1,
         "average_micro_batches": False,
@@ -94,7 +99,10 @@ FOUR_TIMES = {"gradient_accumulation_steps": 4, "average_micro_batches": True}
         ({"gradient_clipping": 0}, {"max_norm": None}),
         ({"gradient_clipping": 0.25}, {"max_norm": 0.25}),
         ({"communication_data_type": "bf16"}, {"communication_dtype": torch.bfloat16}),
-        ({"data_types": {"grad_accum_dtype": "fp16"}}, {"accumulate_dtype": torch.float16}),
+        (
+            {"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+            {"accumulate_dtype": torch.float32},
+        ),
         (
             {"bf16": BF16},
             {
@@ -105,7 +113,26 @@ FOUR_TIMES = {"gradient_accumulation_steps": 4, "average_micro_batches": True}
         ),
         (
             {"bf16": BF16 | {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-            {"master_weights": False},
+            {"master_weights": False, "state_dtype": None},
+        ),
+        (
+            {"bf16": BF16 | {"bf16_master_weights_and_grads": True}},
+            {"master_weights": False, "state_dtype": torch.float32},
+        ),
+        (
+            nested("zero_optimization", {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+            {"offload": Offload(optimizer="cpu", gradients="cpu")},
+        ),
+        (
+            nested(
+                "zero_optimization",
+                {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": gettempdir()}},
+            ),
+            {"offload": Offload(params="disk", folder=gettempdir())},
+        ),
+        (
+            nested("zero_optimization", {"stage": 1, "cpu_offload": True}),
+            {"offload": Offload(optimizer="cpu", gradients="cpu")},
         ),
         # On one rank; with more of them in test_initialize_training.py.
         (batch(None, 3, None), ONCE),

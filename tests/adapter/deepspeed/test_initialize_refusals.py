@@ -30,10 +30,8 @@ SPARSE_BF16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": T
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     # Keys that contradict each other.
     (nested("bf16.bf16_optimizer_states", True), "bf16_master_weights_and_grads = False"),
-    (
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-        "bf16_optimizer_states = False",
-    ),
+    (nested("zero_optimization.offload_param.device", "cpu"), "offload_param at stage 0"),
+    (nested("zero_optimization.offload_optimizer.device", "nvme"), "nvme_path"),
     ({"bf16": SPARSE_BF16}, "without bf16.enabled"),
     (nested("data_types.param_dtype", "bf16"), "bf16.enabled = False"),
     ({"data_types": {"param_dtype": "fp32"}, "bf16": {"enabled": True}}, "enabled = True"),

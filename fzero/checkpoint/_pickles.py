@@ -9,7 +9,6 @@ torch.load does not look at, are looked at here.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -78,12 +77,9 @@ def read(file: Path) -> Any:
 
 
 def write(file: Path, value: Any) -> None:
-    """Write a new file, and have its bytes on the disk."""
+    """Write a new file. Who gives it its place has its bytes on the disk before."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as stream:
-        torch.save(value, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    torch.save(value, file)
 
 
 def require_plain(file: Path, value: Any) -> Tensor:

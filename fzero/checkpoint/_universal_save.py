@@ -107,7 +107,7 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
             _write_shared(partial, held.states[0], roles[0], buffers)
         return roles
 
-    roles, problem = everywhere(ranks, begin, what=f"write {where}"), []
+    problem: list[Exception] = []
 
     def put(name: str, key: str, values: Tensor) -> None:
         try:  # the other ranks are in the next gather: they hear of it at the end
@@ -123,6 +123,7 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
             _put_in_place(partial, where, tag, int(held.states[0].step))
 
     try:
+        roles = everywhere(ranks, begin, what=f"write {where}")
         for key, number, values in _whole_values(held, roles):
             put(names[number], key, values)
         everywhere(ranks, finish, what=f"write {where}")
@@ -228,9 +229,13 @@ def _model_states(state: TrainState, buffers: Buffers) -> dict[str, Any]:
 
 def _put_in_place(partial: Path, folder: Path, tag: str | None, step: int) -> None:
     """Give the folder its name, and then say that it counts: a move each."""
+    # All of them after the last write: the first then takes most of the others with it.
     for written in (*partial.rglob("*"), partial):
         if written.is_dir():
             sync(written)
+        else:
+            with written.open("rb") as stream:
+                os.fsync(stream.fileno())
     name, number = tag or f"global_step{step}_universal", 1
     while tag is None and (folder / name).exists():
         number += 1

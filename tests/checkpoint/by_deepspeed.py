@@ -6,6 +6,7 @@ by_deepspeed.py FOLDER STAGE DTYPE go_on   loads FOLDER's latest_universal -> FO
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -43,13 +44,12 @@ def loss_of(out: Tensor) -> Tensor:
 
 def facts_of(engine: Any) -> dict[str, dict[str, Tensor]]:
     """What DeepSpeed has of each parameter that learns."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
+    utils: Any = importlib.import_module("deepspeed.utils")
     return {
         name: {
-            "fp32": safe_get_full_fp32_param(p).detach().clone(),
-            "exp_avg": safe_get_full_optimizer_state(p, "exp_avg").detach().clone(),
-            "exp_avg_sq": safe_get_full_optimizer_state(p, "exp_avg_sq").detach().clone(),
+            "fp32": utils.safe_get_full_fp32_param(p).detach().clone(),
+            "exp_avg": utils.safe_get_full_optimizer_state(p, "exp_avg").detach().clone(),
+            "exp_avg_sq": utils.safe_get_full_optimizer_state(p, "exp_avg_sq").detach().clone(),
         }
         for name, p in engine.module.named_parameters()
         if p.requires_grad
@@ -59,8 +59,7 @@ def facts_of(engine: Any) -> dict[str, dict[str, Tensor]]:
 def main(folder: Path, stage: int, dtype: str, mode: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     warnings.simplefilter("ignore")
-    import deepspeed
-
+    deepspeed: Any = importlib.import_module("deepspeed")  # it may not be installed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at first use
     deepspeed.init_distributed("gloo", verbose=False)
     rank = int(os.environ["RANK"])

@@ -29,7 +29,7 @@ from tests.checkpoint.states import (
 )
 from tests.checkpoint.test_engine_states import unsharded
 from tests.checkpoint.test_interrupted import FSYNC, REPLACE, TORCH_SAVE, Target, failing
-from tests.checkpoint.trainings import MOVES, Trainer, total
+from tests.checkpoint.trainings import Place, Trainer, total
 from tests.checkpoint.universal_folders import (
     DynamicLossScaler,
     adam,
@@ -108,8 +108,17 @@ def _whole(state: Any) -> dict[str, Tensor]:
     return {name: x[0] for name, x in found.items()} if state.step.ndim else found
 
 
+MOVES = (
+    (Place(3, 3, "engine"), Place(2, 1, "steps")),
+    (Place(3, 3, "steps with torch"), Place(2, 1, "engine")),
+    (Place(2, 2, "engine with a rule"), Place(3, 3, "steps")),
+    (Place(1, 0, "steps"), Place(3, 2, "engine with a rule")),
+    (Place(2, 1, "engine"), Place(1, 3, "steps with torch")),
+)
+
+
 def _save_here(rank: int, size: int, folder: Path) -> None:
-    for number, (source, _) in enumerate(MOVES[::2]):
+    for number, (source, _) in enumerate(MOVES):
         if source.ranks == size:
             trainer = Trainer(source.style, source.stage, "sgd", seed=1, loss=total)
             trainer.train(0, 1)
@@ -120,7 +129,7 @@ def _save_here(rank: int, size: int, folder: Path) -> None:
 
 def _go_on_here(rank: int, size: int, folder: Path) -> dict[int, dict[str, Tensor]]:
     found = {}
-    for number, (_, target) in enumerate(MOVES[::2]):
+    for number, (_, target) in enumerate(MOVES):
         if target.ranks == size:
             trainer = Trainer(target.style, target.stage, "sgd", seed=2, loss=total)
             if trainer.engine is None:
@@ -134,7 +143,6 @@ def _go_on_here(rank: int, size: int, folder: Path) -> dict[int, dict[str, Tenso
 
 @pytest.mark.xdist_group("gloo")
 def test_a_training_goes_on_at_another_place_by_another_driver(tmp_path: Path) -> None:
-    """3 ranks at stage 3 to 2 at stage 0, and more; engines, steps, rules, torch.optim."""
     for ranks in (1, 2, 3):
         run_ranks(_save_here, ranks, tmp_path)
     wanted = unsharded(0, 1, 2, 3)

@@ -54,6 +54,7 @@ CUTS: dict[str, tuple[str, Any, Sequence[Tensor], Tensor]] = {
         "x.qkv",
         {
             "parameter_with_sub_params": [{**QKV, "shape": [(8, 4), 4]}],
+            "universal_checkpoint_version": 0.4,
             "sub_param_shard_widths": {QKV["patterns"][0]: [[5, 3], [1, 3]]},
         },
         [torch.cat([W[:5], W[8:9]]), torch.cat([W[5:8], W[9:]])],
@@ -75,8 +76,8 @@ def test_slices_become_what_was_cut(how: str, tmp_path: Path) -> None:
     found = joined(name, slices, info)
     found = found["param"] if isinstance(found, dict) else found
     assert torch.equal(found.reshape(wanted.shape), wanted)
-    root = _folder(tmp_path, name, info, slices)
-    state = _state(name, stage=3)
+    root = folder_of_slices(tmp_path, name, info, slices)
+    state = state_of(name, stage=3)
     loaded = load_universal(tmp_path, state)
     padding = torch.zeros(12 - len(wanted), 4)
     assert torch.equal(fzero.full_params(loaded)[name], torch.cat([wanted, padding]))
@@ -88,20 +89,20 @@ def test_slices_become_what_was_cut(how: str, tmp_path: Path) -> None:
     _refused(tmp_path, name, r"tmp/x\.\w+(\.w)? cannot be joined")
 
 
-def _state(name: str, *, stage: int) -> Any:
+def state_of(name: str, *, stage: int) -> Any:
     rule = fzero.optim.adamw(0.25, betas=(0.5, 0.75), weight_decay=0.125)
     return fzero.init({name: torch.ones(12, 4)}, rule, stage=stage)
 
 
 def _refused(folder: Path, name: str, match: str) -> None:
-    into = _state(name, stage=1)
+    into = state_of(name, stage=1)
     before = snapshot(into)
     with pytest.raises(CheckpointError, match=match):
         load_universal(folder, into)
     same(into, before)
 
 
-def _folder(
+def folder_of_slices(
     folder: Path, name: str, info: Mapping[str, Any], slices: Sequence[Tensor], *, pipeline: int = 2
 ) -> Path:
     """Slices as the converter extracts them, of 2 data-parallel ranks and 2 pipeline stages."""
@@ -133,7 +134,7 @@ def _folder(
 
 def test_slices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     name, info, slices, _ = CUTS["not cut"]
-    root = _folder(tmp_path, name, info, [slices[0], slices[1] + 1])
+    root = folder_of_slices(tmp_path, name, info, [slices[0], slices[1] + 1])
     _refused(tmp_path, name, "ranks 0 and 1 differ in what they both have")
     put(root / "tmp" / name / "1" / "step.01", torch.tensor(4.0))
     _refused(tmp_path, name, "has step 5, step.01 beside it has 4")
@@ -154,5 +155,5 @@ def test_slices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_odd_descriptions_are_refused(info: Any, match: str, tmp_path: Path) -> None:
-    _folder(tmp_path, "x.w", info, W.chunk(3))
+    folder_of_slices(tmp_path, "x.w", info, W.chunk(3))
     _refused(tmp_path, "x.w", match)

@@ -8,8 +8,9 @@
     folder/<tag>/*model_states.pt        buffers, counters, and how tensor-parallel ranks cut
 
 A parameter may lie there in slices, one for each tensor-parallel rank, each in parts of the
-data-parallel ranks: as the converter has them in its temporary folder before it joins them.
+data-parallel ranks: as the converter has them, in its folder `tmp`, before it joins them.
 
+    folder/<tag>/zero/<parameter>/<tensor-parallel rank>/fp32.<data-parallel rank>, ...
     folder/<tag>/tmp/<parameter>/<tensor-parallel rank>/fp32.<data-parallel rank>, ...
 
 Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py and checkpoint/universal_checkpoint.py.
@@ -117,7 +118,10 @@ class Folder:
         whole = self.root / ZERO / name / f"{key}.pt"
         if whole.is_file() or whole.is_symlink():
             return [whole]
-        return sorted((self.root / SLICES / name).glob(f"*/{key}.*"), key=_place)
+        for part in (ZERO, SLICES):
+            if found := sorted((self.root / part / name).glob(f"*/{key}.*"), key=_place):
+                return found
+        return []
 
     def values(self, name: str, key: str, shape: tuple[int, ...]) -> Tensor:
         """Return `key` of a parameter, whole and flat; of a file, only what is used is read.
@@ -128,7 +132,7 @@ class Folder:
         if files == [whole]:
             return _fitted(whole, read(whole), shape)
         if files:
-            return _fitted(self.root / SLICES / name, self._joined(name, files), shape)
+            return _fitted(files[0].parents[1], self._joined(files[0].parents[1], files), shape)
         found = self._frozen(name) if key == FP32 else None
         if found is None:
             raise damaged(whole, "is missing")
@@ -157,9 +161,9 @@ class Folder:
             self._states[files] = [dict_in(file) for file in found]
         return self._states[files]
 
-    def _joined(self, name: str, files: list[Path]) -> Any:
-        """Return a parameter of which there are slices."""
-        states = self.states()
+    def _joined(self, where: Path, files: list[Path]) -> Any:
+        """Return a parameter of which there are slices, in folders of `where`."""
+        states, name = self.states(), where.name
         given = states[0].get("checkpoint_parallel_dimensions", {}) if states else {}
         ranks: dict[int, list[Path]] = {}
         for file in files:
@@ -167,7 +171,7 @@ class Folder:
         size = given.get("tp_degree", len(states) or len(ranks))
         if sorted(ranks) != list(range(size)):
             seen = f"has slices of the tensor-parallel ranks {sorted(ranks)}, {size} were saved"
-            raise damaged(self.root / SLICES / name, seen)
+            raise damaged(where, seen)
         try:
             slices = [self._slice(name, rank, size, some) for rank, some in sorted(ranks.items())]
             info = states[0].get("universal_checkpoint_info") if states else None
@@ -175,7 +179,7 @@ class Folder:
         except CheckpointError:
             raise
         except Exception as error:  # of what the files say: anything can be wrong with it
-            raise damaged(self.root / SLICES / name, f"cannot be joined: {error}") from None
+            raise damaged(where, f"cannot be joined: {error}") from None
 
     def _slice(self, name: str, rank: int, size: int, files: list[Path]) -> Tensor:
         parts = [require_plain(file, read(file)) for file in files]

@@ -118,7 +118,9 @@ def load_universal(
     roles = everywhere(ranks, begin, what=f"read {where}")
     name = first_of(ranks, lambda: latest(where) if tag is None else tag, what=f"read {where}")
     source = Folder(where / name)
-    everywhere(ranks, lambda: _require_sound(source, given, roles[0], ranks), what=f"read {where}")
+    slots = {role.name for role in roles[0] if role.position is not None} - {MASTERS}
+    keys = [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
+    everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=f"read {where}")
     shared = first_of(
         ranks,
         lambda: shared_of(source, held.states[0], roles[0], engine, optimizer),
@@ -142,7 +144,7 @@ def load_universal(
     return made
 
 
-def _require_sound(source: Folder, state: TrainState, roles: Sequence[Role], ranks: Ranks) -> None:
+def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks: Ranks) -> None:
     """Raise `CheckpointError` for a damaged or unknown file; the ranks share the reading."""
     source.require_there()
     names = names_in(source, state)
@@ -152,9 +154,9 @@ def _require_sound(source: Folder, state: TrainState, roles: Sequence[Role], ran
             raise damaged(
                 source.root / ZERO / name, "is a parameter that this state has not, with moments"
             )
-    keys = [FP32, STEP, *sorted({role.name for role in roles if role.position is not None})]
     files = [file for name in names for key in keys for file in source.files(name, key)]
-    files += [source.root / ZERO / OPTIMIZER, *sorted(source.root.glob(f"*{STATES}"))]
+    files += [source.root / ZERO / OPTIMIZER] if STEP in keys else []
+    files += sorted(source.root.glob(f"*{STATES}"))
     for number, file in enumerate(files):
         require_own(file, source.root)
         if number % ranks.axis.size == ranks.axis.rank:

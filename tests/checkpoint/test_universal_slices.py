@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,12 @@ def test_slices_become_what_was_cut(how: str, tmp_path: Path) -> None:
     moment = loaded.optimizer.moments[0][0][: wanted.numel()].reshape(wanted.shape)
     assert torch.equal(moment, 2 * wanted)
     assert int(loaded.step) == 5
+    shutil.rmtree(root / "zero" / name, ignore_errors=True)
+    (root / "tmp" / name).rename(root / "zero" / name)
+    same(fzero.full_params(load_universal(tmp_path, state)), fzero.full_params(loaded))
     # A data-parallel rank's part of one slice is not there.
-    (root / "tmp" / name / "1" / "exp_avg.01").unlink()
-    _refused(tmp_path, name, r"tmp/x\.\w+(\.w)? cannot be joined")
+    (root / "zero" / name / "1" / "exp_avg.01").unlink()
+    _refused(tmp_path, name, r"zero/x\.\w+(\.w)? cannot be joined")
 
 
 def state_of(name: str, *, stage: int) -> Any:

@@ -70,10 +70,12 @@ def test_steps_may_be_numbers_or_not_be_counted(tmp_path: Path) -> None:
     only = {"w": {"fp32": W, "momentum_buffer": W + 1}}
     options = [{"lr": 0.5, "momentum": 0.5, "params": [0]}]
     momentum = functools.partial(torch.optim.SGD, lr=7.0, momentum=0.25)
-    for step in (2, 2.0, torch.tensor([2]), {"param": torch.tensor(2.0)}, None):
-        as_stage_2(tmp_path, only, step=step, groups=options)
+    steps = (2, 2.0, torch.tensor([2]), {"param": torch.tensor(2.0)}, None)
+    for number, step in enumerate(steps):
+        folder = tmp_path / f"{number}"
+        as_stage_2(folder, only, step=step, groups=options)
         rule = fzero.optim.from_torch(momentum)
-        state = load_universal(tmp_path, fzero.init({"w": torch.zeros(5, 3)}, rule, stage=1))
+        state = load_universal(folder, fzero.init({"w": torch.zeros(5, 3)}, rule, stage=1))
         assert int(state.step) == 2  # of 3 updates one was skipped
         assert torch.equal(slot_of(contents(state), 0, "w"), W + 1)
         instance: Any = state.setup.optimizer

@@ -66,6 +66,14 @@ def _changed(file: str, **changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def _flipped(root: Path) -> None:
+    """One bit of one value: torch.load reads it as it is."""
+    content = bytearray((root / FP32).read_bytes())
+    content[content.index(W.numpy().tobytes()) + 9] ^= 4
+    (root / FP32).write_bytes(content)
+    assert not torch.equal(torch.load(root / FP32, weights_only=True)["param"], W)
+
+
 def _linked(root: Path) -> None:
     file = root / "zero" / "weight" / "fp32.pt"
     file.rename(root.parent / "elsewhere.pt")
@@ -97,6 +105,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "cut off": (_cut(FP32, 300), r"weight/fp32.pt is no file of torch.save"),
     "empty": (_cut(AVG, 0), r"bias/exp_avg.pt is no file of torch.save"),
+    "one bit": (_flipped, r"weight/fp32.pt is not what was written"),
     "no zip": (
         lambda root: torch.save(W, root / FP32, _use_new_zipfile_serialization=False),
         r"weight/fp32.pt is no file of torch.save",

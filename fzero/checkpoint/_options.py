@@ -74,9 +74,10 @@ def _differences(
 ) -> Iterator[str]:
     for number, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
         for name, value in _known(theirs, ours).items():
-            same = tuple(value) == tuple(ours[name]) if _several(value) else value == ours[name]
-            if not same:
-                yield f"{name}={value!r} in param group {number}, {ours[name]!r} here"
+            own = ours[name]
+            both = _several(value) and _several(own)
+            if not (tuple(value) == tuple(own) if both else value == own):
+                yield f"{name}={value!r} in param group {number}, {own!r} here"
 
 
 def _several(value: Any) -> bool:
@@ -84,9 +85,11 @@ def _several(value: Any) -> bool:
 
 
 def _kind(name: str, value: Any) -> Any:
-    """What may not change, as other numbers would be kept: switches, momentum or none."""
+    """What may not change: switches, how many numbers, and, as more is kept then, momentum."""
     if isinstance(value, bool):
         return value
+    if _several(value):
+        return len(value)
     if name == "momentum":
         return bool(value.item() if isinstance(value, Tensor) else value)
     return None

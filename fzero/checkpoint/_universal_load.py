@@ -62,8 +62,8 @@ def load_universal(
     scale that adapts itself takes the saved one. Of an engine's module the buffers are set.
 
     A frozen parameter, and one whose padded vocabulary is larger than the saved one (it grows by
-    zeros), is taken, too. Slices that tensor-parallel ranks had, which a conversion leaves in
-    `tmp` if it was cut off or was to keep them, are joined as `universal_checkpoint_info` says.
+    zeros), is taken, too. A parameter that lies there in the slices that tensor-parallel ranks had,
+    as DeepSpeed's converter extracts them, is joined as `universal_checkpoint_info` says.
 
     Each rank reads the elements that it keeps, from one parameter at a time. Everything goes into
     new memory first; the state or the engine is changed when all is read, on all ranks. The
@@ -83,7 +83,8 @@ def load_universal(
         CheckpointError: for a missing, damaged or foreign folder, for parameters that are missing,
             unknown, of another shape or of another step, naming file and parameter. Nothing was
             changed.
-        LayoutError: for an empty path, or a tag that is no name.
+        LayoutError: for an empty path, a tag that is no name, or an optimizer or parameters that
+            the layout has no place for.
         PhaseError: inside a coalesced step.
 
     Source: DeepSpeed 0.19, checkpoint/universal_checkpoint.py.

@@ -95,7 +95,7 @@ def _step(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> int
         one = source.states()[0]
         made, skipped = one.get("global_steps"), one.get("skipped_steps", 0)
         where = source.root / f"*{STATES}"
-        steps["global_steps"] = as_step(where, made) - as_step(where, skipped)
+        steps["global_steps"] = as_step(where, as_step(where, made) - as_step(where, skipped))
     if not steps:
         raise damaged(source.root, "says nowhere how many steps were made")
     first, step = next(iter(steps.items()))

@@ -169,6 +169,18 @@ def test_options_that_cannot_be_are_refused(lr: Any, tmp_path: Path) -> None:
     same(engine.state, before)
 
 
+@pytest.mark.parametrize("betas", ["xy", (0.5,), 0.5, True])
+def test_options_of_another_form_are_refused(betas: Any, tmp_path: Path) -> None:
+    as_stage_2(tmp_path, NET, groups=[{"lr": 0.5, "betas": betas}])
+    engine = _engine()
+    with pytest.raises(CheckpointError, match=r"has betas=.* betas=\(0.9, 0.999\) here"):
+        load_universal(tmp_path, engine)
+    assert engine.optimizer.param_groups[0]["lr"] == 1e-3
+    rule = fzero.init({"weight": torch.ones(5, 3), "bias": torch.ones(5)}, RULE, stage=1)
+    with pytest.warns(UserWarning, match="betas="):
+        load_universal(tmp_path, rule)
+
+
 def test_steps_of_stage_3_that_differ_are_refused(tmp_path: Path) -> None:
     root = as_stage_3(tmp_path, NET)
     inner = {"state": {0: {"step": torch.tensor(2.0)}, 1: {"step": torch.tensor(4.0)}}}

@@ -15,15 +15,24 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
-from fzero.errors import AxisError, DonatedError, FzeroError, LayoutError, PhaseError
+from fzero.errors import (
+    AxisError,
+    DonatedError,
+    FzeroError,
+    LayoutError,
+    NonFiniteError,
+    PhaseError,
+)
 from fzero.functional import functionalize
 from fzero.mesh import Axis, axis_index, axis_size, world
 from fzero.state import DynamicScale, TrainState, state_bytes
+from fzero.state.offload import Offload
 from fzero.transforms import (
     accumulate,
     add_gradients,
     apply_gradients,
     autocast,
+    check_finite,
     clip,
     coalesce,
     full_gradients,
@@ -32,6 +41,7 @@ from fzero.transforms import (
     grad_and_reduce,
     gradients,
     init,
+    offload,
     remat,
     scale_loss,
     shard,
@@ -48,6 +58,8 @@ __all__ = [
     "DynamicScale",
     "FzeroError",
     "LayoutError",
+    "NonFiniteError",
+    "Offload",
     "PhaseError",
     "TrainState",
     "accumulate",
@@ -59,6 +71,7 @@ __all__ = [
     "autocast",
     "axis_index",
     "axis_size",
+    "check_finite",
     "checkpoint",
     "clip",
     "coalesce",
@@ -70,6 +83,7 @@ __all__ = [
     "grad_and_reduce",
     "gradients",
     "init",
+    "offload",
     "optim",
     "plot",
     "pmean",

@@ -17,7 +17,7 @@ from fzero.job.train import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0, 2 for wrong input, 128 + signal when stopped."""
+    """Run one command; return its exit code: 0, 2 after an error, 128 + signal if stopped."""
     # No abbreviations anywhere: a mistyped option must not pass as the short form of another.
     parser = argparse.ArgumentParser(
         prog="python -m fzero", description=__doc__, allow_abbrev=False
@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train a byte-level GPT on the source of the Python standard library. "
         "On several ranks: torchrun --nproc-per-node 2 -m fzero train ...",
         epilog="Ctrl-C or SIGTERM ends the run after the step that runs, with a checkpoint; the "
-        "exit code is then 130 or 143, under torchrun 0. Wrong input: 2.",
+        "exit code is then 130 or 143, under torchrun 0. Wrong input: 2. A loss or "
+        "gradient of any rank that is not finite: 2 on every rank; the message names the step, the "
+        "rank and the parameter.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

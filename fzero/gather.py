@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fzero.collectives import InFlight, broadcast, start_gather
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
+from fzero.homes import lent, page_out
 from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.partition import shard_of
@@ -27,16 +28,17 @@ from fzero.state.layout import Layout, Leaf
 
 
 class GroupShard(NamedTuple):
-    """One group of a layout, and this rank's shard of it."""
+    """One group of a layout, this rank's shard of it, and where full values are wanted."""
 
     layout: Layout
     index: int
     shard: Tensor
+    device: torch.device
 
     def sent(self, *, exact: bool) -> Tensor:
         """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
         lower = self.layout.groups[self.index].communication_dtype
-        return self.shard if lower is None or exact else self.shard.to(lower)
+        return lent(self.shard, self.device, None if exact else lower)
 
 
 class Gatherer:
@@ -80,12 +82,13 @@ class Gatherer:
         self._layouts.append(layout)
         return first
 
-    def hold_shards(self, flats: Sequence[Sequence[Tensor]]) -> None:
-        """Take the shards of each state as they are now."""
-        pairs = zip(self._layouts, flats, strict=True)
+    def hold_shards(
+        self, flats: Sequence[Sequence[Tensor]], devices: Sequence[torch.device]
+    ) -> None:
+        """Take the shards of each state as they are now, and where full values are wanted."""
         self.groups = [
-            GroupShard(layout, i, flat.detach())
-            for layout, some in pairs
+            GroupShard(layout, i, flat.detach(), device)
+            for layout, some, device in zip(self._layouts, flats, devices, strict=True)
             for i, flat in enumerate(some)
         ]
 
@@ -105,11 +108,11 @@ class Gatherer:
 
     def device_of(self, group: int) -> torch.device:
         """Return where the values of a group are."""
-        return self.groups[group].shard.device
+        return self.groups[group].device
 
     def leaves_of(self, group: int) -> list[Leaf]:
         """Return the leaves of a group."""
-        layout, index, _ = self.groups[group]
+        layout, index, *_ = self.groups[group]
         return [layout.leaves[i] for i in layout.groups[index].leaves]
 
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
@@ -252,6 +255,8 @@ class Gatherer:
         flight = self._flights.pop(unit, None)
         if flight is not None:
             self._hold(unit, flight.wait())
+            for group in self.units[unit]:
+                page_out(self.groups[group].shard)
 
     def keep(self, units: Sequence[int]) -> None:
         """Gather what is not here of these units; they stay. A collective if something is not."""

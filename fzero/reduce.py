@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fzero.collectives import InFlight, start_reduce, start_scatter
 from fzero.errors import AxisError
+from fzero.homes import add_to, lent, placed
 from fzero.mesh import Axis, Runtime
 from fzero.packing import pack_copied, unpack
 from fzero.state.buffers import Placement
@@ -89,12 +90,12 @@ class _Group:
         if gradients and flat is None:
             count = len(self.layout.groups[self.index].leaves)
             flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
-            lent = to_write and flat.data_ptr() == gradients.popitem()[1].data_ptr()
-            if (lent and waited is None) or (written is not None and _is_shared(flat, written)):
+            is_view = to_write and flat.data_ptr() == gradients.popitem()[1].data_ptr()
+            if (is_view and waited is None) or (written is not None and _is_shared(flat, written)):
                 flat = flat.clone()
         if flat is None or waited is None:
             return waited if flat is None else flat
-        return waited + flat
+        return lent(waited, flat.device) + flat
 
 
 class Reducer:
@@ -118,7 +119,8 @@ class Reducer:
         for number, setup in enumerate(setups):
             self._add(number, setup)
         self._flights: deque[tuple[int, InFlight]] = deque()
-        self._local = axis.runtime is Runtime.LOCAL
+        streams = any(setup.streams for setup in setups)
+        self._stays = axis.runtime is Runtime.LOCAL and not streams
 
     def _add(self, number: int, setup: Setup) -> None:
         layout = setup.layout
@@ -164,7 +166,7 @@ class Reducer:
     def _received(self, unit: int, group: _Group) -> None:
         self.received += 1
         state, indices = self._units[unit]
-        if self._local or self.keeps[state] or not group.full:
+        if self._stays or self.keeps[state] or not group.full:
             return
         if len(indices) == 1 or all(self._groups[state][i].full for i in indices):
             self.on_full(unit)
@@ -189,7 +191,7 @@ class Reducer:
         groups = [self._groups[state][i] for i in indices]
         taken = [group.take(to_write=not sharded) if mine else None for group in groups]
         local = [
-            self._zeros(setup, state, i) if x is None else x.to(setup.communication_dtype(i))
+            self._zeros(setup, state, i) if x is None else self._sent(setup, state, i, x)
             for i, x in zip(indices, taken, strict=True)
         ]
         ordered = setup.reduction.ordered
@@ -200,6 +202,9 @@ class Reducer:
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
             self._land()
+
+    def _sent(self, setup: Setup, state: int, index: int, x: Tensor) -> Tensor:
+        return lent(x, self._devices[state], setup.communication_dtype(index))
 
     def _zeros(self, setup: Setup, state: int, index: int) -> Tensor:
         numel = setup.layout.full_numel(index)
@@ -213,8 +218,10 @@ class Reducer:
         means, setup = self.means[state], self.setups[state]
         for index, summed in zip(indices, flight.wait(), strict=True):
             mean = summed.to(setup.accumulate_dtype(index)).div_(self.axis.size)
-            held = means.get(index)
-            means[index] = mean if held is None else held.add_(mean)
+            if index in means:
+                add_to(means[index], mean)
+            else:
+                means[index] = placed(setup.offload.gradients, mean, setup.offload)
 
     # The end of a backward.
 

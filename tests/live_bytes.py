@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
     """The storages that were made since it was entered, as long as anybody holds them.
 
     By weak references to storages: what only C++ holds (autograd, gloo) counts, too; what was
-    resized to nothing does not.
+    resized to nothing, or is a file, does not.
     """
 
     def __init__(self) -> None:
@@ -84,4 +84,4 @@ class LiveBytes(TorchDispatchMode):
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     leaves = [x for x in tree_leaves(tree) if type(x) in (Tensor, torch.nn.Parameter)]
     found = [x.untyped_storage() for x in leaves if x.device.type == "cpu"]
-    return {storage._cdata: storage for storage in found}
+    return {storage._cdata: storage for storage in found if storage.filename is None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fzero
 from fzero.adapter import Engine
 from step.contestants import Contestant, Setup, Step, adamw
+from step.fzero_contestants import AWAY
 from step.models import Batch, Task
 
 
@@ -46,6 +49,10 @@ def adapter_contestants(task: Task) -> list[Contestant]:
         at = partial(build, **options)
         found.append(Contestant(name=name, stage=stage, once=not several, build=at))
         if not several and stage in ("2", "3"):
+            homes: dict[str, Any] = dict.fromkeys(AWAY[int(stage)], "disk")
+            away = fzero.Offload(**homes, folder=tempfile.gettempdir())
+            disk = partial(at, offload=away)
+            found.append(Contestant(name=f"{name}_disk", stage=stage, once=True, build=disk))
             low = partial(at, autocast=torch.bfloat16)
             found.append(
                 Contestant(name=f"{name}_bf16", stage=f"{stage} bf16", once=True, build=low)

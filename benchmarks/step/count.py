@@ -187,7 +187,8 @@ def _storages(tree: object) -> dict[int, torch.UntypedStorage]:
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     real = [leaf for leaf in leaves if leaf.device.type == "cpu" and not is_fake(leaf)]
     storages = [tensor.untyped_storage() for tensor in real]
-    return {storage._cdata: storage for storage in storages}
+    in_memory = (storage for storage in storages if storage.filename is None)
+    return {storage._cdata: storage for storage in in_memory}
 
 
 def measure_memory(

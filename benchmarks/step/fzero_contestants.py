@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,6 +13,9 @@ from torch import Tensor
 import fzero
 from step.contestants import ADAMW, Contestant, Setup, Step
 from step.models import Batch, Task
+
+AWAY = {2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "params")}
+"""What lives on disk where the name says so."""
 
 Reshard = bool | Literal["window"]
 
@@ -22,8 +27,9 @@ def build(
     coalesce: bool = False,
     reshard_after_forward: Reshard = True,
     dtype: torch.dtype = torch.float32,
+    away: Sequence[str] = (),
 ) -> Step:
-    """One donated, sharded step, computed in `dtype`."""
+    """One donated, sharded step, computed in `dtype`; the parts of the state in `away` on disk."""
     apply, params = fzero.functionalize(setup.task.module())
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
@@ -36,7 +42,9 @@ def build(
             losses.append(loss)
         return fzero.apply_gradients(state), torch.stack(losses).sum()
 
+    on_disk: dict[str, Any] = dict.fromkeys(away, "disk")
     low = fzero.autocast(step_fn, dtype=dtype)
+    low = fzero.offload(low, **on_disk, folder=tempfile.gettempdir())
     inner = fzero.coalesce(low) if coalesce else low
     train_step = fzero.shard(
         inner, stage=stage, donate=True, reshard_after_forward=reshard_after_forward
@@ -59,6 +67,10 @@ def fzero_contestants(task: Task) -> list[Contestant]:
         at = partial(build, stage=stage)
         found.append(Contestant(name=f"fzero{stage}", stage=str(stage), once=not several, build=at))
         if not several and stage in (2, 3):
+            disk = partial(at, away=AWAY[stage])
+            found.append(
+                Contestant(name=f"fzero{stage}_disk", stage=str(stage), once=True, build=disk)
+            )
             low = partial(at, dtype=torch.bfloat16)
             found.append(
                 Contestant(name=f"fzero{stage}_bf16", stage=f"{stage} bf16", once=True, build=low)

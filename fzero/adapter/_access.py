@@ -10,7 +10,7 @@ from torch import Tensor
 from fzero.adapter import _parts as parts
 from fzero.adapter._boundary import call, require_no_window, with_gradients
 from fzero.adapter._driver import Driver
-from fzero.errors import PhaseError
+from fzero.errors import LayoutError, PhaseError, explain
 from fzero.placeholder import LazyParam
 from fzero.state import TrainState
 from fzero.transforms._receive import filled
@@ -73,6 +73,28 @@ class Access:
         flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
         return _used(state, parts.piece_of(state, index, position, flats[number]))
 
+    def set_local_gradient(self, path: str, value: Tensor) -> None:
+        """Make `value` this rank's piece of the gradient that the update will use.
+
+        No collective; at stage 0 every rank has to set the same. Raises `PhaseError` if nothing
+        has been reduced yet.
+        """
+        self._driver.wait()
+        number, index, position = parts.find_learning(self._driver, path)
+        state = self._driver.state
+        if not state.gradients.held:
+            raise PhaseError(
+                explain(
+                    f"set_local_gradient() {path}: there are no reduced gradients.",
+                    cause="no backward ran since the last update, or it ran in a window.",
+                    fix="call it between the backward and step(), outside of a window.",
+                )
+            )
+        flat = state.gradients.flats[number]
+        factor = 1 / share(state)
+        scaled = times_scale(state, [value if factor == 1.0 else value * factor])[0]
+        parts.write_piece(state, index, position, flat, scaled)
+
     @property
     def global_grad_norm(self) -> Tensor | None:
         """|g|, before clipping, of what an update would use now. A collective.
@@ -132,7 +154,58 @@ class Access:
         state = self._driver.state
         return parts.piece_of(state, index, position, parts.stepped(state, index)).clone()
 
+    @torch.no_grad()
+    def set_local_parameter(self, path: str, value: Tensor) -> None:
+        """Make `value` this rank's piece of the parameter, and that of its master copy. Stage 3.
+
+        Every rank calls it, each with a piece of its own. Raises `LayoutError` below stage 3, where
+        each rank has all of the parameter, and the ranks would differ.
+        """
+        index, position = parts.find(self._driver, path)
+        self._driver.wait()
+        state = self._driver.state
+        if state.stage != 3:
+            raise LayoutError(
+                explain(
+                    f"set_local_parameter() {path} at stage {state.stage}.",
+                    cause="a call for stage 3; below it each rank has the whole parameter.",
+                    fix="call set_full_parameter() on every rank.",
+                )
+            )
+        held, master = state.params.flats[index], parts.master_of(state, index)
+        for part in (held,) if master is None else (held, master):
+            parts.write_piece(state, index, position, part, value)
+        self._driver.running.changed()
+
     # Optimizer state.
+
+    def local_optimizer_state(self, path: str, name: str) -> Tensor:
+        """This rank's piece of state `name`: 1-D, empty if it has none. No collective.
+
+        A scalar ("step") as it is.
+        """
+        number, index, position = parts.find_learning(self._driver, path)
+        slots, scalars = parts.named_state(self._driver, path, name)
+        if name in scalars:
+            return scalars[name].clone()
+        state = self._driver.state
+        return parts.piece_of(state, index, position, slots[name][number]).clone()
+
+    @torch.no_grad()
+    def set_local_optimizer_state(self, path: str, name: str, value: Tensor | float) -> None:
+        """Make `value` this rank's piece of state `name`. Every rank calls it; no collective.
+
+        At stage 0, and of a scalar, every rank has to set the same.
+        """
+        number, index, position = parts.find_learning(self._driver, path)
+        slots, scalars = parts.named_state(self._driver, path, name)
+        state = self._driver.state
+        if name in scalars:
+            scalars[name].fill_(float(value))
+        else:
+            given = torch.as_tensor(value)
+            parts.write_piece(state, index, position, slots[name][number], given)
+        state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
 
     def full_optimizer_state(self, path: str, name: str) -> Tensor:
         """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""

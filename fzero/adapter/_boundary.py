@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from fzero.errors import PhaseError, explain
 from fzero.optim import NoOptimizer, no_optimizer
 from fzero.state import TrainState, buffers, progress
 from fzero.state.window import CLOSED, open_window
+from fzero.transforms._finite import first_of, report_of
 from fzero.transforms._norm import clip_factor
 from fzero.transforms._receive import accumulate, filled, reduce_window
 from fzero.transforms.update import norm_of_state, scaled, share, update
@@ -43,15 +45,24 @@ def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
     require_no_window(driver, name)
     driver.wait()
     driver.drop_if_user_did()
-    driver.put(_reduced(*_agreed(driver, f"{name} {path}".strip())))
+    state, waits, _ = _agreed(driver, f"{name} {path}".strip())
+    driver.put(_reduced(state, waits))
     return driver.state
 
 
-def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool]:
-    """The state, with the backwards of the rank that made the most; whether any rank's wait."""
+class _Agreed(NamedTuple):
+    """What all ranks know."""
+
+    state: TrainState  # with the backwards of the rank that made the most
+    waits: bool  # any rank's gradients
+    bad: bool  # any rank's gradients, or loss: not finite
+
+
+def _agreed(driver: Driver, name: str) -> _Agreed:
     state = driver.state
     held = int(state.window.pending.held) + 2 * int(state.gradients.held)
-    codes = call(driver, name, held + 4 * state.progress.backwards)
+    bad = 4 * int(state.progress.nonfinite is not None)
+    codes = call(driver, name, held + bad + 8 * state.progress.backwards)
     if not any(code & 3 for code in codes):
         raise PhaseError(
             explain(
@@ -61,9 +72,9 @@ def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool]:
                 fix="run loss.backward() or engine.backward(loss) before it.",
             )
         )
-    state, backwards = driver.state, max(max(code >> 2 for code in codes), 1)
+    state, backwards = driver.state, max(max(code >> 3 for code in codes), 1)
     agreed = state.replace(progress=replace(state.progress, backwards=backwards))
-    return agreed, any(code & 1 for code in codes)
+    return _Agreed(agreed, any(code & 1 for code in codes), any(code & 4 for code in codes))
 
 
 def _reduced(state: TrainState, waits: bool) -> TrainState:
@@ -93,7 +104,9 @@ def call_step(driver: Driver, every: int) -> bool:
 def _step(driver: Driver) -> None:
     """Update the parameters from the gradients, and clear those."""
     driver.params.require_same()
-    state, waits = _agreed(driver, "step()")
+    state, waits, bad = _agreed(driver, "step()")
+    if bad:
+        _raise_not_finite(driver)
     driver.masters.follow(state)
     state = _reduced(state, waits)
     driver.put(state)  # if the optimizer raises, this is what the engine has
@@ -102,6 +115,12 @@ def _step(driver: Driver) -> None:
     driver.gradients.drop()
     driver.put(new)
     driver.published()
+
+
+def _raise_not_finite(driver: Driver) -> None:
+    report = first_of(driver.running.channel, report_of([driver.state]))
+    if report is not None:
+        raise report.error()
 
 
 def clip(driver: Driver, max_norm: float) -> Tensor:

@@ -11,8 +11,10 @@ from fzero.adapter import _parts as parts
 from fzero.adapter._driver import Driver
 from fzero.adapter._module import free_to_swap
 from fzero.collectives import gather_many
+from fzero.homes import lent
 from fzero.packing import unpack
 from fzero.transforms._donate import empty
+from fzero.transforms._receive import device_of
 
 
 @torch.no_grad()
@@ -44,7 +46,8 @@ def give_back(driver: Driver) -> None:
 
 def _give_parameters(driver: Driver, index: int) -> None:
     flat = driver.state.params.flats[index]
-    whole = gather_many([flat], driver.axis)[0] if driver.sharded else flat
+    here = lent(flat, device_of(driver.state))
+    whole = gather_many([here], driver.axis)[0] if driver.sharded else here
     leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
     (driver.params.place if driver.sharded else driver.params.have)(index, leaves)
 

@@ -50,7 +50,8 @@ class _Unowned(Gatherer):
         size = self.axis.size
         layout = plan_layout(OrderedDict({name: p}), ranks=size, bucket_bytes=2**62)
         flat = broadcast_from_first([pack(layout, 0, [p.detach()])], self.axis)[0]
-        self.groups.append(GroupShard(layout, 0, shard_of(flat, size, self.axis.rank).clone()))
+        shard = shard_of(flat, size, self.axis.rank).clone()
+        self.groups.append(GroupShard(layout, 0, shard, shard.device))
         # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
         return in_place_of(p, placeholders(self, self.add(layout))[0])
 

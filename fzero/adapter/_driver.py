@@ -184,8 +184,10 @@ class Driver:
         if isinstance(p.grad, HeldGradient):
             gradient = p.grad.taken()
             if gradient is not None:
+                self.running.finite.gradient(0, leaf, gradient)
                 self.running.reducer.put(0, leaf, gradient.detach())
-        else:
+        elif p.grad is not None:
+            self.running.finite.gradient(0, leaf, p.grad)
             self.running.reducer.take(0, leaf, p)
             self.gradients.stand_again(p)  # create_graph=True: autograd put another one there
 
@@ -226,19 +228,27 @@ class Driver:
         """Return a loss times the scale of the state."""
         self.require_not_closed()
         self.put(with_value(self.state))
-        return self.losses.scaled(loss, self.state.scale)
+        made = self.losses.scaled(loss, self.state.scale)
+        if made is not loss and made.requires_grad and self.running.finite.wanted:
+            value = loss.detach()
+            made.register_hook(lambda _: self.running.finite.loss(value))
+        return made
 
     def backward(self, loss: Any, gradient: Any, **options: Any) -> None:
         """Call torch.autograd.backward with what is scaled, and scales what is not."""
+        several = isinstance(loss, list | tuple)
         if self.state.scale is not None:
-            several = isinstance(loss, list | tuple)
             found = [self._as_root(x) for x in (loss if several else (loss,))]
             loss = found if several else found[0]
+        else:
+            for x in loss if several else (loss,):
+                self.running.finite.loss(x)
         self.losses.begin(loss)
         try:
             torch.autograd.backward(loss, gradient, **options)
         finally:
             self.losses.end()
+            self.running.finite.losses.clear()
 
     def _as_root(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()

@@ -28,6 +28,7 @@ from fzero.adapter._setup import planned, scale_of
 from fzero.mesh import Axis, axis_of
 from fzero.state import HookState, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
+from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.transforms._options import BUCKET_BYTES
 from fzero.transforms.scale_loss import Scale
@@ -69,10 +70,14 @@ class Engine(Access, Scaling):
         accumulate_dtype: in which gradients add up; default fp32 for 16-bit parameters.
         communication_dtype: in which gradients cross ranks; default the parameters'.
         master_weights: fp32 copies of 16-bit parameters.
+        state_dtype: of the optimizer's states, as in `fzero.optim.adamw`.
+        stochastic_rounding: of bf16 parameters without masters, as in `fzero.optim.adamw`.
         max_norm: clip the global gradient norm.
         gradient_accumulation_steps: `step()` updates at every n-th call.
         average_micro_batches: divide the update by the number of step() calls, or of backwards when
             each call updates.
+        check_finite: `step()` raises `NonFiniteError`, on every rank, if a loss that `backward` was
+            given, or a gradient, is NaN or infinite: see `fzero.check_finite`.
         loss_scale: of `fzero.scale_loss`: a number, "dynamic", a `DynamicScale`, or the user's own.
             Losses go through `backward` or `scale`. An overflow on any rank skips the update on
             all; see `step_was_skipped`. 1: no scale. None: "dynamic" for autocast in fp16, else 1.
@@ -86,6 +91,7 @@ class Engine(Access, Scaling):
         persistence_threshold_numel: stage 3, parameters of at most so many elements stay whole from
             one update to the next.
         leaf_modules: stage 3, modules whose parameters are one unit.
+        offload: what lives in host memory or on disk, and where; see `fzero.offload`.
 
     Raises:
         LayoutError: for wrong arguments, before the module is touched.
@@ -120,34 +126,21 @@ class Engine(Access, Scaling):
         accumulate_dtype: torch.dtype | None = None,
         communication_dtype: torch.dtype | None = None,
         master_weights: bool = True,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
         max_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
         average_micro_batches: bool = False,
+        check_finite: bool = False,
         loss_scale: Scale = None,
         autocast: Autocast | torch.dtype | None = None,
         reshard_after_forward: Reshard = True,
         prefetch_numel: int = 1,
         persistence_threshold_numel: int = 0,
         leaf_modules: LeafSpec | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        self.options = options_of(
-            master_weights=master_weights,
-            max_norm=max_norm,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            average_micro_batches=average_micro_batches,
-            loss_scale=loss_scale,
-            ordered=ordered,
-            overlap=overlap,
-            contiguous_gradients=contiguous_gradients,
-            accumulate_dtype=accumulate_dtype,
-            communication_dtype=communication_dtype,
-            reshard_after_forward=reshard_after_forward,
-            prefetch_numel=prefetch_numel,
-            bucket_bytes=bucket_bytes,
-            persistence_threshold_numel=persistence_threshold_numel,
-            leaf_modules=leaf_modules,
-            autocast=autocast,
-        )
+        self.options = options_of(locals())
         setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
         self.module, self.stage = module, setup.stage
         self._driver = Driver(module, setup, scale_of(loss_scale, setup))
@@ -247,6 +240,7 @@ class Engine(Access, Scaling):
             PhaseError: without gradients, inside a window or a backward, and for an engine without
                 optimizer; everything is then as before.
             LayoutError: when a parameter was replaced, moved or unfrozen, or `p.grad` written.
+            NonFiniteError: with `check_finite`, on every rank; `zero_grad()` drops what raises it.
         """
         every = self.options.updating.gradient_accumulation_steps
         return boundary.call_step(self._driver, every)

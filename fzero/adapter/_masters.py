@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._module import ModuleParameters
+from fzero.homes import give_back, lent
 from fzero.partition import shard_of
 from fzero.state import Placement, Setup, TrainState
 from fzero.state.buffers import SIXTEEN_BIT
@@ -52,8 +53,9 @@ class Masters:
 def take_values(master: Tensor, values: Tensor) -> None:
     """Write 16-bit values into a master; elements that are equal keep their low bits."""
     with torch.no_grad():
-        changed = values != master.to(values.dtype)
-        master.copy_(torch.where(changed, values.to(master.dtype), master))
+        held = lent(master, values.device)
+        changed = values != held.to(values.dtype)
+        give_back(master, torch.where(changed, values.to(held.dtype), held))
 
 
 def own_part(state: TrainState, flat: Tensor) -> Tensor:

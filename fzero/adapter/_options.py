@@ -12,6 +12,7 @@ import torch
 from fzero.errors import LayoutError, explain
 from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
+from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.scale import as_policy
 from fzero.transforms._options import check_bucket, check_flags, check_reshard
@@ -25,9 +26,12 @@ class Updating:
     """What `step` does with gradients."""
 
     master_weights: bool = True
+    state_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
     max_norm: float | None = None
     gradient_accumulation_steps: int = 1
     average_micro_batches: bool = False
+    check_finite: bool = False
     loss_scale: Scale = None  # what `fzero.scale_loss` takes; None: what autocast needs, or 1
 
 
@@ -42,16 +46,16 @@ class Options:
     persistence_threshold_numel: int
     leaf_modules: LeafSpec | None
     autocast: Autocast | torch.dtype | None
+    offload: Offload | None
 
 
-def options_of(**given: Any) -> Options:
-    """Return the options of `Engine(...)` in their groups, unchecked."""
-    names = {name for kind in (Updating, Reduction, Gathering) for name in _names(kind)}
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given."""
     return Options(
         updating=Updating(**_of(Updating, given)),
         reduction=Reduction(**_of(Reduction, given)),
         gathering=Gathering(**_of(Gathering, given)),
-        **{name: value for name, value in given.items() if name not in names},
+        **_of(Options, given),
     )
 
 
@@ -77,6 +81,7 @@ def require_options(options: Options) -> None:
     check_flags(
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,
+        check_finite=updating.check_finite,
         contiguous_gradients=reduction.contiguous_gradients,
         overlap=reduction.overlap,
         ordered=reduction.ordered,

@@ -12,9 +12,11 @@ from fzero.adapter._driver import Driver
 from fzero.adapter._masters import own_part, take_values
 from fzero.collectives import gather_many
 from fzero.errors import LayoutError, PhaseError, explain
+from fzero.homes import lent
 from fzero.optim import OptimizerState, TorchState
 from fzero.packing import unpack
 from fzero.state import Placement, TrainState
+from fzero.transforms._receive import device_of
 
 Slots = Mapping[str, Sequence[Tensor]]
 """{name: flats}: a state of the optimizer for each group that learns."""
@@ -54,14 +56,15 @@ def find_learning(driver: Driver, path: str) -> tuple[int, int, int]:
 def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
     """Return the full leaves of a group of which this rank has a part, as its optimizer has."""
     sharded = state.setup.optimizer_state is Placement.SHARDED
-    whole = gather_many([part.detach()], state.setup.axis)[0] if sharded else part.detach()
+    here = lent(part.detach(), device_of(state))
+    whole = gather_many([here], state.setup.axis)[0] if sharded else here
     return unpack(state.setup.layout, index, whole)
 
 
 def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
     """Return what this rank's part of a group has of one leaf: 1-D."""
     low, high, first = _range(state, index, position, part)
-    return part.detach()[low - first : high - first]
+    return lent(part.detach()[low - first : high - first], device_of(state))
 
 
 def write(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
@@ -83,6 +86,24 @@ def write(state: TrainState, index: int, position: int, part: Tensor, value: Ten
     with torch.no_grad():
         given = value.detach().reshape(-1)[low - begin : high - begin]
         part[low - first : high - first].copy_(given)
+
+
+def write_piece(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
+    """Write what this rank has of one leaf, 1-D, into its part of a group."""
+    low, high, first = _range(state, index, position, part)
+    if not isinstance(value, Tensor) or value.numel() != high - low:
+        layout = state.setup.layout
+        path = layout.leaves[layout.groups[index].leaves[position]].path
+        seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise LayoutError(
+            explain(
+                f"this rank has {high - low} elements of {path}, the new value {seen}.",
+                cause="the full value, or the piece of another rank.",
+                fix="give as many elements as the getter of the same name returns here.",
+            )
+        )
+    with torch.no_grad():
+        part[low - first : high - first].copy_(value.detach().reshape(-1))
 
 
 def _range(state: TrainState, index: int, position: int, part: Tensor) -> tuple[int, int, int]:

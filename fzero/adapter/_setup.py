@@ -57,6 +57,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         autocast=autocast,
         owners=owners_in(module),
         persistence_threshold_numel=options.persistence_threshold_numel,
+        offload=options.offload,
     )
     assert_same_everywhere([compared(options)], axis, what="the engine's options")
     updating = options.updating
@@ -68,6 +69,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         averages=averages and steps == 1,
         donate=True,
         autocast=None if autocast is None else autocast.computes,
+        check_finite=updating.check_finite,
     )
     return replace(setup, policy=policy)
 
@@ -86,4 +88,10 @@ def _as_optimizer(optimizer: Any, options: Options) -> Any:
     pair = isinstance(optimizer, tuple) or hasattr(optimizer, "update")
     if pair or isinstance(optimizer, TorchOptimizer):
         return as_optimizer(optimizer)
-    return from_torch(optimizer, master_weights=options.updating.master_weights)
+    updating = options.updating
+    return from_torch(
+        optimizer,
+        master_weights=updating.master_weights,
+        state_dtype=updating.state_dtype,
+        stochastic_rounding=updating.stochastic_rounding,
+    )

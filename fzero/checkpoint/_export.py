@@ -28,6 +28,7 @@ from fzero.checkpoint._safetensors import (
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
+from fzero.homes import lent
 from fzero.packing import unpack
 from fzero.state import TrainState
 
@@ -173,7 +174,7 @@ def _whole_leaves(held: Held) -> Iterator[tuple[int, Tensor]]:
     """Yield (number of the leaf, whole values), gathered group by group. A collective."""
     setup = held.states[0].setup
     for index, group in enumerate(setup.layout.groups):
-        flats = [one.params.flats[index].detach() for one in held.states]
+        flats = [lent(one.params.flats[index].detach(), one.device) for one in held.states]
         flat = whole_flat(held, flats, setup.params)
         yield from zip(group.leaves, unpack(setup.layout, index, flat), strict=True)
 

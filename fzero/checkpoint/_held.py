@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero.checkpoint._driven import Driven
 from fzero.collectives import gather_many
 from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError, explain
+from fzero.homes import wait_for_copies
 from fzero.mesh import Axis, Runtime
 from fzero.state import NAMESPACE, Phase, Placement, TrainState
 
@@ -67,6 +68,8 @@ def held_states(name: str, state: TrainState) -> Held:
         )
     for one in held.states:
         _check_alive(name, one)
+        tree: Any = one
+        wait_for_copies(optree.tree_leaves(tree, namespace=NAMESPACE))
     return held
 
 

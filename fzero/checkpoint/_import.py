@@ -19,6 +19,7 @@ from fzero.checkpoint._pieces import all_paths, leaf_names, optimizer_roles
 from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
+from fzero.homes import empty_where
 from fzero.packing import pack
 from fzero.partition import shard_of
 from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
@@ -183,4 +184,4 @@ def _with_params(state: TrainState, places: list[Place], rank: int) -> TrainStat
 def _own(full: Tensor, old: Tensor, ranks: int, rank: int, placement: Placement) -> Tensor:
     """Return what a rank keeps of a group, in memory of its own and where it was before."""
     part = shard_of(full, ranks, rank) if placement is Placement.SHARDED else full
-    return torch.empty_like(old).copy_(part)
+    return empty_where(old).copy_(part)

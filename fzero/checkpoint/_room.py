@@ -13,6 +13,7 @@ from fzero.checkpoint._held import Held
 from fzero.checkpoint._manifest import COUNT, STEP
 from fzero.checkpoint._slots import Role, with_values
 from fzero.collectives import start_gather_in_place
+from fzero.homes import empty_where
 from fzero.partition import shard_of
 from fzero.state import NAMESPACE, Buffers, Placement, Progress, TrainState
 from fzero.state.scale import from_numbers
@@ -28,12 +29,12 @@ def room(state: TrainState, roles: Sequence[Role], saved: Mapping[str, Any]) -> 
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     leaves, treespec = optree.tree_flatten(state.optimizer, namespace=NAMESPACE)
     slots = (
-        torch.zeros_like(leaf)
+        empty_where(leaf).zero_()
         for role, leaf in zip(roles, leaves, strict=True)
         if role.position is not None and leaf.numel()
     )
     placed = with_values(roles, leaves, slots, counters)
-    flats = tuple(torch.zeros_like(flat) for flat in state.params.flats)  # padding stays zero
+    flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
     return state.replace(
         params=Buffers(flats=flats, placement=state.params.placement),
         gradients=Buffers(),

@@ -41,6 +41,7 @@ from fzero.checkpoint._universal import (
 from fzero.checkpoint._universal_shared import names_in, shared_of
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
+from fzero.homes import empty_where
 from fzero.state import NAMESPACE, TrainState
 
 PathLike = str | os.PathLike[str]
@@ -205,7 +206,7 @@ def _with_slots_of(old: TrainState, new: TrainState, roles: Sequence[Role]) -> T
     kept, treespec = optree.tree_flatten(old.optimizer, namespace=NAMESPACE)
     blank = optree.tree_leaves(new.optimizer, namespace=NAMESPACE)
     leaves = [
-        mine if role.name == MASTERS or role.position is None else theirs.clone()
+        mine if role.name == MASTERS or role.position is None else empty_where(theirs).copy_(theirs)
         for role, theirs, mine in zip(roles, kept, blank, strict=True)
     ]
     return new.replace(optimizer=optree.tree_unflatten(treespec, leaves))

@@ -36,6 +36,7 @@ from fzero.checkpoint._universal import (
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
+from fzero.homes import lent
 from fzero.packing import unpack
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.scale import as_numbers
@@ -153,7 +154,8 @@ def _whole_values(held: Held, roles: Sequence[Sequence[Role]]) -> Iterator[tuple
         else:
             parts.append((FP32, params, setup.params))
         for key, flats, placement in parts:
-            whole = unpack(layout, index, whole_flat(held, flats, placement))
+            here = [lent(x, one.device) for x, one in zip(flats, held.states, strict=True)]
+            whole = unpack(layout, index, whole_flat(held, here, placement))
             for number, values in zip(group.leaves, whole, strict=True):
                 yield key, number, values
 

@@ -85,7 +85,8 @@ def make_step(settings: Settings, apply: Apply) -> Any:
     """Return the sharded step: `(state, batches) -> (state, loss)`.
 
     `batches` is a tuple of `micro_batches` uint8 tensors `[accumulate * b, context + 1]`; `loss`
-    is this rank's mean over all of them, in nats per byte.
+    is this rank's mean over all of them, in nats per byte. It raises `NonFiniteError`, on every
+    rank, before it updates from a loss or a gradient that is not finite.
     """
     split = settings.split
 
@@ -100,7 +101,7 @@ def make_step(settings: Settings, apply: Apply) -> Any:
             losses.append(loss)
         return fzero.apply_gradients(state), torch.stack(losses).sum()
 
-    step = fzero.accumulate(step_fn, steps=split.accumulate)
+    step = fzero.accumulate(fzero.check_finite(step_fn), steps=split.accumulate)
     step = fzero.clip(step, max_norm=settings.course.clip or None)
     step = fzero.coalesce(step) if split.coalesce else step
     return fzero.shard(step, stage=split.stage, donate=True)

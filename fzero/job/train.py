@@ -8,7 +8,6 @@ the same steps, and is the same run up to the rounding of sums in another order.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from torch import Tensor
 import fzero
 from fzero.checkpoint import load
 from fzero.collectives import gather_objects
-from fzero.errors import FzeroError, explain
+from fzero.errors import FzeroError
 from fzero.job.claim import claimed, is_restart
 from fzero.job.finish import finish
 from fzero.job.progress import make_progress
@@ -38,10 +37,6 @@ from fzero.job.step import Job, Params, make_batches, make_job, make_optimizer
 from fzero.job.stop import StopSignals
 
 
-class LossError(FzeroError, ArithmeticError):
-    """The loss is no finite number; what was saved before is still good."""
-
-
 def train(given: dict[str, Any]) -> int:
     """Run the job with the options that were `given`; return the signal that ended it, or 0.
 
@@ -54,7 +49,9 @@ def train(given: dict[str, Any]) -> int:
             that holds another run, without `overwrite`, or that another program trains into.
         CheckpointError: there is nothing to resume, or the disk does not take a checkpoint.
         AxisError: the ranks were given different options or texts.
-        LossError: the loss is no finite number.
+        NonFiniteError: on every rank, when a loss or a gradient of any rank is not finite. What
+            was saved before stays. A launcher that starts the ranks again resumes from there, and
+            meets the same.
     """
     folder = find_checkpoint(given["resume"]) if "resume" in given else None
     out = Path(given.get("out", folder.parent if folder else Output().out))
@@ -144,14 +141,6 @@ def _agree(loss: Tensor, stop: StopSignals) -> tuple[float, bool]:
     """
     flag = torch.tensor(float(stop.received > 0), device=loss.device)
     mean, stopped = fzero.pmean(torch.stack((loss.float(), flag))).tolist()
-    if not math.isfinite(mean):
-        raise LossError(
-            explain(
-                f"the mean loss over ranks is {mean}.",
-                cause="a learning rate too high for this model, dtype or optimizer.",
-                fix="use a lower --lr or more --warmup, from the last checkpoint if there is one.",
-            )
-        )
     return mean, stopped > 0
 
 

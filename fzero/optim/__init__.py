@@ -11,8 +11,10 @@ from fzero.optim._none import NoOptimizer as NoOptimizer
 from fzero.optim._none import no_optimizer as no_optimizer
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
-from fzero.optim._optimizer import Piece as Piece
 from fzero.optim._pair import as_optimizer as as_optimizer
+from fzero.optim._piece import Piece as Piece
+from fzero.optim._precision import Precision as Precision
+from fzero.optim._precision import require_precision as require_precision
 from fzero.optim._torch import TorchOptimizer as TorchOptimizer
-from fzero.optim._torch import TorchState as TorchState
 from fzero.optim._torch import from_torch as from_torch
+from fzero.optim._torch_state import TorchState as TorchState

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError, PhaseError, explain
 from fzero.optim._elementwise import SMALL, is_elementwise
-from fzero.optim._masters import stepped_dtype
+from fzero.optim._precision import Precision
 from fzero.optim._trial import Early, Kept, early_of, early_of_group, learn, rule_of
 from fzero.state.layout import Leaf
 from fzero.state.setup import ParamGroups
@@ -58,7 +58,7 @@ def require_usable(source: Any) -> None:
         raise _no_optimizer(f"{source!r}")
 
 
-def bind(source: Any, params: Mapping[str, Tensor], *, masters: bool) -> Bound:
+def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> Bound:
     """Make the optimizer if there is none yet, find its parameters, and try its rule."""
     if isinstance(source, Optimizer):
         instance = source
@@ -77,7 +77,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, masters: bool) -> Bound:
     kept: dict[tuple[int, torch.dtype, int], Kept] = {}
     for path, g in group_at.items():
         p = params[path]
-        dtype = stepped_dtype(p.dtype, masters=masters)
+        dtype = precision.stepped(p.dtype)
         dims = 1 if elementwise else max(p.ndim, 1)
         if _learns(p) and (g, dtype, dims) not in kept:
             like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)

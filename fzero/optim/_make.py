@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fzero.optim._optimizer import LeafTest, Optimizer, Schedule
 from fzero.optim._options import bad_option, check_options, check_tests
+from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import ADAM, LION, MOMENTUM, SGD, Rule
 
 Groups = Sequence[tuple[LeafTest, Mapping[str, Any]]]
@@ -21,6 +24,8 @@ def sgd(
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
     master_weights: bool = True,
+    state_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
 ) -> Optimizer:
     """p' = p - lr b,  b = momentum b + g + weight_decay p  (b = g without momentum).
 
@@ -37,7 +42,8 @@ def sgd(
     check_tests("sgd", decay_mask, groups)
     with_momentum = momentum or any(changes.get("momentum") for _, changes in groups)
     rule = MOMENTUM if with_momentum else SGD
-    return _optimizer(rule, options, decay_mask, groups, master_weights)
+    precision = precision_of("sgd", master_weights, state_dtype, stochastic_rounding)
+    return _optimizer(rule, options, decay_mask, groups, precision)
 
 
 def adam(
@@ -49,6 +55,8 @@ def adam(
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
     master_weights: bool = True,
+    state_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
 ) -> Optimizer:
     """m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g^2,  p' = p - lr m^ / (sqrt(v^) + eps).
 
@@ -56,7 +64,8 @@ def adam(
     and Ba, "Adam", arXiv 1412.6980, algorithm 1. See `adamw` for the shared options.
     """
     options = _adam_options(lr, betas, eps, weight_decay, decoupled=False)
-    return _optimizer(ADAM, options, decay_mask, groups, master_weights)
+    precision = precision_of("adam", master_weights, state_dtype, stochastic_rounding)
+    return _optimizer(ADAM, options, decay_mask, groups, precision)
 
 
 def adamw(
@@ -68,6 +77,8 @@ def adamw(
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
     master_weights: bool = True,
+    state_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
 ) -> Optimizer:
     """Adam with p <- (1 - lr weight_decay) p before the step. Same numbers as torch's AdamW.
 
@@ -77,6 +88,11 @@ def adamw(
     decay_mask: (leaf) -> whether weight decay applies to it; `leaf` has path, shape, dtype.
     groups: ((leaf) -> bool, {option: value}) pairs; the first that matches sets those options.
     master_weights: keep fp32 copies of 16-bit parameters and update those (4 bytes an element).
+    state_dtype: of the moments: torch.bfloat16 halves them, torch.float32 is for 16-bit parameters
+        without masters. They are computed with as the parameters are. None: no other dtype.
+    stochastic_rounding: bf16 parameters without masters are updated in fp32, and rounded up with
+        the probability of what is cut off: so a sum of small updates is right in the mean. The
+        chance is a function of path, element and number of the update, the same on any ranks.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
 
@@ -85,7 +101,8 @@ def adamw(
         ('exp_avg', 'exp_avg_sq')
     """
     options = _adam_options(lr, betas, eps, weight_decay, decoupled=True)
-    return _optimizer(ADAM, options, decay_mask, groups, master_weights)
+    precision = precision_of("adamw", master_weights, state_dtype, stochastic_rounding)
+    return _optimizer(ADAM, options, decay_mask, groups, precision)
 
 
 def lion(
@@ -96,6 +113,8 @@ def lion(
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
     master_weights: bool = True,
+    state_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
 ) -> Optimizer:
     """p' = (1 - lr weight_decay) p - lr sign(b1 m + (1-b1) g),  m' = b2 m + (1-b2) g.
 
@@ -103,7 +122,8 @@ def lion(
     algorithm 2. See `adamw` for the shared options.
     """
     options = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
-    return _optimizer(LION, options, decay_mask, groups, master_weights)
+    precision = precision_of("lion", master_weights, state_dtype, stochastic_rounding)
+    return _optimizer(LION, options, decay_mask, groups, precision)
 
 
 def _adam_options(
@@ -123,7 +143,7 @@ def _optimizer(
     options: dict[str, Any],
     decay_mask: LeafTest | None,
     groups: Groups,
-    master_weights: bool,
+    precision: Precision,
 ) -> Optimizer:
     check_options(rule.name, options)
     check_tests(rule.name, decay_mask, groups)
@@ -145,7 +165,7 @@ def _optimizer(
         rule=rule,
         options=tuple(options.items()),
         overrides=tuple(overrides),
-        master_weights=master_weights,
+        precision=precision,
     )
 
 

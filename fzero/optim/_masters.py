@@ -1,8 +1,8 @@
-"""fp32 masters of 16-bit flats: which flats have one, what is stepped, and the copy back."""
+"""fp32 masters of 16-bit flats: which flats have one, what is stepped, and its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,16 +10,21 @@ from torch import Tensor
 from fzero.optim._rules import Scaled
 from fzero.state.buffers import SIXTEEN_BIT
 
-
-def stepped_dtype(dtype: torch.dtype, *, masters: bool) -> torch.dtype:
-    """Return the dtype in which parameters of `dtype` are stepped."""
-    return torch.float32 if masters and dtype in SIXTEEN_BIT else dtype
+Place = Callable[[Tensor], Tensor]
+"""Takes a new tensor to where it is to live."""
 
 
-def make_masters(flats: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+def stay(x: Tensor) -> Tensor:
+    """Return `x`: it lives where it was made."""
+    return x
+
+
+def make_masters(
+    flats: Sequence[Tensor], wanted: Sequence[bool], place: Place = stay
+) -> tuple[Tensor, ...]:
     """Return an fp32 copy of each 16-bit flat where it is wanted; of the others, empty."""
     return tuple(
-        p.detach().float() if want and p.dtype in SIXTEEN_BIT else p.new_empty(0)
+        place(p.detach().float()) if want and p.dtype in SIXTEEN_BIT else p.new_empty(0)
         for p, want in zip(flats, wanted, strict=True)
     )
 
@@ -51,10 +56,3 @@ def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
     """Return gradient / scale, in fp32 or wider: 16 bits may not hold it."""
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     return wide * scale.double().reciprocal().to(wide.dtype)
-
-
-def copy_back(flats: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Round each master into its flat, in place."""
-    for p, m in zip(flats, masters, strict=True):
-        if m.numel():
-            p.copy_(m)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.errors import PhaseError, explain
-from fzero.optim._optimizer import Piece
+from fzero.optim._piece import Piece
 from fzero.state.layout import Leaf
 from fzero.state.setup import ParamGroups, SavedNames
 
@@ -28,7 +28,9 @@ class NoOptimizer:
         """Return 0: all parameters may share buffers."""
         return 0
 
-    def init(self, params: Sequence[Tensor], pieces: Sequence[Piece] = ()) -> tuple[()]:
+    def init(
+        self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Any = None
+    ) -> tuple[()]:
         """Return no state."""
         return ()
 

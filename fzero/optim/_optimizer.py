@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
-from fzero.optim._masters import as_stepped, copy_back, make_masters, work_tensors
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.homes import cloned
+from fzero.optim._formula import step_by_formula
+from fzero.optim._masters import Place, make_masters, stay, work_tensors
+from fzero.optim._piece import Piece, pieces_in
+from fzero.optim._precision import Precision
 from fzero.optim._rules import Rule, Scaled, has_kernel
+from fzero.optim._stream import Flats, Portion, Slots, step_flats
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
 from fzero.state.layout import Leaf
@@ -33,15 +38,6 @@ class OptimizerState:
     masters: tuple[Tensor, ...]  # fp32 copies of 16-bit parameters; of others, empty
 
 
-class Piece(NamedTuple):
-    """Elements `start` to `stop` of parameter `index`: a part with one set of options."""
-
-    index: int
-    leaf: Leaf
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     """An elementwise update rule, its options, and the leaves that have other options.
@@ -53,7 +49,7 @@ class Optimizer:
     rule: Rule
     options: tuple[tuple[str, Any], ...]
     overrides: tuple[tuple[LeafTest, tuple[tuple[str, Any], ...]], ...] = ()
-    master_weights: bool = True
+    precision: Precision = field(default_factory=Precision)
 
     @property
     def elementwise(self) -> bool:
@@ -68,12 +64,25 @@ class Optimizer:
         """Return itself: the rule does not depend on which parameters there are."""
         return self
 
-    def init(self, params: Any, pieces: Sequence[Piece] = ()) -> OptimizerState:
-        """Return the state for `params`: zero moments, fp32 masters of 16-bit leaves."""
+    @property
+    def divides(self) -> bool:
+        """Whether it divides by a state: by a mean of squared gradients."""
+        return "exp_avg_sq" in self.rule.moments
+
+    def init(
+        self, params: Any, pieces: Sequence[Piece] = (), *, place: Place = stay
+    ) -> OptimizerState:
+        """Return the state for `params`: zero moments, fp32 masters of 16-bit leaves.
+
+        `place` takes each of these tensors, as soon as it is made, to where it is to live.
+        """
         flats = optree.tree_leaves(params, namespace=NAMESPACE)
-        masters = make_masters(flats, [self.master_weights] * len(flats))
-        work = work_tensors(flats, masters)
-        moments = tuple(tuple(map(torch.zeros_like, work)) for _ in self.rule.moments)
+        masters = make_masters(flats, [self.precision.master_weights] * len(flats), place)
+        kept = [self.precision.kept(p.dtype) for p in flats]
+        moments = tuple(
+            tuple(place(torch.zeros_like(p, dtype=k)) for p, k in zip(flats, kept, strict=True))
+            for _ in self.rule.moments
+        )
         return OptimizerState(
             count=torch.zeros((), dtype=torch.int64), moments=moments, masters=masters
         )
@@ -106,34 +115,57 @@ class Optimizer:
         owned: bool = False,
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> tuple[list[Tensor], OptimizerState]:
         """Return (params', state').
 
         `pieces` says which elements belong to which leaf; it is needed only where options differ
-        by leaf. With `owned`, params and state are overwritten; else they stay as they are.
-        `found_inf` and `grad_scale`: see `skips`.
+        by leaf, and to round by chance. With `owned`, params and state are overwritten; else they
+        stay as they are. `found_inf` and `grad_scale`: see `skips`. `device`: where to compute,
+        by default where the parameters are.
         """
+        if not params:
+            return [], state
+        device = params[0].device if device is None else device
         if differentiable or not has_kernel(params):
-            return self._by_formula(params, grads, state, pieces)
+            return self._by_formula(params, grads, state, pieces, device)
         count: Any = state.count
         if found_inf is not None:
             count = count.to(found_inf.device) + (1 - found_inf).to(count.dtype)
         else:
             count = count + 1
         if not owned:
-            params = [p.clone() for p in params]
+            params = [cloned(p) for p in params]
             state = copied(state)
-        work = work_tensors(params, state.masters)
-        gs, scaled = as_stepped(grads, work, Scaled(found_inf, grad_scale), owned=owned)
         # A skipped step does not use its number, so that it may be a wrong one then.
         number = int(count) if found_inf is None else count
-        for options, chosen in self._by_options(work, pieces, state.count):
-            slots = tuple([_cut(m, chosen) for m in state.moments])
-            self.rule.kernel(_cut(work, chosen), _cut(gs, chosen), slots, number, options, scaled)
-        copy_back(params, state.masters)
+
+        def run(portion: Portion) -> Slots:
+            own = pieces_in(pieces, portion.indices)
+            for options, chosen in self._by_options(portion.work, own, state.count):
+                work, gs, *slots = (
+                    _cut(some, chosen)
+                    for some in (portion.work, portion.grads, *portion.slots.values())
+                )
+                self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)
+            return portion.slots
+
+        step_flats(
+            Flats(params, grads, state.masters, self._slots(state)),
+            run,
+            precision=self.precision,
+            device=device,
+            scaled=Scaled(found_inf, grad_scale),
+            owned=owned,
+            pieces=pieces,
+            count=state.count,
+        )
         return list(params), OptimizerState(
             count=count, moments=state.moments, masters=state.masters
         )
+
+    def _slots(self, state: OptimizerState) -> Slots:
+        return dict(zip(self.rule.moments, state.moments, strict=True))
 
     def skips(self, params: Sequence[Tensor], state: OptimizerState) -> bool:
         """Whether `advance` takes `found_inf` and `grad_scale`: its kernels are fused ones."""
@@ -145,26 +177,17 @@ class Optimizer:
         grads: Sequence[Tensor],
         state: OptimizerState,
         pieces: Sequence[Piece],
+        device: torch.device,
     ) -> tuple[list[Tensor], OptimizerState]:
-        # A tensor, so that a traced step does not freeze it; fp64, as Python's own numbers are.
-        count = (state.count + 1).double()
-        work = work_tensors(params, state.masters)
-        parts: list[list[tuple[int, Tensor, tuple[Tensor, ...]]]] = [[] for _ in work]
-        for options, chosen in self._by_options(work, pieces, state.count):
-            for span in chosen:
-                i = span[0]
-                p, g, *ms = _cut_all(span, work[i], grads[i].to(work[i].dtype), state.moments)
-                parts[i].append((span[1], *self.rule.formula(p, g, tuple(ms), count, options)))
-        joined = [
-            _join(part) if part else (w, tuple(m[i] for m in state.moments))
-            for i, (part, w) in enumerate(zip(parts, work, strict=True))
-        ]
-        new = [new.to(p.dtype) for p, (new, _) in zip(params, joined, strict=True)]
-        moments = tuple(
-            tuple(moved[k] for _, moved in joined) for k in range(len(self.rule.moments))
-        )
-        masters = tuple(
-            n if m.numel() else m for (n, _), m in zip(joined, state.masters, strict=True)
+        if self.precision.stochastic_rounding:
+            raise _not_rounded(self)
+        new, moments, masters = step_by_formula(
+            self.rule,
+            Flats(params, grads, state.masters, self._slots(state)),
+            self._by_options(params, pieces, state.count),
+            precision=self.precision,
+            device=device,
+            count=state.count,
         )
         return new, OptimizerState(count=state.count + 1, moments=moments, masters=masters)
 
@@ -252,8 +275,19 @@ def _shown(value: Any) -> str:
 
 
 def copied(state: Any) -> Any:
-    """Return the same state in memory of its own."""
-    return optree.tree_map(torch.clone, state, namespace=NAMESPACE)
+    """Return the same state in memory of its own, each tensor where it lived."""
+    return optree.tree_map(cloned, state, namespace=NAMESPACE)
+
+
+def _not_rounded(optimizer: Optimizer) -> PhaseError:
+    return PhaseError(
+        explain(
+            f"an update by {optimizer!r} with stochastic_rounding was to be differentiated.",
+            cause="torch.func, a trace, or parameters or gradients with a graph, around "
+            "apply_gradients; what is rounded by chance has no derivative.",
+            fix="leave stochastic_rounding out, and use master_weights=True.",
+        )
+    )
 
 
 def _cut(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int, int]]) -> list[Tensor]:
@@ -266,20 +300,3 @@ def _cut(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int, int]]) -> li
 def _whole(i: int, path: str, p: Tensor) -> Piece:
     leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
     return Piece(i, leaf, 0, p.numel())
-
-
-def _cut_all(
-    span: tuple[int, int, int], p: Tensor, g: Tensor, moments: tuple[tuple[Tensor, ...], ...]
-) -> list[Tensor]:
-    i, start, stop = span
-    every = [p, g, *(m[i] for m in moments)]
-    return every if stop - start == p.numel() else [x[start:stop] for x in every]
-
-
-def _join(parts: list[tuple[int, Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Put the pieces of one tensor together again, in order."""
-    parts = sorted(parts, key=lambda part: part[0])
-    if len(parts) == 1:
-        return parts[0][1], parts[0][2]
-    moments = zip(*(part[2] for part in parts), strict=True)
-    return torch.cat([part[1] for part in parts]), tuple(torch.cat(list(m)) for m in moments)

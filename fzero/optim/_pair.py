@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, explain
+from fzero.homes import give_back, lent
 from fzero.optim._elementwise import is_elementwise
+from fzero.optim._masters import Place, stay
 from fzero.optim._none import NoOptimizer
-from fzero.optim._optimizer import Optimizer, Piece
+from fzero.optim._optimizer import Optimizer
+from fzero.optim._piece import Piece
 from fzero.optim._torch import TorchOptimizer
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Leaf
@@ -47,8 +50,22 @@ class Pair:
         """Return itself: the rule does not depend on which parameters there are."""
         return self
 
-    def init(self, params: Sequence[Tensor], pieces: Sequence[Piece] = ()) -> Any:
-        """Return what the foreign `init` gives for the list of flats."""
+    def init(
+        self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Place = stay
+    ) -> Any:
+        """Return what the foreign `init` gives for the list of flats.
+
+        Raises `LayoutError` if it is to live elsewhere: it could not be streamed.
+        """
+        if place is not stay:
+            raise LayoutError(
+                explain(
+                    f"offload of the states of {self!r}.",
+                    cause="a foreign optimizer steps everything at once, on the device.",
+                    fix="use a rule of fzero.optim, or fzero.optim.from_torch(...) of one of "
+                    "torch.optim; or leave Offload(optimizer=...) out.",
+                )
+            )
         return self.first(list(params))
 
     def _changes(self, params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
@@ -88,8 +105,20 @@ class Pair:
         *,
         differentiable: bool = False,
         owned: bool = False,
+        device: torch.device | None = None,
     ) -> tuple[list[Tensor], Any]:
-        """Return (params + updates, state'); with `owned`, the parameters are overwritten."""
+        """Return (params + updates, state'); with `owned`, the parameters are overwritten.
+
+        It is computed on `device`, by default where the parameters are.
+        """
+        if device is not None:
+            homes, params = params, [lent(p, device) for p in params]
+            grads = [lent(g, device) for g in grads]
+            new, state = self.advance(params, grads, state, pieces, owned=owned)
+            for home, p in zip(homes, new, strict=True):
+                if owned:
+                    give_back(home, p)
+            return (list(homes) if owned else new), state
         arguments: Any = (list(params), state)
         leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
         held = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]

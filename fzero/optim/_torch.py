@@ -11,28 +11,22 @@ import torch
 from torch import Tensor
 
 from fzero.errors import PhaseError, explain
+from fzero.homes import cloned
 from fzero.optim._bind import Bound, bind, name_of, require_usable
 from fzero.optim._elementwise import not_elementwise
-from fzero.optim._masters import as_stepped, copy_back, make_masters, work_tensors
-from fzero.optim._optimizer import Piece, copied
+from fzero.optim._masters import Place, stay, work_tensors
+from fzero.optim._optimizer import copied
+from fzero.optim._piece import Piece
+from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import Scaled
 from fzero.optim._step import Unit, makes_state_later, skips, step
-from fzero.optim._trial import Kept
-from fzero.state._record import record
+from fzero.optim._stream import Flats, Portion, Slots, step_flats
+from fzero.optim._torch_state import TorchState, new_state, units_of
 from fzero.state.layout import Leaf
 from fzero.state.setup import ParamGroups, SavedNames
 
+_SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
-
-
-@record
-class TorchState:
-    """What a torch.optim optimizer keeps for this rank's shards, parallel to the list of flats."""
-
-    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates made
-    slots: dict[str, tuple[Tensor, ...]]  # by name; of a flat that has no such slot, empty
-    counters: dict[str, tuple[Tensor, ...]]  # by name, one for each param group (see `init`)
-    masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +39,7 @@ class TorchOptimizer:
     """
 
     source: Any
-    master_weights: bool = True
+    precision: Precision = field(default_factory=Precision)
     paths: tuple[tuple[str, int], ...] = ()  # (path, param group), once bound
     bound: Bound | None = field(default=None, compare=False, repr=False)
 
@@ -73,10 +67,17 @@ class TorchOptimizer:
                 groups; for a rule that cannot be tried.
             PhaseError: for an instance that has made steps.
         """
-        bound = bind(self.source, dict(params), masters=self.master_weights)
+        bound = bind(self.source, dict(params), precision=self.precision)
         return replace(self, bound=bound, paths=tuple(bound.group_at.items()))
 
-    def init(self, params: Sequence[Tensor], pieces: Sequence[Piece] = ()) -> TorchState:
+    @property
+    def divides(self) -> bool:
+        """Whether it divides by a state: by squared gradients, as torch.optim names them."""
+        return any(not _SQUARES.isdisjoint(kept.slots) for kept in self._bound().kept.values())
+
+    def init(
+        self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Place = stay
+    ) -> TorchState:
         """Return the state for flats [l]: slots as long as the flats, counters, fp32 masters.
 
         Counters are one for each param group, for all of whose flats they are alike. A rule that
@@ -86,38 +87,14 @@ class TorchOptimizer:
             params: this rank's flats of the groups that learn, each of one param group.
             pieces: which elements belong to which leaf. A flat of padding alone has no pieces, or
                 one of no elements, which says of which param group it is.
+            place: takes each slot and master, as soon as it is made, to where it is to live.
 
         Raises:
             LayoutError: for a rule that is not elementwise, and a part of a leaf.
         """
-        bound = self._bound()
-        groups = self._groups(len(params), pieces)
-        masters = make_masters(params, [self.master_weights and g != -1 for g in groups])
-        work = work_tensors(params, masters)
-        units = self._units(work, pieces)
-        of_flat: list[list[Kept]] = [[] for _ in params]
-        for unit in units:
-            of_flat[unit.index].append(unit.kept)
-        for found, g, w in zip(of_flat, groups, work, strict=True):
-            if not found and g != -1:  # of padding alone: as the same flat of the other ranks
-                found += [
-                    k for (n, *_), k in bound.kept.items() if g in (n, None) and k.dtype == w.dtype
-                ]
-        every = bound.kept.values()
-        slots = {
-            name: tuple(_slot(name, w, found) for w, found in zip(work, of_flat, strict=True))
-            for name in sorted({name for kept in every for name in (*kept.slots, *kept.odd)})
-        }
-        owners = [unit.kept for unit in units]
-        if bound.elementwise:
-            some = {group: kept for (group, *_), kept in bound.kept.items()}
-            owners = [some.get(g) for g in range(bound.groups)]
-        counters = {
-            name: tuple(_counter(name, kept) for kept in owners)
-            for name in sorted({name for kept in every for name in kept.counters})
-        }
-        count = torch.zeros((), dtype=torch.int64)
-        return TorchState(count=count, slots=slots, counters=counters, masters=masters)
+        return new_state(
+            self._bound(), self.precision, params, self._units(params, pieces), pieces, place
+        )
 
     def advance(
         self,
@@ -130,11 +107,14 @@ class TorchOptimizer:
         owned: bool = False,
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> tuple[list[Tensor], TorchState]:
         """Return (params', state') after one `step()` of the optimizer.
 
         With `owned`, params and state are overwritten, and what is returned is the same memory;
         else they, and the gradients, stay as they are. `found_inf`, `grad_scale`: see `skips`.
+        `device`: where to compute, by default where the parameters are. What lives elsewhere, or
+        in other dtypes than it is stepped in, takes one `step()` of the optimizer for each flat.
 
         Raises:
             PhaseError: if the update is to be differentiated, or if the optimizer got param
@@ -143,23 +123,43 @@ class TorchOptimizer:
         if differentiable:
             raise _not_differentiable(self)
         bound = self._ready()
+        if not params:
+            return [], state
         with torch.no_grad():
             if not owned:
-                params, grads = [p.clone() for p in params], [g.clone() for g in grads]
+                params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            work = work_tensors(params, state.masters)
-            scaled = Scaled(found_inf, grad_scale)
-            gs, scaled = as_stepped(grads, work, scaled, owned=True)  # they are, or copies
-            units = self._units(work, pieces)
             fresh = makes_state_later(bound) and not int(state.count)
-            own = (state.slots, state.counters)
-            slots = step(bound, units, work, gs, *own, fresh=fresh, scaled=scaled)
-            copy_back(params, state.masters)
+            units = self._units(params, pieces)
+            counters = [state.counters]
+
+            def run(portion: Portion) -> Slots:
+                if bound.elementwise and len(portion.indices) < len(params):
+                    # Flats share the counters of their group: each portion counts on from there.
+                    counters.append(_copies(state.counters))
+                number = {index: k for k, index in enumerate(portion.indices)}
+                own = [u._replace(index=number[u.index]) for u in units if u.index in number]
+                held = (portion.work, portion.grads, portion.slots, counters[-1])
+                return step(bound, own, *held, fresh=fresh, scaled=portion.scaled)
+
+            slots = step_flats(
+                Flats(params, grads, state.masters, state.slots),
+                run,
+                precision=self.precision,
+                device=params[0].device if device is None else device,
+                scaled=Scaled(found_inf, grad_scale),
+                owned=True,  # they are, or copies
+                pieces=pieces,
+                count=state.count,
+            )
         count = state.count + 1
         if found_inf is not None:
             count = state.count.to(found_inf.device) + (1 - found_inf).to(state.count.dtype)
         return list(params), TorchState(
-            count=count, slots=slots, counters=state.counters, masters=state.masters
+            count=count,
+            slots={name: tuple(some) for name, some in slots.items()},
+            counters=counters[-1],
+            masters=state.masters,
         )
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
@@ -230,40 +230,23 @@ class TorchOptimizer:
             )
         return bound
 
-    def _groups(self, flats: int, pieces: Sequence[Piece]) -> list[int | None]:
-        """The param group of each flat; None if no piece tells."""
-        groups: list[int | None] = [None] * flats
-        for piece in pieces:
-            if groups[piece.index] is None:
-                groups[piece.index] = self.group_of(piece.leaf.path)
-        return groups
-
-    def _units(self, work: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Unit]:
-        bound = self._bound()
-        units: list[Unit] = []
-        seen: set[int] = set()
-        for index, leaf, start, stop in pieces:
-            group = bound.group_at.get(leaf.path, -1)
-            if group < 0 or start >= stop or (bound.elementwise and index in seen):
-                continue
-            dtype = work[index].dtype
-            if bound.elementwise:
-                kept = bound.kept[group, dtype, 1]
-                units.append(Unit(index, group, None, (), kept, group))
-            elif leaf.numel:
-                kept = bound.kept[group, dtype, max(len(leaf.shape), 1)]
-                if stop - start < leaf.numel or (kept.odd and index in seen):
-                    raise not_elementwise(self)
-                span = (start, start + leaf.numel)
-                units.append(Unit(index, group, span, leaf.shape, kept, len(units)))
-            seen.add(index)
+    def _units(self, params: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Unit]:
+        units = units_of(self._bound(), self.precision, params, pieces)
+        if units is None:
+            raise not_elementwise(self)
         return units
 
     def __repr__(self) -> str:
         return f"from_torch({name_of(self.source)})"
 
 
-def from_torch(optimizer: Any, *, master_weights: bool = True) -> TorchOptimizer:
+def from_torch(
+    optimizer: Any,
+    *,
+    master_weights: bool = True,
+    state_dtype: torch.dtype | None = None,
+    stochastic_rounding: bool = False,
+) -> TorchOptimizer:
     """torch.optim on shards: p', s' = optimizer.step() on this rank's [l] of each flat [W l].
 
     The numbers are those of the optimizer on whole parameters, if its rule is elementwise: this
@@ -276,6 +259,8 @@ def from_torch(optimizer: Any, *, master_weights: bool = True) -> TorchOptimizer
             parameters that the state is made of (a module's own, if they were functionalized),
             in any param groups. A parameter that no group has is not stepped.
         master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
+        state_dtype: as in `fzero.optim.adamw`.
+        stochastic_rounding: as in `fzero.optim.adamw`.
 
     Returns:
         An optimizer for `fzero.init`, `shard(...).init` and `Engine`. An update by it cannot be
@@ -293,20 +278,12 @@ def from_torch(optimizer: Any, *, master_weights: bool = True) -> TorchOptimizer
         [tensor([ 0., -1.])]
     """
     require_usable(optimizer)
-    return TorchOptimizer(source=optimizer, master_weights=master_weights)
+    precision = precision_of("from_torch", master_weights, state_dtype, stochastic_rounding)
+    return TorchOptimizer(source=optimizer, precision=precision)
 
 
-def _slot(name: str, work: Tensor, found: Sequence[Kept]) -> Tensor:
-    for kept in found:
-        if name in kept.slots:
-            fill = kept.slots[name]
-            return torch.full_like(work, fill.item(), dtype=fill.dtype, requires_grad=False)
-    return work.new_empty(0)  # also of another shape: such a slot is made by the first step
-
-
-def _counter(name: str, kept: Kept | None) -> Tensor:
-    """A counter before the first step; 0 for a group that learns nothing, or has none."""
-    return kept.counters[name].clone() if kept and name in kept.counters else torch.zeros(())
+def _copies(counters: Mapping[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
+    return {name: tuple(x.clone() for x in some) for name, some in counters.items()}
 
 
 def _shown(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 from fzero.errors import PhaseError, explain
 
@@ -17,6 +18,16 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NonFinite:
+    """What this rank's own backward brought that is NaN or infinite."""
+
+    what: Literal["loss", "gradient"]
+    leaf: int | None  # the first one whose gradient is so
+    place: int  # of that gradient among all of that backward
+    backward: int = 0  # how many came before since the update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """Counters of one step; all reset to 0 by an update, by nothing else."""
 
@@ -24,6 +35,7 @@ class Progress:
     reductions: int = 0  # times that gradients crossed ranks
     calls: int = 0  # step() calls of an engine
     deferred: bool = False  # an update waits for the last micro-batch; see `next_part`
+    nonfinite: NonFinite | None = None  # the first that was found, if somebody looks for it
 
 
 def saw_backward(progress: Progress, *, reduced: bool) -> Progress:
@@ -37,6 +49,13 @@ def saw_backward(progress: Progress, *, reduced: bool) -> Progress:
         backwards=progress.backwards + 1,
         reductions=progress.reductions + int(reduced),
     )
+
+
+def saw_nonfinite(progress: Progress, found: NonFinite | None) -> Progress:
+    """Note what the backward that is counted next has brought, unless something was before it."""
+    if found is None or progress.nonfinite is not None:
+        return progress
+    return replace(progress, nonfinite=replace(found, backward=progress.backwards))
 
 
 def saw_reduction(progress: Progress) -> Progress:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.layout import Layout, Leaf
+from fzero.state.offload import Offload
 from fzero.state.schedule import Limits
 
 Reshard = bool | Literal["window"]
@@ -114,6 +115,7 @@ class Policy:
     donate: bool = False  # shard: buffers may be overwritten
     averages: bool = False  # the update divides by the number of backwards
     autocast: torch.dtype | None = None  # autocast: in which losses are computed
+    check_finite: bool = False  # check_finite: an update raises what is not finite
 
     @property
     def differentiates_as(self) -> str:
@@ -133,11 +135,18 @@ class Setup:
     reduction: Reduction = field(default_factory=Reduction)
     gathering: Gathering = field(default_factory=Gathering)
     policy: Policy = field(default_factory=Policy)
+    offload: Offload = field(default_factory=Offload)
 
     @property
     def gathers_by_unit(self) -> bool:
         """Whether parameters are gathered as the loss reads them, unit by unit."""
-        return self.stage == 3 and self.axis.runtime is not Runtime.LOCAL
+        alone = self.axis.runtime is Runtime.LOCAL and self.offload.params is None
+        return self.stage == 3 and not alone
+
+    @property
+    def streams(self) -> bool:
+        """Whether units come and go one by one, on one rank too."""
+        return self.gathers_by_unit or self.offload.gradients is not None
 
     def accumulate_dtype(self, index: int) -> torch.dtype:
         """The dtype in which gradients of group `index` add up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.state import view
@@ -39,6 +40,12 @@ class TrainState:
     def stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
         return self.setup.stage
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: where its parameters are, unless they are offloaded."""
+        own = next((flat.device for flat in self.params.flats), torch.device("cpu"))
+        return self.setup.offload.device or own
 
     @property
     def phase(self) -> Phase:

@@ -10,10 +10,13 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from fzero.state._record import NAMESPACE
+from fzero.state.offload import is_on_disk
 
 
 def state_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
+
+    Of a state that is offloaded also by place: on device, in host memory, on disk.
 
     Example:
         >>> import torch, fzero
@@ -28,7 +31,24 @@ def state_bytes(state: Any) -> dict[str, int]:
         "window": state.window,
     }
     found = {kind: _tree_bytes(tree) for kind, tree in kinds.items()}
-    return {**found, "total": sum(found.values())}
+    total = sum(found.values())
+    if state.setup.offload.neutral:
+        return {**found, "total": total}
+    return {**found, "total": total, **_by_home(state, kinds, total)}
+
+
+def _by_home(state: Any, kinds: dict[str, Any], total: int) -> dict[str, int]:
+    homes = state.setup.offload.homes
+    of = {"parameters": homes["params"], "optimizer": homes["optimizer"]}
+    disk = host = 0
+    for kind, tree in kinds.items():
+        home = of.get(kind, homes["gradients"])
+        for x in optree.tree_leaves(tree, namespace=NAMESPACE):
+            if isinstance(x, Tensor) and x.ndim:
+                numel_bytes = x.numel() * x.element_size()
+                disk += numel_bytes * is_on_disk(x)
+                host += numel_bytes * (home == "cpu")
+    return {"on device": total - disk - host, "in host memory": host, "on disk": disk}
 
 
 def as_text(state: Any) -> str:

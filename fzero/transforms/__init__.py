@@ -6,10 +6,12 @@ from fzero.transforms.access import gradients as gradients
 from fzero.transforms.accumulate import accumulate as accumulate
 from fzero.transforms.add import add_gradients as add_gradients
 from fzero.transforms.autocast import autocast as autocast
+from fzero.transforms.check_finite import check_finite as check_finite
 from fzero.transforms.clip import clip as clip
 from fzero.transforms.coalesce import coalesce as coalesce
 from fzero.transforms.grad import grad_and_reduce as grad_and_reduce
 from fzero.transforms.init import init as init
+from fzero.transforms.offload import offload as offload
 from fzero.transforms.remat import remat as remat
 from fzero.transforms.scale_loss import scale_loss as scale_loss
 from fzero.transforms.shard import shard as shard

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import DonatedError, explain
+from fzero.homes import add_to, is_on_disk
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 
@@ -50,7 +51,12 @@ def give_back(old: Any, taken: Any) -> None:
 def add_donated(old: Buffers, new: Buffers) -> Buffers:
     """old + new in the memory of `old`, which is used up."""
     kept: Buffers = take_over(old)
-    torch._foreach_add_(list(kept.flats), list(new.flats))
+    pairs = list(zip(kept.flats, new.flats, strict=True))
+    if any(mine.device != flat.device or is_on_disk(mine) for mine, flat in pairs):
+        for mine, flat in pairs:
+            add_to(mine, flat)
+    else:
+        torch._foreach_add_(list(kept.flats), list(new.flats))
     return kept
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import reduce_many
+from fzero.homes import lent
 from fzero.mesh import Axis
 from fzero.state import Placement
 
@@ -21,7 +22,7 @@ def norm_of(
     device: torch.device | None = None,
 ) -> Tensor:
     """Return the 2-norm of `flats`, of which each rank holds all or its shard: [], on `device`."""
-    squares = [_square_sum(flat) for flat in flats if flat.numel()]
+    squares = [_square_sum(flat, device) for flat in flats if flat.numel()]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if placement is Placement.SHARDED:
         total = reduce_many([total], axis, ordered=ordered)[0]
@@ -33,6 +34,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _square_sum(flat: Tensor) -> Tensor:
+def _square_sum(flat: Tensor, device: torch.device | None) -> Tensor:
     wide = torch.promote_types(flat.dtype, torch.float32)
-    return torch.linalg.vector_norm(flat, dtype=wide).square()
+    here = lent(flat, device or flat.device)
+    return torch.linalg.vector_norm(here, dtype=wide).square()

@@ -8,8 +8,10 @@ Both drivers use it: a functional step makes one for each gradient call, an engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+from torch import Tensor
 
 from fzero.collectives import FUNCTIONAL, Channel, channel_of
 from fzero.errors import AxisError
@@ -21,6 +23,7 @@ from fzero.sequence import Sequencer
 from fzero.state import Placement, TrainState, schedule
 from fzero.state.window import CLOSED
 from fzero.transforms._donate import donates
+from fzero.transforms._finite import FiniteCheck, with_found
 from fzero.transforms._receive import accumulate, device_of, filled, part_of_update, put, receive
 
 
@@ -46,8 +49,11 @@ class Pass:
         self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
         self.channel: Channel | None = channel_of(data)
+        if self.channel is None and any(setup.streams for setup in setups):
+            self.channel = Channel(data, data)  # of one rank: its units come and go all the same
         devices = [device_of(state) for state in states]
         self.reducer = Reducer(setups, data, devices)
+        self.finite = FiniteCheck(states)
         self.gatherer = Gatherer([setup.layout for setup in setups], data)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
@@ -68,7 +74,7 @@ class Pass:
                 number=number,
             )
         if self._lazy:
-            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self._hold_shards()
             self._adopt()
         self._speaks = self._gathered = self._dropped = False
         self.silent = False  # a backward has begun, and the other ranks were not told yet
@@ -84,12 +90,13 @@ class Pass:
         """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
         self._dropped, self.gatherer.rounds = False, True
         self.put_aside()
+        self.finite.drop()  # a loss whose backward brought nothing
         self._decide()
         if self.channel is not None:  # an error of the pass before does not concern this one
             self.channel.ended_in_error = False
         self.reducer.keep([True for _ in self.states])  # what comes inside of it is put aside
         if self._lazy and self._speaks:
-            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self._hold_shards()
             self._gathered = True
             self._announce(0)
 
@@ -127,6 +134,19 @@ class Pass:
         if self._speaks:
             self._announce(1)
 
+    def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
+        """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
+        put = self.reducer.hook(state, leaf)
+        if not self.finite.looks_at(state):
+            return put
+
+        def on_gradient(p: Tensor) -> None:
+            if p.grad is not None:
+                self.finite.gradient(state, leaf, p.grad)
+            put(p)
+
+        return on_gradient
+
     def put_aside(self) -> None:
         """Let what came outside of a pass wait in the window.
 
@@ -134,10 +154,12 @@ class Pass:
         """
         if not self.reducer.received:
             return
+        bad = self.finite.taken()
         for number, state in enumerate(self.states):
             found = self.reducer.local(number)
             if found:
                 flats = filled(state, found, Placement.PARTIAL)
+                state = with_found(state, bad[number])
                 self.states[number] = put(state, part_of_update(state, flats))
         self.reducer.received = 0
 
@@ -149,7 +171,7 @@ class Pass:
         if self.sequencer is not None and self._speaks:
             self._with_programs(self.sequencer.finish())
         self._gathered = self.gatherer.rounds = False
-        new = []
+        new, bad = [], self.finite.taken()
         for number, state in enumerate(self.states):
             waits = state.window.is_open
             if waits:
@@ -164,6 +186,7 @@ class Pass:
             if state.window.pending.held and not waits:
                 state = state.replace(window=CLOSED)
             placement = Placement.PARTIAL if waits else state.setup.gradients
+            state = with_found(state, bad[number])
             new.append(receive(state, filled(state, found, placement)))
         self.states = new
         self.reducer.received = 0
@@ -191,6 +214,7 @@ class Pass:
     def fail(self, error: BaseException) -> None:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
         self._gathered = self.silent = self.gatherer.rounds = False
+        self.finite.drop()
         knows = self.channel is not None and self.channel.ended_in_error
         in_step = self._speaks and (knows or not isinstance(error, AxisError))
         self._speaks = False
@@ -202,7 +226,7 @@ class Pass:
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""
         if self.sequencer is not None and self._lazy:
-            self.gatherer.hold_shards([state.params.flats for state in self.states])
+            self._hold_shards()
             self.sequencer.changed()
 
     def window_ends(self) -> None:
@@ -217,6 +241,10 @@ class Pass:
         return self._gathered
 
     # How.
+
+    def _hold_shards(self) -> None:
+        shards = [state.params.flats for state in self.states]
+        self.gatherer.hold_shards(shards, [device_of(state) for state in self.states])
 
     def _decide(self) -> None:
         """Whether anything of the next phase crosses ranks, so that they must agree on it."""

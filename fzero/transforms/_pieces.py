@@ -29,5 +29,6 @@ def _pieces_of(layout: Layout, index: int, number: int, start: int, numel: int) 
     for leaf, begin, end in zip(group.leaves, begins, bounds, strict=True):
         low, high = max(begin - start, 0), min(end - start, numel)
         if low < high:
-            pieces.append(Piece(number, layout.leaves[leaf], low, high))
+            first = max(start - begin, 0)
+            pieces.append(Piece(number, layout.leaves[leaf], low, high, first))
     return pieces

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import assert_same_everywhere, told_everywhere
+from fzero.homes import require_folder
 from fzero.mesh import Axis, Runtime
-from fzero.optim import as_optimizer, require_elementwise
+from fzero.optim import as_optimizer, require_elementwise, require_precision
 from fzero.partition import named_leaves, plan_layout
 from fzero.state import Gathering, Layout, Reduction, Setup
+from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, owners_of
 
 COMPARED = "the layout of the parameters"
@@ -34,6 +36,7 @@ def plan(
     autocast: Autocast | None = None,
     owners: Mapping[str, Owners] | None = None,
     persistence_threshold_numel: int = 0,
+    offload: Offload | None = None,
 ) -> Setup:
     """Return what a state of `params` will be, the same on every rank. Touches no value.
 
@@ -43,7 +46,8 @@ def plan(
 
     Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
     """
-    local = axis.runtime is Runtime.LOCAL
+    offloaded = getattr(offload, "params", None) is not None
+    local = axis.runtime is Runtime.LOCAL and not offloaded
     with told_everywhere(axis, what=COMPARED):
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         chosen = as_optimizer(optimizer).bind(named)
@@ -69,8 +73,13 @@ def plan(
             optimizer=chosen,
             reduction=reduction,
             gathering=replace(gathering, persistent=_units_of(layout, small)),
+            offload=as_offload(offload, stage, named.values()),
         )
+        require_folder(setup.offload)
+        given = (reduction.accumulate_dtype, reduction.communication_dtype)
+        require_precision(chosen, layout.leaves, *given)
         facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}, {autocast}"]
+        facts += [f"offload {setup.offload.homes}"]
         facts += [*chosen.describe(layout.leaves), *layout.describe()]
     assert_same_everywhere(facts, axis, what=COMPARED)
     return setup

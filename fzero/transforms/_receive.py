@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import channel_of, gather_many, reduce_many, scatter_many
+from fzero.homes import lent, placed
 from fzero.mesh import Axis, Runtime
 from fzero.partition import shard_of
 from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
+from fzero.transforms._finite import Report, first_of
 from fzero.transforms._modes import in_transform, is_recorded
 
 
@@ -35,7 +37,7 @@ def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tenso
 
 def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     """Return `state` with gradients of this rank, [W l], added to what waits to be reduced."""
-    new = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
+    new = Buffers(flats=_placed(state, flats), placement=Placement.PARTIAL)
     pending = state.window.pending
     if pending.held and donates(state):
         emptied, _ = window.take(state.window, keep_gathered=True)
@@ -43,10 +45,21 @@ def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     return state.replace(window=window.put(state.window, new))
 
 
+def _placed(state: TrainState, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients where those of this state live; under a transform they stay where they are."""
+    offload = state.setup.offload
+    if offload.gradients is None or in_transform() or is_recorded(flats):
+        return tuple(flats)
+    return tuple(placed(offload.gradients, flat, offload) for flat in flats)
+
+
 def accumulate(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     """Return `state` with means over ranks, [l] or [W l], added to its reduced gradients."""
     new, old = Buffers(flats=tuple(flats), placement=state.setup.gradients), state.gradients
-    added = add_donated(old, new) if old.held and donates(state) else buffers.add(old, new)
+    if old.held and donates(state):
+        return state.replace(gradients=add_donated(old, new))
+    added = buffers.add(old, new)
+    added = Buffers(flats=_placed(state, added.flats), placement=added.placement)
     return state.replace(gradients=added)
 
 
@@ -67,7 +80,7 @@ def reduce_window(state: TrainState) -> TrainState:
     state = state.replace(window=emptied)
     flats = take_over(pending).flats if owned else pending.flats
     if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
-        means = mean_of(state.setup, flats)
+        means = mean_of(state.setup, [lent(flat, device_of(state)) for flat in flats])
     else:
         if not owned and state.setup.gradients is not Placement.SHARDED:
             flats = [flat.clone() for flat in flats]  # they are reduced where they stand
@@ -96,8 +109,8 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def device_of(state: TrainState) -> torch.device:
-    """Return where the values of a state are."""
-    return next((flat.device for flat in state.params.flats), torch.device("cpu"))
+    """Return where a state computes."""
+    return state.device
 
 
 def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
@@ -112,10 +125,17 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def boundary(name: str, states: Sequence[TrainState], *, updates: bool = False) -> None:
+def boundary(
+    name: str,
+    states: Sequence[TrainState],
+    *,
+    updates: bool = False,
+    bad: Report | None = None,
+) -> Report | None:
     """Wait until every rank makes this call, with the same options, on states that stand alike.
 
-    If it `updates`, the optimizers and their learning rates must be the same, too.
+    If it `updates`, the optimizers and their learning rates must be the same, too. Returns the
+    first that any rank reports of what is not finite: `bad` is what this one does.
 
     Raises `MismatchError` on every rank otherwise, before anything was changed. Nothing happens
     under a torch.func transform or a trace, where ranks are not asked.
@@ -136,8 +156,9 @@ def boundary(name: str, states: Sequence[TrainState], *, updates: bool = False) 
             lines += state.setup.optimizer.describe((), state.step)
     for axis, lines in by_axis.items():
         channel = channel_of(axis)
-        if channel is not None:
-            channel.call("\n".join(lines))
+        if channel is not None and any(channel.call("\n".join(lines), int(bad is not None))):
+            bad = first_of(channel, bad)
+    return bad
 
 
 def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
@@ -147,7 +168,8 @@ def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
     if held.placement is to:
         return held
     if to is Placement.REPLICATED:
-        return Buffers(flats=tuple(gather_many(held.flats, axis)), placement=to)
+        here = [lent(flat, device_of(state)) for flat in held.flats]
+        return Buffers(flats=tuple(gather_many(here, axis)), placement=to)
     shards = tuple(shard_of(flat, axis.size, axis.rank) for flat in held.flats)
     return Buffers(flats=shards, placement=to)
 
@@ -161,7 +183,7 @@ def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement)
         if flat is None:
             whole = placement is not Placement.SHARDED
             numel = layout.full_numel(index) if whole else layout.groups[index].shard_numel
-            device = state.params.flats[index].device
+            device = device_of(state)
             flat = torch.zeros(numel, dtype=setup.accumulate_dtype(index), device=device)
         flats.append(flat)
     return flats

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fzero.collectives import reduce_many
 from fzero.errors import PhaseError, explain
+from fzero.homes import lent
 from fzero.optim import unscaled
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState, scale
 from fzero.state.scale import ExternalScale, LossScale, ScalePolicy
@@ -66,7 +67,8 @@ def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def without_scale(state: TrainState, flat: Tensor) -> Tensor:
     """Return a gradient that a state holds divided by its scale; in fp32 for one of 16 bits."""
-    return flat if state.scale is None else unscaled(flat, state.scale.scale)
+    here = lent(flat, device_of(state))
+    return here if state.scale is None else unscaled(here, state.scale.scale)
 
 
 def scales_of(states: Sequence[TrainState]) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -92,8 +94,9 @@ def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
     A scale that is zero or not finite counts as one. A collective where gradients are sharded.
     """
     flats = [flat.detach() for flat in gradients.flats if flat.numel()]
-    sizes = [torch.linalg.vector_norm(flat, ord=float("inf")) for flat in flats]
     device = held.scale.device
+    here = (lent(flat, device_of(state)) for flat in flats)  # one at a time
+    sizes = [torch.linalg.vector_norm(flat, ord=float("inf")) for flat in here]
     good = [torch.isfinite(size).to(device) for size in [*sizes, 1 / held.scale]]
     found = (~torch.stack(good).all()).to(torch.float32)
     # Whole gradients are the same on every rank; a scale of the user's need not be.

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fzero.collectives import gather_many
+from fzero.homes import lent
 from fzero.packing import unpack
 from fzero.partition import assemble
 from fzero.state import Group, Placement, TrainState, progress
 from fzero.transforms._donate import check_alive, without_donation
 from fzero.transforms._modes import in_transform
-from fzero.transforms._receive import boundary, place, reduce_pending
+from fzero.transforms._receive import boundary, device_of, place, reduce_pending
 from fzero.transforms._scaled import without_scale
 from fzero.transforms._states import flatten_states
 
@@ -100,11 +101,12 @@ def _is_gathered(state: TrainState) -> bool:
 
 def _full_params(state: TrainState) -> Any:
     check_alive(state)
-    flats = list(state.params.flats)
+    held = state.params.flats
+    flats = [lent(flat, device_of(state)) for flat in held]
     if _is_gathered(state):
         flats = gather_many(flats, state.setup.axis)
     elif not in_transform():
-        flats = [flat.clone() for flat in flats]
+        flats = [x.clone() if x is flat else x for x, flat in zip(flats, held, strict=True)]
     layout = state.setup.layout
     found: dict[int, Any] = {}
     for index, (group, flat) in enumerate(zip(layout.groups, flats, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+import torch
 
 from fzero.errors import LayoutError, explain
 from fzero.packing import pack
@@ -12,7 +13,7 @@ from fzero.partition import shard_of
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform
-from fzero.transforms._receive import boundary, mean_of, receive
+from fzero.transforms._receive import boundary, device_of, mean_of, receive
 from fzero.transforms._scaled import times_scale, with_value
 
 
@@ -75,11 +76,11 @@ def _flats(state: TrainState, grads: Any) -> list[Any]:
     found = []
     for index in layout.trainable:
         group, dtype = layout.groups[index], setup.accumulate_dtype(index)
-        device = state.params.flats[index].device
+        device = device_of(state)
         parts = []
         for leaf in group.leaves:
             one, like = given[leaf], layout.leaves[leaf]
-            zeros = state.params.flats[index].new_zeros(like.shape, dtype=dtype)
+            zeros = torch.zeros(like.shape, dtype=dtype, device=device)
             if one is not None and tuple(one.shape) != like.shape:
                 raise LayoutError(
                     explain(

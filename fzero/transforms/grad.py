@@ -16,6 +16,7 @@ from fzero._ambient import computed_in
 from fzero._compiled import DISABLED_FRAMES
 from fzero.collectives import FUNCTIONAL, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
+from fzero.homes import lent
 from fzero.mesh import Axis, enter, leave
 from fzero.packing import input_shape, unpack
 from fzero.partition import assemble
@@ -30,6 +31,7 @@ from fzero.transforms._differentiate import (
     loss_and_aux,
 )
 from fzero.transforms._donate import check_alive
+from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
@@ -132,6 +134,7 @@ def _by_autograd(
             made = [_leaves(passes[number], position) for number, position in places]
             loss, aux = loss_and_aux(loss_of([params for params, _ in made]), has_aux=has_aux)
         for one in passes:
+            one.finite.loss(loss)
             one.end_forward()
             one.begin_backward()
         scale, rest = scales_of(states)
@@ -219,7 +222,7 @@ def _listen(
         leaf.grad = None
         if factor is not None:
             leaf.register_hook(lambda g: g * factor.to(g.dtype))
-        leaf.register_post_accumulate_grad_hook(one.reducer.hook(number, index))
+        leaf.register_post_accumulate_grad_hook(one.hook(number, index))
 
 
 def _versions(states: Sequence[TrainState]) -> list[int]:
@@ -266,11 +269,13 @@ def _apart(result: Result, states: Sequence[TrainState]) -> Result:
 def _by_func(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
+    require_values(states)
     held = [_with_full(state) for state in states]
     scale, rest = scales_of(states)
     result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux, scale=scale)
-    made = zip(held, result.grads, rest, strict=True)
-    return [_received(state, grads, factor) for (state, _), grads, factor in made], result
+    made = zip(held, found_at_once(states, result), result.grads, rest, strict=True)
+    new = [_received(with_found(one, bad), grads, by) for (one, _), bad, grads, by in made]
+    return new, result
 
 
 def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
@@ -281,7 +286,8 @@ def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     fulls = state.window.gathered
     if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
         pairs = zip(layout.groups, state.params.flats, strict=True)
-        sent = [flat.to(group.communication_dtype or flat.dtype) for group, flat in pairs]
+        device = device_of(state)
+        sent = [lent(flat, device, group.communication_dtype) for group, flat in pairs]
         fulls = tuple(gather_many(sent, setup.axis))
         if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
             state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))

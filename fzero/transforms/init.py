@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.collectives import broadcast_from_first, told_everywhere
 from fzero.errors import LayoutError, explain
+from fzero.homes import placed
 from fzero.mesh import Axis, axis_of
 from fzero.optim import (
     NoOptimizer,
@@ -32,6 +33,7 @@ from fzero.state import (
     Setup,
     TrainState,
 )
+from fzero.state.offload import Offload
 from fzero.state.precision import Autocast, as_autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of
@@ -62,6 +64,7 @@ def init(
     stage: int,
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
+    offload: Offload | None = None,
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
 @overload
@@ -72,6 +75,7 @@ def init(
     stage: Stages,
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
+    offload: Offload | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
 def init(
@@ -87,6 +91,7 @@ def init(
     ordered: bool = False,
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
+    offload: Offload | None = None,
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
 
@@ -123,6 +128,7 @@ def init(
             dtype, in groups of their own. `step.init` passes that of its own transform.
         initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
             only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
+        offload: what lives in host memory or on disk. `step.init` passes that of its own transform.
 
     Returns:
         A `TrainState`, or a pytree of them. A collective: every rank must call it.
@@ -165,6 +171,7 @@ def init(
             reduction=Reduction(ordered=ordered),
             gathering=gathering,
             autocast=lowering,
+            offload=offload,
         )
         return _filled(setup, params, initializer)
 
@@ -220,6 +227,12 @@ def _require_some(layout: Layout) -> None:
         )
 
 
+def _place(setup: Setup) -> dict[str, Any]:
+    """How an optimizer takes what it makes to its home, if that is elsewhere."""
+    home = setup.offload.optimizer
+    return {} if home is None else {"place": lambda x: placed(home, x, setup.offload)}
+
+
 Make = Callable[[int], Sequence[Tensor]]
 """Group -> its full leaves; called once for each group, in order."""
 
@@ -238,7 +251,8 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
             flat = broadcast_from_first([flat.detach()], axis)[0]
         if setup.params is Placement.SHARDED:
             flat = shard_of(flat, axis.size, axis.rank)
-        held.append(flat.clone())
+        home = setup.offload.params
+        held.append(flat.clone() if home is None else placed(home, flat.clone(), setup.offload))
         if done is not None:
             done(index, held[-1])
     fulls = [held[i] for i in layout.trainable]
@@ -247,7 +261,7 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
     return TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
-        optimizer=setup.optimizer.init(stepped, pieces_of(setup)),
+        optimizer=setup.optimizer.init(stepped, pieces_of(setup), **_place(setup)),
         window=CLOSED,
         step=torch.zeros((), dtype=torch.int64),
         progress=Progress(),

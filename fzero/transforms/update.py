@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import gather_in_place, gather_many
+from fzero.homes import at_home, change, lent, placed
 from fzero.partition import shard_of
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
@@ -20,6 +22,7 @@ from fzero.transforms._donate import (
     take_over,
     without_donation,
 )
+from fzero.transforms._finite import report_of
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._pieces import pieces_of
@@ -42,8 +45,9 @@ def apply_gradients(state: S) -> S:
     of a pytree is skipped, or not, by its own gradients.
 
     Raises `PhaseError` if the state holds no gradients (also on a second call), `DonatedError`
-    if it was used up. With donation the update is made in the state's own buffers, which uses
-    the state up; before that moment an error leaves it whole.
+    if it was used up, `NonFiniteError` on every rank if `fzero.check_finite` found any. With
+    donation the update is made in the state's own buffers, which uses the state up; before that
+    moment an error leaves it whole.
 
     Example:
         >>> import torch, fzero
@@ -58,7 +62,9 @@ def apply_gradients(state: S) -> S:
     due = [one for one in states if not one.setup.policy.defer_update]
     for one in due:
         progress.saw_update(one.progress)
-    boundary("apply_gradients", due, updates=True)
+    bad = boundary("apply_gradients", due, updates=True, bad=report_of(states, treespec))
+    if bad is not None:
+        raise bad.error()
     new: Any = optree.tree_unflatten(treespec, [_apply(one) for one in states])
     return new
 
@@ -137,7 +143,7 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
         progress=after,
         **after_update(state, found),
     )
-    return new, ready.norm
+    return new if general else at_home(new), ready.norm
 
 
 def share(state: TrainState) -> float:
@@ -196,6 +202,8 @@ def _advance(
     splits = setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED
     shards = [shard_of(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
     options: dict[str, Any] = {"differentiable": general, "owned": owned}
+    if setup.offload.params is not None:
+        options["device"] = device_of(state)
     if told is not None:
         options["found_inf"], options["grad_scale"] = told
     try:
@@ -253,13 +261,18 @@ def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buf
     def of(flat: Tensor) -> Any:
         return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
 
+    device, offload = device_of(state), state.setup.offload
     if donates(state):
         owned: Buffers = take_over(gradients)
         for flat in owned.flats:
-            flat.mul_(of(flat))
+            change(flat, device, partial(torch.Tensor.mul_, other=of(flat)))
         return owned
-    flats = tuple(flat * of(flat) for flat in gradients.flats)
-    return Buffers(flats=flats, placement=gradients.placement)
+    general = _is_general(state, gradients.flats)
+    home = None if general else offload.gradients
+    flats = (lent(flat, device) * of(flat) for flat in gradients.flats)
+    return Buffers(
+        flats=tuple(placed(home, flat, offload) for flat in flats), placement=gradients.placement
+    )
 
 
 def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:

@@ -231,7 +231,8 @@ def test_large_fp32_sums_of_fp16_gradients_do_not_overflow_where_they_are_steppe
     """Their sum with the scale on it is beyond fp16, without it is not."""
     module = nn.Linear(2, 1, bias=False, dtype=torch.float16)
     nn.init.zeros_(module.weight)
-    engine = Engine(module, optimizer, stage=1, loss_scale=2.0**12, master_weights=False)
+    options: dict[str, Any] = {"stage": 1, "loss_scale": 2.0**12, "master_weights": False}
+    engine = Engine(module, optimizer, state_dtype=torch.float32, **options)
     for _ in range(4):
         engine.backward(engine(torch.full((1, 2), 8.0, dtype=torch.float16)).float().sum())
     engine.step()

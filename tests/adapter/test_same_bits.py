@@ -4,6 +4,7 @@ to do, and those of real ranks are those of virtual ones."""
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -74,6 +75,22 @@ class Options(NamedTuple):
     reshard: Reshard = True
 
 
+class Numbers(NamedTuple):
+    """How 16-bit parameters and optimizer states are held."""
+
+    masters: bool = True
+    state_dtype: torch.dtype | None = None
+    rounding: bool = False  # by chance
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "master_weights": self.masters,
+            "state_dtype": self.state_dtype,
+            "stochastic_rounding": self.rounding,
+        }
+
+
 class Run(NamedTuple):
     """What both drivers are told to do."""
 
@@ -82,8 +99,15 @@ class Run(NamedTuple):
     dtype: str
     plan: Plan
     options: Options = Options()
-    masters: bool = True
+    numbers: Numbers = Numbers()
+    away: str = ""  # what of the state is on disk: o(ptimizer), g(radients), p(arams)
     seed: int = 0
+
+    @property
+    def offload(self) -> fzero.Offload:
+        kinds = {"o": "optimizer", "g": "gradients", "p": "params"}
+        homes: dict[str, Any] = {kinds[letter]: "disk" for letter in self.away}
+        return fzero.Offload(**homes, folder=tempfile.gettempdir())
 
 
 parts = st.lists(st.builds(Part, st.booleans(), st.integers(1, 2)), min_size=1, max_size=3)
@@ -101,7 +125,15 @@ runs = st.builds(
         ordered=st.booleans(),
         reshard=keeps,
     ),
-    masters=st.booleans(),
+    numbers=st.sampled_from(
+        [
+            Numbers(),
+            Numbers(masters=False),
+            Numbers(state_dtype=torch.bfloat16),
+            Numbers(masters=False, state_dtype=torch.float32),
+        ]
+    ),
+    away=st.sampled_from(["", "", "o", "g", "og"]),
     seed=seeds,
 )
 
@@ -155,11 +187,12 @@ class ByEngine:
             make(run),
             CLASSES[run.optimizer]
             if run.optimizer in CLASSES
-            else RULES[run.optimizer](master_weights=run.masters),
+            else RULES[run.optimizer](**run.numbers.options),
             stage=run.stage,
             bucket_bytes=run.options.bucket_bytes,
             ordered=run.options.ordered,
-            master_weights=run.masters,
+            **run.numbers.options,
+            offload=run.offload,
             max_norm=run.options.max_norm,
             gradient_accumulation_steps=run.plan.micro_batches,
             average_micro_batches=run.plan.micro_batches > 1,
@@ -190,9 +223,9 @@ class BySteps:
         self.apply, params = fzero.functionalize(make(run))
         if run.optimizer in CLASSES:
             chosen = CLASSES[run.optimizer]
-            optimizer = fzero.optim.from_torch(chosen, master_weights=run.masters)
+            optimizer = fzero.optim.from_torch(chosen, **run.numbers.options)
         else:
-            optimizer = RULES[run.optimizer](master_weights=run.masters)
+            optimizer = RULES[run.optimizer](**run.numbers.options)
 
         def micro_batch(state: TrainState, batch: Tensor) -> Any:
             state = self.backwards(state, batch)
@@ -204,7 +237,11 @@ class BySteps:
         if run.plan.one_window:
             step = fzero.coalesce(step)
         self.step = fzero.shard(
-            fzero.clip(step, max_norm=run.options.max_norm),
+            fzero.offload(
+                fzero.clip(step, max_norm=run.options.max_norm),
+                **run.offload.homes,
+                folder=run.offload.folder,
+            ),
             stage=run.stage,
             bucket_bytes=run.options.bucket_bytes,
             ordered=run.options.ordered,
@@ -288,7 +325,7 @@ CHOSEN = (
     Run(1, "adamw", "bf16", Plan((TOGETHER, ALONE), micro_batches=2)),
     Run(1, "torch sgd", "mixed", Plan((ALONE,), one_window=True), LOW),
     Run(2, "torch sgd", "mixed", Plan((ALONE,), micro_batches=3, one_window=True)),
-    Run(2, "lion", "bf16", Plan((TOGETHER,)), LOW, masters=False),
+    Run(2, "lion", "bf16", Plan((TOGETHER,)), LOW, Numbers(masters=False)),
     Run(2, "torch adamw", "bf16", Plan((ALONE, TOGETHER)), Options(ordered=True)),
     Run(3, "sgd", "bf16", Plan((TOGETHER, ALONE)), Options(reshard=False, ordered=True)),
     Run(3, "torch adamw", "mixed", Plan((ALONE,), micro_batches=2), LOW),

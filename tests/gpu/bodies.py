@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def bf16_with_masters(rank: int, size: int, device: str, stage: int) -> None:
     wanted = t.by_hand(task, range(size), device)
     for by in DRIVERS.values():
         t.check_moved(by(task, rank, device), wanted, start, bound=0.1)
+
+
+def offloaded(rank: int, size: int, device: str, task: Task, kinds: str, folder: Path) -> None:
+    """What lives in host memory or on disk is trained with the bits of what does not."""
+    for home in ("cpu", "disk"):
+        names = {"o": "optimizer", "g": "gradients", "p": "params"}
+        homes: dict[str, Any] = {names[kind]: home for kind in kinds}
+        away = replace(task, offload=fzero.Offload(**homes, folder=folder))
+        for by in DRIVERS.values():
+            t.check_close(by(away, rank, device), by(task, rank, device), error=0.0)
 
 
 def drivers_agree(rank: int, size: int, device: str, stage: int, dtype: torch.dtype) -> None:

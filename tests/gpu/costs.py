@@ -60,12 +60,14 @@ def stepper(
 
         return step
     apply, params = fzero.functionalize(module)
+    away = options.pop("offload", fzero.Offload())
 
     def step_fn(state: Any, x: Tensor) -> Any:
         state, _ = fzero.grad_and_reduce(lambda p, x: apply(p, x).square().mean(), state)(x)
         return fzero.apply_gradients(state), None
 
-    train_step = fzero.shard(step_fn, donate=True, **options)
+    offloaded = fzero.offload(step_fn, **away.homes)
+    train_step = fzero.shard(offloaded, donate=True, **options)
     held = [train_step.init(params, fzero.optim.adamw(1e-5))]
 
     def functional_step() -> None:
@@ -116,6 +118,30 @@ def peak_of(
         assert abs(found["resident"] - wanted) <= slack, (found, wanted)
         assert found["peak"] <= found["bound"] + slack, found
     return found
+
+
+def offloaded_peak(rank: int, size: int, device: str, stack: Stack, driver: str) -> int:
+    """Bytes of a steady step with all of the state in pinned memory: eight units at most.
+
+    Two are gathered, two have their gradients, one is on the wire; an update has the parameters,
+    the gradients and both moments of two shards.
+    """
+    away = fzero.Offload(optimizer="cpu", gradients="cpu", params="cpu")
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    step = stepper(stack, 3, driver, device, offload=away)
+    for _ in range(3):
+        step()
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    activations = (stack.layers + 4) * 4 * stack.samples * stack.width
+    assert peak <= 8 * stack.layer_bytes + activations, (peak, stack.layer_bytes)
+    assert torch.cuda.memory_allocated() - before <= stack.layer_bytes
+    return peak
 
 
 def overlap(

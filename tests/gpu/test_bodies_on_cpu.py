@@ -47,6 +47,14 @@ def test_bf16_with_masters(stage: int) -> None:
     on_cpu(bodies.bf16_with_masters, stage)
 
 
+@pytest.mark.parametrize(("stage", "kinds"), [(2, "o"), (3, "ogp")])
+def test_offload(stage: int, kinds: str, tmp_path: Path) -> None:
+    on_cpu(bodies.offloaded, Task(stage=stage, backwards=2, max_norm=0.5), kinds, tmp_path)
+    if stage == 3:
+        for driver in DRIVERS:
+            on_cpu(costs.offloaded_peak, costs.Stack(layers=3, width=8, samples=2), driver)
+
+
 @pytest.mark.parametrize("where", ["before", "after", "rank 0"])
 def test_delays(where: str) -> None:
     on_cpu(bodies.numbers_with_delays, Task(stage=3, steps=1), where)

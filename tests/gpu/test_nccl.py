@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,6 +94,16 @@ def test_bf16_with_masters_and_clipping(world: World, stage: int) -> None:
     world(bodies.bf16_with_masters, stage)
 
 
+@pytest.mark.parametrize(("stage", "kinds"), [(0, "o"), (2, "o"), (2, "og"), (3, "ogp")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offload_changes_no_bit(
+    world: World, stage: int, kinds: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    task = Task(stage=stage, dtype=dtype, backwards=2, max_norm=0.5)
+    world(bodies.offloaded, task, kinds, tmp_path)
+    world(bodies.offloaded, replace(task, accumulates=True), kinds, tmp_path)
+
+
 @every_stage
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_engine_and_the_functional_step_give_the_same_bits(
@@ -125,6 +136,13 @@ def test_peak_bytes_are_within_the_bound(nccl: World, stage: int, driver: str) -
     stack = costs.Stack(layers=8, width=2048, samples=4)
     options = {"reshard_after_forward": True} if stage == 3 else {}
     nccl(costs.peak_of, stack, stage, driver, options)
+
+
+@every_driver
+def test_with_everything_in_host_memory_the_device_holds_a_few_units(
+    nccl: World, driver: str
+) -> None:
+    nccl(costs.offloaded_peak, costs.Stack(layers=24, width=2048, samples=4), driver)
 
 
 @every_stage

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ class Task:
     checkpoint: str = "none"  # or "reentrant", "nonreentrant" (torch's), "remat" (fzero's)
     adam: bool = True  # else SGD with momentum
     accumulates: bool = False  # the backwards are parts of one batch, and in no window
+    offload: fzero.Offload = field(default_factory=fzero.Offload)
 
 
 class Block(nn.Module):
@@ -131,6 +132,7 @@ def make_engine(task: Task, model: nn.Module, mesh: Any = None) -> Engine:
         mesh=mesh,
         max_norm=task.max_norm,
         gradient_accumulation_steps=task.backwards if task.accumulates else 1,
+        offload=task.offload,
     )
 
 
@@ -179,6 +181,7 @@ def make_step(
         step = fzero.coalesce(step)
     if task.max_norm is not None:
         step = fzero.clip(step, max_norm=task.max_norm)
+    step = fzero.offload(step, **task.offload.homes, folder=task.offload.folder)
     sharded = fzero.shard(step, stage=task.stage, mesh=mesh, donate=True)
     return sharded, sharded.init(params, rule(task))
 

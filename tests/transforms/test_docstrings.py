@@ -17,7 +17,7 @@ OF_A_PAPER_OR_A_LIBRARY: list[Callable[..., Any]] = [
 ]
 OTHERS: list[Callable[..., Any]] = [
     *(fzero.checkpoint.load, fzero.checkpoint.read_extra, fzero.checkpoint.save),
-    *(fzero.axis_index, fzero.axis_size, fzero.world),
+    *(fzero.axis_index, fzero.axis_size, fzero.check_finite, fzero.world),
 ]
 
 

@@ -1,215 +1,174 @@
-"""DeepSpeed's config as data: the keys that are used, those that are fixed, those that are refused.
+"""DeepSpeed's config as data: every key, its default there, and what becomes of it here.
 
-Keys are dotted paths. None (JSON null) stands for a key that is left out.
+Keys are dotted paths; those of `zero_optimization` are in `_zero_keys`. Each line is read by
+`_read`, and docs/deepspeed_config.md has them all.
 """
 
 from __future__ import annotations
 
-import sys
+from enum import Enum
 from typing import Any, NamedTuple
 
 
-class Used(NamedTuple):
-    """What a key is when it is left out, and what may be given."""
+class Use(Enum):
+    """What becomes of a key."""
 
+    OPTION = "sets"  # the option of `Engine` that `Key.says` names gets the value
+    READ = "read"  # `Key.says` tells what is made of it
+    HARMLESS = "harmless"  # any value: it changes nothing here, and `Key.says` tells why
+    REFUSED = "refused"  # unless it has DeepSpeed's default; `Key.says` tells what to do
+    SECTION = "section"  # as REFUSED, for all below it: `Key.default` is (switch, its off value)
+
+
+class Key(NamedTuple):
+    """One key of DeepSpeed's config."""
+
+    path: str
     default: Any
-    kind: str  # of KINDS in _read.py
+    use: Use
+    says: str
+    kind: str = ""  # of KINDS, for what is used
 
 
-class Only(NamedTuple):
-    """The one value that says what fzero does anyway, and what to do instead of another one."""
-
-    value: Any
-    fix: str
+def option(path: str, default: Any, kind: str, name: str) -> Key:
+    """Return a key whose value is the engine's option `name`; None leaves it to the engine."""
+    return Key(path, default, Use.OPTION, name, kind)
 
 
-MOE_CLASSES = tuple(
-    f"transformers.models.{name}"
-    for name in (
-        "mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-        "qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-        "qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-    )
+def read(path: str, default: Any, kind: str, what: str) -> Key:
+    """Return a key of which `initialize` makes something."""
+    return Key(path, default, Use.READ, what, kind)
+
+
+def harmless(path: str, default: Any, why: str) -> Key:
+    """Return a key that may have any value."""
+    return Key(path, default, Use.HARMLESS, why)
+
+
+def refused(path: str, default: Any, fix: str) -> Key:
+    """Return a key that may only have DeepSpeed's default."""
+    return Key(path, default, Use.REFUSED, fix)
+
+
+def section(path: str, switch: str | None, off: Any, fix: str) -> Key:
+    """Return a section that must be off: its `switch` is left out or `off`; or it is empty."""
+    return Key(path, (switch, off), Use.SECTION, fix)
+
+
+_LOG = "it prints, and nothing is printed here: use torch.profiler, engine.memory_report()"
+_MODEL = "leave it out, and do it in the model"
+_COMPILE = "leave it out, and call torch.compile on the model, or on parts of it"
+_LOADER = "leave it out, and do it in the data loader"
+_LOOP = "leave it out, and log in the training loop"
+_DATA_PARALLEL = "leave it out: there is data parallelism only"
+_CHECKPOINTING = "leave it out, and use torch.utils.checkpoint in the model"
+
+TRAINING = (
+    read("train_batch_size", None, "count", "checked: micro-batch size x accumulation x ranks"),
+    read(
+        "train_micro_batch_size_per_gpu", None, "count", "checked; of the loader of training_data"
+    ),
+    read(
+        "gradient_accumulation_steps", None, "count", "step() updates at every n-th call; default 1"
+    ),
+    read("managed_gradient_accumulation", True, "bool", "false: every step() updates, see below"),
+    option("gradient_clipping", 1.0, "norm", "max_norm"),
+    option("communication_data_type", None, "dtype", "communication_dtype"),
+    read("optimizer.type", None, "text", "a torch.optim optimizer, unless one is given"),
+    read("optimizer.params", None, "mapping", "its arguments"),
+    read("scheduler.type", None, "text", "a scheduler, unless one is given"),
+    read("scheduler.params", None, "mapping", "its arguments"),
+    read("dataloader_drop_last", False, "bool", "drop_last of training_data's loader"),
+    harmless("steps_per_print", None, _LOG),
+    harmless("wall_clock_breakdown", False, _LOG),
+    harmless("memory_breakdown", False, _LOG),
+    harmless("dump_state", False, _LOG),
+    harmless("log_level", None, _LOG),
+    harmless("timers", None, _LOG),
+    harmless("optimizer.legacy_fusion", False, "it chooses between two kernels of DeepSpeed"),
+    harmless("zero_allow_untested_optimizer", False, "any elementwise optimizer is taken"),
+    harmless("zero_force_ds_cpu_optimizer", True, "there is no optimizer of DeepSpeed's to force"),
+    harmless(
+        "disable_allgather", False, "an option of the first DeepSpeed, which does nothing with it"
+    ),
+    harmless("graph_harvesting", False, "it replays CUDA graphs: the numbers are the same"),
+    harmless("vocabulary_size", None, "it warns of a size that is no multiple of 8"),
+    harmless("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
+    harmless("use_data_before_expert_parallelism", False, "there is no expert parallelism"),
+    refused("prescale_gradients", False, "leave it out: sums are divided after they are made"),
+    refused("gradient_predivide_factor", 1.0, "leave it out: sums are divided after they are made"),
+    refused("gradient_allreduce_op", "mean", "multiply the loss by the number of ranks for a sum"),
+    refused("sparse_gradients", False, "leave it out: gradients are dense"),
 )
-"""DeepSpeed's default leaf modules; here those of them that the model has."""
 
-USED = {
-    "train_batch_size": Used(None, "count"),
-    "train_micro_batch_size_per_gpu": Used(None, "count"),
-    "gradient_accumulation_steps": Used(None, "count"),
-    "managed_gradient_accumulation": Used(True, "bool"),
-    "gradient_clipping": Used(1.0, "number"),
-    "communication_data_type": Used(None, "dtype"),
-    "data_types.grad_accum_dtype": Used(None, "dtype"),
-    "data_types.param_dtype": Used(None, "dtype"),
-    "data_types.buffer_dtype": Used(None, "dtype"),
-    "bf16.enabled": Used(False, "bool"),
-    "bf16.bf16_master_weights_and_grads": Used(False, "bool"),
-    "bf16.bf16_optimizer_states": Used(False, "bool"),
-    "fp16.enabled": Used(False, "bool"),
-    "fp16.loss_scale": Used(0.0, "number"),
-    "fp16.initial_scale_power": Used(16, "whole"),
-    "fp16.loss_scale_window": Used(1000, "count"),
-    "fp16.hysteresis": Used(2, "count"),
-    "fp16.min_loss_scale": Used(1.0, "number"),
-    "torch_autocast.enabled": Used(False, "bool"),
-    "torch_autocast.dtype": Used(None, "dtype"),
-    "torch_autocast.lower_precision_safe_modules": Used(None, "names"),
-    "optimizer.type": Used(None, "text"),
-    "optimizer.params": Used(None, "mapping"),
-    "zero_optimization.stage": Used(0, "stage"),
-    "zero_optimization.contiguous_gradients": Used(True, "bool"),
-    "zero_optimization.overlap_comm": Used(None, "bool"),
-    "zero_optimization.reduce_bucket_size": Used(500_000_000, "some"),
-    "zero_optimization.allgather_bucket_size": Used(500_000_000, "some"),
-    "zero_optimization.stage3_prefetch_bucket_size": Used(50_000_000, "numel"),
-    "zero_optimization.stage3_param_persistence_threshold": Used(100_000, "numel"),
-    "zero_optimization.stage3_max_live_parameters": Used(1_000_000_000, "numel"),
-    "zero_optimization.stage3_max_reuse_distance": Used(1_000_000_000, "numel"),
-    "zero_optimization.stage3_module_granularity_threshold": Used(0, "numel"),
-    "zero_optimization.leaf_module.classes": Used(None, "names"),
-    "zero_optimization.leaf_module.names": Used(None, "names"),
-    "zero_optimization.leaf_module.name_suffixes": Used(None, "names"),
-}
-"""The keys that set something, with DeepSpeed's defaults."""
+PRECISION = (
+    read("fp16.enabled", False, "bool", "parameters to fp16, fp32 masters, a loss scale"),
+    read("fp16.loss_scale", 0.0, "number", "loss_scale; 0: it adapts itself"),
+    read("fp16.initial_scale_power", 16, "whole", "init_scale = 2 to that"),
+    read("fp16.loss_scale_window", 1000, "count", "growth_interval"),
+    read("fp16.hysteresis", 2, "count", "hysteresis: filled up when the scale grows"),
+    read("fp16.min_loss_scale", 1.0, "number", "min_scale"),
+    refused("fp16.auto_cast", False, "convert the inputs: engine(x.half())"),
+    refused("fp16.consecutive_hysteresis", False, "leave it out: it fills up as the scale grows"),
+    refused("fp16.fp16_master_weights_and_grads", False, "leave it out: masters are in fp32"),
+    harmless("fp16.fused_mode", True, "it chooses between two optimizers of DeepSpeed"),
+    read("bf16.enabled", False, "bool", "parameters to bf16, fp32 masters"),
+    read("bf16.bf16_master_weights_and_grads", False, "bool", "with the next: no fp32 masters"),
+    read("bf16.bf16_optimizer_states", False, "bool", "with the one before: states in bf16"),
+    harmless(
+        "bf16.immediate_grad_update", False, "it says when bf16 gradients are added to fp32 ones"
+    ),
+    refused(
+        "bf16.check_grad_overflow",
+        False,
+        "leave it out, and look at engine.global_grad_norm before engine.step()",
+    ),
+    read("torch_autocast.enabled", False, "bool", "autocast"),
+    read("torch_autocast.dtype", None, "dtype", "its dtype; default bf16; fp16 scales losses"),
+    read(
+        "torch_autocast.lower_precision_safe_modules", None, "names", "default Linear, Conv1d to 3d"
+    ),
+    read("data_types.grad_accum_dtype", None, "dtype", "accumulate_dtype; default the model's"),
+    read("data_types.param_dtype", None, "dtype", "checked: it must agree with bf16, fp16"),
+    read("data_types.buffer_dtype", None, "dtype", "buffers are converted"),
+    section("amp", "enabled", False, "use torch_autocast, or bf16.enabled"),
+)
 
-_OUT = "leave it out: it would change nothing here"
-_OFFLOAD = "leave it out: states and parameters stay on the device; take a higher stage, or ranks"
-_AUTOCAST = "use torch_autocast, or bf16.enabled"
-_QUANTIZED = "leave it out: collectives carry the dtype of communication_data_type"
-_MEAN = "leave it out: gradients are summed over ranks and then divided by their number"
-_GROUPS = "leave it out, and pass initialize(mesh=...) for the ranks to shard over"
-
-ONLY = {
-    "fp16.auto_cast": Only(False, "convert the inputs: engine(x.half())"),
-    "fp16.consecutive_hysteresis": Only(
-        False, "leave it out: hysteresis is filled up when the scale grows"
-    ),
-    "fp16.fp16_master_weights_and_grads": Only(False, "leave it out: masters are in fp32"),
-    "amp.enabled": Only(False, _AUTOCAST),
-    "bf16.immediate_grad_update": Only(False, _OUT),
-    "bf16.check_grad_overflow": Only(
-        False, "leave it out, and look at engine.global_grad_norm before engine.step()"
-    ),
-    "prescale_gradients": Only(False, _MEAN),
-    "gradient_predivide_factor": Only(1, _MEAN),
-    "gradient_allreduce_op": Only(
-        "mean", "multiply the loss by the number of ranks for the sum over them"
-    ),
-    "sparse_gradients": Only(False, "leave it out: gradients are dense"),
-    "zero_allow_untested_optimizer": Only(True, "leave it out: any elementwise optimizer goes"),
-    "zero_force_ds_cpu_optimizer": Only(False, _OUT),
-    "graph_harvesting": Only(False, _OUT),
-    "disable_allgather": Only(False, _OUT),
-    "wall_clock_breakdown": Only(False, "leave it out, and use torch.profiler"),
-    "memory_breakdown": Only(False, "leave it out, and print engine.memory_report()"),
-    "dump_state": Only(False, "leave it out, and print engine.state"),
-    "zero_optimization.reduce_scatter": Only(True, "leave it out: stages 1 to 3 scatter"),
-    "zero_optimization.use_multi_rank_bucket_allreduce": Only(False, _OUT),
-    "zero_optimization.allgather_partitions": Only(True, _OUT),
-    "zero_optimization.elastic_checkpoint": Only(False, "use fzero.checkpoint"),
-    "zero_optimization.legacy_stage1": Only(False, _OUT),
-    "zero_optimization.ignore_unused_parameters": Only(
-        True, "leave it out: a parameter without gradient counts as one with a gradient of zero"
-    ),
-    "zero_optimization.round_robin_gradients": Only(False, _OUT),
-    "zero_optimization.offload_param.device": Only("none", _OFFLOAD),
-    "zero_optimization.offload_optimizer.device": Only("none", _OFFLOAD),
-    "zero_optimization.cpu_offload": Only(False, _OFFLOAD),
-    "zero_optimization.cpu_offload_param": Only(False, _OFFLOAD),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Only(
-        False, "leave it out, and save engine.full_state_dict()"
-    ),
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": Only(False, _OUT),
-    "zero_optimization.stage3_allgather_sequential": Only(False, _OUT),
-    "zero_optimization.zero_hpz_partition_size": Only(1, _GROUPS),
-    "zero_optimization.mics_shard_size": Only(-1, _GROUPS),
-    "zero_optimization.mics_hierarchical_params_gather": Only(False, _GROUPS),
-    "zero_optimization.zero_quantized_weights": Only(False, _QUANTIZED),
-    "zero_optimization.zero_quantized_nontrainable_weights": Only(False, _QUANTIZED),
-    "zero_optimization.zero_quantized_gradients": Only(False, _QUANTIZED),
-    "zero_optimization.memory_efficient_linear": Only(
-        False, "leave it out: autograd saves a placeholder in the place of a weight"
-    ),
-    "zero_optimization.stage3_model_persistence_threshold": Only(
-        sys.maxsize, "leave it out: what persists is bounded by stage3_param_persistence_threshold"
-    ),
-    "zero_optimization.pipeline_loading_checkpoint": Only(False, _OUT),
-    "zero_optimization.log_trace_cache_warnings": Only(
-        False, "leave it out: a step in another order is right, slower, and not warned about"
-    ),
-    "zero_optimization.enable_sanity_checks": Only(True, "leave it out: ranks always check"),
-}
-"""The keys that may only say what fzero does anyway. Another value is refused."""
-
-REFUSED = {
-    "steps_per_print": _OUT,
-    "scheduler": "pass initialize(lr_scheduler=...): a torch scheduler, or optimizer -> scheduler",
-    "zero_optimization.sub_group_size": _OUT,
-    "zero_optimization.load_from_fp32_weights": "leave it out, and use fzero.checkpoint",
-    "zero_optimization.override_module_apply": _OUT,
-    "zero_optimization.zenflow": _OFFLOAD,
-    "zero_optimization.zeropp_loco_param": _QUANTIZED,
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _OUT,
-    "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
-    "zero_optimization.offload_param": _OFFLOAD,
-    "zero_optimization.offload_optimizer": _OFFLOAD,
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "leave it out, and save engine.full_state_dict()"
-    ),
-    "seq_parallel_communication_data_type": "leave it out: there is no sequence parallelism",
-    "amp": _AUTOCAST,
-    "activation_checkpointing": "use torch.utils.checkpoint in the model",
-    "checkpoint": "leave it out, and use fzero.checkpoint",
-    "aio": _OFFLOAD,
-    "flops_profiler": "leave it out, and use torch.profiler",
-    "comms_logger": "leave it out, and use torch.profiler",
-    "tensorboard": "leave it out, and log in the training loop",
-    "wandb": "leave it out, and log in the training loop",
-    "csv_monitor": "leave it out, and log in the training loop",
-    "comet": "leave it out, and log in the training loop",
-    "pipeline": "leave it out: there is data parallelism only",
-    "tensor_parallel": "leave it out: there is data parallelism only",
-    "autotuning": "leave it out",
-    "elasticity": "leave it out: fzero.checkpoint restores onto other numbers of ranks",
-    "compile": "call torch.compile on parts of the model",
-    "data_efficiency": "do it in the data loader",
-    "curriculum_learning": "do it in the data loader",
-    "progressive_layer_drop": "do it in the model",
-    "compression_training": "do it in the model",
-    "sparse_attention": "do it in the model",
-    "eigenvalue": "leave it out",
-    "quantize_training": "do it in the model",
-}
-"""The keys that are refused whatever they say, and all below them, with what to do instead."""
-
-OFF = {
-    **{
-        name: ("enabled", False)
-        for name in (
-            *("fp16", "amp", "torch_autocast", "flops_profiler", "comms_logger", "tensorboard"),
-            *("wandb", "csv_monitor", "comet", "autotuning", "elasticity", "data_efficiency"),
-            *("curriculum_learning", "progressive_layer_drop", "eigenvalue"),
-        )
-    },
-    "zero_optimization.offload_param": ("device", "none"),
-    "zero_optimization.offload_optimizer": ("device", "none"),
-}
-"""Sections that are off when this key has this value."""
-
-ALIASES = {
-    "bfloat16": "bf16",
-    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
-    "max_grad_norm": "gradient_clipping",
-    "allgather_size": "zero_optimization.allgather_bucket_size",
-}
-"""Older names, and those of other libraries."""
-
-OPTIMIZER_PARAMS = {
-    "max_grad_norm": "write gradient_clipping at the top of the config",
-    "set_grad_none": "leave it out: gradients are never kept as zeros",
-    "freeze_step": "use Adam or AdamW: there is no compressed communication",
-    "cuda_aware": "use Adam or AdamW: there is no compressed communication",
-    "comm_backend_name": "use Adam or AdamW: there is no compressed communication",
-}
-"""Parameters of DeepSpeed's own optimizers, refused by name."""
+AROUND = (
+    harmless("checkpoint.tag_validation", "WARN", "ranks that save other tags raise, always"),
+    harmless("checkpoint.parallel_write", None, "every rank writes its part, always"),
+    refused("checkpoint.load_universal", False, "leave it out, and use fzero.checkpoint"),
+    refused("checkpoint.use_node_local_storage", False, "save to a file system of all ranks"),
+    refused("activation_checkpointing.partition_activations", False, _CHECKPOINTING),
+    refused("activation_checkpointing.cpu_checkpointing", False, _CHECKPOINTING),
+    refused("activation_checkpointing.contiguous_memory_optimization", False, _CHECKPOINTING),
+    harmless("activation_checkpointing.number_checkpoints", None, "of the key before"),
+    harmless("activation_checkpointing.synchronize_checkpoint_boundary", False, _LOG),
+    harmless("activation_checkpointing.profile", False, _LOG),
+    harmless("aio", None, "it tunes DeepSpeed's reader of NVMe files"),
+    refused("sequence_parallel_size", 1, _DATA_PARALLEL),
+    section("flops_profiler", "enabled", False, "leave it out, and use torch.profiler"),
+    section("comms_logger", "enabled", False, "leave it out, and use fzero.count_collectives"),
+    section("tensorboard", "enabled", False, _LOOP),
+    section("wandb", "enabled", False, _LOOP),
+    section("csv_monitor", "enabled", False, _LOOP),
+    section("comet", "enabled", False, _LOOP),
+    section("autotuning", "enabled", False, "leave it out: nothing is tuned"),
+    section("elasticity", "enabled", False, "use fzero.checkpoint: it loads on any ranks"),
+    section("nebula", "enabled", False, "use fzero.checkpoint.save_async"),
+    section("datastates_ckpt", None, None, "use fzero.checkpoint.save_async"),
+    section("hybrid_engine", "enabled", False, "leave it out: there is no engine for inference"),
+    refused("compile.deepcompile", False, _COMPILE),
+    refused("compile.enabled", False, _COMPILE),
+    section("pipeline", None, None, _DATA_PARALLEL),
+    section("tensor_parallel", "autotp_size", 0, _DATA_PARALLEL),
+    section("expert_parallel", "enabled", False, _DATA_PARALLEL),
+    section("data_efficiency", "enabled", False, _LOADER),
+    section("curriculum_learning", "enabled", False, _LOADER),
+    section("progressive_layer_drop", "enabled", False, _MODEL),
+    section("compression_training", None, None, _MODEL),
+    section("quantize_training", "enabled", False, _MODEL),
+    section("weight_quantization", None, None, _MODEL),
+    section("sparse_attention", None, None, _MODEL),
+    section("eigenvalue", "enabled", False, "leave it out: nothing here uses it"),
+)

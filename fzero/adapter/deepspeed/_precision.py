@@ -1,4 +1,4 @@
-"""The sections fp16, bf16 and torch_autocast of a config: dtypes, and the loss scale."""
+"""The sections fp16, bf16, torch_autocast and data_types: dtypes, and the loss scale."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from fzero.adapter.deepspeed._read import config_error
 from fzero.errors import LayoutError
+from fzero.placeholder import LazyParam
 from fzero.state import DynamicScale
 from fzero.state.precision import Autocast
 
@@ -89,10 +91,89 @@ def autocast_of(given: Mapping[str, Any], values: Mapping[str, Any]) -> Autocast
 
 def _require_on(section: str, given: Mapping[str, Any]) -> None:
     unused = [path for path in given if path.startswith(f"{section}.")]
-    unused = [path for path in unused if path != f"{section}.enabled"]
-    if unused:
+    if unused and f"{section}.enabled" not in given:
         raise config_error(
             f"config: {unused[0]} without {section}.enabled.",
-            cause=f"the key was kept when {section} was switched off.",
-            fix=f"set {section}.enabled = true, or leave it out.",
+            cause="a section that is off until it says that it is on.",
+            fix=f"set {section}.enabled = true, or leave {section} out.",
+        )
+
+
+# Dtypes.
+
+
+def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the engine's dtypes, and the size of its buckets in bytes.
+
+    Raises `LayoutError` for keys that contradict each other.
+    """
+    masters = values["bf16.bf16_master_weights_and_grads"]
+    if masters != values["bf16.bf16_optimizer_states"]:
+        raise config_error(
+            f"config: bf16.bf16_master_weights_and_grads = {masters} with "
+            f"bf16.bf16_optimizer_states = {not masters}.",
+            cause="a mixture that needs DeepSpeed's own CPU Adam.",
+            fix="set both, or neither: optimizer states have the dtype of the weights it steps.",
+        )
+    enabled, asked = values["bf16.enabled"], values["data_types.param_dtype"]
+    low = low_dtype(values)
+    if asked is not None and asked is not (low or torch.float32):
+        raise config_error(
+            f"config: data_types.param_dtype = {asked} with fp16.enabled = "
+            f"{values['fp16.enabled']}, bf16.enabled = {enabled}.",
+            cause="two keys for one thing.",
+            fix="leave data_types.param_dtype out; bf16.enabled makes the parameters bf16.",
+        )
+    if masters and not enabled:
+        raise config_error(
+            "config: bf16.bf16_master_weights_and_grads without bf16.enabled.",
+            cause="the key was kept when bf16 was switched off.",
+            fix="set bf16.enabled = true, or leave it out.",
+        )
+    dtype = low or _widest(model)
+    buckets = [values[f"zero_optimization.{x}_bucket_size"] for x in ("reduce", "allgather")]
+    return {
+        "master_weights": not masters,
+        "accumulate_dtype": values["data_types.grad_accum_dtype"] or dtype,
+        "bucket_bytes": dtype.itemsize * min(buckets),
+    }
+
+
+def _widest(model: nn.Module) -> torch.dtype:
+    """The dtype of the parameters that learn; the widest if there are several."""
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+@torch.no_grad()
+def convert(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Convert parameters and buffers to the dtypes of the config; shared memory stays shared.
+
+    Returns the tensors that were converted, with the data that they had before.
+    """
+    wanted: list[tuple[list[Tensor], torch.dtype | None]] = [
+        (list(model.parameters()), low_dtype(values)),
+        (list(model.buffers()), values["data_types.buffer_dtype"]),
+    ]
+    originals = []
+    for tensors, dtype in wanted:
+        made: dict[Any, Tensor] = {}
+        for x in tensors if dtype is not None else ():
+            if x.is_floating_point() and x.dtype is not dtype:
+                originals.append((x, x.data))
+                x.grad = None
+                key = (x.data_ptr(), x.shape, x.stride())
+                x.data = made.setdefault(key, x.data.to(dtype))
+    return originals
+
+
+def require_convertible(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Raise `LayoutError` if the parameters are to have another dtype, and cannot."""
+    low = low_dtype(values)
+    if low is not None and any(isinstance(p, LazyParam) for p in model.parameters()):
+        name = "fp16.enabled" if low is torch.float16 else "bf16.enabled"
+        raise config_error(
+            f"config: {name}, and a model made under sharded_init.",
+            cause="its parameters are sharded already, in the dtype that they were made in.",
+            fix=f"leave {name} out, and make the model under torch.set_default_dtype({low}).",
         )

@@ -1,171 +1,200 @@
-"""A DeepSpeed-style config, a dict or a JSON file, as {dotted key: value}: checked, no tensors.
+"""A DeepSpeed-style config, a dict or JSON, as {dotted key: value}: checked, no tensors.
 
-Every key is used, or may only say what fzero does anyway, or is refused by name. None is ignored,
-except in a section that is switched off.
+What cannot be used is collected: a config is refused once, with all that is wrong in it.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from fzero.adapter.deepspeed._keys import ALIASES, OFF, ONLY, REFUSED, USED
+from fzero.adapter.deepspeed._keys import Key, Use
+from fzero.adapter.deepspeed._kinds import KINDS, as_bool, same
+from fzero.adapter.deepspeed._zero_keys import KEYS, NEAR, RENAMED, SWITCHES
 from fzero.errors import LayoutError, explain
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
-
-_DTYPES = {
-    **{name: torch.float32 for name in ("fp32", "float32", "torch.float32", "float")},
-    **{name: torch.float16 for name in ("fp16", "float16", "torch.float16", "half")},
-    **{name: torch.bfloat16 for name in ("bf16", "bfloat16", "torch.bfloat16")},
-}
+Problem = str
+"""A line of the error: a key, and what to do instead."""
 
 _SECTIONS = {
     ".".join(parts[:depth])
-    for parts in (path.split(".") for path in (*USED, *ONLY))
+    for parts in (path.split(".") for path, key in KEYS.items() if key.use is not Use.SECTION)
     for depth in range(1, len(parts))
 }
 
 
-def read_config(config: Config) -> dict[str, Any]:
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """What a config says, on its way.
+
+    given: {key: value} of the keys that are used. autos: those that are left as "auto".
+    """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    autos: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_config(config: Config, auto: Mapping[str, Any] | None = None) -> Reading:
     """Return what `config` gives, by dotted key; what is null is left out.
 
-    Raises `LayoutError` that names the key: unknown (with what comes near), unsupported (with
-    what to do instead), "auto", or of a wrong kind; for a file, when it cannot be read.
+    auto: {dotted key: value} for keys that say "auto".
+
+    Raises `LayoutError` if there is nothing to read.
 
     Example:
-        >>> read_config({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}})
-        {'zero_optimization.stage': 2, 'zero_optimization.reduce_bucket_size': 500000000}
+        >>> found = read_config({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}})
+        >>> found.given, found.problems
+        ({'zero_optimization.stage': 2, 'zero_optimization.reduce_bucket_size': 500000000}, [])
+        >>> read_config({"steps_per_prnt": 1}).problems
+        ['steps_per_prnt = 1: unknown (near: steps_per_print).']
     """
-    found: dict[str, Any] = {}
-    _walk(config if isinstance(config, Mapping) else _load(config), "", found)
-    return found
+    reading, values = Reading(), dict(auto or {})
+    loaded = config if isinstance(config, Mapping) else _load(config)
+    _walk(loaded, "", reading, values)
+    reading.problems += [f'auto: the config has no {path} that is "auto".' for path in values]
+    return reading
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given`, and DeepSpeed's defaults for what it leaves out."""
-    return {path: used.default for path, used in USED.items()} | dict(given)
+    used = (key for key in KEYS.values() if key.use in (Use.OPTION, Use.READ))
+    return {key.path: key.default for key in used} | dict(given)
 
 
-def micro_batches(values: Mapping[str, Any], ranks: int) -> int | None:
-    """Micro-batches of one update, None if the config does not say.
+def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an engine that keys set by themselves."""
+    keys = [key for key in KEYS.values() if key.use is Use.OPTION]
+    return {key.says: values[key.path] for key in keys if values[key.path] is not None}
 
-    Raises `LayoutError` unless train_batch_size = micro-batch size x that x ranks.
 
-    Example:
-        >>> micro_batches({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 4)
-        3
-    """
-    train = values.get("train_batch_size")
-    micro = values.get("train_micro_batch_size_per_gpu")
-    count = values.get("gradient_accumulation_steps")
-    if train is None:
-        return count
-    whole = (micro or 1) * (count or 1) * ranks
-    known = micro is not None and count is not None
-    if (train != whole) if known else (train % whole != 0):
-        seen = f"micro-batch size {micro or '?'} x accumulation {count or '?'} x {ranks} ranks"
-        is_not = "is not" if known else "is no multiple of"
-        _refuse(
-            f"train_batch_size={train} {is_not} {seen} = {whole}.",
-            cause="a config that was written for another number of ranks.",
-            fix=f"make it {whole}, or leave train_batch_size out: it is only checked."
-            if known
-            else f"make it a multiple of {whole}, or leave it out.",
+def require_none(problems: Sequence[Problem]) -> None:
+    """Raise `LayoutError` with all problems, if there are any."""
+    if problems:
+        lines = "\n".join(f"  {one}" for one in problems)
+        raise config_error(
+            f"config: fzero cannot do what these keys say:\n{lines}",
+            cause="a config for DeepSpeed, or for the Hugging Face Trainer; no key is ignored.",
+            fix="change each as said beside it; docs/deepspeed_config.md has every key.",
         )
-    return train // whole if micro is not None and count is None else count
 
 
-def _walk(section: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> None:
-    for key, value in section.items():
-        path = f"{prefix}{key}"
-        if "." in str(key):
-            _refuse(
-                f"config: the key {key!r} has a dot.",
-                cause="a dotted path in the place of a section.",
-                fix='write {"zero_optimization": {"stage": 2}}.',
-            )
-        if _is_off(path, value):
+def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str, Any]) -> None:
+    for name, value in section.items():
+        written = f"{at}{name}"
+        if "." in str(name):
+            reading.problems.append(f"{written}: a name with a dot; write sections in sections.")
             continue
-        if isinstance(value, str) and value == "auto":
-            _refuse(
-                f'config: {path} = "auto".',
-                cause="a config for the Hugging Face Trainer, which puts numbers in its place.",
-                fix="write the value, or leave the key out.",
-            )
-        if path in _SECTIONS and value is not None:
-            if not isinstance(value, Mapping):
-                _wrong(path, value, "an object { ... }")
-            _walk(value, path + ".", found)
-        elif path in USED:
-            if value is not None:
-                found[path] = _checked(path, value)
-        elif path in ONLY:
-            _check_only(path, value)
-        elif path not in _SECTIONS:
-            _refuse_key(path, value)
+        path, value = _renamed(written, value)
+        if path == "zero_optimization" and isinstance(value, bool):  # of old configs
+            path, value = f"{path}.stage", int(value)
+        if _is_auto(value) and path in auto:
+            value = auto.pop(path)
+        said, key = written if written == path else f"{written} ({path})", KEYS.get(path)
+        if value is None and (key or path in _SECTIONS):
+            continue
+        if path in _SECTIONS and isinstance(value, Mapping):
+            if not _is_off(path, value):
+                _walk(value, f"{path}.", reading, auto)
+        elif path in _SECTIONS:
+            reading.problems.append(_wrong(said, value, "an object { ... }"))
+        elif key is None:
+            known = ", ".join(near(path)) or "nothing"
+            reading.problems.append(f"{said} = {value!r:.60}: unknown (near: {known}).")
+        elif _is_auto(value) and key.use is not Use.HARMLESS:
+            reading.autos.append(path)
+        elif path in reading.given:
+            reading.problems.append(f"{said} = {value!r}: it is there twice, by two names.")
+        else:
+            _take(key, said, value, reading, auto)
 
 
-def _is_off(path: str, value: Any) -> bool:
+def _take(key: Key, said: str, value: Any, reading: Reading, auto: dict[str, Any]) -> None:
+    """Put one value where it belongs."""
+    if key.use in (Use.OPTION, Use.READ):
+        convert, wanted = KINDS[key.kind]
+        try:
+            made = convert(value)
+        except (ValueError, TypeError, OverflowError):
+            reading.problems.append(_wrong(said, value, wanted))
+            return
+        opens = key.kind == "mapping"
+        reading.given[key.path] = _open(key.path, made, reading, auto) if opens else made
+    elif key.use is Use.REFUSED and not same(value, key.default):
+        reading.problems.append(f"{said} = {value!r}: {key.says}.")
+    elif key.use is Use.SECTION and not _is_empty(key, value):
+        switch = key.default[0]
+        on = switch is not None and isinstance(value, Mapping)
+        seen = f"{said}.{switch} = {value[switch]!r}" if on else f"{said} = {value!r:.60}"
+        reading.problems.append(f"{seen}: {key.says}.")
+
+
+def _open(
+    path: str, params: Mapping[str, Any], reading: Reading, auto: dict[str, Any]
+) -> dict[str, Any]:
+    """Return params without those that are "auto" or null."""
+    found = {}
+    for name, value in params.items():
+        at = f"{path}.{name}"
+        if _is_auto(value):
+            value = auto.pop(at, value)
+        if _is_auto(value):
+            reading.autos.append(at)
+        elif value is not None:
+            found[str(name)] = value
+    return found
+
+
+def _renamed(path: str, value: Any) -> tuple[str, Any]:
+    """The key of today, and its value, for an older or another name."""
+    new = RENAMED.get(path)
+    if new is None:
+        return path, value
+    with suppress(ValueError):
+        value = value if new.values is None or value is None else new.values[as_bool(value)]
+    return new.path, value
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _is_off(path: str, value: Mapping[str, Any]) -> bool:
     """Whether a section is switched off: what else it says is for when it is on."""
-    if path not in OFF or not isinstance(value, Mapping):
+    if path not in SWITCHES:
         return False
-    switch, off = OFF[path]
-    given = value.get(switch)
-    return given == off and type(given) is type(off)
+    switch, off = SWITCHES[path]
+    given = value.get(switch, off if isinstance(off, str) else None)
+    return given is not None and same(given, off)
 
 
-def _checked(path: str, value: Any) -> Any:
-    good, wanted, convert = KINDS[USED[path].kind]
-    if not good(value):
-        _wrong(path, value, wanted)
-    return convert(value)
+def _is_empty(key: Key, value: Any) -> bool:
+    """Whether a section that must be off is."""
+    switch, off = key.default
+    if not isinstance(value, Mapping):
+        return False
+    return not value if switch is None else same(value.get(switch, off), off)
 
 
-def _check_only(path: str, value: Any) -> None:
-    only, fix = ONLY[path]
-    same = value == only and isinstance(value, bool) == isinstance(only, bool)
-    if value is not None and not same:
-        _refuse(
-            f"config: {path} = {value!r} is not supported.",
-            cause=f"a config for DeepSpeed; here only {only!r} is true of {path}.",
-            fix=f"{fix}.",
-        )
+def _wrong(path: str, value: Any, wanted: str) -> Problem:
+    return f"{path} = {value!r}: give {wanted}."
 
 
-def _refuse_key(path: str, value: Any) -> None:
-    parts = path.split(".")
-    for depth in range(len(parts), 0, -1):
-        fix = REFUSED.get(".".join(parts[:depth]))
-        if fix is not None:
-            if value is None and depth == len(parts):
-                return
-            _refuse(
-                f"config: {path} is not supported.",
-                cause="a config for DeepSpeed; fzero ignores no key in silence.",
-                fix=f"{fix}.",
-            )
-    near = _near(path)
-    _refuse(
-        f"config: unknown key {path!r} (near: {', '.join(near) or 'nothing'}).",
-        cause="a misspelt key, one in another section, or one of another library.",
-        fix=f"use one of {sorted(USED)}.",
-    )
-
-
-def _near(path: str) -> list[str]:
+def near(path: str) -> list[str]:
     """Known keys with a similar name, in whatever section; those of the same section first."""
     section, _, last = path.rpartition(".")
-    if last in ALIASES:
-        return [ALIASES[last]]
-    known = [*USED, *ONLY, *_SECTIONS]
+    if last in NEAR:
+        return [NEAR[last]]
+    known = [*KEYS, *_SECTIONS]
     named: dict[str, list[str]] = {}
     for key in sorted(known, key=lambda key: (key.rpartition(".")[0] != section, key)):
         named.setdefault(key.rpartition(".")[2], []).append(key)
@@ -173,19 +202,24 @@ def _near(path: str) -> list[str]:
     return [key for name in close for key in named[name]][:3]
 
 
-def _load(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    if not isinstance(path, str | os.PathLike):
+def _load(given: Any) -> Mapping[str, Any]:
+    """The JSON of a path, or of base64 that is none."""
+    if not isinstance(given, str | os.PathLike):
         _refuse(
-            f"config is a {type(path).__name__}.",
+            f"config is a {type(given).__name__}.",
             cause="initialize() without config, or with an object of DeepSpeed.",
             fix="pass a dict, or the path of a JSON file; without either there is "
             "fzero.adapter.Engine(model, optimizer, stage=...).",
         )
+    what = f"config file {str(given)!r}"
     try:
-        loaded = json.loads(Path(path).read_text(), object_pairs_hook=_without_duplicates)
+        text = _decoded(given)
+        if text is None:
+            text = Path(given).read_text()
+        loaded = json.loads(text, object_pairs_hook=_without_duplicates)
     except OSError as error:
         _refuse(
-            f"config file {str(path)!r}: {error.strerror or error}.",
+            f"{what:.200}: {error.strerror or error}.",
             cause="a path relative to another folder.",
             fix=f"give a path from here ({Path.cwd()}), or an absolute one.",
         )
@@ -193,13 +227,28 @@ def _load(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         if isinstance(error, LayoutError):
             raise
         _refuse(
-            f"config file {str(path)!r} is not JSON: {error}.",
+            f"{what:.200} is not JSON: {error}.",
             cause="a comment, a trailing comma, or another format.",
             fix="write plain JSON, or pass a dict.",
         )
     if not isinstance(loaded, Mapping):
-        _wrong(f"file {str(path)!r}", loaded, "an object { ... }")
+        _refuse(
+            f"{what:.200} has {loaded!r:.60}.",
+            cause="another JSON file.",
+            fix="give an object { ... }.",
+        )
     return loaded
+
+
+def _decoded(given: str | os.PathLike[str]) -> str | None:
+    """The text of a string that is the base64 of an object, as launchers pass it; else None."""
+    if not isinstance(given, str):
+        return None
+    with suppress(binascii.Error, UnicodeError, ValueError):
+        text = base64.urlsafe_b64decode(given).decode()
+        if text.lstrip().startswith("{"):
+            return text
+    return None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -214,14 +263,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _wrong(path: str, value: Any, wanted: str) -> NoReturn:
-    _refuse(
-        f"config: {path} = {value!r}.",
-        cause="a value of another kind or out of range.",
-        fix=f"give {wanted}.",
-    )
-
-
 def _refuse(seen: str, *, cause: str, fix: str) -> NoReturn:
     raise config_error(seen, cause=cause, fix=fix) from None
 
@@ -229,43 +270,3 @@ def _refuse(seen: str, *, cause: str, fix: str) -> NoReturn:
 def config_error(seen: str, *, cause: str, fix: str) -> LayoutError:
     """The error of a config that cannot be followed."""
     return LayoutError(explain(seen, cause=cause, fix=fix))
-
-
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0
-
-
-def _is_whole(value: Any) -> bool:
-    return _is_number(value) and value == int(value)  # 5e8 is a float in JSON
-
-
-def _are_names(value: Any) -> bool:
-    names = [value] if isinstance(value, str) else value
-    return isinstance(names, Iterable) and all(isinstance(x, str) for x in names)
-
-
-def _listed(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-Kind = tuple[Callable[[Any], bool], str, Callable[[Any], Any]]
-
-KINDS: dict[str, Kind] = {
-    "bool": (lambda x: isinstance(x, bool), "true or false", bool),
-    "count": (lambda x: _is_whole(x) and x >= 1, "a whole number of 1 or more", int),
-    "some": (lambda x: _is_whole(x) and x >= 1, "a number of elements, 1 or more", int),
-    "whole": (_is_whole, "a whole number of 0 or more", int),
-    "numel": (_is_whole, "a number of elements, 0 or more", int),
-    "number": (_is_number, "a number of 0 or more; 0 is off", float),
-    "stage": (lambda x: _is_whole(x) and x <= 3, "0, 1, 2 or 3", int),
-    "dtype": (
-        lambda x: isinstance(x, str) and x.lower() in _DTYPES,
-        "fp32, fp16 or bf16",
-        lambda x: _DTYPES[x.lower()],
-    ),
-    "text": (lambda x: isinstance(x, str), "a name", str),
-    "mapping": (lambda x: isinstance(x, Mapping), "an object { ... }", dict),
-    "names": (_are_names, "a list of names", _listed),
-}
-"""What a value must be, how to say so, and what is made of it."""

@@ -33,6 +33,7 @@ def options_of(config: dict[str, Any]) -> dict[str, Any]:
 def test_an_empty_config_gives_deepspeeds_defaults() -> None:
     assert options_of({}) == {
         "stage": 0,
+        "check_finite": False,
         "bucket_bytes": 4 * 500_000_000,
         "contiguous_gradients": True,
         "overlap": True,
@@ -184,6 +185,19 @@ def test_a_refused_engine_leaves_the_model_in_its_dtype() -> None:
             initialize(model, optimizer, config)
         assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_scheduler_that_raises_leaves_the_model_as_it_was() -> None:
+    model = linear()
+    before = [p.clone() for p in model.parameters()]
+
+    def schedule(optimizer: torch.optim.Optimizer) -> StepLR:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        initialize(model, config={**SGD, "bf16": BF16}, lr_scheduler=schedule)
+    assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
+    initialize(model, config=SGD)  # no engine has it
 
 
 def test_the_scheduler_steps_after_each_update_and_after_no_other_call() -> None:

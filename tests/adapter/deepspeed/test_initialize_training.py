@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from fzero.adapter import initialize, sharded_init
+import fzero
+from fzero.adapter import Engine, initialize, sharded_init
 from fzero.errors import AxisError, LayoutError
 from tests.adapter.deepspeed.configs import linear
 from tests.adapter.nets import Net
 from tests.adapter.on_ranks import on_ranks
-from tests.adapter.plain import Reference, learning, seeded, update
+from tests.adapter.plain import Draw, Reference, back, learning, same, seeded, update
 
 
 @pytest.mark.parametrize(
@@ -57,12 +58,28 @@ def test_an_optimizer_type_means_what_it_means_to_deepspeed(
     assert config["optimizer"]["params"] == before
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["Lion", "FusedLion"])
+def test_lion_is_the_rule_of_the_functional_optimizers(rank: int, name: str) -> None:
+    params = {"lr": 0.25, "betas": [0.5, 0.75], "weight_decay": 0.5}
+    optimizer = {"type": name, "params": params}
+    config = {"optimizer": optimizer, "gradient_clipping": 0, "zero_optimization": {"stage": 2}}
+    engine = initialize(seeded(Net), config=config)
+    rule = fzero.optim.lion(0.25, betas=(0.5, 0.75), weight_decay=0.5)
+    other = Engine(seeded(Net), rule, stage=0)
+    for number in range(3):
+        for e in (engine, other):
+            back(e, Draw(rank, number))
+            e.step()
+        same(engine.full_parameters(), other.full_parameters(), 1e-12)
+
+
 @on_ranks(2)
 def test_batch_sizes_count_the_ranks() -> None:
     given = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}
     engine = initialize(linear(), config=given)
     assert engine.options.updating.gradient_accumulation_steps == 2
-    seen = "train_batch_size=12 is not micro-batch size 3 x accumulation 4 x 2 ranks = 24"
+    seen = "train_batch_size = 12: it is not micro-batch size 3 x accumulation 4 x 2 ranks = 24"
     with pytest.raises(LayoutError, match=seen):
         initialize(linear(), config={**given, "gradient_accumulation_steps": 4})
 

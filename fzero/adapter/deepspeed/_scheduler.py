@@ -1,0 +1,124 @@
+"""The scheduler of a config, or of the user, on the way with an engine's updates."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from fzero.adapter._engine import Engine
+from fzero.adapter.deepspeed._read import Problem, config_error
+from fzero.adapter.deepspeed._schedules import SCHEDULES, ConfiguredSchedule
+from fzero.optim import TorchOptimizer
+
+AnySchedule = LRScheduler | ConfiguredSchedule
+Schedule = AnySchedule | Callable[[Optimizer], AnySchedule]
+
+
+def described(
+    values: Mapping[str, Any], optimizer: Any
+) -> tuple[Callable[[Optimizer], AnySchedule] | None, list[Problem]]:
+    """Return what makes the scheduler of scheduler.type and scheduler.params; what is wrong.
+
+    None without the section. A name that is not DeepSpeed's is one of torch.optim.lr_scheduler.
+    """
+    name, params = values["scheduler.type"], dict(values["scheduler.params"] or {})
+    if name is None:
+        wrong = ["scheduler.params without scheduler.type: name the scheduler."]
+        return None, wrong if values["scheduler.params"] is not None else []
+    others = {
+        own: cls
+        for own, cls in vars(torch.optim.lr_scheduler).items()
+        if isinstance(cls, type) and issubclass(cls, LRScheduler)
+    }
+    if (name not in SCHEDULES and name not in others) or name == "ReduceLROnPlateau":
+        near = ", ".join(get_close_matches(name, [*SCHEDULES, *others], n=3)) or "nothing"
+        return None, [
+            f"scheduler.type = {name!r}: not supported (near: {near}); pass "
+            "initialize(lr_scheduler=...) a torch scheduler, or optimizer -> scheduler."
+        ]
+    start = params.pop("last_batch_iteration", -1)
+    made = SCHEDULES.get(name) or others[name]
+    known = [x for x in inspect.signature(made).parameters if x != "optimizer"]
+    problems = [
+        f"scheduler.params.{key} = {value!r}: {name} does not have it (near: "
+        f"{', '.join(get_close_matches(key, known, n=3)) or 'nothing'})."
+        for key, value in params.items()
+        if key not in known
+    ]
+    if start != -1:
+        problems.append(
+            f"scheduler.params.last_batch_iteration = {start!r}: leave it out, and load a "
+            "checkpoint: engine.load_checkpoint goes on where it was."
+        )
+    if problems:
+        return None, problems
+    factory = partial(_make, name, made, params)
+    count = len(optimizer.param_groups) if isinstance(optimizer, Optimizer) else 1
+    groups = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
+    try:
+        factory(Adam(groups, lr=0.5))
+    except Exception as error:  # whatever it is, it comes from these values
+        return None, [f"scheduler.params = {params}: {name} does not take it ({error})."]
+    return factory, []
+
+
+def _make(name: str, made: Any, params: Mapping[str, Any], optimizer: Optimizer) -> AnySchedule:
+    if name in SCHEDULES:
+        return ConfiguredSchedule(optimizer, made(optimizer, **params))
+    return made(optimizer, **params)
+
+
+def check_schedule(given: Schedule | None, optimizer: Any) -> None:
+    """Raise `LayoutError` for a scheduler that cannot be stepped after each update."""
+    if given is None:
+        return
+    own = isinstance(given, LRScheduler | ConfiguredSchedule)
+    if isinstance(given, ReduceLROnPlateau) or not (own or callable(given)):
+        raise config_error(
+            f"lr_scheduler is a {type(given).__name__}.",
+            cause="a scheduler that needs a metric, or that is none of torch's.",
+            fix="pass one of torch.optim.lr_scheduler, or optimizer -> scheduler; step one that "
+            "needs a metric in the training loop.",
+        )
+    if not (isinstance(optimizer, Optimizer | TorchOptimizer) or callable(optimizer)):
+        raise config_error(
+            f"a scheduler, and {'no' if optimizer is None else 'no torch.optim'} optimizer.",
+            cause="a model that is not stepped, or a rule of fzero.optim, which has no param "
+            "groups.",
+            fix="give an optimizer of torch.optim; a rule takes lr=fzero.optim.schedules....",
+        )
+    if isinstance(given, LRScheduler | ConfiguredSchedule) and given.optimizer is not optimizer:
+        raise config_error(
+            "lr_scheduler is of another optimizer.",
+            cause="the engine's optimizer is made from the config, or from a class.",
+            fix="pass optimizer -> scheduler: lambda optimizer: StepLR(optimizer, 10).",
+        )
+
+
+def follow(engine: Engine, given: Schedule) -> AnySchedule:
+    """Return the scheduler, which is stepped after each update of the engine."""
+    assert engine.optimizer is not None
+    schedule: Any = given
+    if not isinstance(given, LRScheduler | ConfiguredSchedule):
+        try:
+            schedule = given(engine.optimizer)
+        except BaseException:
+            engine.close()  # the model is as it was
+            raise
+
+    def step(*_: Any) -> None:
+        found_inf = getattr(engine.optimizer, "found_inf", None)  # of a fused kernel, which skips
+        if engine.closed or (found_inf is not None and bool(found_inf)):
+            return  # a closed engine has given its optimizer back
+        schedule.step()
+
+    engine.optimizer.register_step_post_hook(step)
+    return schedule

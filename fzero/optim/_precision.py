@@ -1,0 +1,187 @@
+"""In which dtypes an optimizer steps and keeps what it has, and which of them go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.errors import LayoutError, explain
+from fzero.state.buffers import SIXTEEN_BIT
+
+_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """How an optimizer holds parameters of 16 bits, and its states.
+
+    master_weights: fp32 copies of 16-bit parameters, which are stepped in their place.
+    state_dtype: of the optimizer's states; None: that in which the parameter is stepped.
+    stochastic_rounding: bf16 parameters without masters are stepped in fp32, and rounded up or
+        down by chance, so that small updates are not lost.
+    """
+
+    master_weights: bool = True
+    state_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
+
+    def stepped(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which parameters of `dtype` are stepped."""
+        wide = self.master_weights or self.stochastic_rounding or self.state_dtype is _FP32
+        return _FP32 if dtype in SIXTEEN_BIT and wide else dtype
+
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the states of a parameter of `dtype`."""
+        return self.state_dtype or self.stepped(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """The dtypes of one parameter that learns, and of what is made of it."""
+
+    param: torch.dtype
+    precision: Precision
+    divides: bool  # whether the optimizer divides by a state: by means of squared gradients
+    accumulate: torch.dtype | None = None  # in which its gradients add up; None: as by default
+    communication: torch.dtype | None = None  # in which they cross ranks; None: that of `param`
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there is an fp32 copy of it."""
+        return self.precision.master_weights and self.param in SIXTEEN_BIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A combination that would train wrong, or where an option would do nothing."""
+
+    when: Callable[[Numbers], bool]
+    seen: str  # with the fields of the `Numbers`, and `rounding` and `state`
+    cause: str
+    fix: str
+
+
+REFUSED = (
+    Refused(
+        when=lambda n: n.precision.state_dtype not in (None, _BF16, _FP32),
+        seen="state_dtype={state}",
+        cause="optimizer states in fp16 underflow: the square of a gradient of 1e-4 is 0 there; "
+        "other dtypes cannot be stepped.",
+        fix="use state_dtype=torch.bfloat16, torch.float32, or None.",
+    ),
+    Refused(
+        when=lambda n: n.param is torch.float64 and n.precision.state_dtype is not None,
+        seen="state_dtype={state} for parameters in {param}",
+        cause="one state_dtype for a model in fp64.",
+        fix="leave state_dtype out: states are as precise as what is stepped.",
+    ),
+    Refused(
+        when=lambda n: n.param is _FP16 and n.divides and n.precision.kept(n.param) is _FP16,
+        seen="means of squared gradients in fp16, of parameters in fp16 without masters",
+        cause="master_weights=False: squares underflow in fp16, and an update divides by them.",
+        fix="use master_weights=True, or state_dtype=torch.float32.",
+    ),
+    Refused(
+        when=lambda n: n.precision.stochastic_rounding and n.precision.master_weights,
+        seen="stochastic_rounding with master_weights",
+        cause="fp32 masters keep what rounding would lose: there is nothing to round by chance.",
+        fix="use master_weights=False with it, or leave stochastic_rounding out.",
+    ),
+    Refused(
+        when=lambda n: n.precision.stochastic_rounding and n.param is _FP16,
+        seen="stochastic_rounding for parameters in {param}",
+        cause="a model in fp16, whose small numbers are not spaced as rounding by chance needs it.",
+        fix="use bf16 (module.bfloat16()), or leave stochastic_rounding out.",
+    ),
+    Refused(
+        when=lambda n: (
+            n.accumulate is not None
+            and torch.promote_types(n.accumulate, n.param) is not n.accumulate
+        ),
+        seen="accumulate_dtype={accumulate} for parameters in {param}",
+        cause="gradients would add up in fewer bits, or a smaller range, than they come in.",
+        fix="use accumulate_dtype={param}, a wider one, or None: fp32 for 16-bit parameters.",
+    ),
+    Refused(
+        when=lambda n: n.param is _BF16 and n.communication is _FP16,
+        seen="communication_dtype={communication} for parameters in {param}",
+        cause="gradients in bf16 reach far beyond 65504, where fp16 ends.",
+        fix="use communication_dtype=torch.bfloat16 or torch.float32.",
+    ),
+)
+"""What may not be combined. All else may: any masters, states, accumulation and communication."""
+
+
+def require_combination(path: str, numbers: Numbers) -> None:
+    """Raise `LayoutError` if the dtypes of the parameter at `path` do not go together."""
+    precision = numbers.precision
+    shown: dict[str, Any] = {
+        "param": numbers.param,
+        "state": precision.state_dtype,
+        "accumulate": numbers.accumulate,
+        "communication": numbers.communication,
+    }
+    for row in REFUSED:
+        if row.when(numbers):
+            raise LayoutError(
+                explain(
+                    f"{path}: {row.seen.format(**shown)}.",
+                    cause=row.cause,
+                    fix=row.fix.format(**shown),
+                )
+            )
+
+
+def precision_of(name: str, master_weights: Any, state_dtype: Any, rounding: Any) -> Precision:
+    """Return the record of the options of an optimizer; raise `LayoutError` for another kind."""
+    flags = {"master_weights": master_weights, "stochastic_rounding": rounding}
+    wrong = [(key, x, "True or False") for key, x in flags.items() if not isinstance(x, bool)]
+    if not (state_dtype is None or isinstance(state_dtype, torch.dtype)):
+        wrong.append(("state_dtype", state_dtype, "a torch.dtype, or None"))
+    for key, value, wanted in wrong:
+        raise LayoutError(
+            explain(
+                f"{name}: {key}={value!r}.",
+                cause="a word from a config file or a command line.",
+                fix=f"give {wanted}.",
+            )
+        )
+    return Precision(
+        master_weights=master_weights, state_dtype=state_dtype, stochastic_rounding=rounding
+    )
+
+
+def require_precision(
+    optimizer: Any,
+    leaves: Iterable[Any],
+    accumulate: torch.dtype | None,
+    communication: torch.dtype | None,
+) -> None:
+    """Raise `LayoutError` for the first leaf that learns in dtypes that do not go together.
+
+    A foreign optimizer has no precision of its own: its states are as it makes them.
+    """
+    precision = getattr(optimizer, "precision", None)
+    if precision is None:
+        return
+    learning = {leaf.dtype: leaf for leaf in leaves if leaf.trainable}
+    for leaf in learning.values():
+        numbers = Numbers(
+            param=leaf.dtype,
+            precision=precision,
+            divides=optimizer.divides,
+            accumulate=accumulate,
+            communication=communication,
+        )
+        require_combination(leaf.path, numbers)
+    if precision.stochastic_rounding and learning and _BF16 not in learning:
+        raise LayoutError(
+            explain(
+                f"stochastic_rounding, and parameters in {[str(dtype) for dtype in learning]}.",
+                cause="a model that was not converted: only bf16 is rounded by chance.",
+                fix="convert it (module.bfloat16()), or leave stochastic_rounding out.",
+            )
+        )

@@ -1,0 +1,130 @@
+"""One update of flats that live anywhere, in any dtype: stepped where, and in what, they should be.
+
+Where everything is as it is stepped, one call steps all of it in place. Else one flat is stepped
+after the other, in copies: the next is on its way here, and the one before on its way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.homes import Lane, give_back, is_on_disk
+from fzero.optim._masters import as_stepped
+from fzero.optim._piece import Piece
+from fzero.optim._precision import Precision
+from fzero.optim._rounding import noise_of, rounded
+from fzero.optim._rules import Scaled
+
+Slots = Mapping[str, Sequence[Tensor]]
+
+
+class Flats(NamedTuple):
+    """What one update reads and writes, parallel to the list of flats."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    masters: Sequence[Tensor]  # empty where there is none
+    slots: Slots
+
+    def steps(self, i: int) -> Tensor:
+        """Return what is stepped of flat `i`: its master, if it has one."""
+        return self.masters[i] if self.masters[i].numel() else self.params[i]
+
+
+class Portion(NamedTuple):
+    """Some flats, as a kernel steps them: in place."""
+
+    indices: Sequence[int]
+    work: list[Tensor]
+    grads: list[Tensor]
+    slots: Slots
+    scaled: Scaled
+
+
+Run = Callable[[Portion], Slots]
+"""Steps a portion in place; returns its slots, others where a rule has made them anew."""
+
+
+def step_flats(
+    flats: Flats,
+    run: Run,
+    *,
+    precision: Precision,
+    device: torch.device,
+    scaled: Scaled,
+    owned: bool,
+    pieces: Sequence[Piece],
+    count: Tensor,
+) -> Slots:
+    """Step all flats in place; return the slots.
+
+    owned: gradients may be written to.
+    """
+    if _is_here(flats, precision, device):
+        indices = range(len(flats.params))
+        work = [flats.steps(i) for i in indices]
+        grads, scaled = as_stepped(flats.grads, work, scaled, owned=owned)
+        slots = run(Portion(indices, work, grads, flats.slots, scaled))
+        for i in indices:
+            _write_back(flats, i, work[i], None)
+        return slots
+    made = {name: list(some) for name, some in flats.slots.items()}
+    lane = Lane(device)
+    for i, work, grad, slots in _lent(flats, precision, lane):
+        grads, told = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
+        given = {name: [x] for name, x in slots.items()}
+        after = run(Portion([i], [work], grads, given, told))
+        noise = None
+        if precision.stochastic_rounding and flats.params[i].dtype is torch.bfloat16:
+            noise = noise_of([p for p in pieces if p.index == i], work, count)
+        _write_back(flats, i, work, noise)
+        changed = [(flats.masters[i], work)] if flats.masters[i].numel() else []
+        for name, x in slots.items():
+            if after[name][0] is x:
+                changed.append((flats.slots[name][i], x))
+            else:  # of another shape: it stays on the device
+                made[name][i] = after[name][0]
+        lane.store(changed)
+    lane.end()
+    return made
+
+
+def _is_here(flats: Flats, precision: Precision, device: torch.device) -> bool:
+    """Whether everything is on the device, in memory, and in the dtype in which it is stepped."""
+    if precision.stochastic_rounding or precision.state_dtype is not None:
+        return False
+    slots = [x for some in flats.slots.values() for x in some]
+    every = [*flats.params, *flats.grads, *flats.masters, *slots]
+    return all(x.device == device and not is_on_disk(x) for x in every if x.numel())
+
+
+def _lent(
+    flats: Flats, precision: Precision, lane: Lane
+) -> Iterator[tuple[int, Tensor, Tensor, dict[str, Tensor]]]:
+    """Each flat as it is stepped: (its index, what is stepped, its gradient, its slots)."""
+    names = list(flats.slots)
+    indices = range(len(flats.params))
+
+    def fetch(i: int) -> list[tuple[Tensor, torch.dtype]]:
+        stepped = precision.stepped(flats.params[i].dtype)
+        slots = [flats.slots[name][i] for name in names]
+        dtypes = [stepped if x.dtype is precision.state_dtype else x.dtype for x in slots]
+        given = [(flats.steps(i), stepped), (flats.grads[i], flats.grads[i].dtype)]
+        return [*given, *zip(slots, dtypes, strict=True)]
+
+    coming = lane.fetch(fetch(0)) if indices else None
+    for i in indices:
+        assert coming is not None
+        work, grad, *slots = coming.wait()
+        coming = lane.fetch(fetch(i + 1)) if i + 1 in indices else None
+        yield i, work, grad, dict(zip(names, slots, strict=True))
+
+
+def _write_back(flats: Flats, i: int, work: Tensor, noise: Tensor | None) -> None:
+    """Round what was stepped into the parameters, if it is not the parameters themselves."""
+    if work is not flats.params[i] and work.numel():
+        give_back(flats.params[i], work if noise is None else rounded(work, noise))

@@ -1,0 +1,199 @@
+"""Which loss or gradient of this rank is not finite, and what all ranks say of it at an update.
+
+    a gradient is made     its smallest and its largest element stay on the device
+    the backward is over   the host reads them, once; `state.progress` has the first that is bad
+    the update             each rank says whether it has one, in a round that is made anyway; if
+                           any has, ranks tell each other which, and all raise the same
+
+Gradients are looked at before they are reduced: afterwards every rank has the NaN of any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.collectives import Channel
+from fzero.errors import NonFiniteError, PhaseError, explain
+from fzero.mesh import world
+from fzero.packing import unpack
+from fzero.state import TrainState, progress
+from fzero.state.progress import NonFinite
+from fzero.transforms._differentiate import Result
+from fzero.transforms._modes import in_transform, is_recorded
+
+
+class FiniteCheck:
+    """What one backward after another brings to some states, if their policy is to look at it.
+
+    The gradients of a state with a loss scale are not looked at: there an overflow is a step that
+    is skipped, and nothing to raise.
+    """
+
+    def __init__(self, states: Sequence[TrainState]) -> None:
+        self._wanted = [state.setup.policy.check_finite for state in states]
+        self._whole = [
+            wanted and state.scale is None
+            for wanted, state in zip(self._wanted, states, strict=True)
+        ]
+        self.losses: list[Tensor] = []  # [2] each: smallest, largest
+        self._gradients: list[tuple[int, int, Tensor]] = []  # (state, leaf, [2]) as they were made
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any state is to be looked at."""
+        return any(self._wanted)
+
+    def loss(self, x: Any) -> None:
+        """A loss is about to be differentiated, without its scale."""
+        if self.wanted and isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+            self.losses.append(_bounds(x))
+
+    def looks_at(self, state: int) -> bool:
+        """Whether gradients of a state are looked at."""
+        return self._whole[state]
+
+    def gradient(self, state: int, leaf: int, gradient: Tensor) -> None:
+        """The backward has made the gradient of one leaf of a state."""
+        if self._whole[state] and gradient.numel():
+            self._gradients.append((state, leaf, _bounds(gradient)))
+
+    def drop(self) -> None:
+        """The backward raised."""
+        self.losses, self._gradients = [], []
+
+    def taken(self) -> list[NonFinite | None]:
+        """Return, and forget, the first for each state that is not finite. The host waits."""
+        losses, made = self.losses, self._gradients
+        self.drop()
+        good = _are_finite([*losses, *(bounds for _, _, bounds in made)])
+        bad_loss = not all(good[: len(losses)])
+        first: dict[int, tuple[int, int]] = {}
+        for place, ((state, leaf, _), is_good) in enumerate(
+            zip(made, good[len(losses) :], strict=True)
+        ):
+            if not is_good:
+                first.setdefault(state, (place, leaf))
+        found: list[NonFinite | None] = []
+        for state, wanted in enumerate(self._wanted):
+            place, leaf = first.get(state, (len(made), None))
+            if wanted and (bad_loss or leaf is not None):
+                what = "loss" if bad_loss else "gradient"
+                found.append(NonFinite(what=what, leaf=leaf, place=place))
+            else:
+                found.append(None)
+        return found
+
+
+def require_values(states: Sequence[TrainState]) -> None:
+    """Raise `PhaseError` where a state is to be looked at, and nothing can be read."""
+    wanted = any(state.setup.policy.check_finite for state in states)
+    flats = [flat for state in states for flat in state.params.flats]
+    if wanted and (in_transform() or is_recorded(flats)):
+        raise PhaseError(
+            explain(
+                "check_finite: grad_and_reduce inside a torch.func transform or a trace.",
+                cause="a transform around a step that checks; no value can be read in there.",
+                fix="leave check_finite out there, and look at what comes out of the transform.",
+            )
+        )
+
+
+def found_at_once(states: Sequence[TrainState], result: Result) -> list[NonFinite | None]:
+    """Return the same for gradients that torch.func has made all at once.
+
+    The last leaf counts as the first one, as it is in most backwards.
+    """
+    check = FiniteCheck(states)
+    if not check.wanted:
+        return [None for _ in states]
+    check.loss(result.value)
+    for number, (state, grads) in enumerate(zip(states, result.grads, strict=True)):
+        layout, made = state.setup.layout, dict[int, Tensor]()
+        for i, flat in zip(layout.trainable, grads, strict=True):
+            leaves = unpack(layout, i, flat.detach().reshape(-1))
+            made.update(zip(layout.groups[i].leaves, leaves, strict=True))
+        for leaf in sorted(made, reverse=True):
+            check.gradient(number, leaf, made[leaf])
+    return check.taken()
+
+
+def with_found(state: TrainState, found: NonFinite | None) -> TrainState:
+    """Return a state that knows what the backward, which is not counted yet, has brought."""
+    if found is None:
+        return state
+    return state.replace(progress=progress.saw_nonfinite(state.progress, found))
+
+
+class Report(NamedTuple):
+    """What one rank found, or the ranks together; the first field decides which is the first."""
+
+    backward: int
+    rank: int
+    ranks: tuple[int, ...]
+    step: int
+    what: str
+    path: str | None
+
+    def error(self) -> NonFiniteError:
+        """Return it as what is raised."""
+        return NonFiniteError(self.step, self.rank, self.what, self.path, self.backward, self.ranks)
+
+
+def report_of(
+    states: Sequence[TrainState], treespec: optree.PyTreeSpec | None = None
+) -> Report | None:
+    """Return the first that the backwards of this rank brought to states, at an update of them.
+
+    treespec: of the tree that the states are in; None for one state.
+    """
+    keys: Any = [()] if treespec is None else treespec.paths()
+    found = [
+        (noted.backward, noted.place, noted, state, key)
+        for state, key in zip(states, keys, strict=True)
+        if (noted := state.progress.nonfinite) and not state.setup.policy.defer_update
+    ]
+    if not found:
+        return None
+    *_, noted, state, key = min(found, key=lambda one: one[:2])
+    path = None if noted.leaf is None else state.setup.layout.leaves[noted.leaf].path
+    if path is not None and key:  # a model that is one tensor has the path "."
+        path = ".".join([*map(str, key), *([] if path == "." else [path])])
+    rank = world().rank
+    return Report(noted.backward, rank, (rank,), int(state.step), noted.what, path)
+
+
+def first_of(channel: Channel | None, own: Report | None) -> Report | None:
+    """Return the first that any rank reports, the same on every rank. An exchange."""
+    told = [own] if channel is None else channel.tell(own)
+    found = [report for report in told if report is not None]
+    if not found:
+        return None
+    ranks = sorted({rank for report in found for rank in report.ranks})
+    return min(found, key=lambda one: one[:2])._replace(ranks=tuple(ranks))
+
+
+def _bounds(x: Tensor) -> Tensor:
+    """The smallest and the largest element, [2]: NaN if one is. Nothing is read by the host."""
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    return torch.stack(torch.aminmax(x))
+
+
+def _are_finite(bounds: Sequence[Tensor]) -> list[bool]:
+    """Whether each [2] is finite: one read for each dtype and device."""
+    alike: dict[Any, list[int]] = {}
+    for i, one in enumerate(bounds):
+        alike.setdefault((one.dtype, one.device), []).append(i)
+    good = [True] * len(bounds)
+    for indices in alike.values():
+        read = torch.stack([bounds[i] for i in indices]).tolist()
+        for i, (low, high) in zip(indices, read, strict=True):
+            good[i] = math.isfinite(low) and math.isfinite(high)
+    return good

@@ -1,0 +1,125 @@
+"""`offload`: what of a state lives in host memory, or on disk, between its uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from fzero.errors import PhaseError, explain
+from fzero.homes import at_home
+from fzero.state import TrainState
+from fzero.state.offload import Home, Offload, as_offload
+from fzero.transforms._modes import in_transform, is_recorded
+from fzero.transforms._pipeline import P, R, Step, Transform, require_order
+from fzero.transforms._receive import device_of
+from fzero.transforms._states import map_states
+
+
+@overload
+def offload(
+    fn: Callable[P, R],
+    /,
+    *,
+    optimizer: Home = None,
+    gradients: Home = None,
+    params: Home = None,
+    folder: str | Path | None = None,
+) -> Step[P, R]: ...
+@overload
+def offload(
+    *,
+    optimizer: Home = None,
+    gradients: Home = None,
+    params: Home = None,
+    folder: str | Path | None = None,
+) -> Transform: ...
+def offload(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    optimizer: Home = None,
+    gradients: Home = None,
+    params: Home = None,
+    folder: str | Path | None = None,
+) -> Any:
+    """Let parts of the state of `fn(state, *args)` live in host memory ("cpu") or files ("disk").
+
+    The numbers are the same. What is computed, is computed on the device: the update steps one
+    flat buffer after the other, while the next one is on its way there and the one before on its
+    way back, so that the device holds two units of what lives elsewhere. At stage 3 a unit's shard
+    comes to the device when the unit is gathered.
+
+    A state that the step's own `init` makes is made so, unit by unit; another one is moved by the
+    first call. On a model that computes on a CPU, "cpu" changes nothing. Under `fzero.simulate` all
+    ranks are stacked in memory between two steps, also what lives on disk inside of them.
+
+    Args:
+        fn: the step.
+        optimizer: where the optimizer's states and fp32 masters live.
+        gradients: where reduced gradients live, and what waits in a window.
+        params: where the shards of parameters live; stage 3 only.
+        folder: for "disk", a folder on a disk of this machine; it may differ by rank.
+
+    Returns:
+        A step that is called as `fn` is. Without `fn`, a decorator.
+
+    Raises:
+        LayoutError: for another place; "disk" without a folder that is there; around `shard`,
+            `simulate` or another `offload`; in `init` or a call, for `params` below stage 3, and
+            for an optimizer that is neither of `fzero.optim` nor from `from_torch`.
+        PhaseError: in a call, for a state that holds gradients and lives elsewhere.
+
+    Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 5.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
+        ...     return fzero.apply_gradients(state), loss
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     away = fzero.offload(step_fn, optimizer="disk", folder=folder)
+        ...     step = fzero.shard(away, stage=2)
+        ...     state, _ = step(step.init({"w": torch.ones(2)}, fzero.optim.adamw(0.5)), 1.0)
+        >>> fzero.state_bytes(state)["on disk"]
+        16
+    """
+    record = Offload(optimizer=optimizer, gradients=gradients, params=params, folder=folder)
+
+    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        moved = map_states("offload", lambda one: _living(one, record), state)
+        return inner(moved, *args, **kwargs)
+
+    def wrap(inner: Callable[P, R]) -> Step[P, R]:
+        require_order(
+            "offload",
+            inner,
+            never_around=("offload", "shard", "simulate"),
+            right="fzero.shard(fzero.offload(step, ...), stage=...), with one offload",
+        )
+        shown: dict[str, Any] = {kind: home for kind, home in record.homes.items() if home}
+        return Step("offload", inner, around, options=shown, init_options={"offload": record})
+
+    return wrap if fn is None else wrap(fn)
+
+
+def _living(state: TrainState, record: Offload) -> TrainState:
+    """The state, its buffers where `record` says."""
+    setup = state.setup
+    if setup.offload == record or in_transform() or is_recorded(state.params.flats):
+        return state
+    if state.gradients.held or state.window.pending.held:
+        raise PhaseError(
+            explain(
+                f"offload: the state holds gradients, and lives so: {setup.offload.homes}.",
+                cause="fzero.offload around a part of a step.",
+                fix="put one fzero.offload around the whole step.",
+            )
+        )
+    here = device_of(state)
+    resolved = as_offload(record, setup.stage, [torch.empty(0, device=here)])
+    moved = state.replace(setup=dataclasses.replace(setup, offload=resolved))
+    return at_home(moved, device=here)

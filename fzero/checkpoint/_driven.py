@@ -124,11 +124,12 @@ def set_buffers(module: nn.Module, values: Buffers) -> None:
 
 def options_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
     """Return the options of each param group that JSON can hold: what a scheduler changes."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        {name: _plain(x) for name, x in group.items() if name != "params" and _is_plain(x)}
-        for group in groups
-    ]
+    return [plain_options(group) for group in ([] if optimizer is None else optimizer.param_groups)]
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a param group that are numbers, strings, or several of them."""
+    return {name: _plain(x) for name, x in group.items() if name != "params" and _is_plain(x)}
 
 
 def set_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[str, Any]]) -> None:

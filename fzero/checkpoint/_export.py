@@ -16,7 +16,7 @@ from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._driven import Driven, buffers_of
 from fzero.checkpoint._everywhere import Ranks, everywhere
 from fzero.checkpoint._folders import require_path
-from fzero.checkpoint._held import Held, held_states, held_things
+from fzero.checkpoint._held import Held, held_states, held_things, whole_flat
 from fzero.checkpoint._pieces import all_paths, leaf_names
 from fzero.checkpoint._safetensors import (
     INDEX,
@@ -26,11 +26,11 @@ from fzero.checkpoint._safetensors import (
     planned,
     write_values,
 )
-from fzero.collectives import assert_same_everywhere, gather_many
+from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.homes import lent
 from fzero.packing import unpack
-from fzero.state import Placement, TrainState
+from fzero.state import TrainState
 
 PathLike = str | os.PathLike[str]
 
@@ -175,9 +175,7 @@ def _whole_leaves(held: Held) -> Iterator[tuple[int, Tensor]]:
     setup = held.states[0].setup
     for index, group in enumerate(setup.layout.groups):
         flats = [lent(one.params.flats[index].detach(), one.device) for one in held.states]
-        flat = flats[0]
-        if setup.params is Placement.SHARDED:
-            flat = torch.cat(flats) if held.is_stack else gather_many([flat], held.axis)[0]
+        flat = whole_flat(held, flats, setup.params)
         yield from zip(group.leaves, unpack(setup.layout, index, flat), strict=True)
 
 

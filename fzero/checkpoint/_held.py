@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._driven import Driven
+from fzero.collectives import gather_many
 from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError, explain
 from fzero.homes import wait_for_copies
 from fzero.mesh import Axis, Runtime
@@ -96,6 +98,13 @@ def require_closed(state: TrainState) -> None:
                 fix="load outside the step, into a state from init.",
             )
         )
+
+
+def whole_flat(held: Held, flats: Sequence[Tensor], placement: Placement) -> Tensor:
+    """Return a flat [W l] from what each of the held ranks has of it. A collective if sharded."""
+    if placement is not Placement.SHARDED:
+        return flats[0]
+    return torch.cat(list(flats)) if held.is_stack else gather_many([flats[0]], held.axis)[0]
 
 
 def restack(held: Held, states: list[Any]) -> TrainState:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import optree
 import torch
-from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._driven import (
@@ -31,14 +29,7 @@ from fzero.checkpoint._held import (
     require_closed,
     restack,
 )
-from fzero.checkpoint._manifest import (
-    COUNT,
-    STEP,
-    Manifest,
-    describe,
-    read_manifest,
-    require_fit,
-)
+from fzero.checkpoint._manifest import Manifest, describe, read_manifest, require_fit
 from fzero.checkpoint._pieces import (
     Piece,
     Wanted,
@@ -48,15 +39,11 @@ from fzero.checkpoint._pieces import (
     wanted_of,
 )
 from fzero.checkpoint._rng import rng_file, rng_setter
+from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
-from fzero.checkpoint._slots import Role, with_values
-from fzero.collectives import assert_same_everywhere, start_gather_in_place
-from fzero.homes import empty_where
-from fzero.partition import shard_of
-from fzero.state import NAMESPACE, Placement, Progress, TrainState
-from fzero.state import Buffers as Flats
-from fzero.state.scale import from_numbers
-from fzero.state.window import CLOSED
+from fzero.checkpoint._slots import Role
+from fzero.collectives import assert_same_everywhere
+from fzero.state import TrainState
 
 PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
@@ -164,7 +151,7 @@ def load_with_extra(
         )
         with torch.no_grad():
             storage().read(plan.pieces, where / saved.data, plan.index, held.axis)
-            _make_whole(held, plan)
+            make_whole(held, plan.states, plan.roles)
     finally:
         for lock in locks:
             let_go(lock)
@@ -237,7 +224,8 @@ def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: b
     has_rng = rng and file in saved.files
     set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else _nothing
     with torch.no_grad():
-        made = [_room(one, some, saved) for one, some in zip(held.states, roles, strict=True)]
+        pairs = zip(held.states, roles, strict=True)
+        made = [room(one, some, saved.counters) for one, some in pairs]
     for one, some, number in zip(made, roles, held.ranks, strict=True):
         pieces += pieces_of(one.setup.layout, shards_of(one, some, number), number)
     return Plan(
@@ -247,56 +235,3 @@ def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: b
 
 def _nothing() -> None:
     """Leave the generators as they are."""
-
-
-def _room(state: TrainState, roles: list[Role], saved: Manifest) -> TrainState:
-    """Return an idle state like `state` with the saved numbers, and zeros for all that is read."""
-    counters = _of("optimizer/", saved.counters)
-    counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
-    leaves, treespec = optree.tree_flatten(state.optimizer, namespace=NAMESPACE)
-    slots = (
-        empty_where(leaf).zero_()
-        for role, leaf in zip(roles, leaves, strict=True)
-        if role.position is not None and leaf.numel()
-    )
-    placed = with_values(roles, leaves, slots, counters)
-    flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
-    return state.replace(
-        params=Flats(flats=flats, placement=state.params.placement),
-        gradients=Flats(),
-        optimizer=optree.tree_unflatten(treespec, placed),
-        window=CLOSED,
-        step=torch.tensor(saved.counters["step"], dtype=torch.int64),
-        progress=Progress(),
-        scale=from_numbers(state.scale, _of("scale/", saved.counters)),
-    )
-
-
-def _of(prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the counters whose names begin with `prefix`, without it."""
-    return {name.removeprefix(prefix): x for name, x in counters.items() if name.startswith(prefix)}
-
-
-def _replicated(state: TrainState, roles: Sequence[Role]) -> list[Tensor]:
-    """Return the flats [W l] that every rank holds whole."""
-    setup, found = state.setup, []
-    if setup.params is not Placement.SHARDED:
-        found += state.params.flats
-    if setup.optimizer_state is not Placement.SHARDED:
-        leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
-        pairs = zip(roles, leaves, strict=True)
-        found += [leaf for role, leaf in pairs if role.position is not None and leaf.numel()]
-    return found
-
-
-def _make_whole(held: Held, plan: Plan) -> None:
-    """Fill in what other ranks have read of replicated flats, one flat at a time. A collective."""
-    each = [_replicated(one, some) for one, some in zip(plan.states, plan.roles, strict=True)]
-    for flats in zip(*each, strict=True):
-        if held.is_stack:
-            parts = [shard_of(flat, len(flats), rank) for rank, flat in enumerate(flats)]
-            full = torch.cat(parts)
-            for flat in flats:
-                flat.copy_(full)
-        else:
-            start_gather_in_place(flats, held.axis).wait()

@@ -15,6 +15,8 @@ from fzero.errors import FzeroError, LayoutError, PhaseError, explain
 from fzero.optim._elementwise import SMALL, is_elementwise
 from fzero.optim._precision import Precision
 from fzero.optim._trial import Early, Kept, early_of, early_of_group, learn, rule_of
+from fzero.state.layout import Leaf
+from fzero.state.setup import ParamGroups
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -35,6 +37,15 @@ class Bound:
     elementwise: bool
     kept: Mapping[tuple[int, torch.dtype, int], Kept]  # by group, dtype, dims (1 if elementwise)
     devices: Sequence[torch.device]  # of each group
+
+    def param_groups(self, leaves: Sequence[Leaf]) -> ParamGroups:
+        """Return the param groups of the instance, as they are now."""
+        groups = self.instance.param_groups
+        return ParamGroups(
+            of_leaf=tuple(self.group_at.get(x.path, -1) if x.trainable else -1 for x in leaves),
+            options=tuple({k: x for k, x in one.items() if k != "params"} for one in groups),
+            instance=self.instance,
+        )
 
 
 def require_usable(source: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.errors import PhaseError, explain
 from fzero.optim._piece import Piece
 from fzero.state.layout import Leaf
-from fzero.state.setup import SavedNames
+from fzero.state.setup import ParamGroups, SavedNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,10 @@ class NoOptimizer:
     def saved_names(self, state: Any, leaves: Sequence[Leaf]) -> SavedNames:
         """What a checkpoint calls it."""
         return SavedNames(rule="no optimizer")
+
+    def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
+        """Return no group."""
+        return ParamGroups(of_leaf=(-1,) * len(leaves), options=())
 
     def __repr__(self) -> str:
         return "no optimizer"

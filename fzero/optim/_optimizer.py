@@ -21,7 +21,9 @@ from fzero.optim._stream import Flats, Portion, Slots, step_flats
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
 from fzero.state.layout import Leaf
-from fzero.state.setup import SavedNames
+from fzero.state.setup import ParamGroups, SavedNames
+
+_TORCH_NAMES = {"decoupled": "decoupled_weight_decay"}  # where torch.optim has another name
 
 LeafTest = Callable[[Leaf], bool]
 Schedule = Callable[[int], float]
@@ -226,6 +228,16 @@ class Optimizer:
         """What a checkpoint calls the rule and its moments."""
         moments = enumerate(self.rule.moments)
         return SavedNames(rule=self.rule.name, parts={f"moments[{k}]": m for k, m in moments})
+
+    def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
+        """Return one group for each set of options, in the order of the leaves that have them."""
+        which = [self._override_of(leaf) if leaf.trainable else None for leaf in leaves]
+        sets = list(dict.fromkeys(k for k in which if k is not None))
+        options = [_at({**dict(self.options), **self._changes(k)}, step) for k in sets]
+        return ParamGroups(
+            of_leaf=tuple(-1 if k is None else sets.index(k) for k in which),
+            options=tuple({_TORCH_NAMES.get(k, k): x for k, x in o.items()} for o in options),
+        )
 
     def _override_of(self, leaf: Leaf) -> int:
         return next((k for k, (test, _) in enumerate(self.overrides) if test(leaf)), -1)

@@ -21,7 +21,7 @@ from fzero.optim._piece import Piece
 from fzero.optim._torch import TorchOptimizer
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Leaf
-from fzero.state.setup import SavedNames
+from fzero.state.setup import ParamGroups, SavedNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,10 @@ class Pair:
     def saved_names(self, state: Any, leaves: Sequence[Leaf]) -> SavedNames:
         """What a checkpoint calls it: its state has the names that its own form gives."""
         return SavedNames(rule="pair")
+
+    def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
+        """Return one group of all that learns: a foreign pair shows no options."""
+        return ParamGroups(of_leaf=tuple(leaf.trainable - 1 for leaf in leaves), options=({},))
 
     def advance(
         self,

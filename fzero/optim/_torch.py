@@ -23,7 +23,7 @@ from fzero.optim._step import Unit, makes_state_later, skips, step
 from fzero.optim._stream import Flats, Portion, Slots, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
 from fzero.state.layout import Leaf
-from fzero.state.setup import SavedNames
+from fzero.state.setup import ParamGroups, SavedNames
 
 _SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
@@ -197,6 +197,10 @@ class TorchOptimizer:
                     idle.add(part)
         rule = _SAME_RULE.get(name, name)
         return SavedNames(rule=rule, parts=parts, idle=frozenset(idle))
+
+    def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
+        """Return the instance's own groups, with their options as they are at any `step`."""
+        return self._bound().param_groups(leaves)
 
     def _bound(self) -> Bound:
         if self.bound is None:

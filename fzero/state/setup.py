@@ -59,6 +59,15 @@ class SavedNames:
     idle: frozenset[str] = frozenset()  # counters of parameters that never learn: they say nothing
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroups:
+    """Which leaves an optimizer steps with which options, under torch.optim's names."""
+
+    of_leaf: tuple[int, ...]  # the param group of each leaf; -1: it is not stepped
+    options: tuple[Mapping[str, Any], ...]  # of each group, as they are now
+    instance: Any = None  # the torch.optim optimizer that has them; None: they are fixed by code
+
+
 class StatefulUpdate(Protocol):
     """What a state needs of an optimizer, on the list of this rank's flat shards."""
 
@@ -88,6 +97,11 @@ class StatefulUpdate(Protocol):
     @property
     def saved_names(self) -> Callable[[Any, Sequence[Leaf]], SavedNames]:
         """(optimizer state, leaves) -> what a checkpoint calls its parts."""
+        ...
+
+    @property
+    def param_groups(self) -> Callable[[Sequence[Leaf], int], ParamGroups]:
+        """(leaves, updates made) -> its param groups."""
         ...
 
 

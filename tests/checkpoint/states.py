@@ -121,3 +121,15 @@ def first_rank(state: TrainState) -> dict[str, Tensor]:
 def snapshot(state: Any) -> Any:
     """A copy of every tensor, to show later that the state was left alone."""
     return optree.tree_map(torch.clone, state, namespace=NAMESPACE)
+
+
+def slot_of(found: dict[str, Tensor], slot: int, name: str) -> Tensor:
+    """One of `contents`, whatever the number of its leaf is: moments first, then masters."""
+    (value,) = (x for key, x in found.items() if key.startswith(f"{slot} {name} "))
+    return value
+
+
+def whole(state: Any) -> dict[str, Tensor]:
+    """Full parameters by name, those of virtual rank 0."""
+    found = on_ranks(fzero.full_params, state)
+    return {name: x[0] for name, x in found.items()} if state.step.ndim else found

@@ -1,0 +1,233 @@
+"""`load_universal`: DeepSpeed's universal checkpoint into a state, or an engine."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import optree
+import torch
+
+from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._driven import set_buffers, set_options
+from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
+from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._held import Held, held_states, held_things, require_closed, restack
+from fzero.checkpoint._pickles import require_own, require_sound
+from fzero.checkpoint._pieces import (
+    all_paths,
+    leaf_names,
+    optimizer_roles,
+    pieces_of,
+    shards_of,
+)
+from fzero.checkpoint._room import make_whole, room
+from fzero.checkpoint._slots import Role
+from fzero.checkpoint._universal import (
+    FP32,
+    MASTERS,
+    OPTIMIZER,
+    STATES,
+    STEP,
+    ZERO,
+    Folder,
+    is_name,
+    latest,
+    require_places,
+)
+from fzero.checkpoint._universal_shared import names_in, shared_of
+from fzero.collectives import assert_same_everywhere
+from fzero.errors import LayoutError, explain
+from fzero.homes import empty_where
+from fzero.state import NAMESPACE, TrainState
+
+PathLike = str | os.PathLike[str]
+Thing = TypeVar("Thing")
+_ALL = 2**62  # a piece of a leaf is never cut
+
+
+def load_universal(
+    folder: PathLike, state: Thing, *, tag: str | None = None, optimizer: bool = True
+) -> Thing:
+    """Return a state with the values of DeepSpeed's universal checkpoint. A collective.
+
+    `state` says what is wanted, as for `load`; its stage and number of ranks may be any. Masters
+    take the fp32 values, and parameters those, rounded to their dtype. What the optimizer keeps is
+    taken by torch.optim's names; what it does not keep is left out. All parameters must have made
+    the same number of steps: it becomes the state's step, and the optimizer's. Options of param
+    groups (lr, betas, ...) are set in the torch.optim optimizer of an engine or of `from_torch`;
+    those of a rule of `fzero.optim` are fixed by code, and a warning says which are others. A loss
+    scale that adapts itself takes the saved one. Of an engine's module the buffers are set.
+
+    A frozen parameter, and one whose padded vocabulary is larger than the saved one (it grows by
+    zeros), is taken, too. A parameter that lies there in the slices that tensor-parallel ranks had,
+    as DeepSpeed's converter extracts them, is joined as `universal_checkpoint_info` says.
+
+    Each rank reads the elements that it keeps, from one parameter at a time. Everything goes into
+    new memory first; the state or the engine is changed when all is read, on all ranks. The
+    checksum of every file is looked at, nothing that a file says is executed, and no file outside
+    of the checkpoint is read. Classes of DeepSpeed's own are passed over.
+
+    Args:
+        folder: what has latest_universal, of `save_universal` or of DeepSpeed's ds_to_universal.
+        state: one state without gradients in a window, or an engine; a stacked state.
+        tag: which checkpoint in `folder`; by default the one that latest_universal names.
+        optimizer: False: only parameters, masters and buffers; all else stays as it is.
+
+    Returns:
+        The new state, without gradients; or the engine.
+
+    Raises:
+        CheckpointError: for a missing, damaged or foreign folder, for parameters that are missing,
+            unknown, of another shape or of another step, naming file and parameter. Nothing was
+            changed.
+        LayoutError: for an empty path, a tag that is no name, or an optimizer or parameters that
+            the layout has no place for.
+        PhaseError: inside a coalesced step.
+
+    Source: DeepSpeed 0.19, checkpoint/universal_checkpoint.py.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> from fzero.checkpoint import load_universal, save_universal
+        >>> opt = fzero.optim.sgd(1.0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_universal(folder, fzero.init([torch.ones(2)], opt, stage=2), tag="first")
+        ...     state = load_universal(folder, fzero.init([torch.zeros(2)], opt, stage=3))
+        >>> fzero.full_params(state)
+        [tensor([1., 1.])]
+    """
+    wait_for_earlier(raises=False)
+    given, engine = held_things("load_universal", state)
+    held, where = held_states("load_universal", given), Path(folder)
+    ranks = Ranks(axis=held.axis)
+    assert_same_everywhere(
+        [f"path {where}", f"tag {tag}", f"{optimizer=}"], held.axis, what="the checkpoint"
+    )
+
+    def begin() -> list[list[Role]]:
+        require_path("load_universal", folder)
+        _require_tag(tag)
+        for one in held.states:
+            require_closed(one)
+        roles = [optimizer_roles(one) for one in held.states]
+        require_places("load_universal", roles[0], leaf_names(given.setup.layout))
+        return roles
+
+    roles = everywhere(ranks, begin, what=f"read {where}")
+    name = first_of(ranks, lambda: latest(where) if tag is None else tag, what=f"read {where}")
+    source = Folder(where / name)
+    slots = {role.name for role in roles[0] if role.position is not None} - {MASTERS}
+    keys = [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
+    everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=f"read {where}")
+    shared = first_of(
+        ranks,
+        lambda: shared_of(source, held.states[0], roles[0], engine, optimizer),
+        what=f"read {where}",
+    )
+    with torch.no_grad():
+        states = everywhere(
+            ranks,
+            lambda: _filled(source, held, roles, shared.counters, optimizer),
+            what=f"read {where}",
+        )
+        make_whole(held, states, roles)
+    made: Any = restack(held, states)
+    if engine is not None:
+        engine.state, made = made, engine
+        set_buffers(engine.module, shared.buffers)
+    if shared.options:
+        set_options(given.setup.optimizer.param_groups((), 0).instance, shared.options)
+    if shared.differing:
+        warnings.warn(_differing(shared.differing), UserWarning, stacklevel=2)
+    return made
+
+
+def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks: Ranks) -> None:
+    """Raise `CheckpointError` for a damaged or unknown file; the ranks share the reading."""
+    source.require_there()
+    names = names_in(source, state)
+    known = {*names, *all_paths(state.setup.layout)}
+    for name in source.names():
+        if name not in known:
+            raise damaged(
+                source.root / ZERO / name, "is a parameter that this state has not, with moments"
+            )
+    files = [file for name in names for key in keys for file in source.files(name, key)]
+    files += [source.root / ZERO / OPTIMIZER] if STEP in keys else []
+    files += sorted(source.root.glob(f"*{STATES}"))
+    for number, file in enumerate(files):
+        require_own(file, source.root)
+        if number % ranks.axis.size == ranks.axis.rank:
+            require_sound(file)
+
+
+def _filled(
+    source: Folder,
+    held: Held,
+    roles: Sequence[list[Role]],
+    counters: Mapping[str, Any],
+    optimizer: bool,
+) -> list[TrainState]:
+    """Return new states with the values of the files: of each flat, this rank's own shard."""
+    layout = held.states[0].setup.layout
+    names, made = names_in(source, held.states[0]), []
+    at = {name: number for number, name in enumerate(leaf_names(layout))}
+    for old, some, rank in zip(held.states, roles, held.ranks, strict=True):
+        new = room(old, some, counters)
+        if not optimizer:
+            new = _with_slots_of(old, new, some)
+        wanted = [
+            one for one in shards_of(new, some, rank) if optimizer or _key(one.prefix) == FP32
+        ]
+        for piece in pieces_of(layout, wanted, rank, block_numel=_ALL):
+            prefix, _, path = piece.name.rpartition("/")
+            leaf = layout.leaves[at[path]]
+            values = source.values(names[at[path]], _key(prefix), leaf.shape)
+            floats = values.is_floating_point() and leaf.dtype.is_floating_point
+            if not floats and values.dtype is not leaf.dtype:
+                seen = f"has {path} as {values.dtype}, {leaf.dtype} in the state"
+                raise damaged(source.root / ZERO / path, seen)
+            piece.values.copy_(values[piece.start : piece.start + piece.values.numel()])
+        made.append(new)
+    return made
+
+
+def _key(prefix: str) -> str:
+    slot = prefix.removeprefix("optimizer/")
+    return FP32 if slot in ("params", MASTERS) else slot
+
+
+def _with_slots_of(old: TrainState, new: TrainState, roles: Sequence[Role]) -> TrainState:
+    """Return `new` with the old optimizer state but for masters, which are to be filled."""
+    kept, treespec = optree.tree_flatten(old.optimizer, namespace=NAMESPACE)
+    blank = optree.tree_leaves(new.optimizer, namespace=NAMESPACE)
+    leaves = [
+        mine if role.name == MASTERS or role.position is None else empty_where(theirs).copy_(theirs)
+        for role, theirs, mine in zip(roles, kept, blank, strict=True)
+    ]
+    return new.replace(optimizer=optree.tree_unflatten(treespec, leaves))
+
+
+def _require_tag(tag: str | None) -> None:
+    if tag is not None and not (isinstance(tag, str) and is_name(tag)):
+        raise LayoutError(
+            explain(
+                f"load_universal: the tag {tag!r:.80} is no name of a folder.",
+                cause="a path, or the number of a step.",
+                fix="give the name of one folder in the path, or none for the latest.",
+            )
+        )
+
+
+def _differing(lines: Sequence[str]) -> str:
+    return explain(
+        "load_universal: options in the checkpoint are others than those of the rule here: "
+        f"{'; '.join(lines)}.",
+        cause="a rule of fzero.optim has its options from code; they were not changed.",
+        fix="make the rule with the options that you want, or use fzero.optim.from_torch, whose "
+        "options are set.",
+    )

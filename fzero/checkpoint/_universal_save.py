@@ -1,0 +1,268 @@
+"""`save_universal`: a train state, or an engine, as DeepSpeed's universal checkpoint."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._driven import Buffers, Driven, buffers_of, plain_options
+from fzero.checkpoint._everywhere import Ranks, everywhere
+from fzero.checkpoint._folders import require_path, sync
+from fzero.checkpoint._held import Held, held_states, held_things, require_idle, whole_flat
+from fzero.checkpoint._manifest import COUNT
+from fzero.checkpoint._pickles import write
+from fzero.checkpoint._pieces import leaf_names, optimizer_roles
+from fzero.checkpoint._slots import Role, counters_of
+from fzero.checkpoint._universal import (
+    FP32,
+    LATEST,
+    MASTERS,
+    OPTIMIZER,
+    STATES,
+    STEP,
+    ZERO,
+    is_name,
+    require_places,
+)
+from fzero.collectives import assert_same_everywhere
+from fzero.errors import LayoutError, explain
+from fzero.homes import lent
+from fzero.packing import unpack
+from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.state.scale import as_numbers
+
+PathLike = str | os.PathLike[str]
+_LAYOUT = "0.19.8"  # the DeepSpeed whose layout this is: its loader asks for a version
+_VERSION = 0.4  # of the universal layout
+
+
+def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | None = None) -> None:
+    """Write a state or an engine to folder/tag as DeepSpeed's universal checkpoint. A collective.
+
+    For each parameter a folder: fp32.pt (its master, where it has one), what the optimizer keeps
+    for it under torch.optim's names (exp_avg.pt, exp_avg_sq.pt, momentum_buffer.pt, ...), and
+    step.pt, each as {"param": [shape]} in fp32; param groups with their options; of an engine the
+    persistent buffers of its module, those of rank 0. `load_universal` reads it, and so does
+    DeepSpeed at its stages 1 to 3, on any number of ranks, configured with
+    {"checkpoint": {"load_universal": true}}.
+
+    Parameters are gathered unit by unit, and rank 0 writes each at once: no rank holds more than
+    its part and one unit. All is written into a hidden folder, which then gets its name in one
+    move, and then latest_universal names it. A checkpoint of another tag stays as it is.
+
+    Args:
+        folder: where to; it is made if it is not there.
+        state: one state or engine, idle: no gradient is held; with virtual ranks a stacked state.
+        tag: the name of the checkpoint in `folder`, which must be new; by default
+            global_step<step>_universal, numbered from the second one on.
+
+    Raises:
+        LayoutError: for an empty path, a tag that is no name or is there already, a parameter that
+            cannot name a folder, or an optimizer state that the layout has no place for.
+        PhaseError: for a state between gradient and update.
+        DonatedError: for a used-up one.
+        AxisError: when the ranks save at different steps, paths or tags.
+        CheckpointError: on every rank, when the disk does not take it.
+
+    Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py; Lian et al., "Universal Checkpointing",
+    arXiv 2406.18820.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> from fzero.checkpoint import load_universal, save_universal
+        >>> opt, folder = fzero.optim.adam(1e-3), tempfile.TemporaryDirectory()
+        >>> save_universal(folder.name, fzero.init({"w": torch.ones(3)}, opt, stage=3))
+        >>> state = load_universal(folder.name, fzero.init({"w": torch.zeros(3)}, opt, stage=1))
+        >>> fzero.full_params(state)
+        {'w': tensor([1., 1., 1.])}
+        >>> folder.cleanup()
+    """
+    wait_for_earlier(raises=False)
+    given, engine = held_things("save_universal", state)
+    held, where = held_states("save_universal", given), Path(folder)
+    ranks, names = Ranks(axis=held.axis), leaf_names(given.setup.layout)
+    facts = [f"path {where}", f"tag {tag}", f"step {int(held.states[0].step)}"]
+    assert_same_everywhere(facts, held.axis, what="the checkpoint")
+    partial = where / f".universal-{secrets.token_hex(8)}"
+    writes = held.axis.rank == 0
+
+    def begin() -> list[list[Role]]:
+        require_path("save_universal", folder)
+        for one in held.states:
+            require_idle(one)
+        roles = [optimizer_roles(one) for one in held.states]
+        require_places("save_universal", roles[0], names)
+        _require_tag(where, tag)
+        if writes:
+            buffers = {} if engine is None else buffers_of(engine.module)
+            _write_shared(partial, held.states[0], roles[0], buffers)
+        return roles
+
+    problem: list[Exception] = []
+
+    def put(name: str, key: str, values: Tensor) -> None:
+        try:  # the other ranks are in the next gather: they hear of it at the end
+            if writes and not problem:
+                _write_values(partial / ZERO / name / f"{key}.pt", values)
+        except Exception as error:
+            problem.append(error)
+
+    def finish() -> None:
+        if problem:
+            raise problem[0]
+        if writes:
+            _put_in_place(partial, where, tag, int(held.states[0].step))
+
+    try:
+        roles = everywhere(ranks, begin, what=f"write {where}")
+        for key, number, values in _whole_values(held, roles):
+            put(names[number], key, values)
+        everywhere(ranks, finish, what=f"write {where}")
+    finally:
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _whole_values(held: Held, roles: Sequence[Sequence[Role]]) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (fp32 or slot, number of the leaf, whole values), one flat at a time. A collective."""
+    setup = held.states[0].setup
+    layout, trainable = setup.layout, setup.layout.trainable
+    kept = [optree.tree_leaves(one.optimizer, namespace=NAMESPACE) for one in held.states]
+    slots: dict[int, dict[str, list[Tensor]]] = {}
+    for at, role in enumerate(roles[0]):
+        if role.position is not None and kept[0][at].numel():
+            flats = [leaves[at].detach() for leaves in kept]
+            slots.setdefault(trainable[role.position], {})[role.name] = flats
+    for index, group in enumerate(layout.groups):
+        own = slots.get(index, {})
+        parts: list[tuple[str, list[Tensor], Placement]] = [
+            (key, flats, setup.optimizer_state) for key, flats in own.items() if key != MASTERS
+        ]
+        params = [one.params.flats[index].detach() for one in held.states]
+        if MASTERS in own:
+            parts.append((FP32, own[MASTERS], setup.optimizer_state))
+        else:
+            parts.append((FP32, params, setup.params))
+        for key, flats, placement in parts:
+            here = [lent(x, one.device) for x, one in zip(flats, held.states, strict=True)]
+            whole = unpack(layout, index, whole_flat(held, here, placement))
+            for number, values in zip(group.leaves, whole, strict=True):
+                yield key, number, values
+
+
+def _write_values(file: Path, values: Tensor) -> None:
+    dtype = values.dtype
+    if dtype.is_floating_point:
+        dtype = torch.promote_types(dtype, torch.float32)
+    own = torch.empty(values.shape, dtype=dtype).copy_(values)  # and nothing else of its memory
+    write(file, {"param": own, "cat_dim": 0})
+
+
+def _write_shared(
+    partial: Path, state: TrainState, roles: Sequence[Role], buffers: Buffers
+) -> None:
+    """Write what is not of one parameter: the step, param groups, counters, buffers."""
+    setup, layout = state.setup, state.setup.layout
+    leaves, updates = layout.leaves, int(state.step)
+    groups = setup.optimizer.param_groups(leaves, updates)
+    counted = counters_of(roles, optree.tree_leaves(state.optimizer, namespace=NAMESPACE))
+    step = torch.tensor(float(counted.get(STEP, counted.get(COUNT, updates))))
+    for name, number in zip(leaf_names(layout), groups.of_leaf, strict=True):
+        if number >= 0:
+            write(partial / ZERO / name / f"{STEP}.pt", step)
+    numbers = range(len(groups.options))
+    options = [
+        {**plain_options(one), "params": [i for i, k in enumerate(groups.of_leaf) if k == number]}
+        for number, one in zip(numbers, groups.options, strict=True)
+    ]
+    shared: dict[str, Any] = {
+        "ds_version": _LAYOUT,
+        "zero_stage": state.stage,
+        "partition_count": layout.ranks,
+        "param_groups": options,
+        # Where stage 3 of DeepSpeed looks for the step and the options.
+        "optimizer_state_dict": {
+            "state": {number: {"step": step} for number in numbers},
+            "param_groups": options,
+        },
+    }
+    scale = as_numbers(state.scale).get("scale")
+    write(partial / ZERO / OPTIMIZER, shared if scale is None else {**shared, "loss_scale": scale})
+    states = _model_states(state, buffers)
+    for file in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):  # for stages 1 and 2, and for 3
+        write(partial / f"{file}{STATES}", states)
+
+
+def _model_states(state: TrainState, buffers: Buffers) -> dict[str, Any]:
+    """Return what DeepSpeed keeps beside the optimizer: here, buffers and counters."""
+    layout = state.setup.layout
+    shapes = OrderedDict(
+        (name, torch.Size(leaf.shape))
+        for name, leaf in zip(leaf_names(layout), layout.leaves, strict=True)
+        if leaf.trainable
+    )
+    return {
+        "module": OrderedDict((name, x.cpu().clone()) for name, x in buffers.items()),
+        "buffer_names": list(buffers),
+        "param_shapes": [shapes],
+        "optimizer": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": int(state.step),
+        "dp_world_size": layout.ranks,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _LAYOUT,
+        "universal_checkpoint_info": {"universal_checkpoint_version": _VERSION},
+    }
+
+
+def _put_in_place(partial: Path, folder: Path, tag: str | None, step: int) -> None:
+    """Give the folder its name, and then say that it counts: a move each."""
+    # All of them after the last write: the first then takes most of the others with it.
+    for written in (*partial.rglob("*"), partial):
+        if written.is_dir():
+            sync(written)
+        else:
+            with written.open("rb") as stream:
+                os.fsync(stream.fileno())
+    name, number = tag or f"global_step{step}_universal", 1
+    while tag is None and (folder / name).exists():
+        number += 1
+        name = f"global_step{step}_universal_{number}"
+    os.rename(partial, folder / name)
+    sync(folder)
+    text = folder / f"{partial.name}-{LATEST}"
+    with text.open("w", encoding="utf-8") as stream:
+        stream.write(name)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(text, folder / LATEST)
+    sync(folder)
+
+
+def _require_tag(folder: Path, tag: str | None) -> None:
+    if tag is None:
+        return
+    good = isinstance(tag, str) and is_name(tag)
+    if not good or (folder / tag).exists():
+        seen = f"is in {folder} already" if good else "is no name of a folder"
+        raise LayoutError(
+            explain(
+                f"save_universal: the tag {tag!r:.80} {seen}.",
+                cause="a tag that was used before, or a path.",
+                fix="give a new name, or no tag: then one is made of the step.",
+            )
+        )

@@ -1,0 +1,137 @@
+"""What all parameters of a universal checkpoint share: the step, options, a scale, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fzero.checkpoint._driven import Buffers, Driven, buffers_of
+from fzero.checkpoint._everywhere import damaged
+from fzero.checkpoint._manifest import COUNT, describe
+from fzero.checkpoint._options import differing, options_for
+from fzero.checkpoint._pickles import require_plain
+from fzero.checkpoint._pieces import all_paths, leaf_names
+from fzero.checkpoint._slots import Role
+from fzero.checkpoint._universal import (
+    OPTIMIZER,
+    STATES,
+    STEP,
+    ZERO,
+    Folder,
+    as_step,
+    dict_in,
+    is_name,
+)
+from fzero.state import TrainState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all parameters have in common, read and checked by rank 0."""
+
+    counters: Mapping[str, Any]  # as a manifest has them
+    options: Sequence[dict[str, Any]]  # of each param group, to be set
+    differing: Sequence[str]  # options that are fixed by code, and others in the checkpoint
+    buffers: Buffers  # of an engine's module
+
+
+def names_in(source: Folder, state: TrainState) -> list[str]:
+    """Return under which of its paths each leaf is there; of one that is not, the first."""
+    layout = state.setup.layout
+    paths: list[list[str]] = [[name] for name in leaf_names(layout)]
+    for path, number in all_paths(layout).items():
+        paths[number].append(path)
+    return [next((p for p in some if is_name(p) and source.holds(p)), some[0]) for some in paths]
+
+
+def shared_of(
+    source: Folder,
+    state: TrainState,
+    roles: Sequence[Role],
+    engine: Driven | None,
+    optimizer: bool,
+) -> Shared:
+    """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
+    buffers = {} if engine is None else _buffers(source, engine)
+    counters = dict(describe(state, list(roles)).counters)
+    setup, file = state.setup, source.root / ZERO / OPTIMIZER
+    groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
+    if not (optimizer and groups.options):
+        return Shared(counters=counters, options=[], differing=[], buffers=buffers)
+    found = dict_in(file)
+    stepped = [
+        name
+        for name, number in zip(names_in(source, state), groups.of_leaf, strict=True)
+        if number >= 0
+    ]
+    step = _step(source, stepped, found)
+    counters = {"step": step, f"optimizer/{COUNT}": step, f"optimizer/{STEP}": step}
+    counters |= _scale(file, found)
+    now = setup.optimizer.param_groups(setup.layout.leaves, step)
+    return Shared(
+        counters=counters,
+        options=options_for(file, found, now),
+        differing=differing(file, found, now),
+        buffers=buffers,
+    )
+
+
+def _step(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> int:
+    """Return how many updates every parameter has made. Raises `CheckpointError` if they differ."""
+    told = {f"{ZERO}/{name}/{STEP}.pt": source.step(name) for name in names}
+    silent = [place for place, step in told.items() if step is None]
+    steps = {place: step for place, step in told.items() if step is not None}
+    if silent and steps:
+        raise damaged(source.root / silent[0], f"is missing, and {next(iter(steps))} is there")
+    inner = found.get("optimizer_state_dict")  # of stage 3, which has no step for a parameter
+    each = inner.get("state") if isinstance(inner, dict) else None
+    for number, one in each.items() if isinstance(each, dict) else ():
+        if isinstance(one, dict) and STEP in one:
+            place = f"{ZERO}/{OPTIMIZER}, group {number}"
+            steps[place] = as_step(source.root / place, one[STEP])
+    if not steps and source.states():  # of an optimizer that counts no steps
+        one = source.states()[0]
+        made, skipped = one.get("global_steps"), one.get("skipped_steps", 0)
+        where = source.root / f"*{STATES}"
+        steps["global_steps"] = as_step(where, as_step(where, made) - as_step(where, skipped))
+    if not steps:
+        raise damaged(source.root, "says nowhere how many steps were made")
+    first, step = next(iter(steps.items()))
+    for place, other in steps.items():
+        if other != step:
+            raise damaged(
+                source.root,
+                f"has parameters of two steps: {step:g} by {first}, {other:g} by {place}",
+            )
+    return int(step)
+
+
+def _scale(file: Path, found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss scale, if one that adapts itself was saved; its counts begin anew."""
+    scale = found.get("loss_scale")
+    if scale is None and found.get("dynamic_loss_scale") is True:
+        inside = getattr(found.get("loss_scaler"), "state", None)
+        scale = inside.get("cur_scale") if isinstance(inside, dict) else None
+    if scale is None:
+        return {}
+    if type(scale) not in (int, float) or not 0 < scale < 3.5e38:
+        raise damaged(file, f"has the loss scale {scale!r:.80}")
+    return {"scale/scale": float(scale)}
+
+
+def _buffers(source: Folder, engine: Driven) -> Buffers:
+    """Return the buffers of the module that the checkpoint has, those of rank 0."""
+    states = source.states()
+    saved = states[0].get("module") if states else None
+    found = {}
+    for name, own in buffers_of(engine.module).items():
+        if isinstance(saved, dict) and name in saved:
+            where = source.root / f"*{STATES}"
+            values = require_plain(where, saved[name])
+            if values.shape != own.shape:
+                seen = f"has {name} of {tuple(values.shape)}, {tuple(own.shape)} in the module"
+                raise damaged(where, seen)
+            found[name] = values.clone()
+    return found

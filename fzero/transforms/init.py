@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.collectives import broadcast_from_first, told_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.mesh import Axis, axis_of
+from fzero.mesh import axis_of
 from fzero.optim import (
     NoOptimizer,
     Optimizer,
     TorchOptimizer,
 )
 from fzero.packing import pack
-from fzero.partition import leaves_of, shard_of, unit_of
+from fzero.partition import leaves_of, shard_of
+from fzero.quantize import wide
 from fzero.state import (
     Buffers,
-    Gathering,
     Layout,
     Leaf,
     Placement,
     Progress,
-    Reduction,
-    Reshard,
     Setup,
     TrainState,
 )
 from fzero.state.precision import Autocast, as_autocast
-from fzero.state.window import CLOSED
+from fzero.state.window import CLOSED, Window
 from fzero.transforms._models import models_of
 from fzero.transforms._modes import in_transform, require_autograd
 from fzero.transforms._options import (
-    BUCKET_BYTES,
     InitOptions,
     Stages,
-    check_bucket,
-    check_flags,
-    check_reshard,
+    check_options,
     check_stages,
 )
 from fzero.transforms._pieces import pieces_of
@@ -79,14 +74,9 @@ def init(
     optimizer: Any,
     *,
     stage: Stages,
-    mesh: DeviceMesh | Axis | None = None,
-    reshard_after_forward: Reshard = True,
-    units: Callable[[str], str] = unit_of,
-    trainable: Callable[[str], bool] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    ordered: bool = False,
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
+    **options: Unpack[InitOptions],
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
 
@@ -111,6 +101,10 @@ def init(
         params: a pytree of tensors, of any shapes, the same on every rank.
         optimizer: from `fzero.optim`, or any (init, update) pair; or a pytree of them.
         stage: 0, 1, 2 or 3; or a pytree of such.
+        autocast: what `fzero.autocast` is given: parameters of safe modules then cross ranks in its
+            dtype, in groups of their own. `step.init` passes that of its own transform.
+        initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
+            only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
         mesh: a one-dim DeviceMesh; default the world (what torchrun started; else one rank).
         reshard_after_forward: stage 3 only. True: the full values of a unit go when another unit
             is used, and are gathered again in backward. False: they stay until the backward is
@@ -119,10 +113,17 @@ def init(
         trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
         bucket_bytes: stages 0 to 2, the size in bytes up to which leaves share a collective.
         ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
-        autocast: what `fzero.autocast` is given: parameters of safe modules then cross ranks in its
-            dtype, in groups of their own. `step.init` passes that of its own transform.
-        initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
-            only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
+        accumulate_dtype: in which gradients add up, and are held; default fp32 for 16-bit
+            parameters, else their own.
+        communication_dtype: in which gradients cross ranks; default the parameters'.
+        reduce_op: "mean" or "sum": what is made of the ranks' gradients.
+        gradient_predivide_factor: f: each rank sends g / f, and the sum is multiplied by f / W (by
+            f for "sum"). With f = W the sum of W gradients overflows no sooner than one of them.
+        quantized_weights: stage 3 only. A forward or a backward gathers parameters as int8 blocks:
+            each comes back to within 1/254 of the largest of its block of 256.
+        quantized_gradients: stages 1 to 3. Gradients cross ranks as int8 blocks, and are summed in
+            the accumulation dtype, in fp32 at least. What a rank's rounding has lost is added to
+            its next gradient: the residual, one fp32 element for each of P on every rank.
 
     Returns:
         A `TrainState`, or a pytree of them. A collective: every rank must call it.
@@ -144,12 +145,10 @@ def init(
         >>> {name: state.stage for name, state in states.items()}
         {'g': 0, 'd': 3}
     """
-    axis = axis_of(mesh)
+    axis = axis_of(options.get("mesh"))
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
-        check_flags(ordered=ordered)
-        check_bucket(bucket_bytes)
-        gathering = Gathering(reshard_after_forward=check_reshard(reshard_after_forward))
+        chosen = check_options(**options)
         lowering = as_autocast(autocast)
         models, treespec = models_of(params, optimizer, check_stages(stage))
 
@@ -159,11 +158,11 @@ def init(
             optimizer,
             stage=stage,
             axis=axis,
-            units=units,
-            trainable=trainable,
-            bucket_bytes=bucket_bytes,
-            reduction=Reduction(ordered=ordered),
-            gathering=gathering,
+            units=chosen.units,
+            trainable=chosen.trainable,
+            bucket_bytes=chosen.bucket_bytes,
+            reduction=chosen.reduction,
+            gathering=chosen.gathering,
             autocast=lowering,
         )
         return _filled(setup, params, initializer)
@@ -248,8 +247,25 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
         optimizer=setup.optimizer.init(stepped, pieces_of(setup)),
-        window=CLOSED,
+        window=empty_window(setup, [flat.device for flat in held]),
         step=torch.zeros((), dtype=torch.int64),
         progress=Progress(),
         setup=setup,
     )
+
+
+def empty_window(setup: Setup, devices: Sequence[torch.device]) -> Window:
+    """Return a closed window; with a residual of zeros if gradients are quantized.
+
+    devices: of the groups.
+    """
+    if not setup.quantizes_gradients:
+        return CLOSED
+    flats = tuple(
+        torch.zeros(
+            setup.layout.full_numel(i), dtype=wide(setup.accumulate_dtype(i)), device=device
+        )
+        for i, device in enumerate(devices)
+        if i in setup.layout.trainable
+    )
+    return replace(CLOSED, residual=Buffers(flats=flats, placement=Placement.PARTIAL))

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fzero.state.setup import Setup
+from fzero.state import Buffers, Placement, Setup, TrainState
 
 BLOCK = 256
 """Elements that share a scale: an outlier costs its block, and a scale 1/64 of the bytes."""
@@ -112,7 +112,7 @@ class ErrorFeedback:
         rows = total.view(-1, numel)
         sent = quantized(rows)
         rows -= dequantized(sent, numel, total.dtype)
-        left = total / self._factor
+        left = total.div_(self._factor)
         left = torch.where(left.isfinite(), left, residual)
         self._held[index] = self._changed[index] = left
         return sent.view(-1)
@@ -128,6 +128,22 @@ class ErrorFeedback:
         layout = self._setup.layout
         numel, dtype = layout.groups[index].shard_numel, wide(self._setup.accumulate_dtype(index))
         return sum_of(received.view(layout.ranks, -1), numel, dtype)
+
+
+def residual_of(state: TrainState) -> Buffers:
+    """Return what quantized reductions have lost: zeros if there is nothing yet."""
+    setup, layout = state.setup, state.setup.layout
+    if state.window.residual.held or not setup.quantizes_gradients:
+        return state.window.residual
+    flats = tuple(
+        torch.zeros(
+            layout.full_numel(i),
+            dtype=wide(setup.accumulate_dtype(i)),
+            device=state.params.flats[i].device,
+        )
+        for i in layout.trainable
+    )
+    return Buffers(flats=flats, placement=Placement.PARTIAL)
 
 
 def _blocks(numel: int) -> int:

@@ -133,10 +133,8 @@ class Driver:
             if mine is not theirs:
                 mine.copy_(theirs)
         self.gradients.drop()
-        scale, waits = carried(own.scale, state.scale), state.window
-        if waits.residual.held is not own.window.residual.held:  # gradients were not quantized
-            waits = replace(forget(waits), residual=own.window.residual)
-        self.put(state.replace(params=own.params, setup=own.setup, scale=scale, window=waits))
+        scale = carried(own.scale, state.scale)
+        self.put(state.replace(params=own.params, setup=own.setup, scale=scale))
         self.published()
 
     def published(self) -> None:

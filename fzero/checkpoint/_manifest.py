@@ -29,7 +29,7 @@ _SHOWN = 8  # differences that an error lists
 class Manifest:
     """Facts of a saved state, all of them JSON; `_parse` says what each can be."""
 
-    origin: dict[str, Any]  # stage, ranks, torch: where it came from; only `optimizer` must fit
+    origin: dict[str, Any]  # where it came from: stage, ranks, ...; only `optimizer` must fit
     leaves: dict[str, str]  # parameter path: shape, dtype, trainable or frozen
     slots: dict[str, dict[str, str]]  # optimizer slot: {parameter path: dtype}
     counters: dict[str, Any]  # `step`, the optimizer's, and those of the loss scale
@@ -57,6 +57,11 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
             "ranks": layout.ranks,
             "torch": torch.__version__,
             "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
+            "residual": {
+                names[i]: str(flat.dtype)
+                for index, flat in zip(trainable, state.window.residual.flats, strict=False)
+                for i in layout.groups[index].leaves
+            },
         },
         leaves={
             name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"

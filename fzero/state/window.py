@@ -79,10 +79,10 @@ def close(window: Window) -> Window:
 # What quantized reductions have lost.
 
 
-def lost(window: Window, residual: Buffers) -> Window:
-    """Return the window after a quantized reduction, which leaves this residual."""
-    before = window.residual_before if window.residual_before.held else window.residual
-    return replace(window, residual=residual, residual_before=before)
+def lost(window: Window, before: Buffers, after: Buffers) -> Window:
+    """Return the window after a quantized reduction, with the residual before and after it."""
+    at_update = window.residual_before if window.residual_before.held else before
+    return replace(window, residual=after, residual_before=at_update)
 
 
 def settle(window: Window, skipped: Tensor | None = None) -> Window:

@@ -11,7 +11,7 @@ from fzero.collectives import channel_of, gather_many, reduce_many, scatter_many
 from fzero.errors import PhaseError, explain
 from fzero.mesh import Axis, Runtime
 from fzero.partition import shard_of
-from fzero.quantize import ErrorFeedback
+from fzero.quantize import ErrorFeedback, residual_of
 from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
@@ -107,8 +107,7 @@ def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 
     """
     if feedback is None:
         return
-    layout, residual = state.setup.layout, state.window.residual
-    held = dict(zip(layout.trainable, residual.flats, strict=True))
+    held = dict(zip(state.setup.layout.trainable, residual_of(state).flats, strict=True))
     factor = 1 / share if state.scale is None else state.scale.scale / share
     feedback.begin(held, factor)
 
@@ -118,10 +117,11 @@ def with_lost(state: TrainState, feedback: ErrorFeedback | None) -> TrainState:
     changed = {} if feedback is None else feedback.changed()
     if not changed:
         return state
-    held = zip(state.setup.layout.trainable, state.window.residual.flats, strict=True)
+    before = residual_of(state)
+    held = zip(state.setup.layout.trainable, before.flats, strict=True)
     flats = tuple(changed.get(index, flat) for index, flat in held)
-    residual = Buffers(flats=flats, placement=Placement.PARTIAL)
-    return state.replace(window=window.lost(state.window, residual))
+    after = Buffers(flats=flats, placement=Placement.PARTIAL)
+    return state.replace(window=window.lost(state.window, before, after))
 
 
 def not_differentiable(option: str) -> PhaseError:

@@ -20,7 +20,7 @@ from fzero.optim import (
 )
 from fzero.packing import pack
 from fzero.partition import leaves_of, shard_of
-from fzero.quantize import wide
+from fzero.quantize import residual_of
 from fzero.state import (
     Buffers,
     Layout,
@@ -31,7 +31,7 @@ from fzero.state import (
     TrainState,
 )
 from fzero.state.precision import Autocast, as_autocast
-from fzero.state.window import CLOSED, Window
+from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of
 from fzero.transforms._modes import in_transform, require_autograd
 from fzero.transforms._options import (
@@ -243,29 +243,13 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
     fulls = [held[i] for i in layout.trainable]
     splits = setup.params is not setup.optimizer_state
     stepped = [shard_of(x, axis.size, axis.rank) for x in fulls] if splits else fulls
-    return TrainState(
+    state = TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
         optimizer=setup.optimizer.init(stepped, pieces_of(setup)),
-        window=empty_window(setup, [flat.device for flat in held]),
+        window=CLOSED,
         step=torch.zeros((), dtype=torch.int64),
         progress=Progress(),
         setup=setup,
     )
-
-
-def empty_window(setup: Setup, devices: Sequence[torch.device]) -> Window:
-    """Return a closed window; with a residual of zeros if gradients are quantized.
-
-    devices: of the groups.
-    """
-    if not setup.quantizes_gradients:
-        return CLOSED
-    flats = tuple(
-        torch.zeros(
-            setup.layout.full_numel(i), dtype=wide(setup.accumulate_dtype(i)), device=device
-        )
-        for i, device in enumerate(devices)
-        if i in setup.layout.trainable
-    )
-    return replace(CLOSED, residual=Buffers(flats=flats, placement=Placement.PARTIAL))
+    return state.replace(window=replace(CLOSED, residual=residual_of(state)))

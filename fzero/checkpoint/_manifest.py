@@ -46,6 +46,8 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
     values = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     slots: dict[str, dict[str, str]] = {}
     trainable = layout.trainable
+    lost = zip(trainable, state.window.residual.flats, strict=False)  # there may be none
+    residual = {names[i]: str(x.dtype) for g, x in lost for i in layout.groups[g].leaves}
     for role, value in zip(roles, values, strict=True):
         if role.position is not None and value.numel():
             group = layout.groups[trainable[role.position]]
@@ -57,11 +59,7 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
             "ranks": layout.ranks,
             "torch": torch.__version__,
             "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
-            "residual": {
-                names[i]: str(flat.dtype)
-                for index, flat in zip(trainable, state.window.residual.flats, strict=False)
-                for i in layout.groups[index].leaves
-            },
+            **({"residual": residual} if residual else {}),
         },
         leaves={
             name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"

@@ -1,0 +1,403 @@
+"""int8 blocks on the wire, by both drivers: their bytes, their values, and the residual."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.adapter import Engine
+from fzero.errors import PhaseError
+from fzero.quantize import dequantized, quantized, wire_numel
+from fzero.state import Layout, TrainState
+from tests.ranks import run_ranks
+from tests.transforms.wired import (
+    DRIVERS,
+    LR,
+    USED,
+    Batch,
+    Odd,
+    by_engine,
+    by_function,
+    each_rank,
+    moved,
+    noise,
+    residual,
+    signs,
+    total,
+    twelves,
+    with_gradients,
+)
+
+BOTH: dict[str, Any] = {"quantized_weights": True, "quantized_gradients": True}
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, {"quantized_gradients": True}),
+    (2, {"quantized_gradients": True}),
+    (3, BOTH),
+]
+STAGES = pytest.mark.parametrize(("stage", "options"), CASES, ids=["1", "2", "3"])
+STEPS = 3
+
+
+def wire_of(layout: Layout, indices: Any) -> int:
+    """The bytes of the full buffers of some groups: elements, and a scale for each block."""
+    return sum(layout.ranks * wire_numel(layout.groups[i].shard_numel) for i in indices)
+
+
+def on_the_wire(driver: Any, world_size: int, stage: int, options: dict[str, Any]) -> Any:
+    """{(op, dtype): elements} and bytes that rank 0 sends in one step; the layout."""
+    layouts: list[Layout] = []
+
+    def body(rank: int, steps: int) -> Tensor:
+        layouts.append(driver(rank, noise, stage, steps, **options).setup.layout)
+        return torch.zeros(())
+
+    found: Counter[tuple[str, torch.dtype]] = Counter()
+    sent: Counter[str] = Counter()
+    for steps, sign in ((1, 1), (0, -1)):
+        with fzero.count_collectives() as log:
+            each_rank(functools.partial(body, steps=steps), world_size)
+        for event in log.of(0):
+            found[event.op, event.dtype] += sign * event.numel
+            sent[event.op] += sign * event.wire_bytes
+    return found, sent, layouts[0]
+
+
+@DRIVERS
+@STAGES
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_wire_has_int8_and_the_bytes_of_the_theory(
+    driver: Any, stage: int, options: dict[str, Any], world_size: int
+) -> None:
+    found, sent, layout = on_the_wire(driver, world_size, stage, options)
+    used = [i for i, g in enumerate(layout.groups) if {*paths(layout, i)} & {*USED}]
+    reduced = [i for i in (used if stage == 3 else layout.trainable)]
+    assert found["all_to_all", torch.int8] == wire_of(layout, reduced)
+    assert sent["all_to_all"] == sum(
+        wire_of(layout, [i]) * (world_size - 1) // world_size for i in reduced
+    )
+    assert not sent["reduce_scatter"] and not sent["all_reduce"]
+    if stage == 3:  # no value is read in a backward: their products are differentiated by x
+        frozen = [i for i in range(len(layout.groups)) if "frozen" in paths(layout, i)]
+        read = {layout.groups[i].name for i in [*used, *frozen]}
+        gathered = [i for i, g in enumerate(layout.groups) if g.name in read]
+        assert found["all_gather", torch.int8] >= wire_of(layout, gathered)
+        assert found["all_gather", torch.int8] % wire_of(layout, gathered) == 0
+        assert not found["all_gather", torch.float32]
+
+
+def paths(layout: Layout, index: int) -> list[str]:
+    return [layout.leaves[i].path for i in layout.groups[index].leaves]
+
+
+@DRIVERS
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_of_three_levels_are_exact(
+    driver: Any, stage: int, options: dict[str, Any], world_size: int
+) -> None:
+    wanted = total(twelves, world_size, STEPS)
+
+    def body(rank: int) -> Tensor:
+        found = moved(driver(rank, twelves, stage, STEPS, **options))
+        for path in USED:
+            assert torch.equal(found[path], wanted[path]), path
+        return torch.zeros(())
+
+    each_rank(body, world_size)
+
+
+def fine(rank: int, step: int) -> Batch:
+    return noise(rank, step, torch.float64)
+
+
+@DRIVERS
+@STAGES
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_updates_together_lack_the_last_residual_and_nothing_else(
+    driver: Any, stage: int, options: dict[str, Any], world_size: int
+) -> None:
+    steps = 4
+    wanted = total(fine, world_size, steps)
+    largest = max(batch.abs().max() for r in range(world_size) for batch in fine(r, 0).values())
+
+    def body(rank: int) -> Tensor:
+        state = driver(rank, fine, stage, steps, torch.float64, **options)
+        found, lost = moved(state), residual(state)
+        for path in USED:
+            torch.testing.assert_close(found[path] + lost[path], wanted[path], rtol=0, atol=1e-12)
+            assert lost[path].abs().max() <= 1.5 * largest / 254
+            if USED[path].numel() > 1:
+                assert (found[path] - wanted[path]).abs().max() > 1e-6
+        return torch.zeros(())
+
+    each_rank(body, world_size)
+
+
+def test_without_feedback_the_error_would_grow_with_it_it_does_not() -> None:
+    steps = 40
+    x = {path: value.abs() + 0.1 for path, value in fine(0, 0).items()}
+
+    def body(rank: int) -> Tensor:
+        found = moved(by_function(rank, lambda *_: x, 2, steps, torch.float64, **CASES[0][1]))
+        return torch.stack([(found[path] - steps * x[path]).abs().max() for path in USED]).max()
+
+    bound = max(value.max() for value in x.values()) / 254
+    alone = x["wide"].flatten()
+    drift = steps * (dequantized(quantized(alone), alone.numel(), alone.dtype) - alone).abs().max()
+    assert each_rank(body, 2).max() <= 1.01 * bound
+    assert drift > 10 * bound
+
+
+@STAGES
+@pytest.mark.parametrize("more", [{}, {"loss_scale": 1024.0}, {"reduce_op": "sum"}], ids=str)
+def test_both_drivers_hold_the_same_bits(
+    stage: int, options: dict[str, Any], more: dict[str, Any]
+) -> None:
+    def body(rank: int) -> Tensor:
+        mine = by_engine(rank, noise, stage, **options, **more)
+        theirs = by_function(rank, noise, stage, **options, **more)
+        flats = [[*s.params.flats, *s.window.residual.flats] for s in (mine, theirs)]
+        for x, y in zip(*flats, strict=True):
+            assert torch.equal(x, y)
+        return torch.zeros(())
+
+    each_rank(body, 3)
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("world_size", [3])
+def test_gloo_ranks_have_the_bits_and_the_bytes_of_virtual_ones(world_size: int) -> None:
+    with fzero.count_collectives() as log:
+        wanted = each_rank(all_cases, world_size)
+    events = Counter((e.op, e.dtype, e.numel) for e in log.of(0) if e.op != "agree")
+    for rank, (found, counted) in enumerate(run_ranks(on_gloo, world_size)):
+        assert torch.equal(found, wanted[rank])
+        assert counted == events
+
+
+def all_cases(rank: int) -> Tensor:
+    states = [
+        driver(rank, noise, stage, **options)
+        for driver in (by_engine, by_function)
+        for stage, options in CASES
+    ]
+    flats = [x for s in states for x in (*values_of(s), *s.window.residual.flats)]
+    return torch.cat([flat.flatten() for flat in flats])
+
+
+def values_of(state: TrainState) -> list[Tensor]:
+    return [value for _, value in sorted(fzero.full_params(state).items())]
+
+
+def on_gloo(rank: int, world_size: int) -> Any:
+    with fzero.count_collectives() as log:
+        found = all_cases(rank)
+    return found, Counter((e.op, e.dtype, e.numel) for e in log.of() if e.op != "agree")
+
+
+# What is gathered.
+
+
+@DRIVERS
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("reshard", [True, False, "window"])
+def test_every_rank_reads_the_same_rounded_values_and_between_steps_exact_ones(
+    driver: Any, autocast: Any, reshard: Any
+) -> None:
+    thirds = {path: p.detach() / 3 for path, p in Odd().named_parameters()}
+
+    class Reading(Odd):
+        def __init__(self) -> None:
+            super().__init__()
+            for path, p in self.named_parameters():
+                p.data.copy_(thirds[path])
+
+        def forward(self, x: Batch) -> Tensor:
+            for path, p in self.named_parameters():
+                seen[path] = p.detach().clone() + 0.0
+            return super().forward(x)
+
+    def body(rank: int) -> Any:
+        options: Any = {"reshard_after_forward": reshard, "quantized_weights": True}
+        if driver is by_engine:
+            engine = Engine(Reading(), None, stage=3, autocast=autocast, **options)
+            with engine.no_sync():
+                engine(signs(1.0)).backward()
+                exact = engine.full_state_dict()
+            return [seen["wide"], *(exact[path] for path in thirds)]
+        _, params = fzero.functionalize(Reading())
+        state = fzero.init(params, fzero.optim.sgd(LR), stage=3, autocast=autocast, **options)
+        state, _ = fzero.grad_and_reduce(lambda p: (p["wide"] + 0.0).sum(), state)()
+        _, wide = fzero.grad_and_reduce(
+            lambda p: ((p["wide"] + 0.0).sum(), p["wide"].detach().clone()), state, has_aux=True
+        )()
+        exact = fzero.full_params(state)
+        return [wide[1], *(exact[path] for path in thirds)]
+
+    seen: dict[str, Tensor] = {}
+    found, *exact = each_rank(body, 3)
+    wanted = thirds["wide"]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], wanted)
+    assert (found[0] - wanted).abs().max() <= wanted.max() / 254 * 1.01
+    for path, value in zip(thirds, exact, strict=True):
+        assert torch.equal(value[0], thirds[path]), path
+
+
+# The residual, where something goes wrong.
+
+
+def lost(state: TrainState) -> list[Tensor]:
+    return [flat.clone() for flat in state.window.residual.flats]
+
+
+def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+
+
+def test_a_state_counts_its_residual_and_stays_as_it_was() -> None:
+    def body(rank: int) -> Tensor:
+        before = by_function(rank, noise, 2, 0, quantized_gradients=True)
+        numel = sum(before.setup.layout.full_numel(i) for i in before.setup.layout.trainable)
+        assert fzero.state_bytes(before)["window"] == 4 * numel
+        apply, _ = fzero.functionalize(Odd())
+        after, _ = fzero.grad_and_reduce(lambda p: apply(p, noise(rank, 0)), before)()
+        assert not any(flat.any() for flat in lost(before)) and any(x.any() for x in lost(after))
+        shown = fzero.gradients(after)
+        assert same(lost(after), lost(after)) and shown["wide"].any()
+        with pytest.raises(ZeroDivisionError):
+            fzero.grad_and_reduce(lambda p: apply(p, noise(rank, 0)) + 1 / 0, after)()
+        updated = fzero.apply_gradients(after)
+        assert same(lost(updated), lost(after)) and not updated.window.residual_before.held
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+def overflowing(rank: int, step: int) -> Batch:
+    """Noise; in step 1 an infinity on rank 1, and large numbers in the other blocks."""
+    found = dict(noise(rank, step))
+    if step == 1:
+        found = {path: value * 1e30 for path, value in found.items()}
+        found["wide"] = torch.where(torch.tensor(rank == 1), torch.inf, found["wide"])
+    return found
+
+
+@DRIVERS
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: int) -> None:
+    """The steps around an overflow give the bits of a run that never had it."""
+
+    def without(rank: int, step: int) -> Batch:
+        return overflowing(rank, 2 * step)
+
+    def body(rank: int) -> Tensor:
+        scale = fzero.DynamicScale(init_scale=4.0, growth_interval=1)
+        options: Any = {"quantized_gradients": True}
+        mine = driver(rank, overflowing, stage, 3, loss_scale=scale, **options)
+        theirs = driver(rank, without, stage, 2, **options)
+        assert int(mine.step) == 2
+        assert same(list(mine.params.flats), list(theirs.params.flats))
+        assert same(lost(mine), lost(theirs)) and any(flat.any() for flat in lost(mine))
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+def test_gradients_that_are_thrown_away_take_their_residual_with_them() -> None:
+    def body(rank: int) -> Tensor:
+        module = Odd()
+        learns = [p for p in module.parameters() if p.requires_grad]
+        engine = Engine(module, torch.optim.SGD(learns, LR), stage=2, quantized_gradients=True)
+        engine(noise(rank, 0)).backward()
+        engine.step()
+        before = lost(engine.state)
+        for _ in range(2):
+            engine(noise(rank, 1)).backward()
+        assert not same(lost(engine.state), before)
+        engine.zero_grad()
+        assert same(lost(engine.state), before)
+        engine(noise(rank, 1)).backward()
+        module.zero_grad()
+        engine(noise(rank, 2)).backward()
+        engine.step()
+        engine.zero_grad()  # there is nothing to throw away
+        theirs = by_engine(rank, lambda r, step: noise(r, 2 * step), 2, 2, quantized_gradients=True)
+        assert same(lost(engine.state), lost(theirs))
+        assert same(list(engine.state.params.flats), list(theirs.params.flats))
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+def test_a_nan_stays_out_of_the_residual_and_is_seen_in_the_gradient() -> None:
+    def bad(rank: int, step: int) -> Batch:
+        found = dict(noise(rank, step))
+        if rank == 0:
+            found["wide"] = torch.full_like(found["wide"], torch.nan)
+        return found
+
+    def body(rank: int) -> Tensor:
+        for driver in (by_engine, by_function):
+            state = with_gradients(driver, rank, bad, 2, quantized_gradients=True)
+            assert all(flat.isfinite().all() for flat in lost(state))
+            assert fzero.gradients(state)["wide"].isnan().all()
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_window_is_quantized_once_whatever_ranks_do_in_it(stage: int) -> None:
+    """Other numbers of backwards on the ranks of an engine, three of which wait."""
+
+    def body(rank: int) -> Tensor:
+        module = Odd(torch.float64)
+        learns = [p for p in module.parameters() if p.requires_grad]
+        engine = Engine(module, torch.optim.SGD(learns, LR), stage=stage, quantized_gradients=True)
+        with engine.coalesce():
+            for step in range(1 + rank):
+                engine(fine(rank, step)).backward()
+        engine.step()
+        found, left = moved(engine.state), residual(engine.state)
+        batches = [fine(r, step) for r in range(2) for step in range(1 + r)]
+        for path in USED:
+            wanted = torch.stack([batch[path] for batch in batches]).sum(0) / 2
+            torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
+        return torch.tensor(len(engine.state.setup.layout.trainable))
+
+    with fzero.count_collectives() as log:
+        groups = each_rank(body, 2)
+    assert log.counts(0)["all_to_all"] == groups[0]  # each of them once
+
+
+def test_what_cannot_be_differentiated_is_refused_by_name() -> None:
+    params = {"w": torch.ones(300)}
+
+    def body(rank: int) -> Tensor:
+        for stage, name in ((2, "quantized_gradients"), (3, "quantized_weights")):
+            options: Any = {name: True}
+            state = fzero.init(params, fzero.optim.sgd(1.0), stage=stage, **options)
+            grad = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)
+            with pytest.raises(PhaseError, match=f"{name}=True"):
+                grad(torch.ones((), requires_grad=True))
+            inside = fzero.grad_and_reduce(
+                lambda p: torch.func.grad(lambda w: (w**2).sum())(p["w"]).sum(), state
+            )
+            assert torch.equal(fzero.gradients(inside()[0])["w"], torch.full((300,), 2.0))
+        state = fzero.init(params, fzero.optim.sgd(1.0), stage=2, quantized_gradients=True)
+        with pytest.raises(PhaseError, match="add_gradients"):
+            fzero.add_gradients(state, params, reduced=False)
+        added, _ = fzero.coalesce(lambda s: (fzero.add_gradients(s, params, reduced=False), None))(
+            state
+        )
+        assert torch.equal(fzero.gradients(added)["w"], torch.ones(300))
+        return torch.zeros(())
+
+    each_rank(body, 2)

@@ -20,6 +20,10 @@ from fzero.packing import unpack
 from fzero.state import TrainState
 
 LR = 0.5
+GRADIENTS: dict[str, Any] = {"quantized_gradients": True}
+CASES = [(1, GRADIENTS), (2, GRADIENTS), (3, {**GRADIENTS, "quantized_weights": True})]
+"""(stage, options) of all that can be quantized there."""
+
 Batch = Mapping[str, Tensor]
 Data = Callable[[int, int], Batch]  # (rank, step) -> {path: the gradient}
 
@@ -63,19 +67,24 @@ def noise(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Batch:
     return {p: torch.randn(s, generator=source).to(dtype) for p, s in USED.items()}
 
 
+def fine(rank: int, step: int) -> Batch:
+    return noise(rank, step, torch.float64)
+
+
 def by_engine(
     rank: int,
     data: Data,
     stage: int,
     steps: int = 3,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
     **options: Any,
 ) -> TrainState:
-    module = Odd(dtype)
+    module = Odd(dtype).to(device)
     learns = [p for p in module.parameters() if p.requires_grad]
     engine = Engine(module, torch.optim.SGD(learns, LR), stage=stage, **options)
     for step in range(steps):
-        engine.backward(engine(data(rank, step)))
+        engine.backward(engine(_on(device, data(rank, step))))
         engine.step()
     return engine.state
 
@@ -86,10 +95,11 @@ def by_function(
     stage: int,
     steps: int = 3,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
     loss_scale: Any = 1,
     **options: Any,
 ) -> TrainState:
-    apply, params = fzero.functionalize(Odd(dtype))
+    apply, params = fzero.functionalize(Odd(dtype).to(device))
 
     def step_fn(state: Any, x: Batch) -> Any:
         state, loss = fzero.grad_and_reduce(lambda p: apply(p, x), state)()
@@ -99,8 +109,12 @@ def by_function(
     step: Any = fzero.shard(scaled, stage=stage, donate=True, **options)
     state = step.init(params, fzero.optim.sgd(LR))
     for number in range(steps):
-        state, _ = step(state, data(rank, number))
+        state, _ = step(state, _on(device, data(rank, number)))
     return state
+
+
+def _on(device: str, x: Batch) -> Batch:
+    return {path: value.to(device) for path, value in x.items()}
 
 
 def with_gradients(driver: Any, rank: int, data: Data, stage: int, **options: Any) -> TrainState:
@@ -128,7 +142,7 @@ def moved(state: TrainState) -> dict[str, Tensor]:
     dtype = state.setup.layout.leaves[0].dtype
     first = dict(Odd(dtype).named_parameters())
     last = fzero.full_params(state)
-    return {path: (first[path].detach() - last[path]) / LR for path in USED}
+    return {path: (first[path].detach() - last[path].cpu()) / LR for path in USED}
 
 
 def residual(state: TrainState) -> dict[str, Tensor]:
@@ -138,7 +152,7 @@ def residual(state: TrainState) -> dict[str, Tensor]:
         leaves = unpack(layout, index, fzero.pmean(flat))
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
         found.update(zip(paths, leaves, strict=True))
-    return {path: found[path] for path in USED}
+    return {path: found[path].cpu() for path in USED}
 
 
 def total(data: Data, world_size: int, steps: int, *, op: str = "mean") -> dict[str, Tensor]:
@@ -146,3 +160,21 @@ def total(data: Data, world_size: int, steps: int, *, op: str = "mean") -> dict[
     batches = [data(rank, step) for step in range(steps) for rank in range(world_size)]
     ranks = world_size if op == "mean" else 1
     return {path: torch.stack([batch[path] for batch in batches]).sum(0) / ranks for path in USED}
+
+
+def check_quantized(
+    rank: int, world_size: int, device: str, stage: int, options: dict[str, Any]
+) -> None:
+    """Both drivers have the same bits; updates lack the last residual and nothing else."""
+    steps = 3
+    wanted = total(noise, world_size, steps)
+    mine, theirs = (
+        driver(rank, noise, stage, steps, device=device, **options)
+        for driver in (by_engine, by_function)
+    )
+    flats = [[*one.params.flats, *one.window.residual.flats] for one in (mine, theirs)]
+    for x, y in zip(*flats, strict=True):
+        assert torch.equal(x, y)
+    found, lost = moved(mine), residual(mine)
+    for path in USED:
+        torch.testing.assert_close(found[path] + lost[path], wanted[path], rtol=0, atol=1e-5)

@@ -96,8 +96,8 @@ class ErrorFeedback:
         self._held, self._factor, self._changed = dict(residual), factor, {}
 
     def changed(self) -> dict[int, Tensor]:
-        """Return, and forget, the new residual of each group that was reduced."""
-        changed, self._changed = self._changed, {}
+        """Return, and forget, the new residual of each group that was reduced; nothing follows."""
+        changed, self._changed, self._held = self._changed, {}, {}
         return changed
 
     def sent(self, index: int, gradient: Tensor | None) -> Tensor:

@@ -281,6 +281,8 @@ class Reducer:
             with suppress(AxisError):
                 self._flights.popleft()[1].wait()
         self.means = [{} for _ in self.setups]
+        for feedback in filter(None, self.feedback):
+            feedback.changed()
 
 
 def _is_shared(flat: Tensor, written: set[int]) -> bool:

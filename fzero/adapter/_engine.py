@@ -65,8 +65,10 @@ class Engine(Access, Scaling):
         contiguous_gradients: copy each gradient into its bucket as it comes.
         overlap: reduce beside the backward.
         ordered: sum in rank order on every backend.
-        accumulate_dtype, communication_dtype, reduce_op, gradient_predivide_factor,
-            quantized_weights, quantized_gradients: as in `fzero.init`.
+        accumulate_dtype: in which gradients add up; default fp32 for 16-bit parameters.
+        communication_dtype: in which gradients cross ranks; default the parameters'.
+        reduce_op, gradient_predivide_factor, quantized_weights, quantized_gradients: as in
+            `fzero.init`.
         master_weights: fp32 copies of 16-bit parameters.
         max_norm: clip the global gradient norm.
         gradient_accumulation_steps: `step()` updates at every n-th call.

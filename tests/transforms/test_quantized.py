@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from tests.transforms.wired import (
 
 GRADIENTS: dict[str, Any] = {"quantized_gradients": True}
 CASES = [(1, GRADIENTS), (2, GRADIENTS), (3, {**GRADIENTS, "quantized_weights": True})]
+ROOT = Path(__file__).parents[2]
 STAGES = pytest.mark.parametrize(("stage", "options"), CASES, ids=["1", "2", "3"])
 STEPS = 3
 
@@ -266,3 +268,13 @@ def test_what_cannot_be_differentiated_is_refused_by_name() -> None:
         return torch.zeros(())
 
     each_rank(body, 2)
+
+
+def test_the_example_of_the_docs_prints_what_stands_below_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (ROOT / "docs" / "communication.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    exec(code, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 and all(f"    {line}\n" in text for line in printed)

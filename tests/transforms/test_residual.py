@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -150,3 +151,26 @@ def test_a_window_is_quantized_once_whatever_ranks_do_in_it(stage: int) -> None:
     with fzero.count_collectives() as log:
         groups = each_rank(body, 2)
     assert log.counts(0)["all_to_all"] == groups[0]  # each of them once
+
+
+def test_micro_batches_lose_what_their_share_of_the_update_loses() -> None:
+    """One that waits, and one that is reduced at once; then a window of both."""
+
+    options: Any = {"gradient_accumulation_steps": 2, "average_micro_batches": True}
+
+    def body(rank: int) -> Tensor:
+        module = Odd(torch.float64)
+        sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
+        engine = Engine(module, sgd, stage=2, quantized_gradients=True, **options)
+        for waits in (engine.no_sync, nullcontext, engine.no_sync, engine.no_sync):
+            with waits():
+                engine(fine(rank, int(engine.state.progress.backwards))).backward()
+            engine.step()
+        found, left = moved(engine.state), residual(engine.state)
+        for path in USED:
+            batches = [fine(r, step)[path] for r in range(2) for step in range(2)]
+            wanted = 2 * torch.stack(batches).mean(0)  # two updates by the same two batches
+            torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
+        return torch.zeros(())
+
+    each_rank(body, 2)

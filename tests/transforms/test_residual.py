@@ -174,3 +174,53 @@ def test_micro_batches_lose_what_their_share_of_the_update_loses() -> None:
         return torch.zeros(())
 
     each_rank(body, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_with_other_numbers_of_backwards_lose_nothing_else(stage: int) -> None:
+    """A rank that has called step() takes part in the backwards of the others, with zeros."""
+
+    def body(rank: int) -> Tensor:
+        module = Odd(torch.float64)
+        sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
+        engine = Engine(module, sgd, stage=stage, quantized_gradients=True)
+        for update in range(2):
+            for number in range(1 + rank):
+                engine(fine(rank, 2 * update + number)).backward()
+            engine.step()
+        found, left = moved(engine.state), residual(engine.state)
+        for path in USED:
+            steps = [(0, 0), (0, 2), *((1, step) for step in range(4))]
+            wanted = torch.stack([fine(*one)[path] for one in steps]).sum(0) / 2
+            torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() -> None:
+    """Its rank leaves the plan, which ends with zeros, and reduces its own gradient after that."""
+    x = torch.linspace(-1, 1, 700, dtype=torch.float64)
+    params = {"a": {"w": x.clone()}, "b": {"w": x.clone()}}
+
+    def body(rank: int) -> Tensor:
+        state: Any = fzero.init(
+            params, fzero.optim.sgd(1.0), stage=3, quantized_gradients=True, units=lambda p: p[0]
+        )
+        for step in range(4):
+
+            def loss(p: Any, step: int = step) -> Tensor:
+                first = (p["a"]["w"] * x * (1 + rank)).sum()
+                return first + (p["b"]["w"] ** 2).sum() if rank and step == 2 else first
+
+            state, _ = fzero.grad_and_reduce(loss, state)()
+        (index,) = [i for i, g in enumerate(state.setup.layout.groups) if g.name == "a"]
+        at = state.setup.layout.trainable.index(index)
+        left = fzero.pmean(state.window.residual.flats[at])[:700]
+        found = fzero.gradients(state)["a"]["w"]
+        torch.testing.assert_close(found + left, 4 * 1.5 * x, rtol=0, atol=1e-12)
+        return torch.zeros(())
+
+    with fzero.count_collectives() as log:
+        each_rank(body, 2)
+    assert log.counts(0)["all_to_all"] == 4 + 1 + 2  # of a once more; of b, from then on planned

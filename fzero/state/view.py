@@ -15,6 +15,9 @@ from fzero.state._record import NAMESPACE
 def state_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
 
+    The window has what is not reduced yet, the residual of quantized gradients, and full parameters
+    that it keeps.
+
     Example:
         >>> import torch, fzero
         >>> state = fzero.init({"w": torch.zeros(3, 4)}, fzero.optim.adam(1e-3), stage=0)
@@ -77,6 +80,7 @@ def _rows(state: Any) -> list[tuple[str, str]]:
         if state.window.is_open
         else "closed",
     }
+    places["window"] += ", with a residual" if state.window.residual.held else ""
     return [(kind, f"{place}, {found[kind]:,} bytes") for kind, place in places.items()]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fzero
@@ -190,8 +191,16 @@ def values_of(state: TrainState) -> list[Tensor]:
 
 
 def on_gloo(rank: int, world_size: int) -> Any:
-    with fzero.count_collectives() as log:
+    send, sent = dist.isend, list[int]()
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(x.numel() * x.element_size())
+        return send(x, *args, **kwargs)
+
+    with fzero.count_collectives() as log, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counted)
         found = all_cases(rank)
+    assert sum(sent) == log.wire_bytes(ops=("all_to_all",))  # what torch was given to send
     return found, Counter((e.op, e.dtype, e.numel) for e in log.of() if e.op != "agree")
 
 

@@ -46,7 +46,7 @@ class Gatherer:
 
     Groups are numbered over all the states of a pass, in order; so are units. `casts`: the dtype to
     which autocast casts while a loss runs under it; `rounds`: whether a pass runs, in which values
-    may be rounded as autocast says; `changes`: how often the values have changed.
+    may be rounded by autocast or to int8 blocks; `changes`: how often the values have changed.
     """
 
     def __init__(self, layouts: Sequence[Layout], axis: Axis) -> None:
@@ -69,8 +69,9 @@ class Gatherer:
         self.writable: Counter[int] = Counter()  # how many of them write to it
         self._sources: dict[int, int] = {}  # whose values count in the last one that did
         self.on_hold: Callable[[Sequence[int]], None] = self._fetch_all
-        self.on_written: Callable[[Sequence[int]], None] = _nothing
+        self.on_written: Callable[[Sequence[int]], None] = lambda _: None
         self._flights: dict[int, InFlight] = {}
+        self._blocks: set[int] = set()  # units that came as int8 blocks
 
     def add(self, layout: Layout) -> int:
         """Add the units of one more layout; return the number of its first group."""
@@ -187,8 +188,7 @@ class Gatherer:
         if any(map(self.is_rounded, units)):
             raise PhaseError(
                 explain(
-                    "gathered(modify=True) inside a forward under autocast, which has gathered "
-                    "these parameters rounded.",
+                    "gathered(modify=True) in a forward that gathered these parameters rounded.",
                     cause="a module that writes to its own parameters in its forward.",
                     fix="write parameters between steps.",
                 )
@@ -220,7 +220,7 @@ class Gatherer:
             first += len(layout.groups)
         for unit, groups in enumerate(self.units):
             if all(group in flats for group in groups):
-                self._hold(unit, [flats[group] for group in groups])
+                self._hold(unit, [flats[group] for group in groups], self._is_quantized(unit))
                 self.kept.add(unit)
 
     def kept_flats(self) -> list[tuple[Tensor, ...]]:
@@ -248,13 +248,17 @@ class Gatherer:
 
     def _started(self, unit: int, *, exact: bool) -> InFlight:
         shards = [self.groups[group].sent(exact=exact) for group in self.units[unit]]
-        return start_gather(shards, self.axis)
+        return start_gather(shards, self.axis, as_blocks=not exact and self._is_quantized(unit))
+
+    def _is_quantized(self, unit: int) -> bool:
+        groups = [self.groups[group] for group in self.units[unit]]
+        return any(one.layout.groups[one.index].quantized for one in groups)
 
     def wait(self, unit: int) -> None:
         """Wait until a unit that was started is whole."""
         flight = self._flights.pop(unit, None)
         if flight is not None:
-            self._hold(unit, flight.wait())
+            self._hold(unit, flight.wait(), flight.as_blocks)
             for group in self.units[unit]:
                 page_out(self.groups[group].shard)
 
@@ -266,8 +270,9 @@ class Gatherer:
         for unit in units:
             self.wait(unit)
 
-    def _hold(self, unit: int, flats: list[Tensor]) -> None:
+    def _hold(self, unit: int, flats: list[Tensor], as_blocks: bool) -> None:
         self.flats[unit] = flats
+        self._blocks = self._blocks - {unit} | ({unit} if as_blocks else set())
         self.held[unit] = [
             unpack(self.groups[group].layout, self.groups[group].index, flat)
             for group, flat in zip(self.units[unit], flats, strict=True)
@@ -293,9 +298,10 @@ class Gatherer:
         return unit in self.held or unit in self._flights
 
     def is_rounded(self, unit: int) -> bool:
-        """Return whether a unit is here, and not in the dtype of its parameters."""
-        pairs = zip(self.units[unit], self.flats.get(unit, ()), strict=False)
-        return any(flat.dtype != self.groups[group].shard.dtype for group, flat in pairs)
+        """Return whether a unit is here, and not with the bits of its parameters."""
+        flats, in_blocks = self.flats.get(unit, ()), unit in self._blocks
+        pairs = zip(self.units[unit], flats, strict=False)
+        return any(in_blocks or x.dtype != self.groups[group].shard.dtype for group, x in pairs)
 
     def drop_rounded(self, units: Sequence[int]) -> None:
         """Outside of a pass values are exact: let go of what is rounded, whether kept or not."""
@@ -328,7 +334,3 @@ class Gatherer:
             self.kept = set()
         for unit in [*self.held, *self._flights]:
             self.free(unit)
-
-
-def _nothing(units: Sequence[int]) -> None:
-    """What follows a write where nothing else depends on the values."""

@@ -2,7 +2,8 @@
 
     put(state, leaf, gradient)      autograd made one
       the bucket is full            pack -> [W l] in the dtype of the wire
-      it may start                  reduce-scatter (or all-reduce), at most two at a time
+      it may start                  reduce-scatter (or all-reduce), at most two at a time; of
+                                    int8 blocks an all-to-all, and the sum is made here
       it is over                    / W -> means, in the dtype in which gradients add up
 
 A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
@@ -21,11 +22,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from fzero.collectives import InFlight, start_reduce, start_scatter
+from fzero.collectives import InFlight, start_all_to_all, start_reduce, start_scatter
 from fzero.errors import AxisError
 from fzero.homes import add_to, lent, placed
 from fzero.mesh import Axis, Runtime
 from fzero.packing import pack_copied, unpack
+from fzero.quantize import ErrorFeedback
 from fzero.state.buffers import Placement
 from fzero.state.layout import Layout
 from fzero.state.setup import Setup
@@ -121,6 +123,7 @@ class Reducer:
         self._flights: deque[tuple[int, InFlight]] = deque()
         streams = any(setup.streams for setup in setups)
         self._stays = axis.runtime is Runtime.LOCAL and not streams
+        self.feedback = [ErrorFeedback(s) if s.quantizes_gradients else None for s in setups]
 
     def _add(self, number: int, setup: Setup) -> None:
         layout = setup.layout
@@ -190,12 +193,12 @@ class Reducer:
             self._land()
         groups = [self._groups[state][i] for i in indices]
         taken = [group.take(to_write=not sharded) if mine else None for group in groups]
-        local = [
-            self._zeros(setup, state, i) if x is None else self._sent(setup, state, i, x)
-            for i, x in zip(indices, taken, strict=True)
-        ]
+        pairs = zip(indices, taken, strict=True)
+        local = [self._sent(state, i, x, mine=mine) for i, x in pairs]
         ordered = setup.reduction.ordered
-        if sharded:
+        if setup.quantizes_gradients:
+            flight = start_all_to_all(local, self.axis)
+        elif sharded:
             flight = start_scatter(local, self.axis, ordered=ordered)
         else:  # in place
             flight = start_reduce(local, self.axis, ordered=ordered)
@@ -203,21 +206,26 @@ class Reducer:
         if not setup.reduction.overlap:
             self._land()
 
-    def _sent(self, setup: Setup, state: int, index: int, x: Tensor) -> Tensor:
-        return lent(x, self._devices[state], setup.communication_dtype(index))
-
-    def _zeros(self, setup: Setup, state: int, index: int) -> Tensor:
-        numel = setup.layout.full_numel(index)
+    def _sent(self, state: int, index: int, gradient: Tensor | None, *, mine: bool) -> Tensor:
+        """What this rank puts on the wire for one group; None for zeros."""
+        setup, feedback, device = self.setups[state], self.feedback[state], self._devices[state]
+        if gradient is not None:
+            gradient = lent(gradient, device)
+        if feedback is not None:
+            return feedback.sent(index, gradient) if mine else feedback.nothing(index, device)
+        if gradient is not None:
+            return setup.sent(index, gradient)
         dtype = setup.communication_dtype(index)
-        return torch.zeros(numel, dtype=dtype, device=self._devices[state])
+        return torch.zeros(setup.layout.full_numel(index), dtype=dtype, device=device)
 
     def _land(self) -> None:
         """Wait for the oldest reduction, and add its mean to those before."""
         unit, flight = self._flights.popleft()
         state, indices = self._units[unit]
-        means, setup = self.means[state], self.setups[state]
-        for index, summed in zip(indices, flight.wait(), strict=True):
-            mean = summed.to(setup.accumulate_dtype(index)).div_(self.axis.size)
+        means, setup, feedback = self.means[state], self.setups[state], self.feedback[state]
+        for index, got in zip(indices, flight.wait(), strict=True):
+            summed = got if feedback is None else feedback.summed(index, got)
+            mean = summed.to(setup.accumulate_dtype(index)).div_(setup.divisor)
             if index in means:
                 add_to(means[index], mean)
             else:
@@ -279,6 +287,8 @@ class Reducer:
             with suppress(AxisError):
                 self._flights.popleft()[1].wait()
         self.means = [{} for _ in self.setups]
+        for feedback in filter(None, self.feedback):
+            feedback.changed()
 
 
 def _is_shared(flat: Tensor, written: set[int]) -> bool:

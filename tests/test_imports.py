@@ -21,7 +21,7 @@ LEVELS = (
     ("_compiled", "_launch", "_module_copy", "virtual"),
     ("mesh",),
     ("state",),
-    ("homes", "packing", "placeholder"),
+    ("homes", "packing", "placeholder", "quantize"),
     ("collectives", "partition"),
     ("gather", "reduce", "functional", "optim"),
     ("replay",),

@@ -16,8 +16,8 @@ from torch import Tensor
 from fzero.adapter._driver import Driver
 from fzero.errors import PhaseError, explain
 from fzero.optim import NoOptimizer, no_optimizer
-from fzero.state import TrainState, buffers, progress
-from fzero.state.window import CLOSED, open_window
+from fzero.state import Buffers, TrainState, buffers, progress
+from fzero.state.window import CLOSED, Window, open_window
 from fzero.transforms._finite import first_of, report_of
 from fzero.transforms._norm import clip_factor
 from fzero.transforms._receive import accumulate, filled, reduce_window
@@ -179,13 +179,18 @@ def _closed(before: TrainState, now: TrainState) -> TrainState:
     waited = before.window.pending
     if now.window.pending.held:
         waited = buffers.add(waited, now.window.pending)
-    return now.replace(window=replace(CLOSED, pending=waited))
+    return now.replace(window=_shut(now, waited))
 
 
 def _kept(before: TrainState, now: TrainState) -> TrainState:
     """What was there before a window that raised."""
-    kept = replace(CLOSED, pending=before.window.pending)
+    kept = _shut(now, before.window.pending)
     return now.replace(window=kept, progress=before.progress)
+
+
+def _shut(state: TrainState, pending: Buffers) -> Window:
+    """The window of a state closed, with these gradients waiting."""
+    return replace(state.window, pending=pending, gathered=(), is_open=False)
 
 
 def reduce_what_waits(driver: Driver, name: str) -> None:

@@ -32,7 +32,7 @@ from fzero.optim import TorchOptimizer
 from fzero.placeholder import placeholders
 from fzero.state import Buffers, Setup, TrainState, progress
 from fzero.state.scale import ScalePolicy, carried
-from fzero.state.window import CLOSED
+from fzero.state.window import forget
 from fzero.transforms._pass import Pass
 from fzero.transforms._receive import device_of
 from fzero.transforms._scaled import with_policy, with_value
@@ -320,5 +320,6 @@ def _optimizer_of(setup: Setup, learning: Sequence[Tensor]) -> Optimizer | None:
 
 def _cleared(state: TrainState) -> TrainState:
     """The state without any gradient; an open window stays open."""
-    window = replace(state.window, pending=CLOSED.pending)
-    return state.replace(gradients=Buffers(), window=window, progress=progress.Progress())
+    return state.replace(
+        gradients=Buffers(), window=forget(state.window), progress=progress.Progress()
+    )

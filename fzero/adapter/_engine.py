@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from fzero.state import HookState, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
-from fzero.transforms._options import BUCKET_BYTES
+from fzero.transforms._options import BUCKET_BYTES, WireOptions
 from fzero.transforms.scale_loss import Scale
 
 
@@ -55,9 +55,8 @@ class Engine(Access, Scaling):
     None` (module.zero_grad(), optimizer.zero_grad()) drops them.
 
     Args:
-        module: any nn.Module; its parameters become views of the engine's buffers. Rank 0's values
-            are given to all ranks, buffers too; later each rank's buffers (running statistics) are
-            its own.
+        module: any nn.Module; its parameters become views of the engine's buffers. All ranks get
+            rank 0's values, buffers too; later each rank's buffers are its own.
         optimizer: a torch.optim optimizer of module.parameters(), in any param groups; or its class
             or a factory, called with what learns; or a rule of `fzero.optim`; None for a model that
             is not stepped. `engine.step()` runs it; `optimizer.step()` alone raises.
@@ -69,13 +68,14 @@ class Engine(Access, Scaling):
         ordered: sum in rank order on every backend.
         accumulate_dtype: in which gradients add up; default fp32 for 16-bit parameters.
         communication_dtype: in which gradients cross ranks; default the parameters'.
+        reduce_op, gradient_predivide_factor, quantized_weights, quantized_gradients: as in
+            `fzero.init`.
         master_weights: fp32 copies of 16-bit parameters.
         state_dtype: of the optimizer's states, as in `fzero.optim.adamw`.
         stochastic_rounding: of bf16 parameters without masters, as in `fzero.optim.adamw`.
         max_norm: clip the global gradient norm.
         gradient_accumulation_steps: `step()` updates at every n-th call.
-        average_micro_batches: divide the update by the number of step() calls, or of backwards when
-            each call updates.
+        average_micro_batches: divide by the number of step() calls, or backwards if each updates.
         check_finite: `step()` raises `NonFiniteError`, on every rank, if a loss that `backward` was
             given, or a gradient, is NaN or infinite: see `fzero.check_finite`.
         loss_scale: of `fzero.scale_loss`: a number, "dynamic", a `DynamicScale`, or the user's own.
@@ -86,10 +86,8 @@ class Engine(Access, Scaling):
         reshard_after_forward: stage 3. True: the full values of a unit go when another unit is
             used, and are gathered again in backward. False: they stay until the backward is over.
             "window": they stay over a window (`coalesce`, `no_sync`).
-        prefetch_numel: stage 3, elements gathered early: the next unit, and more while they fit; 0:
-            none.
-        persistence_threshold_numel: stage 3, parameters of at most so many elements stay whole from
-            one update to the next.
+        prefetch_numel: stage 3, elements gathered early: the next unit, and more that fit; 0: none.
+        persistence_threshold_numel: stage 3, smaller parameters stay whole between two updates.
         leaf_modules: stage 3, modules whose parameters are one unit.
         offload: what lives in host memory or on disk, and where; see `fzero.offload`.
 
@@ -123,8 +121,6 @@ class Engine(Access, Scaling):
         contiguous_gradients: bool = False,
         overlap: bool = True,
         ordered: bool = False,
-        accumulate_dtype: torch.dtype | None = None,
-        communication_dtype: torch.dtype | None = None,
         master_weights: bool = True,
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
@@ -139,8 +135,9 @@ class Engine(Access, Scaling):
         persistence_threshold_numel: int = 0,
         leaf_modules: LeafSpec | None = None,
         offload: Offload | None = None,
+        **options: Unpack[WireOptions],
     ) -> None:
-        self.options = options_of(locals())
+        self.options = options_of(locals() | options)
         setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
         self.module, self.stage = module, setup.stage
         self._driver = Driver(module, setup, scale_of(loss_scale, setup))

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from fzero.errors import LayoutError, explain
 from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.scale import as_policy
-from fzero.transforms._options import check_bucket, check_flags, check_reshard
+from fzero.transforms._options import (
+    check_bucket,
+    check_flags,
+    check_reduction,
+    check_reshard,
+    is_positive,
+    require,
+)
 from fzero.transforms.scale_loss import Scale
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,14 @@ class Options:
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
-    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given."""
+    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given.
+
+    Raises `TypeError` for an option that does not exist.
+    """
+    names = {name for kind in (Updating, Reduction, Gathering, Options) for name in _names(kind)}
+    unknown = set(given.get("options", ())) - names
+    if unknown:
+        raise TypeError(f"Engine() got an unexpected keyword argument {min(unknown)!r}")
     return Options(
         updating=Updating(**_of(Updating, given)),
         reduction=Reduction(**_of(Reduction, given)),
@@ -75,45 +85,29 @@ def compared(options: Options) -> str:
 
 def require_options(options: Options) -> None:
     """Raise `LayoutError`, naming the option, for a value out of range."""
-    updating, reduction = options.updating, options.reduction
+    updating = options.updating
     check_reshard(options.gathering.reshard_after_forward)
     check_bucket(options.bucket_bytes)
     check_flags(
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,
         check_finite=updating.check_finite,
-        contiguous_gradients=reduction.contiguous_gradients,
-        overlap=reduction.overlap,
-        ordered=reduction.ordered,
     )
-    for name in ("accumulate_dtype", "communication_dtype"):
-        value = getattr(reduction, name)
-        _require(name, value, lambda x: x is None or x in _DTYPES, f"None or one of {_DTYPES}")
+    check_reduction(options.reduction)
     steps = updating.gradient_accumulation_steps
-    _require("gradient_accumulation_steps", steps, _is_count, "an int of 1 or more")
+    require("gradient_accumulation_steps", steps, _is_count, "an int of 1 or more")
     as_policy("loss_scale", updating.loss_scale)
     if updating.max_norm is not None:
-        _require("max_norm", updating.max_norm, _is_positive, "a positive number, or None for off")
+        require("max_norm", updating.max_norm, is_positive, "a positive number, or None for off")
     numels = {
         "prefetch_numel": options.gathering.prefetch_numel,
         "persistence_threshold_numel": options.persistence_threshold_numel,
     }
     for name, value in numels.items():
-        _require(name, value, _is_numel, "a number of elements: an int of 0 or more")
+        require(name, value, _is_numel, "a number of elements: an int of 0 or more")
     wanted = "a fzero.adapter.LeafSpec(classes=..., names=..., name_suffixes=...)"
     leaves = options.leaf_modules
-    _require("leaf_modules", leaves, lambda x: x is None or isinstance(x, LeafSpec), wanted)
-
-
-def _require(name: str, value: Any, good: Any, wanted: str) -> None:
-    if not good(value):
-        raise LayoutError(
-            explain(
-                f"{name}={value!r}.",
-                cause="a value of another kind or out of range.",
-                fix=f"give {wanted}.",
-            )
-        )
+    require("leaf_modules", leaves, lambda x: x is None or isinstance(x, LeafSpec), wanted)
 
 
 def _is_numel(value: Any) -> bool:
@@ -122,8 +116,3 @@ def _is_numel(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return _is_numel(value) and value >= 1
-
-
-def _is_positive(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.state import NAMESPACE, TrainState
+from fzero.state import NAMESPACE, TrainState, Window
 from fzero.transforms._pass import Pass
 
 
@@ -20,8 +20,9 @@ class MemoryReport:
     """Bytes of one rank, each {dtype: bytes}; nothing is counted twice.
 
     `parameters`: the module's own (stages 0 to 2), or this rank's shards (stage 3).
-    `live_parameters`: full parameters that are gathered now (stage 3). `gradients`: those that wait
-    and those that are reduced. `masters`: fp32 copies. `optimizer`: its state.
+    `live_parameters`: full parameters that are gathered now (stage 3). `gradients`: those that
+    wait, those that are reduced, and what quantized reductions have lost. `masters`: fp32 copies.
+    `optimizer`: its state.
     """
 
     parameters: dict[torch.dtype, int]
@@ -60,10 +61,15 @@ def report(state: TrainState, running: Pass) -> MemoryReport:
     return MemoryReport(
         parameters=_bytes(state.params.flats),
         live_parameters=_bytes(x for flats in running.gatherer.flats.values() for x in flats),
-        gradients=_bytes([*state.gradients.flats, *state.window.pending.flats]),
+        gradients=_bytes([*state.gradients.flats, *_waiting(state.window)]),
         masters=_bytes(masters),
         optimizer=_bytes(optree.tree_leaves(rest, namespace=NAMESPACE)),
     )
+
+
+def _waiting(window: Window) -> list[Tensor]:
+    kinds = (window.pending, window.residual, window.residual_before)
+    return [flat for kind in kinds for flat in kind.flats]
 
 
 def _bytes(values: Iterable[Any]) -> dict[torch.dtype, int]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from fzero.checkpoint._pieces import (
     shards_of,
     wanted_of,
 )
+from fzero.checkpoint._residual import Room, rooms_of, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
@@ -56,7 +58,8 @@ class Plan:
 
     states: list[TrainState]  # of each of its ranks: new ones, to be filled
     roles: list[list[Role]]  # of the leaves of their optimizer states
-    pieces: list[Piece]  # views of them, and of `buffers`
+    pieces: list[Piece]  # views of them, of `buffers` and of `residuals`
+    residuals: list[list[Room]]  # of each of the states
     index: Any  # of torch.distributed.checkpoint
     buffers: Buffers  # of an engine's module
     set_rng: Callable[[], None]
@@ -155,7 +158,8 @@ def load_with_extra(
     finally:
         for lock in locks:
             let_go(lock)
-    made: Any = restack(held, plan.states)
+    every = zip(plan.states, plan.residuals, held.ranks, strict=True)
+    made: Any = restack(held, [with_residual(*one) for one in every])
     if engine is not None:
         engine.state, made = made, engine
         set_buffers(engine.module, plan.buffers)
@@ -216,6 +220,12 @@ def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: b
         found = saved.module["buffers"]
         buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
         require_options(engine.optimizer, saved.module["options"])
+    is_there = partial(storage().read_index, folder, saved.files)
+    residuals = []
+    for one, number in zip(held.states, held.ranks, strict=True):
+        rooms, more = rooms_of(one, saved, number, is_there)
+        residuals.append(rooms)
+        pieces += more
     wanted = {piece.name: Wanted(piece.numel, piece.values.dtype) for piece in pieces}
     index = storage().read_index(
         folder, saved.files, {**wanted, **wanted_of(held.states[0], roles[0])}
@@ -229,7 +239,13 @@ def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: b
     for one, some, number in zip(made, roles, held.ranks, strict=True):
         pieces += pieces_of(one.setup.layout, shards_of(one, some, number), number)
     return Plan(
-        states=made, roles=roles, pieces=pieces, index=index, buffers=buffers, set_rng=set_rng
+        states=made,
+        roles=roles,
+        pieces=pieces,
+        residuals=residuals,
+        index=index,
+        buffers=buffers,
+        set_rng=set_rng,
     )
 
 

@@ -29,7 +29,7 @@ _SHOWN = 8  # differences that an error lists
 class Manifest:
     """Facts of a saved state, all of them JSON; `_parse` says what each can be."""
 
-    origin: dict[str, Any]  # stage, ranks, torch: where it came from; only `optimizer` must fit
+    origin: dict[str, Any]  # where it came from: stage, ranks, ...; only `optimizer` must fit
     leaves: dict[str, str]  # parameter path: shape, dtype, trainable or frozen
     slots: dict[str, dict[str, str]]  # optimizer slot: {parameter path: dtype}
     counters: dict[str, Any]  # `step`, the optimizer's, and those of the loss scale
@@ -46,6 +46,8 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
     values = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     slots: dict[str, dict[str, str]] = {}
     trainable = layout.trainable
+    lost = zip(trainable, state.window.residual.flats, strict=False)  # there may be none
+    residual = {names[i]: str(x.dtype) for g, x in lost for i in layout.groups[g].leaves}
     for role, value in zip(roles, values, strict=True):
         if role.position is not None and value.numel():
             group = layout.groups[trainable[role.position]]
@@ -57,6 +59,7 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
             "ranks": layout.ranks,
             "torch": torch.__version__,
             "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
+            **({"residual": residual} if residual else {}),
         },
         leaves={
             name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"

@@ -101,6 +101,9 @@ def _origin(value: Any) -> None:
         ("optimizer", isinstance(value.get("optimizer"), str)),
     ):
         _require(good, f"the {key} of 'origin' is {value.get(key)!r:.80}")
+    residual = _strings(value.get("residual", {}), "the residual of 'origin'")
+    good = {"torch.float32", "torch.float64"}.issuperset(residual.values())
+    _require(good, f"the residual of 'origin' is {residual!r:.80}")
 
 
 def _counters(value: Any) -> None:

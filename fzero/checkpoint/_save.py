@@ -34,6 +34,7 @@ from fzero.checkpoint._folders import (
 from fzero.checkpoint._held import held_states, held_things, require_idle
 from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
 from fzero.checkpoint._pieces import OwnShard, Piece, optimizer_roles, pieces_of, shards_of
+from fzero.checkpoint._residual import residual_pieces
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
@@ -182,6 +183,8 @@ def _draft(
             shards = shards_of(one, some, rank)
             shards = [_on_host(shard) for shard in shards] if copies else shards
             pieces += pieces_of(one.setup.layout, shards, rank)
+            lost = one.window.residual.flats
+            pieces += residual_pieces(one, list(map(_copied, lost)) if copies else lost, rank)
         found = {} if engine is None else buffers_of(engine.module)
         return Draft(
             path=Path(path),

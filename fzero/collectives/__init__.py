@@ -25,6 +25,7 @@ from fzero.collectives._log import CollectiveLog as CollectiveLog
 from fzero.collectives._log import count_collectives as count_collectives
 from fzero.collectives._lowering import gather_in_place as gather_in_place
 from fzero.collectives._start import InFlight as InFlight
+from fzero.collectives._start import start_all_to_all as start_all_to_all
 from fzero.collectives._start import start_gather as start_gather
 from fzero.collectives._start import start_gather_in_place as start_gather_in_place
 from fzero.collectives._start import start_reduce as start_reduce

@@ -7,6 +7,7 @@ neither on the backend nor on the bucketing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,30 @@ def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> S
     On gloo by single sends: an all_to_all would also copy a rank's own shard to itself, which takes
     more memory and is no faster. On nccl by an all_to_all, which is one launch.
     """
+    if not all(is_gloo(axis.group(), full.device) for full in fulls):
+        works, received = _all_to_all(fulls, axis)
+        parts = [got.chunk(axis.size) if got.numel() else [got] for got in received]
+        return Started(op, axis, works, lambda: [sum_in_order(some) for some in parts], fulls)
+    works, sent = _sends(fulls, axis, op)
+
+    def finish() -> list[Tensor]:
+        return [sum_in_order(some, axis.rank) for some in sent]
+
+    return Started(op, axis, works, finish, fulls)
+
+
+def begin_all_to_all_by_exchange(fulls: Sequence[Tensor], axis: Axis) -> Started:
+    """Each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
+    if all(is_gloo(axis.group(), full.device) for full in fulls):
+        works, parts = _sends(fulls, axis, "all_to_all")
+        return Started("all_to_all", axis, works, lambda: list(map(torch.cat, parts)), fulls)
+    works, received = _all_to_all(fulls, axis)
+    return Started("all_to_all", axis, works, lambda: received, fulls)
+
+
+def _sends(fulls: Sequence[Tensor], axis: Axis, op: str) -> tuple[list[Any], list[list[Tensor]]]:
+    """Send each other rank its shard: the works, and of each full the shards that come here."""
     group, rank = axis.group(), axis.rank
-    if not all(is_gloo(group, full.device) for full in fulls):
-        return _begin_scatter_by_all_to_all(fulls, axis, op)
     peers = [dist.get_global_rank(group, r) for r in range(axis.size)]
     pieces = [list(full.chunk(axis.size)) if full.numel() else [full] * axis.size for full in fulls]
     works, parts = [], []
@@ -37,25 +59,17 @@ def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> S
                 if r != rank:
                     works.append(dist.isend(as_bytes(own[r]), peers[r], group=group))
                     works.append(dist.irecv(as_bytes(got[r]), peers[r], group=group))
-
-    def finish() -> list[Tensor]:
-        return [sum_in_order(some, rank) for some in parts]
-
-    return Started(op, axis, works, finish, fulls)
+    return works, parts
 
 
-def _begin_scatter_by_all_to_all(fulls: Sequence[Tensor], axis: Axis, op: str) -> Started:
+def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Tensor]]:
     received = [torch.empty_like(full) for full in fulls]
     works = [
         dist.all_to_all_single(got, full, group=axis.group(), async_op=True)
         for got, full in zip(received, fulls, strict=True)
         if full.numel()
     ]
-
-    def finish() -> list[Tensor]:
-        return [sum_in_order(got.chunk(axis.size)) if got.numel() else got for got in received]
-
-    return Started(op, axis, works, finish, fulls)
+    return works, received
 
 
 def begin_reduce_by_exchange(values: Sequence[Tensor], axis: Axis) -> Started:

@@ -103,7 +103,7 @@ def _apply(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
 def _of_nothing(plan: Plan, x: Tensor) -> Tensor:
     """What the map makes of a tensor without elements: a shape, and nothing to send."""
     kind, axis, _ = plan
-    if kind == "reduce":
+    if kind in ("reduce", "all_to_all"):
         return x.clone()
     return torch.cat([x] * axis.size) if kind == "gather" else x[: x.shape[0] // axis.size]
 

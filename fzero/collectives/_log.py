@@ -19,7 +19,7 @@ _LOGS: list[CollectiveLog] = []
 class CollectiveEvent:
     """One buffer that went through one collective, seen from one rank."""
 
-    op: str  # all_gather, reduce_scatter, all_reduce, broadcast, agree
+    op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, agree
     rank: int
     numel: int  # of the full buffer: the gathered result, or what was reduced
     dtype: torch.dtype
@@ -30,8 +30,8 @@ class CollectiveEvent:
 class CollectiveLog:
     """What `count_collectives` saw, in order, for every rank of this process.
 
-    `wire_bytes` follows the ring bound: a gather or scatter of P bytes over W ranks sends
-    P (W - 1) / W from each rank, an all-reduce twice that.
+    `wire_bytes` follows the ring bound: a gather, scatter or all-to-all of P bytes over W ranks
+    sends P (W - 1) / W from each rank, an all-reduce twice that.
     """
 
     events: list[CollectiveEvent] = field(default_factory=list)

@@ -30,6 +30,7 @@ from fzero.collectives._backend import (
     wait_for,
 )
 from fzero.collectives._exchange import (
+    begin_all_to_all_by_exchange,
     begin_gather_into,
     begin_reduce_by_exchange,
     begin_scatter_by_exchange,
@@ -100,6 +101,17 @@ def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) 
     outs = [full.new_empty(full.shape[0] // axis.size, *full.shape[1:]) for full in fulls]
     works = in_one_go("reduce_scatter", list(zip(outs, fulls, strict=True)), group)
     return Started("reduce_scatter", axis, works, lambda: outs, fulls)
+
+
+def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
+    """Start to give each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
+    for full in fulls:
+        note("all_to_all", axis, full.numel(), full.dtype)
+    if axis.runtime is Runtime.VIRTUAL:
+        per_buffer = _swap("all_to_all", fulls, axis)
+        outs = [torch.cat([x.chunk(axis.size)[axis.rank] for x in xs]) for xs in per_buffer]
+        return given(outs, axis)
+    return begin_all_to_all_by_exchange([full.contiguous() for full in fulls], axis)
 
 
 def begin_all_reduce(

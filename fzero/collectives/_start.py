@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._functions import _of_nothing
 from fzero.mesh import Axis, Runtime
+from fzero.quantize import dequantized, quantized
 
 
 class InFlight:
@@ -28,11 +29,12 @@ class InFlight:
     the stream that it was started from: the memory that is then let go belongs to that stream.
     """
 
-    __slots__ = ("_error", "_outs", "_rest", "_started")
+    __slots__ = ("_error", "_outs", "_rest", "_started", "as_blocks")
 
     def __init__(self, started: lowering.Started, rest: Mapping[int, Tensor]) -> None:
         """Take what is under way, and {position: output} of what was never sent."""
         self._started: lowering.Started | None = started
+        self.as_blocks = False  # whether what comes was rounded on the wire
         self._rest = rest
         self._outs: list[Tensor] = []
         self._error: Exception | None = None
@@ -61,9 +63,37 @@ class InFlight:
         return self._outs
 
 
-def start_gather(shards: Sequence[Tensor], axis: Axis) -> InFlight:
-    """Each [l] -> [W l], concatenated in rank order; see `gather_many`."""
-    return _start("gather", lowering.begin_all_gather, shards, axis)
+def start_gather(shards: Sequence[Tensor], axis: Axis, *, as_blocks: bool = False) -> InFlight:
+    """Each [l] -> [W l], concatenated in rank order; see `gather_many`.
+
+    `as_blocks`: floating ones are sent as int8 blocks, and given as every rank receives them.
+    """
+    begin = _begin_gather_of_blocks if as_blocks else lowering.begin_all_gather
+    flight = _start("gather", begin, shards, axis)
+    flight.as_blocks = as_blocks
+    return flight
+
+
+def _begin_gather_of_blocks(shards: Sequence[Tensor], axis: Axis) -> lowering.Started:
+    sent = [quantized(x) if x.is_floating_point() else x for x in shards]
+    forms = [(x.numel(), x.dtype) for x in shards]
+    started = lowering.begin_all_gather(sent, axis)
+
+    def received(out: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if not dtype.is_floating_point:
+            return out
+        return dequantized(out.view(axis.size, -1), numel, dtype).reshape(-1)
+
+    def finish() -> list[Tensor]:
+        pairs = zip(started.finish(), forms, strict=True)
+        return [received(out, *form) for out, form in pairs]
+
+    return started._replace(finish=finish)
+
+
+def start_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
+    """Each [W l] -> [W l]: chunk s is what rank s has as its chunk for this rank."""
+    return _start("all_to_all", lowering.begin_all_to_all, fulls, axis)
 
 
 def start_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> InFlight:

@@ -20,7 +20,7 @@ class Held:
     The optimizer's own record has no flats here: only where its tensors live is known.
     """
 
-    kind: str  # parameters, gathered, window, gradients or optimizer
+    kind: str  # parameters, gathered, window, residual, gradients or optimizer
     placement: Placement | None
     groups: tuple[int, ...]
     flats: tuple[Tensor, ...] = ()
@@ -47,6 +47,8 @@ def held_by(state: Any) -> list[Held]:
         found.append(_buffers("gathered", gathered, every))
     if state.window.pending.held:
         found.append(_buffers("window", state.window.pending, layout.trainable))
+    if state.window.residual.held:
+        found.append(_buffers("residual", state.window.residual, layout.trainable))
     found.append(_buffers("gradients", state.gradients, layout.trainable))
     place = state.setup.optimizer_state if optimizer_tensors(state) else None
     found.append(Held(kind="optimizer", placement=place, groups=layout.trainable))

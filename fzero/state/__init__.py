@@ -25,6 +25,7 @@ from fzero.state.schedule import Program as Program
 from fzero.state.schedule import Schedule as Schedule
 from fzero.state.setup import Gathering as Gathering
 from fzero.state.setup import Policy as Policy
+from fzero.state.setup import ReduceOp as ReduceOp
 from fzero.state.setup import Reduction as Reduction
 from fzero.state.setup import Reshard as Reshard
 from fzero.state.setup import Setup as Setup

@@ -31,7 +31,7 @@ class Group:
     `offsets[i]` is where leaf `leaves[i]` starts; what no leaf covers is padding, always zero. It
     is there so that each leaf, and each shard, starts on a multiple of 16 bytes.
     `communication_dtype`: in which its gradients, and at stage 3 its values, cross ranks under
-    autocast; None for its own.
+    autocast; None for its own. `quantized`: at stage 3 its values cross as int8 blocks.
     """
 
     name: str  # the unit (stage 3) or bucket it came from
@@ -41,6 +41,7 @@ class Group:
     offsets: tuple[int, ...]
     shard_numel: int
     communication_dtype: torch.dtype | None = None
+    quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,9 @@ from fzero.state.schedule import Limits
 Reshard = bool | Literal["window"]
 """Whether stage 3 lets a unit go after its use: True, or False: after the backward, or "window"."""
 
+ReduceOp = Literal["mean", "sum"]
+"""What a gradient is of those of the ranks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
@@ -28,6 +31,9 @@ class Reduction:
     contiguous_gradients: bool = False  # copy each gradient into its bucket as it comes
     accumulate_dtype: torch.dtype | None = None  # None: fp32 for 16-bit parameters, else theirs
     communication_dtype: torch.dtype | None = None  # None: that of the parameters
+    reduce_op: ReduceOp = "mean"
+    gradient_predivide_factor: float = 1.0  # divides before the sum, and is made up for after it
+    quantized_gradients: bool = False  # cross ranks as int8 blocks; see fzero/quantize.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,7 @@ class Gathering:
     reshard_after_forward: Reshard = True
     prefetch_numel: int = 1  # gathered early: the next unit, and more while they fit; 0: none
     persistent: tuple[int, ...] = ()  # units that stay whole from one update to the next
+    quantized_weights: bool = False  # cross ranks as int8 blocks in a forward or backward
 
     @property
     def limits(self) -> Limits:
@@ -158,6 +165,27 @@ class Setup:
         """The dtype in which gradients of group `index` cross ranks."""
         group = self.layout.groups[index]
         return group.communication_dtype or self.reduction.communication_dtype or group.dtype
+
+    def sent(self, index: int, gradient: Tensor) -> Tensor:
+        """What is summed over ranks in the place of this rank's gradient of group `index`."""
+        if self.axis.size == 1:  # nothing crosses
+            return gradient
+        factor = self.reduction.gradient_predivide_factor
+        divided = gradient if factor == 1.0 else gradient / factor
+        return divided.to(self.communication_dtype(index))
+
+    @property
+    def divisor(self) -> float:
+        """What a sum over ranks of what they `sent` is divided by."""
+        if self.axis.size == 1:
+            return 1.0
+        ranks = self.axis.size if self.reduction.reduce_op == "mean" else 1
+        return ranks / self.reduction.gradient_predivide_factor
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        """Whether gradients cross ranks as int8 blocks: on one rank nothing crosses."""
+        return self.reduction.quantized_gradients and self.axis.size > 1
 
     @property
     def params(self) -> Placement:

@@ -16,7 +16,8 @@ from fzero.state.offload import is_on_disk
 def state_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
 
-    Of a state that is offloaded also by place: on device, in host memory, on disk.
+    The window has what is not reduced yet, the residual of quantized gradients, and full parameters
+    that it keeps. Of a state that is offloaded also by place: on device, in host memory, on disk.
 
     Example:
         >>> import torch, fzero
@@ -97,6 +98,7 @@ def _rows(state: Any) -> list[tuple[str, str]]:
         if state.window.is_open
         else "closed",
     }
+    places["window"] += ", with a residual" if state.window.residual.held else ""
     return [(kind, f"{place}, {found[kind]:,} bytes") for kind, place in places.items()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from fzero.errors import PhaseError, explain
@@ -17,10 +18,14 @@ class Window:
     """Whether a window is open, and what has gathered in it.
 
     `pending` is PARTIAL: this rank's own sum. `gathered` holds full parameters for the length
-    of the window when stage 3 was asked to keep them (else it is empty).
+    of the window when stage 3 was asked to keep them (else it is empty). `residual` is PARTIAL,
+    too: what quantized reductions have lost of this rank's gradients, without the loss scale;
+    `residual_before`: as it was at the last update, while gradients since then are held.
     """
 
     pending: Buffers
+    residual: Buffers = Buffers(placement=Placement.PARTIAL)
+    residual_before: Buffers = Buffers(placement=Placement.PARTIAL)
     gathered: tuple[Tensor, ...] = ()
     is_open: bool = static(default=False)
 
@@ -38,7 +43,7 @@ def open_window(window: Window) -> Window:
                 fix="keep only the outer fzero.coalesce: one window reduces everything once.",
             )
         )
-    return Window(pending=window.pending, gathered=window.gathered, is_open=True)
+    return replace(window, is_open=True)
 
 
 def put(window: Window, gradients: Buffers) -> Window:
@@ -55,7 +60,7 @@ def take(window: Window, *, keep_gathered: bool = False) -> tuple[Window, Buffer
     Gathered parameters go as well, for what follows is an update, unless they are to be kept.
     """
     gathered = window.gathered if keep_gathered else ()
-    return Window(pending=CLOSED.pending, gathered=gathered, is_open=window.is_open), window.pending
+    return replace(window, pending=CLOSED.pending, gathered=gathered), window.pending
 
 
 def close(window: Window) -> Window:
@@ -68,4 +73,33 @@ def close(window: Window) -> Window:
                 fix="take the pending gradients and reduce them first.",
             )
         )
-    return CLOSED
+    return replace(window, gathered=(), is_open=False)
+
+
+# What quantized reductions have lost.
+
+
+def lost(window: Window, before: Buffers, after: Buffers) -> Window:
+    """Return the window after a quantized reduction, with the residual before and after it."""
+    at_update = window.residual_before if window.residual_before.held else before
+    return replace(window, residual=after, residual_before=at_update)
+
+
+def settle(window: Window, skipped: Tensor | None = None) -> Window:
+    """Return the window after an update; where that was `skipped` ([], not 0), nothing was lost."""
+    now, before = window.residual, window.residual_before
+    if skipped is not None and before.held:
+        pairs = zip(before.flats, now.flats, strict=True)
+        now = replace(now, flats=tuple(torch.where(skipped != 0, x, y) for x, y in pairs))
+    return replace(window, residual=now, residual_before=CLOSED.residual_before)
+
+
+def forget(window: Window) -> Window:
+    """Return the window without gradients: they are thrown away, pending or reduced.
+
+    What reductions have lost of them goes, too, and what those have sent of earlier ones is back.
+    """
+    before = window.residual_before if window.residual_before.held else window.residual
+    return replace(
+        window, pending=CLOSED.pending, residual=before, residual_before=CLOSED.residual_before
+    )

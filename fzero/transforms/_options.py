@@ -1,16 +1,19 @@
-"""The options that `init` and `shard` share, and their checks."""
+"""The options that `init`, `shard` and engines share, and their checks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import optree
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis
-from fzero.state import NAMESPACE, Reshard
+from fzero.partition import unit_of
+from fzero.state import NAMESPACE, Gathering, ReduceOp, Reduction, Reshard
 
 Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
 """A ZeRO stage, or a pytree of stages: one for each model."""
@@ -19,16 +22,70 @@ BUCKET_BYTES = 4 * 2**20
 """Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
 enough that a large layer is a bucket of its own and is never copied (see benchmarks/)."""
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-class InitOptions(TypedDict, total=False):
-    """The keywords that `init` and `shard` share; see `init`."""
 
+class _Placing(TypedDict, total=False):
     mesh: DeviceMesh | Axis | None
     reshard_after_forward: Reshard
     units: Callable[[str], str]
     trainable: Callable[[str], bool] | None
     bucket_bytes: int
     ordered: bool
+
+
+class WireOptions(TypedDict, total=False):
+    """The keywords that `init`, `shard` and `Engine` share; see `init`."""
+
+    accumulate_dtype: torch.dtype | None
+    communication_dtype: torch.dtype | None
+    reduce_op: ReduceOp
+    gradient_predivide_factor: float
+    quantized_weights: bool
+    quantized_gradients: bool
+
+
+class InitOptions(_Placing, WireOptions, total=False):
+    """The keywords that `init` and `shard` share; see `init`."""
+
+
+class Chosen(NamedTuple):
+    """What `InitOptions` say, checked, with defaults in the place of what is not given."""
+
+    mesh: DeviceMesh | Axis | None
+    units: Callable[[str], str]
+    trainable: Callable[[str], bool] | None
+    bucket_bytes: int
+    reduction: Reduction
+    gathering: Gathering
+
+
+def check_options(
+    *,
+    mesh: DeviceMesh | Axis | None = None,
+    reshard_after_forward: Reshard = True,
+    units: Callable[[str], str] = unit_of,
+    trainable: Callable[[str], bool] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    quantized_weights: bool = False,
+    **reducing: Any,
+) -> Chosen:
+    """Return `InitOptions` as they are used; raise `LayoutError`, naming the option, if wrong.
+
+    Raises `TypeError` for an option that does not exist.
+    """
+    check_flags(quantized_weights=quantized_weights)
+    return Chosen(
+        mesh=mesh,
+        units=units,
+        trainable=trainable,
+        bucket_bytes=check_bucket(bucket_bytes),
+        reduction=check_reduction(Reduction(**reducing)),
+        gathering=Gathering(
+            reshard_after_forward=check_reshard(reshard_after_forward),
+            quantized_weights=quantized_weights,
+        ),
+    )
 
 
 def check_stage(stage: Any) -> int:
@@ -88,3 +145,77 @@ def check_bucket(bucket_bytes: Any) -> int:
             )
         )
     return bucket_bytes
+
+
+def check_reduction(reduction: Reduction) -> Reduction:
+    """Return how gradients are to cross ranks; raise `LayoutError`, naming the option, if wrong."""
+    check_flags(
+        ordered=reduction.ordered,
+        overlap=reduction.overlap,
+        contiguous_gradients=reduction.contiguous_gradients,
+        quantized_gradients=reduction.quantized_gradients,
+    )
+    for name in ("accumulate_dtype", "communication_dtype"):
+        value = getattr(reduction, name)
+        require(name, value, lambda x: x is None or x in _DTYPES, f"None or one of {_DTYPES}")
+    op, factor = reduction.reduce_op, reduction.gradient_predivide_factor
+    require("reduce_op", op, lambda x: x in ("mean", "sum"), '"mean" or "sum"')
+    require("gradient_predivide_factor", factor, is_positive, "a positive number")
+    if reduction.quantized_gradients:
+        _require_alone("communication_dtype", reduction.communication_dtype, None)
+        _require_alone("gradient_predivide_factor", factor, 1)
+    return reduction
+
+
+def _require_alone(name: str, value: Any, neutral: Any) -> None:
+    if value != neutral:
+        raise LayoutError(
+            explain(
+                f"{name}={value!r} with quantized_gradients=True.",
+                cause="two options for what is on the wire: quantized gradients are int8 with a "
+                "scale for each block, so they neither overflow nor have another dtype.",
+                fix="leave one of them out.",
+            )
+        )
+
+
+def check_quantized(stage: int, reduction: Reduction, gathering: Gathering) -> Reduction:
+    """Return `reduction`; raise `LayoutError` if this stage sends nothing of what is quantized."""
+    check_flags(quantized_weights=gathering.quantized_weights)
+    if gathering.quantized_weights and stage != 3:
+        raise LayoutError(
+            explain(
+                f"quantized_weights=True at stage {stage}.",
+                cause="only stage 3 gathers parameters for a forward or a backward; what stages 1 "
+                "and 2 gather after an update is the parameters themselves.",
+                fix="use stage=3, or leave it out.",
+            )
+        )
+    if reduction.quantized_gradients and stage == 0:
+        raise LayoutError(
+            explain(
+                "quantized_gradients=True at stage 0.",
+                cause="stage 0 keeps the whole gradient on every rank, so the sums would have to "
+                "be quantized again to be gathered.",
+                fix="use stage 1, 2 or 3, which scatter them, or leave it out.",
+            )
+        )
+    return reduction
+
+
+def require(name: str, value: Any, good: Callable[[Any], bool], wanted: str) -> None:
+    """Raise `LayoutError`, naming the option, for a value that is not `good`."""
+    if not good(value):
+        raise LayoutError(
+            explain(
+                f"{name}={value!r}.",
+                cause="a value of another kind or out of range.",
+                fix=f"give {wanted}.",
+            )
+        )
+
+
+def is_positive(value: Any) -> bool:
+    """Whether `value` is a finite number above zero."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0

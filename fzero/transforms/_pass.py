@@ -20,11 +20,19 @@ from fzero.mesh import Axis
 from fzero.reduce import Reducer
 from fzero.replay import Done
 from fzero.sequence import Sequencer
-from fzero.state import Placement, TrainState, schedule
-from fzero.state.window import CLOSED
+from fzero.state import Placement, TrainState, schedule, window
 from fzero.transforms._donate import donates
 from fzero.transforms._finite import FiniteCheck, with_found
-from fzero.transforms._receive import accumulate, device_of, filled, part_of_update, put, receive
+from fzero.transforms._receive import (
+    accumulate,
+    device_of,
+    feed_back,
+    filled,
+    part_of_update,
+    put,
+    receive,
+    with_lost,
+)
 
 
 class Pass:
@@ -125,10 +133,11 @@ class Pass:
         """The backward brings gradients: what waits is reduced with them, and ranks are told."""
         self.silent = False
         for number, state in enumerate(self.states):
-            pending = state.window.pending
+            pending, share = state.window.pending, state.setup.policy.grad_scale
+            feed_back(state, self.reducer.feedback[number], share)
             if pending.held and not state.window.is_open:
-                scale = state.setup.policy.grad_scale  # by which `receive` multiplies all of it
-                flats = pending.flats if scale == 1.0 else [x / scale for x in pending.flats]
+                # `receive` multiplies all of it by the share
+                flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.give(number, dict(waited))
         if self._speaks:
@@ -184,7 +193,8 @@ class Pass:
                 new.append(state)
                 continue
             if state.window.pending.held and not waits:
-                state = state.replace(window=CLOSED)
+                state = state.replace(window=window.take(state.window)[0])
+            state = with_lost(state, self.reducer.feedback[number])
             placement = Placement.PARTIAL if waits else state.setup.gradients
             state = with_found(state, bad[number])
             new.append(receive(state, filled(state, found, placement)))
@@ -287,8 +297,8 @@ class Pass:
         if self._carries and self.sequencer is not None and self.sequencer.stays:
             for number, gathered in enumerate(self.gatherer.kept_flats()):
                 state = self.states[number]
-                window = replace(state.window, gathered=gathered)
-                self.states[number] = state.replace(window=window)
+                kept = replace(state.window, gathered=gathered)
+                self.states[number] = state.replace(window=kept)
 
     def _adopt(self) -> None:
         """Go on with what a window has gathered."""

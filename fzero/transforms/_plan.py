@@ -17,6 +17,7 @@ from fzero.partition import named_leaves, plan_layout
 from fzero.state import Gathering, Layout, Reduction, Setup
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, owners_of
+from fzero.transforms._options import check_quantized
 
 COMPARED = "the layout of the parameters"
 """What ranks compare before a state is made, and what an error before that is told as."""
@@ -69,9 +70,9 @@ def plan(
         setup = Setup(
             stage=stage,
             axis=axis,
-            layout=layout,
+            layout=_quantized(layout) if gathering.quantized_weights else layout,
             optimizer=chosen,
-            reduction=reduction,
+            reduction=check_quantized(stage, reduction, gathering),
             gathering=replace(gathering, persistent=_units_of(layout, small)),
             offload=as_offload(offload, stage, named.values()),
         )
@@ -106,3 +107,11 @@ def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
         for number, unit in enumerate(layout.units)
         if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
     )
+
+
+def _quantized(layout: Layout) -> Layout:
+    """The layout whose floating groups stage 3 gathers as int8 blocks; on one rank as it is."""
+    if layout.ranks == 1:
+        return layout
+    groups = [replace(group, quantized=group.dtype.is_floating_point) for group in layout.groups]
+    return replace(layout, groups=tuple(groups))

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import channel_of, gather_many, reduce_many, scatter_many
+from fzero.errors import PhaseError, explain
 from fzero.homes import lent, placed
 from fzero.mesh import Axis, Runtime
 from fzero.partition import shard_of
+from fzero.quantize import ErrorFeedback, residual_of
 from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
@@ -86,26 +88,67 @@ def reduce_window(state: TrainState) -> TrainState:
             flats = [flat.clone() for flat in flats]  # they are reduced where they stand
         local = dict(zip(state.setup.layout.trainable, flats, strict=False))
         del flats, pending  # a bucket is freed when it is reduced
-        means = filled(state, reduced(state, local), state.setup.gradients)
+        state, found = reduced(state, local)
+        means = filled(state, found, state.setup.gradients)
     state = accumulate(state, means)
     return state.replace(progress=progress.saw_reduction(state.progress))
 
 
-def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
+def reduced(state: TrainState, local: dict[int, Tensor]) -> tuple[TrainState, dict[int, Tensor]]:
     """mean_r(local_r), bucket by bucket: {group: [W l]} -> {group: [l], or [W l] at stage 0}.
 
-    `local` is used up: the full gradient of a bucket is freed when it has been reduced.
+    `local` is used up: the full gradient of a bucket is freed when it has been reduced. The state
+    that comes back knows what was lost, if gradients are quantized.
     """
     setup, channel = state.setup, channel_of(state.setup.axis)
     if channel is None:
-        return local
+        return state, local
     reducer = Reducer([setup], channel.data, [device_of(state)])
+    feed_back(state, reducer.feedback[0])
     reducer.give(0, local)
     local.clear()
     for unit in reducer.backwards:
         reducer.start(unit)
     reducer.land()
-    return reducer.take_means(0)
+    return with_lost(state, reducer.feedback[0]), reducer.take_means(0)
+
+
+def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 1.0) -> None:
+    """Give a reducer what the reductions before have lost, to send it with the next gradients.
+
+    `share`: what those are still multiplied by to be gradients of the state.
+    """
+    if feedback is None:
+        return
+    held = dict(zip(state.setup.layout.trainable, residual_of(state).flats, strict=True))
+    factor = 1 / share if state.scale is None else state.scale.scale / share
+    feedback.begin(held, factor)
+
+
+def with_lost(state: TrainState, feedback: ErrorFeedback | None) -> TrainState:
+    """Return the state with what the reductions since then have lost."""
+    changed = {} if feedback is None else feedback.changed()
+    if not changed:
+        return state
+    before = residual_of(state)
+    held = zip(state.setup.layout.trainable, before.flats, strict=True)
+    flats = tuple(changed.get(index, flat) for index, flat in held)
+    after = Buffers(flats=flats, placement=Placement.PARTIAL)
+    return state.replace(window=window.lost(state.window, before, after))
+
+
+def not_differentiable(option: str) -> PhaseError:
+    """Return the error for a step with quantized values under a transform of torch.func."""
+    return PhaseError(
+        explain(
+            f"{option}=True, and the step is differentiated, mapped or traced as a whole, or its "
+            "gradient does not come from a backward of its own.",
+            cause="a torch.func transform around grad_and_reduce, arguments that require grad, or "
+            "fzero.add_gradients(reduced=False) outside of a coalescing window.",
+            fix=f"leave {option} out there; transforms inside the loss are fine. In a window, "
+            "add_gradients is too.",
+        )
+    )
 
 
 def device_of(state: TrainState) -> torch.device:
@@ -115,12 +158,16 @@ def device_of(state: TrainState) -> torch.device:
 
 def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
     """mean_r(local_r) by collectives that torch.func differentiates: [W l] -> [l], or [W l]."""
+    if setup.axis.runtime is Runtime.LOCAL:
+        return list(local)
+    if setup.quantizes_gradients:
+        raise not_differentiable("quantized_gradients")
     across = scatter_many if setup.gradients is Placement.SHARDED else reduce_many
     learning = setup.layout.trainable
-    sent = [x.to(setup.communication_dtype(i)) for i, x in zip(learning, local, strict=True)]
+    sent = [setup.sent(i, x) for i, x in zip(learning, local, strict=True)]
     summed = across(sent, setup.axis, ordered=setup.reduction.ordered)
     return [
-        x.to(setup.accumulate_dtype(i)) / setup.axis.size
+        x.to(setup.accumulate_dtype(i)) / setup.divisor
         for i, x in zip(learning, summed, strict=True)
     ]
 

@@ -19,7 +19,7 @@ from fzero.collectives import reduce_many
 from fzero.errors import PhaseError, explain
 from fzero.homes import lent
 from fzero.optim import unscaled
-from fzero.state import NAMESPACE, Buffers, Placement, TrainState, scale
+from fzero.state import NAMESPACE, Buffers, Placement, TrainState, scale, window
 from fzero.state.scale import ExternalScale, LossScale, ScalePolicy
 from fzero.transforms._receive import device_of
 
@@ -119,8 +119,9 @@ def chosen(found: Tensor, old: Any, new: Any) -> Any:
 
 
 def after_update(state: TrainState, found: Tensor | None) -> dict[str, Any]:
-    """Return `step` and `scale` of a state after an update; a skipped one does not count."""
+    """Return `step`, `window` and `scale` after an update; a skipped one does not count."""
+    settled = {"window": window.settle(state.window, found)}
     if found is None or state.scale is None:
-        return {"step": state.step + 1}
+        return {"step": state.step + 1, **settled}
     made = (1 - found).to(state.step.dtype)
-    return {"step": state.step + made, "scale": scale.after_update(state.scale, found)}
+    return {"step": state.step + made, "scale": scale.after_update(state.scale, found), **settled}

@@ -58,6 +58,8 @@ def full_params(state: Any) -> Any:
 def gradients(state: Any) -> Any:
     """g = (1/W) sum_r g_r, whole, on every rank, in the structure of the parameters.
 
+    With `reduce_op="sum"` it is sum_r g_r.
+
     What is pending in an open window is reduced for the answer (the state itself keeps it
     pending). Not clipped, and without the loss scale. `full_gradients` is another name of it.
 
@@ -65,9 +67,10 @@ def gradients(state: Any) -> Any:
         state: a `TrainState`, or a pytree of them.
 
     Returns:
-        The pytree of full tensors, in the shapes of the parameters, in fp32 for 16-bit ones, else
-        in their dtype. Unused leaves are zero, frozen ones None. For a pytree of states one such
-        pytree for each. A collective: every rank must call it.
+        The pytree of full tensors, in the shapes of the parameters, in `accumulate_dtype`: by
+        default in fp32 for 16-bit ones, else in their dtype. Unused leaves are zero, frozen ones
+        None. For a pytree of states one such pytree for each. A collective: every rank must call
+        it.
 
     Raises:
         LayoutError: for what is no state.

@@ -35,7 +35,7 @@ from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
-from fzero.transforms._receive import device_of, mean_of, receive
+from fzero.transforms._receive import device_of, mean_of, not_differentiable, receive
 from fzero.transforms._scaled import scales_of, with_value
 from fzero.transforms._states import S, flatten_states
 
@@ -283,6 +283,8 @@ def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     setup, layout = state.setup, state.setup.layout
     if setup.stage < 3:
         return state, state.params.flats
+    if any(group.quantized for group in layout.groups):
+        raise not_differentiable("quantized_weights")
     fulls = state.window.gathered
     if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
         pairs = zip(layout.groups, state.params.flats, strict=True)

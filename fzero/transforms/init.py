@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.collectives import broadcast_from_first, told_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.homes import placed
-from fzero.mesh import Axis, axis_of
+from fzero.mesh import axis_of
 from fzero.optim import (
     NoOptimizer,
     Optimizer,
     TorchOptimizer,
 )
 from fzero.packing import pack
-from fzero.partition import leaves_of, shard_of, unit_of
+from fzero.partition import leaves_of, shard_of
+from fzero.quantize import residual_of
 from fzero.state import (
     Buffers,
-    Gathering,
     Layout,
     Leaf,
     Placement,
     Progress,
-    Reduction,
-    Reshard,
     Setup,
     TrainState,
 )
@@ -39,12 +37,9 @@ from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of
 from fzero.transforms._modes import in_transform, require_autograd
 from fzero.transforms._options import (
-    BUCKET_BYTES,
     InitOptions,
     Stages,
-    check_bucket,
-    check_flags,
-    check_reshard,
+    check_options,
     check_stages,
 )
 from fzero.transforms._pieces import pieces_of
@@ -83,15 +78,10 @@ def init(
     optimizer: Any,
     *,
     stage: Stages,
-    mesh: DeviceMesh | Axis | None = None,
-    reshard_after_forward: Reshard = True,
-    units: Callable[[str], str] = unit_of,
-    trainable: Callable[[str], bool] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    ordered: bool = False,
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    **options: Unpack[InitOptions],
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
 
@@ -116,6 +106,11 @@ def init(
         params: a pytree of tensors, of any shapes, the same on every rank.
         optimizer: from `fzero.optim`, or any (init, update) pair; or a pytree of them.
         stage: 0, 1, 2 or 3; or a pytree of such.
+        autocast: what `fzero.autocast` is given: parameters of safe modules then cross ranks in its
+            dtype, in groups of their own. `step.init` passes that of its own transform.
+        initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
+            only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
+        offload: what lives in host memory or on disk. `step.init` passes that of its own transform.
         mesh: a one-dim DeviceMesh; default the world (what torchrun started; else one rank).
         reshard_after_forward: stage 3 only. True: the full values of a unit go when another unit
             is used, and are gathered again in backward. False: they stay until the backward is
@@ -124,11 +119,17 @@ def init(
         trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
         bucket_bytes: stages 0 to 2, the size in bytes up to which leaves share a collective.
         ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
-        autocast: what `fzero.autocast` is given: parameters of safe modules then cross ranks in its
-            dtype, in groups of their own. `step.init` passes that of its own transform.
-        initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
-            only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
-        offload: what lives in host memory or on disk. `step.init` passes that of its own transform.
+        accumulate_dtype: in which gradients add up, and are held; default fp32 for 16-bit
+            parameters, else their own.
+        communication_dtype: in which gradients cross ranks; default the parameters'.
+        reduce_op: "mean" or "sum": what is made of the ranks' gradients.
+        gradient_predivide_factor: f: each rank sends g / f, and the sum is multiplied by f / W (by
+            f for "sum"). With f = W the sum of W gradients overflows no sooner than one of them.
+        quantized_weights: stage 3 only. A forward or a backward gathers parameters as int8 blocks:
+            each comes back to within 1/254 of the largest of its block of 256.
+        quantized_gradients: stages 1 to 3. Gradients cross ranks as int8 blocks, and are summed in
+            the accumulation dtype, in fp32 at least. What a rank's rounding has lost is added to
+            its next gradient: the residual, one fp32 element for each of P on every rank.
 
     Returns:
         A `TrainState`, or a pytree of them. A collective: every rank must call it.
@@ -150,12 +151,10 @@ def init(
         >>> {name: state.stage for name, state in states.items()}
         {'g': 0, 'd': 3}
     """
-    axis = axis_of(mesh)
+    axis = axis_of(options.get("mesh"))
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
-        check_flags(ordered=ordered)
-        check_bucket(bucket_bytes)
-        gathering = Gathering(reshard_after_forward=check_reshard(reshard_after_forward))
+        chosen = check_options(**options)
         lowering = as_autocast(autocast)
         models, treespec = models_of(params, optimizer, check_stages(stage))
 
@@ -165,11 +164,11 @@ def init(
             optimizer,
             stage=stage,
             axis=axis,
-            units=units,
-            trainable=trainable,
-            bucket_bytes=bucket_bytes,
-            reduction=Reduction(ordered=ordered),
-            gathering=gathering,
+            units=chosen.units,
+            trainable=chosen.trainable,
+            bucket_bytes=chosen.bucket_bytes,
+            reduction=chosen.reduction,
+            gathering=chosen.gathering,
             autocast=lowering,
             offload=offload,
         )
@@ -258,7 +257,7 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
     fulls = [held[i] for i in layout.trainable]
     splits = setup.params is not setup.optimizer_state
     stepped = [shard_of(x, axis.size, axis.rank) for x in fulls] if splits else fulls
-    return TrainState(
+    state = TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
         optimizer=setup.optimizer.init(stepped, pieces_of(setup), **_place(setup)),
@@ -267,3 +266,4 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
         progress=Progress(),
         setup=setup,
     )
+    return state.replace(window=replace(CLOSED, residual=residual_of(state)))

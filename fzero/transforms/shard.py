@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Unpack, overload
-
-from torch.distributed.device_mesh import DeviceMesh
 
 from fzero._compiled import DISABLED_FRAMES
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, Runtime, axis_of
-from fzero.partition import unit_of
-from fzero.state import Reshard, TrainState
+from fzero.state import Reduction, TrainState
 from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._models import stages_of
 from fzero.transforms._modes import in_transform, is_recorded
@@ -22,7 +20,7 @@ from fzero.transforms._options import (
     InitOptions,
     Stages,
     check_flags,
-    check_reshard,
+    check_options,
     check_stages,
 )
 from fzero.transforms._pipeline import (
@@ -49,13 +47,8 @@ def shard(
     /,
     *,
     stage: Stages,
-    mesh: DeviceMesh | Axis | None = None,
-    reshard_after_forward: Reshard = True,
-    units: Callable[[str], str] = unit_of,
-    trainable: Callable[[str], bool] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    ordered: bool = False,
     donate: bool = False,
+    **options: Unpack[InitOptions],
 ) -> Any:
     """Run `fn(state, *args) -> (state, aux)` on states partitioned as ZeRO `stage` says.
 
@@ -73,17 +66,23 @@ def shard(
     Args:
         fn: the step.
         stage: 0, 1, 2 or 3, of all states; or a pytree of such, in the structure of the states.
-        mesh: as in `fzero.init`. This and the next five options are what `step.init` makes a state
-            with; a state that was made elsewhere keeps its own.
+        donate: `apply_gradients` then writes into the buffers of the state it is given, at fused
+            speed and without a second copy. That state, and every state that shares its buffers,
+            is used up: using it again raises `DonatedError`. If the step raises before the update,
+            also in a backward, the state is still good.
+        mesh: as in `fzero.init`. This and all that follow are what `step.init` makes a state with;
+            a state that was made elsewhere keeps its own.
         reshard_after_forward: as in `fzero.init`.
         units: as in `fzero.init`.
         trainable: as in `fzero.init`.
         bucket_bytes: as in `fzero.init`.
         ordered: as in `fzero.init`.
-        donate: `apply_gradients` then writes into the buffers of the state it is given, at fused
-            speed and without a second copy. That state, and every state that shares its buffers,
-            is used up: using it again raises `DonatedError`. If the step raises before the update,
-            also in a backward, the state is still good.
+        accumulate_dtype: as in `fzero.init`.
+        communication_dtype: as in `fzero.init`.
+        reduce_op: as in `fzero.init`.
+        gradient_predivide_factor: as in `fzero.init`.
+        quantized_weights: as in `fzero.init`.
+        quantized_gradients: as in `fzero.init`.
 
     Returns:
         A step that is called as `fn` is. Without `fn`, a decorator.
@@ -108,12 +107,12 @@ def shard(
         >>> fzero.full_params(state)
         {'w': tensor([0.5000, 0.5000])}
     """
-    stage, reshard = check_stages(stage), check_reshard(reshard_after_forward)
-    flags = {"ordered": ordered, "donate": donate}
-    check_flags(**flags)
+    stage = check_stages(stage)
+    check_flags(donate=donate)
+    chosen = check_options(**options)
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        axis = axis_of(mesh)
+        axis = axis_of(chosen.mesh)
         for one, its_stage, where in stages_of(stage, state, flatten_states("shard", state)[0]):
             _check_state(one, its_stage, axis, where)
             _warn_of_graph(one)
@@ -128,31 +127,24 @@ def shard(
             never_around=("shard", "simulate"),
             right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         )
-        shown = _shown(stage, reshard, bucket_bytes, flags)
-        made = functools.partial(
-            init,
-            stage=stage,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            units=units,
-            trainable=trainable,
-            bucket_bytes=bucket_bytes,
-            ordered=ordered,
-            **init_options_of(inner),
-        )
-        return Step("shard", inner, around, options=shown, init=made)
+        made = functools.partial(init, stage=stage, **options, **init_options_of(inner))
+        return Step("shard", inner, around, options=_shown(stage, donate, options), init=made)
 
     return wrap if fn is None else wrap(fn)
 
 
-def _shown(
-    stage: Any, reshard: Reshard, bucket_bytes: int, flags: dict[str, bool]
-) -> dict[str, Any]:
+_DEFAULTS = {
+    "reshard_after_forward": True,
+    "bucket_bytes": BUCKET_BYTES,
+    "quantized_weights": False,
+    **asdict(Reduction()),
+}
+
+
+def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a pipeline shows: the stage, and what is not the default."""
-    shown: dict[str, Any] = {"stage": stage}
-    shown |= {} if reshard is True else {"reshard_after_forward": reshard}
-    shown |= {} if bucket_bytes == BUCKET_BYTES else {"bucket_bytes": bucket_bytes}
-    return shown | {name: True for name, on in flags.items() if on}
+    rest = {name: x for name, x in options.items() if x != _DEFAULTS.get(name, x)}
+    return {"stage": stage, **rest, **({"donate": True} if donate else {})}
 
 
 def _donating(state: TrainState, donate: bool) -> TrainState:

@@ -105,8 +105,8 @@ def probe_gathers() -> Iterator[Probe]:
     """Watch what stage 3 gathers while the block runs. By storage: a view keeps it alive too."""
     probe = Probe()
 
-    def watched(shards: Any, axis: fzero.Axis) -> InFlight:
-        flight = start_gather(shards, axis)
+    def watched(shards: Any, axis: fzero.Axis, **options: Any) -> InFlight:
+        flight = start_gather(shards, axis, **options)
         for full in flight.wait():
             probe.saw(axis.rank, full)
         return flight

@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
+from fzero.quantize import dequantized
+from fzero.quantize import quantized as as_blocks
 from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.reads import on_device
 from tests.gpu.training import Task
 from tests.gpu.watch import Where, delayed
+from tests.transforms import wired
 
 STAGES = (0, 1, 2, 3)
 DRIVERS = {"engine": t.by_engine, "functional step": t.by_function}
@@ -235,3 +238,23 @@ def virtual_ranks(rank: int, size: int, device: str, stage: int) -> None:
     found = t.on_cpu(fzero.simulate(fzero.full_params, world_size=2)(state))
     first = {path: both[0] for path, both in found.items()}
     t.check_close(first, t.by_hand(task, range(2), device))
+
+
+def quantized(rank: int, size: int, device: str) -> None:
+    """int8 blocks on the device: the bound, the residual, and the same bits by both drivers."""
+    x = torch.randn(3, 1000, device=device)
+    found = dequantized(as_blocks(x), 1000, x.dtype)
+    assert (found - x).abs().max() <= x.abs().max() / 253
+    for stage, options in wired.CASES:
+        wired.check_quantized(rank, size, device, stage, options)
+
+
+def quantized_on_virtual_ranks(rank: int, size: int, device: str) -> None:
+    """The same on two virtual ranks, for one rank alone quantizes nothing."""
+    for stage, options in wired.CASES:
+
+        def body(_: Tensor, stage: int = stage, options: Any = options) -> Tensor:
+            wired.check_quantized(fzero.axis_index(), 2, device, stage, options)
+            return torch.zeros(())
+
+        fzero.simulate(body, world_size=2)(torch.zeros(2))

@@ -42,6 +42,10 @@ def test_one_rank_and_meshes(stage: int) -> None:
     on_cpu(bodies.numbers_on_a_mesh, stage, "sub-mesh of this rank")
 
 
+def test_quantized() -> None:
+    on_cpu(bodies.quantized)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bf16_with_masters(stage: int) -> None:
     on_cpu(bodies.bf16_with_masters, stage)

@@ -176,6 +176,14 @@ def test_virtual_ranks_on_cuda_tensors(stage: int) -> None:
     World(1, "nccl")(bodies.virtual_ranks, stage)
 
 
+def test_quantized_gathers_and_reductions(world: World) -> None:
+    world(bodies.quantized)
+
+
+def test_quantized_gathers_and_reductions_on_virtual_ranks() -> None:
+    World(1, "nccl")(bodies.quantized_on_virtual_ranks)
+
+
 def test_a_kernel_that_takes_the_address_of_a_placeholder(nccl: World) -> None:
     pytest.importorskip("triton")
     nccl(costs.placeholder_by_pointer)

@@ -66,11 +66,12 @@ def test_what_does_not_go_together_is_refused_before_the_module_is_touched(
 
 @pytest.mark.parametrize("option", ["master_weights", "state_dtype", "stochastic_rounding"])
 def test_another_kind_of_option_is_refused_by_name(option: str) -> None:
+    wrong: dict[str, Any] = {option: "bf16"}
     for make in (fzero.optim.sgd, fzero.optim.adamw, fzero.optim.lion):
         with pytest.raises(LayoutError, match=f"{option}='bf16'"):
-            make(0.1, **{option: "bf16"})
+            make(0.1, **wrong)
     with pytest.raises(LayoutError, match=f"{option}='bf16'"):
-        fzero.optim.from_torch(torch.optim.SGD, **{option: "bf16"})
+        fzero.optim.from_torch(torch.optim.SGD, **wrong)
 
 
 def test_a_foreign_pair_has_no_precision_to_check() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import fzero
+from fzero.transforms._options import InitOptions
 
 OF_A_PAPER_OR_A_LIBRARY: list[Callable[..., Any]] = [
     *(fzero.accumulate, fzero.clip, fzero.coalesce, fzero.remat, fzero.shard, fzero.simulate),
@@ -27,11 +28,17 @@ def sections(function: Callable[..., Any]) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """The parameters by name, and in the place of **options those that it can be."""
+    found = list(inspect.signature(function).parameters)
+    return [*found[:-1], *InitOptions.__annotations__] if "options" in found else found
+
+
 @pytest.mark.parametrize("function", OF_A_PAPER_OR_A_LIBRARY + OTHERS, ids=lambda f: f.__name__)
 def test_it_says_what_goes_in_what_comes_out_and_what_is_raised(function: Any) -> None:
     found = sections(function)
     described = re.findall(r"^    (\w+): ", "\n" + found.get("Args", ""), flags=re.MULTILINE)
-    assert described == list(inspect.signature(function).parameters)
+    assert described == parameters_of(function)
     assert ("Returns" in found) is (function is not fzero.checkpoint.save)
     assert re.findall(r"^    (\w+Error): ", "\n" + found["Raises"], flags=re.MULTILINE)
     assert ">>> " in found["Example"]

@@ -1,0 +1,97 @@
+"""What quantized reductions have lost, in a checkpoint: each rank's own, for what it is for.
+
+Of W ranks' residuals only the sum counts, sum_r e_r: it is what the updates so far lack. On as many
+ranks as have saved each rank gets its own back, for the same bits; on another number of ranks each
+gets its shard of the sum, and zeros elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._manifest import Manifest
+from fzero.checkpoint._pieces import OwnShard, Piece, Wanted, leaf_names, pieces_of
+from fzero.partition import shard_of
+from fzero.quantize import residual_of
+from fzero.state import Layout, TrainState
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
+
+
+class Room(NamedTuple):
+    """What is read of one group: this rank's own residual, [W l], or of each saved rank a shard."""
+
+    group: int
+    flats: tuple[Tensor, ...]
+
+
+def residual_pieces(state: TrainState, flats: Sequence[Tensor], rank: int) -> list[Piece]:
+    """Return all of a rank's residual, given as its flats [W l]."""
+    layout = state.setup.layout
+    return [
+        piece
+        for index, flat in zip(layout.trainable, flats, strict=False)  # there may be none
+        for piece in _whole(layout, index, flat, rank)
+    ]
+
+
+def rooms_of(
+    state: TrainState, saved: Manifest, rank: int, require: Callable[[dict[str, Wanted]], object]
+) -> tuple[list[Room], list[Piece]]:
+    """Return room for what a checkpoint has of a rank's residual, and the pieces to read.
+
+    require: raises `CheckpointError` for a tensor that is not there. It is asked for one of the
+    last rank before there is room for what many ranks have saved.
+    """
+    forms, layout = saved.origin.get("residual", {}), state.setup.layout
+    rooms: list[Room] = []
+    pieces: list[Piece] = []
+    if not forms or not state.setup.quantizes_gradients:
+        return rooms, pieces
+    names, ranks = leaf_names(layout), saved.origin["ranks"]
+    numels = {name: leaf.numel for name, leaf in zip(names, layout.leaves, strict=True)}
+    some = max(numels.keys() & forms.keys(), key=lambda name: numels[name], default=None)
+    if some is not None and numels[some]:
+        wanted = Wanted(numels[some], _DTYPES[forms[some]])
+        require({f"residual/{ranks - 1}/{some}": wanted})
+    for index in layout.trainable:
+        group, device = layout.groups[index], state.params.flats[index].device
+        dtype = _DTYPES[forms.get(names[group.leaves[0]], "torch.float32")]
+        if ranks == layout.ranks:
+            flat = torch.zeros(layout.full_numel(index), dtype=dtype, device=device)
+            rooms.append(Room(index, (flat,)))
+            pieces += _whole(layout, index, flat, rank)
+            continue
+        parts = [torch.zeros(group.shard_numel, dtype=dtype, device=device) for _ in range(ranks)]
+        rooms.append(Room(index, tuple(parts)))
+        for source, part in enumerate(parts):
+            pieces += pieces_of(layout, [OwnShard(f"residual/{source}", index, part)], rank)
+    return rooms, pieces
+
+
+def with_residual(state: TrainState, rooms: list[Room], rank: int) -> TrainState:
+    """Return an idle state with the residual that was read; of zeros if there was none."""
+    layout, residual = state.setup.layout, residual_of(state)
+    for room in rooms:
+        flat = residual.flats[layout.trainable.index(room.group)]
+        whole = len(room.flats) == 1 and room.flats[0].numel() == flat.numel()
+        target = flat if whole else shard_of(flat, layout.ranks, rank)
+        for part in room.flats:
+            target += part
+    return state.replace(window=replace(state.window, residual=residual))
+
+
+def _whole(layout: Layout, index: int, flat: Tensor, rank: int) -> list[Piece]:
+    """The pieces of a rank's own flat [W l]."""
+    return [
+        piece
+        for r in range(layout.ranks)
+        for piece in pieces_of(
+            layout, [OwnShard(f"residual/{rank}", index, shard_of(flat, layout.ranks, r))], r
+        )
+    ]

@@ -1,0 +1,133 @@
+"""The residual of quantized gradients in a checkpoint: each rank's own, or its shard of the sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.checkpoint import CheckpointError, load, save, save_async
+from fzero.packing import unpack
+from fzero.state import TrainState
+from tests.adapter.on_ranks import on_ranks
+from tests.checkpoint.forge import edit
+from tests.transforms.wired import LR, Batch, Odd, noise
+
+UPDATES = 2
+
+
+def step_of(stage: int, **options: Any) -> Any:
+    apply, _ = fzero.functionalize(Odd())
+
+    def step_fn(state: Any, number: Tensor) -> Any:
+        x = noise(fzero.axis_index(), int(number))
+        state, loss = fzero.grad_and_reduce(lambda p: apply(p, x), state)()
+        return fzero.apply_gradients(state), loss
+
+    given: Any = {"quantized_gradients": True, **options}
+    return fzero.shard(step_fn, stage=stage, **given)
+
+
+def begun(step: Any) -> Any:
+    return step.init(fzero.functionalize(Odd())[1], fzero.optim.sgd(LR))
+
+
+def trained(step: Any, state: Any, ranks: int, first: int = 0) -> Any:
+    for number in range(first, first + UPDATES):
+        state, _ = step(state, torch.full((ranks,), float(number)))
+    return state
+
+
+def whole(state: TrainState) -> dict[str, Tensor]:
+    """{path: sum_r e_r} of a stacked state."""
+    layout, found = state.setup.layout, {}
+    for index, flat in zip(layout.trainable, state.window.residual.flats, strict=True):
+        leaves = unpack(layout, index, flat.sum(0))
+        paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
+        found.update(zip(paths, leaves, strict=True))
+    return found
+
+
+@pytest.mark.parametrize(("stage", "saving"), [(1, save), (3, save), (2, save_async)])
+def test_on_as_many_ranks_training_goes_on_with_the_same_bits(
+    stage: int, saving: Any, tmp_path: Path
+) -> None:
+    step = fzero.simulate(step_of(stage), world_size=3)
+    state = trained(step, begun(step), 3)
+    saving(tmp_path, state)
+    loaded = load(tmp_path, begun(step))
+    wanted = trained(step, state, 3, UPDATES)
+    found = trained(step, loaded, 3, UPDATES)
+    for mine, theirs in (
+        (found.params.flats, wanted.params.flats),
+        (found.window.residual.flats, wanted.window.residual.flats),
+    ):
+        for x, y in zip(mine, theirs, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (4, 1)])
+def test_on_other_ranks_and_stages_the_sum_over_ranks_is_what_it_was(
+    ranks: int, stage: int, tmp_path: Path
+) -> None:
+    step = fzero.simulate(step_of(2), world_size=3)
+    state = trained(step, begun(step), 3)
+    save(tmp_path, state)
+    other = fzero.simulate(step_of(stage), world_size=ranks)
+    found, wanted = whole(load(tmp_path, begun(other))), whole(state)
+    assert any(value.any() for value in wanted.values())
+    for path, value in wanted.items():
+        torch.testing.assert_close(found[path], value, rtol=0, atol=1e-6)
+
+
+def test_what_one_side_does_not_have_is_left_out_or_zero(tmp_path: Path) -> None:
+    step = fzero.simulate(step_of(2), world_size=2)
+    plain = fzero.simulate(step_of(2, quantized_gradients=False), world_size=2)
+    save(tmp_path / "with", trained(step, begun(step), 2))
+    save(tmp_path / "without", trained(plain, begun(plain), 2))
+    assert not load(tmp_path / "with", begun(plain)).window.residual.held
+    loaded = load(tmp_path / "without", trained(step, begun(step), 2))
+    assert loaded.window.residual.held
+    assert not any(flat.any() for flat in loaded.window.residual.flats)
+
+
+@pytest.mark.parametrize("change", [{"ranks": 10**12}, {"residual": {"wide": "int8"}}])
+def test_a_manifest_that_says_something_else_is_refused(change: Any, tmp_path: Path) -> None:
+    step = fzero.simulate(step_of(2), world_size=2)
+    state = trained(step, begun(step), 2)
+    save(tmp_path, state)
+    edit(tmp_path, lambda body: body["origin"].update(change))
+    with pytest.raises(CheckpointError, match="residual"):
+        load(tmp_path, state)
+
+
+@on_ranks(2)
+def test_an_engine_on_gloo_goes_on_with_the_same_bits(rank: int, tmp_path: Path) -> None:
+    first, second = engine_of_odd(), engine_of_odd()
+    for number in range(UPDATES):
+        train(first, noise(rank, number))
+    save(tmp_path, first)
+    load(tmp_path, second)
+    for engine in (first, second):
+        train(engine, noise(rank, UPDATES))
+    mine, theirs = (torch.cat(e.state.window.residual.flats) for e in (first, second))
+    assert torch.equal(mine, theirs) and mine.any()
+    found, wanted = first.full_parameters(), second.full_parameters()
+    assert all(torch.equal(found[path], wanted[path]) for path in wanted)
+
+
+def engine_of_odd() -> fzero.adapter.Engine:
+    module = Odd()
+    learns = [p for p in module.parameters() if p.requires_grad]
+    return fzero.adapter.Engine(
+        module, torch.optim.SGD(learns, LR), stage=3, quantized_gradients=True
+    )
+
+
+def train(engine: fzero.adapter.Engine, x: Batch) -> None:
+    engine(x).backward()
+    engine.step()

@@ -1,0 +1,185 @@
+"""Sum or mean, the predivide factor and the dtypes of a reduction, by both drivers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.adapter import Engine
+from fzero.errors import LayoutError
+from tests.transforms.wired import (
+    DRIVERS,
+    USED,
+    Batch,
+    Odd,
+    by_engine,
+    by_function,
+    each_rank,
+    moved,
+    signs,
+    total,
+    twelves,
+    with_gradients,
+)
+
+STEPS = 2
+
+
+@DRIVERS
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sums_and_means_are_exact_at_every_stage_with_every_factor(
+    driver: Any, op: str, world_size: int
+) -> None:
+    wanted = total(twelves, world_size, STEPS, op=op)
+
+    def body(rank: int) -> Tensor:
+        for stage, factor in ((0, 1.0), (0, 4.0), (1, 2.0), (2, 0.5), (3, 1.0), (3, 4.0)):
+            options: Any = {"reduce_op": op, "gradient_predivide_factor": factor}
+            found = moved(driver(rank, twelves, stage, STEPS, **options))
+            for path in USED:
+                assert torch.equal(found[path], wanted[path]), (stage, factor, path)
+        return torch.zeros(())
+
+    each_rank(body, world_size)
+
+
+def large(rank: int, step: int) -> Batch:
+    return signs(40000.0)
+
+
+@DRIVERS
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_factor_of_the_number_of_ranks_keeps_an_fp16_sum_from_overflowing(
+    driver: Any, stage: int
+) -> None:
+    def body(rank: int) -> Tensor:
+        half: Any = {"communication_dtype": torch.float16}
+        plain = moved(driver(rank, large, stage, 1, **half))
+        divided = moved(driver(rank, large, stage, 1, **half, gradient_predivide_factor=2.0))
+        for path in USED:
+            assert plain[path].isinf().any() or path == "gain"  # whose gradient is 0
+            assert torch.equal(divided[path], large(0, 0)[path])
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+@DRIVERS
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dtype(
+    driver: Any, stage: int
+) -> None:
+    options: Any = {"communication_dtype": torch.bfloat16, "accumulate_dtype": torch.float64}
+
+    def body(rank: int) -> Tensor:
+        state = with_gradients(driver, rank, twelves, stage, **options)
+        assert {flat.dtype for flat in state.gradients.flats} == {torch.float64}
+        return torch.zeros(())
+
+    with fzero.count_collectives() as log:
+        each_rank(body, 2)
+    op = "reduce_scatter" if stage else "all_reduce"
+    assert {event.dtype for event in log.of(0) if event.op == op} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduce_op": "sum"},
+        {"gradient_predivide_factor": 3.0},
+        {"communication_dtype": torch.bfloat16},
+        {"accumulate_dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_both_drivers_hold_the_same_bits(options: dict[str, Any], stage: int) -> None:
+    def body(rank: int) -> Tensor:
+        mine, theirs = (d(rank, twelves, stage, **options) for d in (by_engine, by_function))
+        for x, y in zip(mine.params.flats, theirs.params.flats, strict=True):
+            assert torch.equal(x, y)
+        return torch.zeros(())
+
+    each_rank(body, 3)
+
+
+def test_on_one_rank_nothing_is_rounded_for_the_wire() -> None:
+    seventh = {path: value / 7 for path, value in signs(1.0).items()}
+    options: Any = {"communication_dtype": torch.bfloat16, "gradient_predivide_factor": 3.0}
+    for driver in (by_engine, by_function):
+        plain = driver(0, lambda rank, step: seventh, 2)
+        others: list[dict[str, Any]] = [
+            options,
+            {"reduce_op": "sum"},
+            {"quantized_gradients": True},
+        ]
+        for other in others:
+            found = driver(0, lambda rank, step: seventh, 2, **other)
+            for x, y in zip(found.params.flats, plain.params.flats, strict=True):
+                assert torch.equal(x, y)
+    state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=2, **options)
+    state, _ = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(
+        torch.tensor(1 / 7, requires_grad=True)  # by collectives that can be differentiated
+    )
+    assert torch.equal(fzero.gradients(state)["w"], torch.full((2,), 1 / 7))
+
+
+REFUSED: list[tuple[int, dict[str, Any], str]] = [
+    (2, {"reduce_op": "avg"}, "reduce_op='avg'"),
+    (2, {"gradient_predivide_factor": 0.0}, "gradient_predivide_factor=0.0"),
+    (2, {"gradient_predivide_factor": True}, "gradient_predivide_factor=True"),
+    (2, {"gradient_predivide_factor": float("inf")}, "gradient_predivide_factor=inf"),
+    (2, {"accumulate_dtype": torch.int8}, "accumulate_dtype=torch.int8"),
+    (2, {"communication_dtype": "bf16"}, "communication_dtype='bf16'"),
+    (2, {"quantized_gradients": 8}, "quantized_gradients=8"),
+    (3, {"quantized_weights": "int8"}, "quantized_weights='int8'"),
+    (2, {"quantized_weights": True}, "quantized_weights=True at stage 2"),
+    (0, {"quantized_gradients": True}, "quantized_gradients=True at stage 0"),
+    (
+        2,
+        {"quantized_gradients": True, "communication_dtype": torch.bfloat16},
+        "communication_dtype=torch.bfloat16 with quantized_gradients=True",
+    ),
+    (
+        2,
+        {"quantized_gradients": True, "gradient_predivide_factor": 2.0},
+        "gradient_predivide_factor=2.0 with quantized_gradients=True",
+    ),
+]
+
+
+@pytest.mark.parametrize(("stage", "options", "seen"), REFUSED, ids=lambda x: str(x)[:40])
+def test_what_cannot_be_is_refused_by_both_drivers_by_name(
+    stage: int, options: dict[str, Any], seen: str
+) -> None:
+    params, rule = {"w": torch.ones(2)}, fzero.optim.sgd(1.0)
+    with pytest.raises(LayoutError, match="Fix: ") as by_init:
+        fzero.init(params, rule, stage=stage, **options)
+    with pytest.raises(LayoutError, match="Fix: ") as by_shard:
+        fzero.shard(lambda state: (state, None), stage=stage, **options).init(params, rule)
+    module = Odd()
+    with pytest.raises(LayoutError, match="Fix: ") as by_the_engine:
+        Engine(module, None, stage=stage, **options)
+    for error in (by_init, by_shard, by_the_engine):
+        assert str(error.value).startswith(seen)
+    Engine(module, None, stage=stage).close()  # nothing was touched
+
+
+def test_an_option_that_does_not_exist_is_refused() -> None:
+    wrong: Any = {"reduce_operation": "sum"}
+    with pytest.raises(TypeError, match="reduce_operation"):
+        fzero.shard(lambda state: (state, None), stage=1, **wrong)
+    with pytest.raises(TypeError, match="reduce_operation"):
+        Engine(Odd(), None, stage=1, **wrong)
+
+
+def test_a_pipeline_shows_what_is_not_the_default() -> None:
+    step = fzero.shard(
+        lambda state: (state, None), stage=3, ordered=False, reduce_op="sum", quantized_weights=True
+    )
+    assert repr(step).startswith("shard(stage=3, reduce_op='sum', quantized_weights=True) . ")

@@ -1,0 +1,226 @@
+"""The residual of quantized gradients, where something goes wrong, or nothing is reduced."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.adapter import Engine
+from fzero.state import TrainState
+from tests.transforms.wired import (
+    DRIVERS,
+    LR,
+    USED,
+    Batch,
+    Odd,
+    by_engine,
+    by_function,
+    each_rank,
+    fine,
+    moved,
+    noise,
+    residual,
+    with_gradients,
+)
+
+
+def lost(state: TrainState) -> list[Tensor]:
+    return [flat.clone() for flat in state.window.residual.flats]
+
+
+def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+
+
+def test_a_state_counts_its_residual_and_stays_as_it_was() -> None:
+    def body(rank: int) -> Tensor:
+        before = by_function(rank, noise, 2, 0, quantized_gradients=True)
+        numel = sum(before.setup.layout.full_numel(i) for i in before.setup.layout.trainable)
+        assert fzero.state_bytes(before)["window"] == 4 * numel
+        apply, _ = fzero.functionalize(Odd())
+        after, _ = fzero.grad_and_reduce(lambda p: apply(p, noise(rank, 0)), before)()
+        assert not any(flat.any() for flat in lost(before)) and any(x.any() for x in lost(after))
+        shown = fzero.gradients(after)
+        assert same(lost(after), lost(after)) and shown["wide"].any()
+        with pytest.raises(ZeroDivisionError):
+            fzero.grad_and_reduce(lambda p: apply(p, noise(rank, 0)) + 1 / 0, after)()
+        updated = fzero.apply_gradients(after)
+        assert same(lost(updated), lost(after)) and not updated.window.residual_before.held
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+def overflowing(rank: int, step: int) -> Batch:
+    """Noise; in step 1 an infinity on rank 1, and large numbers in the other blocks."""
+    found = dict(noise(rank, step))
+    if step == 1:
+        found = {path: value * 1e30 for path, value in found.items()}
+        found["wide"] = torch.where(torch.tensor(rank == 1), torch.inf, found["wide"])
+    return found
+
+
+@DRIVERS
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: int) -> None:
+    """The steps around an overflow give the bits of a run that never had it."""
+
+    def without(rank: int, step: int) -> Batch:
+        return overflowing(rank, 2 * step)
+
+    def body(rank: int) -> Tensor:
+        scale = fzero.DynamicScale(init_scale=4.0, growth_interval=1)
+        options: Any = {"quantized_gradients": True}
+        mine = driver(rank, overflowing, stage, 3, loss_scale=scale, **options)
+        theirs = driver(rank, without, stage, 2, **options)
+        assert int(mine.step) == 2
+        assert same(list(mine.params.flats), list(theirs.params.flats))
+        assert same(lost(mine), lost(theirs)) and any(flat.any() for flat in lost(mine))
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+def test_gradients_that_are_thrown_away_take_their_residual_with_them() -> None:
+    def body(rank: int) -> Tensor:
+        module = Odd()
+        learns = [p for p in module.parameters() if p.requires_grad]
+        engine = Engine(module, torch.optim.SGD(learns, LR), stage=2, quantized_gradients=True)
+        engine(noise(rank, 0)).backward()
+        engine.step()
+        before = lost(engine.state)
+        for _ in range(2):
+            engine(noise(rank, 1)).backward()
+        assert not same(lost(engine.state), before)
+        engine.zero_grad()
+        assert same(lost(engine.state), before)
+        engine(noise(rank, 1)).backward()
+        module.zero_grad()
+        engine(noise(rank, 2)).backward()
+        engine.step()
+        engine.zero_grad()  # there is nothing to throw away
+        theirs = by_engine(rank, lambda r, step: noise(r, 2 * step), 2, 2, quantized_gradients=True)
+        assert same(lost(engine.state), lost(theirs))
+        assert same(list(engine.state.params.flats), list(theirs.params.flats))
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+def test_a_nan_stays_out_of_the_residual_and_is_seen_in_the_gradient() -> None:
+    def bad(rank: int, step: int) -> Batch:
+        found = dict(noise(rank, step))
+        if rank == 0:
+            found["wide"] = torch.full_like(found["wide"], torch.nan)
+        return found
+
+    def body(rank: int) -> Tensor:
+        for driver in (by_engine, by_function):
+            state = with_gradients(driver, rank, bad, 2, quantized_gradients=True)
+            assert all(flat.isfinite().all() for flat in lost(state))
+            assert fzero.gradients(state)["wide"].isnan().all()
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_window_is_quantized_once_whatever_ranks_do_in_it(stage: int) -> None:
+    """Other numbers of backwards on the ranks of an engine, three of which wait."""
+
+    def body(rank: int) -> Tensor:
+        module = Odd(torch.float64)
+        learns = [p for p in module.parameters() if p.requires_grad]
+        engine = Engine(module, torch.optim.SGD(learns, LR), stage=stage, quantized_gradients=True)
+        with engine.coalesce():
+            for step in range(1 + rank):
+                engine(fine(rank, step)).backward()
+        engine.step()
+        found, left = moved(engine.state), residual(engine.state)
+        batches = [fine(r, step) for r in range(2) for step in range(1 + r)]
+        for path in USED:
+            wanted = torch.stack([batch[path] for batch in batches]).sum(0) / 2
+            torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
+        return torch.tensor(len(engine.state.setup.layout.trainable))
+
+    with fzero.count_collectives() as log:
+        groups = each_rank(body, 2)
+    assert log.counts(0)["all_to_all"] == groups[0]  # each of them once
+
+
+def test_micro_batches_lose_what_their_share_of_the_update_loses() -> None:
+    """One that waits, and one that is reduced at once; then a window of both."""
+
+    options: Any = {"gradient_accumulation_steps": 2, "average_micro_batches": True}
+
+    def body(rank: int) -> Tensor:
+        module = Odd(torch.float64)
+        sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
+        engine = Engine(module, sgd, stage=2, quantized_gradients=True, **options)
+        for waits in (engine.no_sync, nullcontext, engine.no_sync, engine.no_sync):
+            with waits():
+                engine(fine(rank, int(engine.state.progress.backwards))).backward()
+            engine.step()
+        found, left = moved(engine.state), residual(engine.state)
+        for path in USED:
+            batches = [fine(r, step)[path] for r in range(2) for step in range(2)]
+            wanted = 2 * torch.stack(batches).mean(0)  # two updates by the same two batches
+            torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_with_other_numbers_of_backwards_lose_nothing_else(stage: int) -> None:
+    """A rank that has called step() takes part in the backwards of the others, with zeros."""
+
+    def body(rank: int) -> Tensor:
+        module = Odd(torch.float64)
+        sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
+        engine = Engine(module, sgd, stage=stage, quantized_gradients=True)
+        for update in range(2):
+            for number in range(1 + rank):
+                engine(fine(rank, 2 * update + number)).backward()
+            engine.step()
+        found, left = moved(engine.state), residual(engine.state)
+        for path in USED:
+            steps = [(0, 0), (0, 2), *((1, step) for step in range(4))]
+            wanted = torch.stack([fine(*one)[path] for one in steps]).sum(0) / 2
+            torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
+def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() -> None:
+    """Its rank leaves the plan, which ends with zeros, and reduces its own gradient after that."""
+    x = torch.linspace(-1, 1, 700, dtype=torch.float64)
+    params = {"a": {"w": x.clone()}, "b": {"w": x.clone()}}
+
+    def body(rank: int) -> Tensor:
+        state: Any = fzero.init(
+            params, fzero.optim.sgd(1.0), stage=3, quantized_gradients=True, units=lambda p: p[0]
+        )
+        for step in range(4):
+
+            def loss(p: Any, step: int = step) -> Tensor:
+                first = (p["a"]["w"] * x * (1 + rank)).sum()
+                return first + (p["b"]["w"] ** 2).sum() if rank and step == 2 else first
+
+            state, _ = fzero.grad_and_reduce(loss, state)()
+        (index,) = [i for i, g in enumerate(state.setup.layout.groups) if g.name == "a"]
+        at = state.setup.layout.trainable.index(index)
+        left = fzero.pmean(state.window.residual.flats[at])[:700]
+        found = fzero.gradients(state)["a"]["w"]
+        torch.testing.assert_close(found + left, 4 * 1.5 * x, rtol=0, atol=1e-12)
+        return torch.zeros(())
+
+    with fzero.count_collectives() as log:
+        each_rank(body, 2)
+    assert log.counts(0)["all_to_all"] == 4 + 1 + 2  # of a once more; of b, from then on planned

@@ -97,13 +97,11 @@ REFUSED = (
         fix="use bf16 (module.bfloat16()), or leave stochastic_rounding out.",
     ),
     Refused(
-        when=lambda n: (
-            n.accumulate is not None
-            and torch.promote_types(n.accumulate, n.param) is not n.accumulate
-        ),
+        when=lambda n: n.accumulate is _FP16 and n.param is not _FP16,
         seen="accumulate_dtype={accumulate} for parameters in {param}",
-        cause="gradients would add up in fewer bits, or a smaller range, than they come in.",
-        fix="use accumulate_dtype={param}, a wider one, or None: fp32 for 16-bit parameters.",
+        cause="gradients reach beyond 65504, where fp16 ends, and so do their sums.",
+        fix="use accumulate_dtype=torch.bfloat16 or torch.float32, or None: fp32 for 16-bit "
+        "parameters.",
     ),
     Refused(
         when=lambda n: n.param is _BF16 and n.communication is _FP16,

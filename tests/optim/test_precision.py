@@ -31,7 +31,7 @@ REFUSALS: tuple[tuple[torch.dtype, dict[str, Any], dict[str, Any], str], ...] = 
         {},
         "stochastic_rounding for parameters in torch.float16",
     ),
-    (FP32, {}, {"accumulate_dtype": BF16}, "accumulate_dtype=torch.bfloat16"),
+    (FP32, {}, {"accumulate_dtype": FP16}, "accumulate_dtype=torch.float16"),
     (BF16, {}, {"communication_dtype": FP16}, "communication_dtype=torch.float16"),
 )
 OTHERS = (

@@ -193,11 +193,11 @@ class Gatherer:
 
     @torch.no_grad()
     def _share(self, units: Sequence[int], source: int) -> None:
+        shards = self.axis.shards
         for unit in units:
             flats = broadcast(self.flats[unit], self.axis, source)
             for group, flat in zip(self.units[unit], flats, strict=True):
-                shard = self.groups[group].shard
-                shard.copy_(shard_of(flat, self.axis.size, self.axis.rank))
+                self.groups[group].shard.copy_(shard_of(flat, shards.size, shards.rank))
         self.on_written(units)
 
     def _fetch_all(self, units: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ class Gatherer:
 
     def _started(self, unit: int, *, exact: bool) -> InFlight:
         shards = [self.groups[group].sent(exact=exact) for group in self.units[unit]]
-        return start_gather(shards, self.axis)
+        return start_gather(shards, self.axis.shards)
 
     def wait(self, unit: int) -> None:
         """Wait until a unit that was started is whole."""

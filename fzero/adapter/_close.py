@@ -44,7 +44,7 @@ def give_back(driver: Driver) -> None:
 
 def _give_parameters(driver: Driver, index: int) -> None:
     flat = driver.state.params.flats[index]
-    whole = gather_many([flat], driver.axis)[0] if driver.sharded else flat
+    whole = gather_many([flat], driver.axis.shards)[0] if driver.sharded else flat
     leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
     (driver.params.place if driver.sharded else driver.params.have)(index, leaves)
 

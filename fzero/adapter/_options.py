@@ -10,11 +10,16 @@ from typing import Any
 import torch
 
 from fzero.errors import LayoutError, explain
-from fzero.state import Gathering, Reduction
+from fzero.state import Gathering, OptimizerOver, Reduction
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.precision import Autocast
 from fzero.state.scale import as_policy
-from fzero.transforms._options import check_bucket, check_flags, check_reshard
+from fzero.transforms._options import (
+    check_bucket,
+    check_flags,
+    check_optimizer_over,
+    check_reshard,
+)
 from fzero.transforms.scale_loss import Scale
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -42,16 +47,16 @@ class Options:
     persistence_threshold_numel: int
     leaf_modules: LeafSpec | None
     autocast: Autocast | torch.dtype | None
+    optimizer_over: OptimizerOver
 
 
-def options_of(**given: Any) -> Options:
-    """Return the options of `Engine(...)` in their groups, unchecked."""
-    names = {name for kind in (Updating, Reduction, Gathering) for name in _names(kind)}
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given."""
     return Options(
         updating=Updating(**_of(Updating, given)),
         reduction=Reduction(**_of(Reduction, given)),
         gathering=Gathering(**_of(Gathering, given)),
-        **{name: value for name, value in given.items() if name not in names},
+        **_of(Options, given),
     )
 
 
@@ -74,6 +79,7 @@ def require_options(options: Options) -> None:
     updating, reduction = options.updating, options.reduction
     check_reshard(options.gathering.reshard_after_forward)
     check_bucket(options.bucket_bytes)
+    check_optimizer_over(options.optimizer_over)
     check_flags(
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,

@@ -171,7 +171,6 @@ class Pass:
 
     def take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""
-        self.reducer.land()
         self.states = [self._with_served(number) for number in range(len(self.states))]
 
     def _with_served(self, number: int) -> TrainState:

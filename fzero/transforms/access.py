@@ -9,7 +9,7 @@ import optree
 from torch import Tensor
 from torch.nn import Parameter
 
-from fzero.collectives import gather_many
+from fzero.collectives import gather_parts
 from fzero.packing import unpack
 from fzero.partition import assemble
 from fzero.state import Group, Placement, TrainState, progress
@@ -102,7 +102,7 @@ def _full_params(state: TrainState) -> Any:
     check_alive(state)
     flats = list(state.params.flats)
     if _is_gathered(state):
-        flats = gather_many(flats, state.setup.axis)
+        flats = gather_parts(state.setup, flats, state.params.placement, Placement.REPLICATED)
     elif not in_transform():
         flats = [flat.clone() for flat in flats]
     layout = state.setup.layout

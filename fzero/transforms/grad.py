@@ -184,7 +184,7 @@ def _require_one_gathers(by_axis: dict[Axis, list[TrainState]]) -> None:
 
 def _pass_of(axis: Axis, states: Sequence[TrainState]) -> Pass:
     channel = channel_of(axis)
-    data = axis if channel is None else channel.data
+    data = axis if channel is None else channel.over(axis)
     return Pass("grad_and_reduce", states, data, number=FUNCTIONAL)
 
 
@@ -282,7 +282,7 @@ def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
         pairs = zip(layout.groups, state.params.flats, strict=True)
         sent = [flat.to(group.communication_dtype or flat.dtype) for group, flat in pairs]
-        fulls = tuple(gather_many(sent, setup.axis))
+        fulls = tuple(gather_many(sent, setup.axis.shards))
         if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
             state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))
     pairs = zip(layout.groups, fulls, strict=True)

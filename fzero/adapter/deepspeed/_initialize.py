@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fzero.adapter._engine import Engine
@@ -23,7 +22,7 @@ from fzero.adapter.deepspeed._read import (
     with_defaults,
 )
 from fzero.collectives import assert_same_everywhere
-from fzero.mesh import Axis, axis_of
+from fzero.mesh import MeshLike, axis_of
 from fzero.placeholder import LazyParam
 from fzero.state.leaf_modules import LeafSpec, class_name
 
@@ -39,7 +38,7 @@ def initialize(
     optimizer: Optimizer | Factory | None = None,
     config: Config | None = None,
     *,
-    mesh: DeviceMesh | Axis | None = None,
+    mesh: MeshLike = None,
     lr_scheduler: Schedule | None = None,
 ) -> Engine:
     """Return `Engine(model, optimizer, stage=..., ...)` with what a DeepSpeed config asks for.

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fzero
-from fzero import collectives as c
 from fzero import _groups, mesh
+from fzero import collectives as c
 from fzero.collectives import InFlight, _backend, _lowering
 from fzero.mesh import Runtime
 from tests.collectives.maps import gathered, reduced, scattered

@@ -150,11 +150,12 @@ def test_an_error_on_one_rank_ends_the_pass_of_all_and_the_engines_go_on(
 ) -> None:
     make = lambda: nn.Sequential(*(linear(4, 4) for _ in range(5)))  # noqa: E731
     engine = engine_of(make, stage, mesh=two_by_two(), ordered=True, bucket_bytes=64)
+    layers: Any = engine.module
     for attempt in range(3):
-        h = engine.module[:3](torch.ones(2, 4, dtype=F64))
+        h = layers[:3](torch.ones(2, 4, dtype=F64))
         fails = attempt == 1 and rank == 2
         h = fails_in_backward(h, ZeroDivisionError("on purpose")) if fails else h
-        loss = engine.module[3:](h).sum()
+        loss = layers[3:](h).sum()
         if attempt == 1:
             with pytest.raises((ZeroDivisionError, PeerFailedError)):
                 engine.backward(loss)

@@ -78,7 +78,7 @@ _OFFLOAD = "leave it out: states and parameters stay on the device; take a highe
 _AUTOCAST = "use torch_autocast, or bf16.enabled"
 _QUANTIZED = "leave it out: collectives carry the dtype of communication_data_type"
 _MEAN = "leave it out: gradients are summed over ranks and then divided by their number"
-_GROUPS = "leave it out, and pass initialize(mesh=...) for the ranks to shard over"
+_GROUPS = "leave it out, and pass initialize(mesh=(replicas, shards)), or a DeviceMesh"
 
 ONLY = {
     "fp16.auto_cast": Only(False, "convert the inputs: engine(x.half())"),

@@ -99,16 +99,16 @@ class _Group:
 
 
 class Reducer:
-    """The gradients of some states on one axis, for one backward after another.
+    """The gradients of some states on the same ranks, for one backward after another.
 
     `means[state][group]` are the means over ranks that are there. Gradients of a state that `keeps`
     stay on this rank, for a coalescing window: see `local`.
     """
 
     def __init__(
-        self, setups: Sequence[Setup], axis: Axis, devices: Sequence[torch.device]
+        self, setups: Sequence[Setup], axes: Sequence[Axis], devices: Sequence[torch.device]
     ) -> None:
-        self.setups, self.axis, self._devices = setups, axis, devices
+        self.setups, self.axes, self._devices = setups, axes, devices  # of each state
         self.keeps = [False for _ in setups]
         self.on_full: Callable[[int], None] = self.start  # set by the sequencer of a pass
         self.means: list[dict[int, Tensor]] = [{} for _ in setups]
@@ -120,7 +120,7 @@ class Reducer:
             self._add(number, setup)
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._across: deque[tuple[int, InFlight]] = deque()  # of one bucket, across replicas
-        self._local = axis.runtime is Runtime.LOCAL
+        self._local = axes[0].runtime is Runtime.LOCAL
 
     def _add(self, number: int, setup: Setup) -> None:
         layout = setup.layout
@@ -196,9 +196,9 @@ class Reducer:
         ]
         ordered = setup.reduction.ordered
         if sharded:
-            flight = start_scatter(local, self.axis.shards, ordered=ordered)
+            flight = start_scatter(local, self.axes[state].shards, ordered=ordered)
         else:  # in place
-            flight = start_reduce(local, self.axis, ordered=ordered)
+            flight = start_reduce(local, self.axes[state], ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
             self.land()
@@ -213,14 +213,15 @@ class Reducer:
         # In the order of the starts: what is waited for may communicate again.
         self._land_across()
         unit, flight = self._flights.popleft()
-        if self.axis.dims is None or not self.is_bounded(unit):
+        state = self._units[unit][0]
+        setup, axis = self.setups[state], self.axes[state]
+        if axis.dims is None or not self.is_bounded(unit):
             self._add_mean(unit, flight)
             return
-        setup = self.setups[self._units[unit][0]]
         over_all = setup.gradients is Placement.OVER_ALL
         start = start_scatter if over_all else start_reduce
         summed = flight.wait()
-        crossing = start(summed, self.axis.replicas, ordered=setup.reduction.ordered)
+        crossing = start(summed, axis.replicas, ordered=setup.reduction.ordered)
         self._across.append((unit, crossing))
 
     def _land_across(self) -> None:
@@ -232,7 +233,7 @@ class Reducer:
         state, indices = self._units[unit]
         means, setup = self.means[state], self.setups[state]
         for index, summed in zip(indices, flight.wait(), strict=True):
-            mean = summed.to(setup.accumulate_dtype(index)).div_(self.axis.size)
+            mean = summed.to(setup.accumulate_dtype(index)).div_(self.axes[state].size)
             held = means.get(index)
             means[index] = mean if held is None else held.add_(mean)
 

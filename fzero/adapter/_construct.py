@@ -33,7 +33,8 @@ class _Unowned(Gatherer):
     """
 
     def __init__(self, axis: Axis) -> None:
-        super().__init__([], axis)
+        super().__init__([], [])
+        self.axis = axis
         self._writes: dict[int, int] = {}
 
     def take(self, module: nn.Module) -> None:
@@ -52,7 +53,7 @@ class _Unowned(Gatherer):
         own = shard_of(flat, shards.size, shards.rank).clone()
         self.groups.append(GroupShard(layout, 0, own))
         # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
-        return in_place_of(p, placeholders(self, self.add(layout))[0])
+        return in_place_of(p, placeholders(self, self.add(layout, self.axis))[0])
 
     def leaf(self, group: int, position: int) -> Tensor:
         """Return the full values; they go at once unless they are held."""

@@ -66,7 +66,6 @@ class Driver:
         self.running = Pass(
             f"a forward or backward of engine {self.number}",
             [state],
-            self.axis,
             number=self.number,
             served=True,
         )

@@ -1,4 +1,4 @@
-"""A forward and a backward over states of one axis: who gathers, who reduces, and in which order.
+"""A forward and a backward over states on some ranks: who gathers, reduces, in which order.
 
 Both drivers use it: a functional step makes one for each gradient call, an engine one for its life.
 
@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fzero.collectives import FUNCTIONAL, Channel, channel_of
+from fzero.collectives import FUNCTIONAL, channel_of
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
-from fzero.mesh import Axis
 from fzero.reduce import Reducer
 from fzero.replay import Done
 from fzero.sequence import Sequencer
@@ -27,8 +26,8 @@ from fzero.transforms._receive import accumulate, device_of, filled, part_of_upd
 class Pass:
     """The gatherer, the reducer and the sequencer of some states, and what they do in one pass.
 
-    name: what the other ranks are told that runs. data: the axis that gathers and reductions go
-    over. number: of the sequencer among those of the channel; None for the next one. served: ranks
+    name: what the other ranks are told that runs. states: on the same ranks, each on a mesh of its
+    own. number: of the sequencer among those of the channel; None for the next one. served: ranks
     that make a call while others are in this pass take part in it (stage 3).
     """
 
@@ -36,7 +35,6 @@ class Pass:
         self,
         name: str,
         states: Sequence[TrainState],
-        data: Axis,
         *,
         number: int | None = None,
         served: bool = False,
@@ -45,10 +43,11 @@ class Pass:
         self._name, self._served = name, served
         self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
-        self.channel: Channel | None = channel_of(data)
+        channel = self.channel = channel_of(setups[0].axis)
+        axes = [setup.axis if channel is None else channel.over(setup.axis) for setup in setups]
         devices = [device_of(state) for state in states]
-        self.reducer = Reducer(setups, data, devices)
-        self.gatherer = Gatherer([setup.layout for setup in setups], data)
+        self.reducer = Reducer(setups, axes, devices)
+        self.gatherer = Gatherer([setup.layout for setup in setups], axes)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
         self._lazy = bool(lazy) and self.channel is not None

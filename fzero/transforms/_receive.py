@@ -85,7 +85,7 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> dict[int, Tensor]:
     setup, channel = state.setup, channel_of(state.setup.axis)
     if channel is None:
         return local
-    reducer = Reducer([setup], channel.over(setup.axis), [device_of(state)])
+    reducer = Reducer([setup], [channel.over(setup.axis)], [device_of(state)])
     reducer.give(0, local)
     local.clear()
     for unit in reducer.backwards:

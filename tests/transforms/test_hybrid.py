@@ -57,13 +57,16 @@ def test_gradient_and_norm_are_those_of_one_process(mesh: Sizes, over: Optimizer
 
     def gradient(state: Any, x: Tensor) -> Any:
         state, _ = fzero.grad_and_reduce(square_loss, state)(x)
-        return fzero.gradients(state), fzero.global_norm(state)
+        found = fzero.gradients(state), fzero.global_norm(state)
+        twice = fzero.add_gradients(state, found[0], reduced=True)
+        return *found, fzero.gradients(twice)
 
     for stage in range(4):
-        found, norm = virtual(gradient, mesh)(state_on(mesh, stage, over), batches)
+        found, norm, twice = virtual(gradient, mesh)(state_on(mesh, stage, over), batches)
         for name, value in wanted.items():
             for rank in range(ranks if value is not None else 0):
                 assert torch.equal(found[name][rank].double(), value.double()), (stage, name)
+                assert torch.equal(twice[name][rank], 2 * found[name][rank]), (stage, name)
         assert torch.allclose(norm.double(), flat.norm(), rtol=1e-6), stage
 
 
@@ -148,6 +151,22 @@ def test_an_overflow_on_one_rank_skips_the_update_of_both_replicas(over: Optimiz
         state, _ = step(state, torch.ones(4))
         full = virtual(fzero.full_params, (2, 2))(state)["w"]
         assert state.step.tolist() == [1] * 4 and torch.equal(full, torch.full((4, 21), 0.5))
+
+
+@pytest.mark.parametrize("stages", [(0, 2), (2, 1), (3, 1), (3, 3)])
+def test_one_loss_over_models_on_two_meshes_of_the_same_ranks(stages: Sizes) -> None:
+    def losses(x: Tensor) -> Any:
+        def make(numel: int, stage: int, mesh: Any) -> Any:
+            return fzero.init([torch.ones(numel)], sgd(), stage=stage, mesh=mesh)
+
+        states = [make(5, stages[0], None), make(7, stages[1], (2, 2))]
+        states, _ = fzero.grad_and_reduce(lambda p: p[0][0].sum() * p[1][0].sum() * x, states)()
+        states = fzero.apply_gradients(states)
+        return [fzero.full_params(state)[0] for state in states]
+
+    one, other = fzero.simulate(losses, world_size=4)(torch.tensor([1.0, 2.0, 3.0, 6.0]))
+    assert torch.equal(one, torch.full((4, 5), 1 - LR * 7 * 3))
+    assert torch.equal(other, torch.full((4, 7), 1 - LR * 5 * 3))
 
 
 def test_a_dim_of_the_mesh_has_a_name_in_the_loss() -> None:

@@ -126,7 +126,7 @@ def shard(
             never_around=("shard", "simulate"),
             right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         )
-        shown = _shown(stage, reshard, bucket_bytes, flags)
+        shown = _shown(stage, reshard, bucket_bytes, optimizer_over, flags)
         made = functools.partial(
             init,
             stage=stage,
@@ -145,12 +145,13 @@ def shard(
 
 
 def _shown(
-    stage: Any, reshard: Reshard, bucket_bytes: int, flags: dict[str, bool]
+    stage: Any, reshard: Reshard, bucket_bytes: int, over: OptimizerOver, flags: dict[str, bool]
 ) -> dict[str, Any]:
     """The options that a pipeline shows: the stage, and what is not the default."""
     shown: dict[str, Any] = {"stage": stage}
     shown |= {} if reshard is True else {"reshard_after_forward": reshard}
     shown |= {} if bucket_bytes == BUCKET_BYTES else {"bucket_bytes": bucket_bytes}
+    shown |= {} if over == "shard" else {"optimizer_over": over}
     return shown | {name: True for name, on in flags.items() if on}
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
 from fzero.checkpoint import load, save
+from fzero.state import OptimizerOver
 from tests.checkpoint.states import (
     ADAM,
     blank,
@@ -71,6 +72,30 @@ def test_any_pytree_moves_between_any_two_places(
     same(first_rank(loaded), first_rank(state))
     assert loaded.setup == into.setup
     assert loaded.phase is fzero.state.Phase.IDLE
+
+
+MOVES: tuple[tuple[int, int, int, OptimizerOver], ...] = (
+    (4, 1, 2, "all"),  # ranks, stage, replicas, optimizer over
+    (3, 2, 1, "shard"),
+    (4, 3, 2, "shard"),
+    (6, 3, 2, "all"),
+    (6, 2, 3, "shard"),
+    (3, 3, 1, "shard"),
+    (4, 2, 2, "all"),
+)
+
+
+def test_a_state_moves_from_mesh_to_mesh(tmp_path: Path) -> None:
+    wanted: Any = None
+    for number, (ranks, stage, replicas, over) in enumerate(MOVES):
+        options: Any = {"ranks": ranks, "stage": stage, "replicas": replicas, "over": over}
+        if wanted is None:
+            state = on_ranks(train, make(mixed(), **options), 1)
+            wanted = first_rank(state)
+        else:
+            state = load(tmp_path / str(number), make(blank(mixed()), **options))
+            same(first_rank(state), wanted)
+        save(tmp_path / str(number + 1), state)
 
 
 @given(trees(), places, st.sampled_from(sorted(OPTIMIZERS)))

@@ -144,18 +144,20 @@ def test_at_stage_0_too_where_sums_are_in_rank_order(rank: int, world_size: int)
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_error_on_one_rank_ends_the_pass_of_all_and_the_engines_go_on(
-    rank: int, world_size: int, stage: int
+    rank: int, world_size: int, stage: int, layer: int
 ) -> None:
+    """Behind that layer; at the first one all reductions have started, and are not over."""
     make = lambda: nn.Sequential(*(linear(4, 4) for _ in range(5)))  # noqa: E731
     engine = engine_of(make, stage, mesh=two_by_two(), ordered=True, bucket_bytes=64)
     layers: Any = engine.module
     for attempt in range(3):
-        h = layers[:3](torch.ones(2, 4, dtype=F64))
+        h = layers[:layer](torch.ones(2, 4, dtype=F64, requires_grad=True))
         fails = attempt == 1 and rank == 2
         h = fails_in_backward(h, ZeroDivisionError("on purpose")) if fails else h
-        loss = layers[3:](h).sum()
+        loss = layers[layer:](h).sum()
         if attempt == 1:
             with pytest.raises((ZeroDivisionError, PeerFailedError)):
                 engine.backward(loss)

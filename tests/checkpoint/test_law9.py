@@ -96,6 +96,10 @@ def test_a_state_moves_from_mesh_to_mesh(tmp_path: Path) -> None:
             state = load(tmp_path / str(number), make(blank(mixed()), **options))
             same(first_rank(state), wanted)
         save(tmp_path / str(number + 1), state)
+        (folder,) = (tmp_path / str(number + 1)).glob("data-*")
+        for entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values():
+            # Each element once, also where replicas have the same.
+            assert sum(chunk.sizes[0] for chunk in entry.chunks) == entry.size.numel()
 
 
 @given(trees(), places, st.sampled_from(sorted(OPTIMIZERS)))

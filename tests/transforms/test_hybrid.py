@@ -100,6 +100,27 @@ def test_each_rank_holds_its_part(over: OptimizerOver, stage: int) -> None:
         assert torch.equal(mine, torch.arange(96.0).view(3, 32)[rank % 3])
 
 
+@pytest.mark.parametrize("over", OVERS)
+def test_bytes_on_the_wire_are_those_of_theory(over: OptimizerOver) -> None:
+    """A step at stage 2, P bytes: the same for both choices, whatever the memory is."""
+    (replicas, shards), whole = (2, 3), 4 * 96
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
+        return fzero.apply_gradients(state), loss
+
+    step = fzero.shard(step_fn, stage=2, mesh=(replicas, shards), optimizer_over=over)
+    step = fzero.simulate(step, world_size=6)
+    state = step.init({"w": torch.ones(96)}, sgd())
+    with fzero.count_collectives() as log:
+        step(state, torch.ones(6))
+    for rank in range(6):
+        across = 2 * (whole // shards) * (replicas - 1) // replicas
+        assert log.wire_bytes(rank, axis="replicate") == across
+        assert log.wire_bytes(rank, axis="shard") == 2 * whole * (shards - 1) // shards
+        assert log.counts(rank, axis="dp") == {"agree": 3}  # 2 N + 1
+
+
 def test_one_replica_is_the_plain_mesh() -> None:
     def make(**options: Any) -> Any:
         step = fzero.shard(lambda state: (state, None), stage=3, **options)

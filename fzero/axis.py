@@ -51,7 +51,8 @@ class Axis:
         stride: of a part, how far its ranks are apart on the whole.
 
     Raises:
-        AxisError: for fewer than one rank, and for several that nothing connects.
+        AxisError: for fewer than one rank, for several that nothing connects, and for a number of
+            replicas that does not divide them.
 
     Example:
         >>> axis = Axis(size=1)
@@ -69,10 +70,11 @@ class Axis:
 
     def __post_init__(self) -> None:
         """Refuse a number of ranks that cannot be."""
-        if self.size < 1 or (self.runtime is Runtime.LOCAL and self.size != 1):
+        uneven = self.dims is not None and self.size % max(self.dims.replicas, 1)
+        if self.size < 1 or uneven or (self.runtime is Runtime.LOCAL and self.size != 1):
             raise AxisError(
                 explain(
-                    f"Axis(size={self.size}, runtime={self.runtime}).",
+                    f"Axis(size={self.size}, runtime={self.runtime}, dims={self.dims}).",
                     cause="an axis made by hand; without communication there is one rank.",
                     fix="fzero.world() or a DeviceMesh for processes, fzero.simulate for virtual "
                     "ranks.",

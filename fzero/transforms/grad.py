@@ -59,7 +59,7 @@ def grad_and_reduce(
     (a module that the loss closes over) get their `.grad` as by loss.backward().
 
     Raises `LayoutError` for a loss that is not one floating number, `DonatedError` for a state
-    that was used up, `AxisError` for states of stage 3 on several axes, `MismatchError` on every
+    that was used up, `AxisError` for states of stage 3 on other ranks, `MismatchError` on every
     rank if the ranks make calls, or reduce gradients, that do not go together.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import fzero
+from fzero.axis import Dims, Runtime
 from fzero.state import OptimizerOver
 from tests.oracle import mean_gradient, square_loss
 from tests.strategies import integers, on_rank, same
@@ -218,6 +219,8 @@ def test_sizes_that_are_not_those_of_the_world_are_refused(mesh: Any) -> None:
 def test_what_is_no_mesh_or_no_choice_of_ranks_is_refused() -> None:
     with pytest.raises(fzero.AxisError, match="mesh is a list"):
         fzero.init(PARAMS, sgd(), stage=3, mesh=[1, 1])  # type: ignore[arg-type]
+    with pytest.raises(fzero.AxisError, match=r"size=3[^`]*replicas=2"):
+        fzero.Axis(size=3, runtime=Runtime.VIRTUAL, dims=Dims(2))
     with pytest.raises(fzero.LayoutError, match=r"optimizer_over='replicate'[^`]*\"shard\""):
         fzero.init(PARAMS, sgd(), stage=3, optimizer_over="replicate")  # type: ignore[arg-type]
     with pytest.raises(fzero.LayoutError, match="optimizer_over='both'"):

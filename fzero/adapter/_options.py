@@ -10,12 +10,17 @@ from typing import Any
 import torch
 
 from fzero.errors import LayoutError, explain
-from fzero.state import Gathering, Reduction
+from fzero.state import Gathering, OptimizerOver, Reduction
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.scale import as_policy
-from fzero.transforms._options import check_bucket, check_flags, check_reshard
+from fzero.transforms._options import (
+    check_bucket,
+    check_flags,
+    check_optimizer_over,
+    check_reshard,
+)
 from fzero.transforms.scale_loss import Scale
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,6 +52,7 @@ class Options:
     leaf_modules: LeafSpec | None
     autocast: Autocast | torch.dtype | None
     offload: Offload | None
+    optimizer_over: OptimizerOver
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
@@ -78,6 +84,7 @@ def require_options(options: Options) -> None:
     updating, reduction = options.updating, options.reduction
     check_reshard(options.gathering.reshard_after_forward)
     check_bucket(options.bucket_bytes)
+    check_optimizer_over(options.optimizer_over)
     check_flags(
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,

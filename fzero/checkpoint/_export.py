@@ -26,7 +26,7 @@ from fzero.checkpoint._safetensors import (
     planned,
     write_values,
 )
-from fzero.collectives import assert_same_everywhere, gather_many
+from fzero.collectives import assert_same_everywhere, gather_parts
 from fzero.errors import LayoutError, explain
 from fzero.homes import lent
 from fzero.packing import unpack
@@ -176,8 +176,10 @@ def _whole_leaves(held: Held) -> Iterator[tuple[int, Tensor]]:
     for index, group in enumerate(setup.layout.groups):
         flats = [lent(one.params.flats[index].detach(), one.device) for one in held.states]
         flat = flats[0]
-        if setup.params is Placement.SHARDED:
-            flat = torch.cat(flats) if held.is_stack else gather_many([flat], held.axis)[0]
+        if held.is_stack:
+            flat = torch.cat(flats[: setup.part(setup.params, 0).count])  # one replica's
+        else:
+            flat = gather_parts(setup, [flat], setup.params, Placement.REPLICATED)[0]
         yield from zip(group.leaves, unpack(setup.layout, index, flat), strict=True)
 
 

@@ -13,7 +13,7 @@ from fzero.checkpoint._driven import Driven
 from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError, explain
 from fzero.homes import wait_for_copies
 from fzero.mesh import Axis, Runtime
-from fzero.state import NAMESPACE, Phase, Placement, TrainState
+from fzero.state import NAMESPACE, Phase, TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +117,11 @@ def _of_stack(state: Any, size: int) -> Held:
 
 
 def _check_alive(name: str, state: TrainState) -> None:
-    layout = state.setup.layout
-    sharded = state.setup.params is Placement.SHARDED
-    for index, flat in enumerate(state.params.flats):
-        group = layout.groups[index]
-        if flat.numel() != (group.shard_numel if sharded else layout.full_numel(index)):
+    setup = state.setup
+    for index, (group, flat) in enumerate(
+        zip(setup.layout.groups, state.params.flats, strict=True)
+    ):
+        if flat.numel() != setup.numel(index, setup.params):
             raise DonatedError(
                 explain(
                     f"{name}: this state was donated: the parameters of {group.name} belong to a "

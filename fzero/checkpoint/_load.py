@@ -50,10 +50,10 @@ from fzero.checkpoint._pieces import (
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._save import storage
 from fzero.checkpoint._slots import Role, with_values
-from fzero.collectives import assert_same_everywhere, start_gather_in_place
+from fzero.collectives import assert_same_everywhere, gather_parts_in_place
 from fzero.homes import empty_where
-from fzero.partition import shard_of
-from fzero.state import NAMESPACE, Placement, Progress, TrainState
+from fzero.packing import part_of, shard_of
+from fzero.state import NAMESPACE, Placement, Progress, Setup, TrainState
 from fzero.state import Buffers as Flats
 from fzero.state.scale import from_numbers
 from fzero.state.window import CLOSED
@@ -239,7 +239,7 @@ def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: b
     with torch.no_grad():
         made = [_room(one, some, saved) for one, some in zip(held.states, roles, strict=True)]
     for one, some, number in zip(made, roles, held.ranks, strict=True):
-        pieces += pieces_of(one.setup.layout, shards_of(one, some, number), number)
+        pieces += pieces_of(one.setup, shards_of(one, some, number), number)
     return Plan(
         states=made, roles=roles, pieces=pieces, index=index, buffers=buffers, set_rng=set_rng
     )
@@ -277,26 +277,35 @@ def _of(prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): x for name, x in counters.items() if name.startswith(prefix)}
 
 
-def _replicated(state: TrainState, roles: Sequence[Role]) -> list[Tensor]:
-    """Return the flats [W l] that every rank holds whole."""
-    setup, found = state.setup, []
-    if setup.params is not Placement.SHARDED:
-        found += state.params.flats
-    if setup.optimizer_state is not Placement.SHARDED:
-        leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
-        pairs = zip(roles, leaves, strict=True)
-        found += [leaf for role, leaf in pairs if role.position is not None and leaf.numel()]
-    return found
+def _placed(state: TrainState, roles: Sequence[Role]) -> list[tuple[Placement, Tensor]]:
+    """Return the flats of which ranks hold more than they read, and how they are placed."""
+    setup = state.setup
+    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+    slots = [x for x, role in zip(leaves, roles, strict=True) if role.position is not None]
+    found = [(setup.params, flat) for flat in state.params.flats]
+    found += [(setup.optimizer_state, flat) for flat in slots if flat.numel()]
+    own = setup.part(Placement.OVER_ALL, 0).count
+    return [(held, flat) for held, flat in found if setup.part(held, 0).count < own]
 
 
 def _make_whole(held: Held, plan: Plan) -> None:
-    """Fill in what other ranks have read of replicated flats, one flat at a time. A collective."""
-    each = [_replicated(one, some) for one, some in zip(plan.states, plan.roles, strict=True)]
-    for flats in zip(*each, strict=True):
+    """Fill in what other ranks have read, one flat at a time. A collective."""
+    each = [_placed(one, some) for one, some in zip(plan.states, plan.roles, strict=True)]
+    setup = plan.states[0].setup
+    for placed in zip(*each, strict=True):
+        placement, flats = placed[0][0], [flat for _, flat in placed]
         if held.is_stack:
-            parts = [shard_of(flat, len(flats), rank) for rank, flat in enumerate(flats)]
-            full = torch.cat(parts)
-            for flat in flats:
-                flat.copy_(full)
+            _share(setup, placement, flats)
         else:
-            start_gather_in_place(flats, held.axis).wait()
+            gather_parts_in_place(setup, flats, Placement.OVER_ALL, placement)
+
+
+def _share(setup: Setup, placement: Placement, flats: Sequence[Tensor]) -> None:
+    """Give each virtual rank what the others have read of a flat."""
+    parts = [setup.part(placement, rank) for rank in range(len(flats))]
+    full = flats[0].new_empty(flats[0].numel() * parts[0].count)
+    for rank, flat in enumerate(flats):
+        own = setup.part(Placement.OVER_ALL, rank)
+        shard_of(full, *own).copy_(part_of(flat, parts[rank], own))
+    for part, flat in zip(parts, flats, strict=True):
+        flat.copy_(shard_of(full, *part))

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 import optree
-from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.errors import LayoutError, explain
-from fzero.mesh import Axis
-from fzero.state import NAMESPACE, Reshard
+from fzero.mesh import MeshLike
+from fzero.state import NAMESPACE, OptimizerOver, Reshard
 
 Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
 """A ZeRO stage, or a pytree of stages: one for each model."""
@@ -23,7 +22,8 @@ enough that a large layer is a bucket of its own and is never copied (see benchm
 class InitOptions(TypedDict, total=False):
     """The keywords that `init` and `shard` share; see `init`."""
 
-    mesh: DeviceMesh | Axis | None
+    mesh: MeshLike
+    optimizer_over: OptimizerOver
     reshard_after_forward: Reshard
     units: Callable[[str], str]
     trainable: Callable[[str], bool] | None
@@ -51,8 +51,8 @@ def check_stages(stage: Any) -> Any:
     return optree.tree_map(check_stage, stage, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def check_flags(**flags: Any) -> None:
-    """Raise `LayoutError` for what is neither True nor False: "no" would count as True."""
+def check_flags(**flags: Any) -> dict[str, bool]:
+    """Return the flags; raise `LayoutError` for what is no bool: "no" would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise LayoutError(
@@ -62,6 +62,7 @@ def check_flags(**flags: Any) -> None:
                     fix="pass True or False.",
                 )
             )
+    return flags
 
 
 def check_reshard(reshard: Any) -> Reshard:
@@ -73,6 +74,20 @@ def check_reshard(reshard: Any) -> Reshard:
             f"reshard_after_forward={reshard!r}.",
             cause="a mistyped option.",
             fix='use True (gather again in backward), False (keep until then) or "window".',
+        )
+    )
+
+
+def check_optimizer_over(ranks: Any) -> OptimizerOver:
+    """Return `ranks` if it is "shard" or "all"; raise `LayoutError` otherwise."""
+    if ranks == "shard" or ranks == "all":
+        return ranks
+    raise LayoutError(
+        explain(
+            f"optimizer_over={ranks!r}.",
+            cause="a mistyped option, or the name of another mesh dim.",
+            fix='use "shard" (the ranks of one replica share masters and optimizer states) or '
+            '"all" (all ranks of the mesh do).',
         )
     )
 

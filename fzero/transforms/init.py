@@ -8,24 +8,24 @@ from typing import Any, Unpack, overload
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from fzero.collectives import broadcast_from_first, told_everywhere
+from fzero.collectives import broadcast_from_first, cut, told_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.homes import placed
-from fzero.mesh import Axis, axis_of
+from fzero.mesh import MeshLike, axis_of
 from fzero.optim import (
     NoOptimizer,
     Optimizer,
     TorchOptimizer,
 )
 from fzero.packing import pack
-from fzero.partition import leaves_of, shard_of, unit_of
+from fzero.partition import leaves_of, unit_of
 from fzero.state import (
     Buffers,
     Gathering,
     Layout,
     Leaf,
+    OptimizerOver,
     Placement,
     Progress,
     Reduction,
@@ -44,6 +44,7 @@ from fzero.transforms._options import (
     Stages,
     check_bucket,
     check_flags,
+    check_optimizer_over,
     check_reshard,
     check_stages,
 )
@@ -83,7 +84,8 @@ def init(
     optimizer: Any,
     *,
     stage: Stages,
-    mesh: DeviceMesh | Axis | None = None,
+    mesh: MeshLike = None,
+    optimizer_over: OptimizerOver = "shard",
     reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
@@ -105,6 +107,10 @@ def init(
         2       P            P / W       K P / W
         3       P / W        P / W       K P / W
 
+    On a mesh of two dims, R replicas of S ranks, the S ranks of each replica share all that is
+    sharded, and W is S in the table; with `optimizer_over="all"`, W is R S but for the parameters.
+    A gradient is reduce-scattered over the shards, and the result reduced over the replicas.
+
     The values are rank 0's on every rank, as when DDP is built; `params` is copied, not kept.
     (Inside a torch.func transform they stay each rank's own, and differentiable by `params`.)
 
@@ -116,7 +122,10 @@ def init(
         params: a pytree of tensors, of any shapes, the same on every rank.
         optimizer: from `fzero.optim`, or any (init, update) pair; or a pytree of them.
         stage: 0, 1, 2 or 3; or a pytree of such.
-        mesh: a one-dim DeviceMesh; default the world (what torchrun started; else one rank).
+        mesh: default the world (what torchrun started; else one rank); a DeviceMesh of one dim, or
+            of two, (replicate, shard); or their sizes (R, S), R S being the world's.
+        optimizer_over: which ranks of a mesh of two dims share gradients, masters and optimizer
+            states at stages 1 to 3: "shard", those of each replica, or "all".
         reshard_after_forward: stage 3 only. True: the full values of a unit go when another unit
             is used, and are gathered again in backward. False: they stay until the backward is
             over. "window": they stay over a coalescing window.
@@ -155,6 +164,7 @@ def init(
         require_autograd("init")
         check_flags(ordered=ordered)
         check_bucket(bucket_bytes)
+        check_optimizer_over(optimizer_over)
         gathering = Gathering(reshard_after_forward=check_reshard(reshard_after_forward))
         lowering = as_autocast(autocast)
         models, treespec = models_of(params, optimizer, check_stages(stage))
@@ -172,6 +182,7 @@ def init(
             gathering=gathering,
             autocast=lowering,
             offload=offload,
+            optimizer_over=optimizer_over,
         )
         return _filled(setup, params, initializer)
 
@@ -243,21 +254,19 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
     No rank holds more than one group beyond its part. `done(group, flat)` is called as soon as
     the group's part is there.
     """
-    layout, axis = setup.layout, setup.axis
+    layout = setup.layout
     held = []
     for index in range(len(layout.groups)):
         flat = pack(layout, index, make(index))
         if not in_transform():  # inside one, the state goes on depending on `params`
-            flat = broadcast_from_first([flat.detach()], axis)[0]
-        if setup.params is Placement.SHARDED:
-            flat = shard_of(flat, axis.size, axis.rank)
+            flat = broadcast_from_first([flat.detach()], setup.axis)[0]
+        flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
         home = setup.offload.params
-        held.append(flat.clone() if home is None else placed(home, flat.clone(), setup.offload))
+        held.append(flat if home is None else placed(home, flat, setup.offload))
         if done is not None:
             done(index, held[-1])
     fulls = [held[i] for i in layout.trainable]
-    splits = setup.params is not setup.optimizer_state
-    stepped = [shard_of(x, axis.size, axis.rank) for x in fulls] if splits else fulls
+    stepped = [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
     return TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),

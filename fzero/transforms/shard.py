@@ -7,13 +7,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from fzero._compiled import DISABLED_FRAMES
 from fzero.errors import AxisError, LayoutError, explain
-from fzero.mesh import Axis, Runtime, axis_of
+from fzero.mesh import Axis, MeshLike, Runtime, axis_of
 from fzero.partition import unit_of
-from fzero.state import Reshard, TrainState
+from fzero.state import OptimizerOver, Reshard, TrainState
 from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._models import stages_of
 from fzero.transforms._modes import in_transform, is_recorded
@@ -49,7 +47,8 @@ def shard(
     /,
     *,
     stage: Stages,
-    mesh: DeviceMesh | Axis | None = None,
+    mesh: MeshLike = None,
+    optimizer_over: OptimizerOver = "shard",
     reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
@@ -73,8 +72,9 @@ def shard(
     Args:
         fn: the step.
         stage: 0, 1, 2 or 3, of all states; or a pytree of such, in the structure of the states.
-        mesh: as in `fzero.init`. This and the next five options are what `step.init` makes a state
+        mesh: as in `fzero.init`. This and the next six options are what `step.init` makes a state
             with; a state that was made elsewhere keeps its own.
+        optimizer_over: as in `fzero.init`.
         reshard_after_forward: as in `fzero.init`.
         units: as in `fzero.init`.
         trainable: as in `fzero.init`.
@@ -109,14 +109,12 @@ def shard(
         {'w': tensor([0.5000, 0.5000])}
     """
     stage, reshard = check_stages(stage), check_reshard(reshard_after_forward)
-    flags = {"ordered": ordered, "donate": donate}
-    check_flags(**flags)
+    flags = check_flags(ordered=ordered, donate=donate)
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(mesh)
         for one, its_stage, where in stages_of(stage, state, flatten_states("shard", state)[0]):
             _check_state(one, its_stage, axis, where)
-            _warn_of_graph(one)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         return map_states("shard", lambda one: _donating(one, False), state), aux
@@ -128,11 +126,12 @@ def shard(
             never_around=("shard", "simulate"),
             right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         )
-        shown = _shown(stage, reshard, bucket_bytes, flags)
+        shown = _shown(stage, reshard, bucket_bytes, optimizer_over, flags)
         made = functools.partial(
             init,
             stage=stage,
             mesh=mesh,
+            optimizer_over=optimizer_over,
             reshard_after_forward=reshard,
             units=units,
             trainable=trainable,
@@ -146,12 +145,13 @@ def shard(
 
 
 def _shown(
-    stage: Any, reshard: Reshard, bucket_bytes: int, flags: dict[str, bool]
+    stage: Any, reshard: Reshard, bucket_bytes: int, over: OptimizerOver, flags: dict[str, bool]
 ) -> dict[str, Any]:
     """The options that a pipeline shows: the stage, and what is not the default."""
     shown: dict[str, Any] = {"stage": stage}
     shown |= {} if reshard is True else {"reshard_after_forward": reshard}
     shown |= {} if bucket_bytes == BUCKET_BYTES else {"bucket_bytes": bucket_bytes}
+    shown |= {} if over == "shard" else {"optimizer_over": over}
     return shown | {name: True for name, on in flags.items() if on}
 
 
@@ -178,11 +178,12 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
                 f"a state of {state.setup.axis} was given to a step on {axis}.",
                 cause="the state was made in another world, or inside fzero.simulate."
                 if Runtime.VIRTUAL in (axis.runtime, state.setup.axis.runtime)
-                else "the state was made for another number of ranks.",
+                else "the state was made for another number of ranks, or another mesh.",
                 fix="make it with step.init in this world; fzero.checkpoint moves a state "
                 "from one number of ranks to another.",
             )
         )
+    _warn_of_graph(state)
 
 
 def _warn_of_graph(state: TrainState) -> None:
@@ -190,7 +191,7 @@ def _warn_of_graph(state: TrainState) -> None:
     flats = state.params.flats
     if in_transform() or is_recorded(flats) or all(flat.grad_fn is None for flat in flats):
         return
-    warnings.warn(_GRAPH, UserWarning, stacklevel=4 + DISABLED_FRAMES)
+    warnings.warn(_GRAPH, UserWarning, stacklevel=5 + DISABLED_FRAMES)
 
 
 _GRAPH = explain(

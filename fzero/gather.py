@@ -49,15 +49,15 @@ class Gatherer:
     may be rounded by autocast or to int8 blocks; `changes`: how often the values have changed.
     """
 
-    def __init__(self, layouts: Sequence[Layout], axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, layouts: Sequence[Layout], axes: Sequence[Axis]) -> None:
         self.groups: list[GroupShard] = []
         self.units: list[tuple[int, ...]] = []
         self._unit_of: dict[int, int] = {}  # group -> its unit
         self._layouts: list[Layout] = []
+        self._axes: list[Axis] = []  # of each unit
         self._count = 0  # of groups
-        for layout in layouts:
-            self.add(layout)
+        for layout, axis in zip(layouts, axes, strict=True):
+            self.add(layout, axis)
         self.held: dict[int, list[list[Tensor]]] = {}  # unit -> the leaves of each of its groups
         self.flats: dict[int, list[Tensor]] = {}  # unit -> the full flat of each of its groups
         self.kept: set[int] = set()  # units that no plan frees
@@ -73,13 +73,14 @@ class Gatherer:
         self._flights: dict[int, InFlight] = {}
         self._blocks: set[int] = set()  # units that came as int8 blocks
 
-    def add(self, layout: Layout) -> int:
-        """Add the units of one more layout; return the number of its first group."""
+    def add(self, layout: Layout, axis: Axis) -> int:
+        """Add the units of one more layout, on an axis; return the number of its first group."""
         first, self._count = self._count, self._count + len(layout.groups)
         for unit in layout.units:
             groups = tuple(first + index for index in unit)
             self._unit_of.update(dict.fromkeys(groups, len(self.units)))
             self.units.append(groups)
+            self._axes.append(axis)
         self._layouts.append(layout)
         return first
 
@@ -197,10 +198,10 @@ class Gatherer:
     @torch.no_grad()
     def _share(self, units: Sequence[int], source: int) -> None:
         for unit in units:
-            flats = broadcast(self.flats[unit], self.axis, source)
+            shards = self._axes[unit].shards
+            flats = broadcast(self.flats[unit], self._axes[unit], source)
             for group, flat in zip(self.units[unit], flats, strict=True):
-                shard = self.groups[group].shard
-                shard.copy_(shard_of(flat, self.axis.size, self.axis.rank))
+                self.groups[group].shard.copy_(shard_of(flat, shards.size, shards.rank))
         self.on_written(units)
 
     def _fetch_all(self, units: Sequence[int]) -> None:
@@ -248,7 +249,8 @@ class Gatherer:
 
     def _started(self, unit: int, *, exact: bool) -> InFlight:
         shards = [self.groups[group].sent(exact=exact) for group in self.units[unit]]
-        return start_gather(shards, self.axis, as_blocks=not exact and self._is_quantized(unit))
+        as_blocks = not exact and self._is_quantized(unit)
+        return start_gather(shards, self._axes[unit].shards, as_blocks=as_blocks)
 
     def _is_quantized(self, unit: int) -> bool:
         groups = [self.groups[group] for group in self.units[unit]]

@@ -1,4 +1,4 @@
-"""One group: where its leaves start, and leaves <-> flat padded buffer [W l]."""
+"""One group: where its leaves start, leaves <-> flat padded buffer [W l], a rank's part of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from fzero.state.layout import Layout
+from fzero.state.layout import Layout, Part
 
 ALIGNMENT_BYTES = 16
 """Where leaves and shards may start in a flat: vectorized CUDA kernels load 16 bytes at once, and
@@ -83,6 +84,27 @@ def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     sizes.append(flat.numel() - end)
     pieces = flat.split(sizes)
     return [pieces[i].view(leaf.shape) for i, leaf in zip(wanted, leaves, strict=True)]
+
+
+def shard_of(full: Tensor, ranks: int, rank: int) -> Tensor:
+    """Return rank's rows of a flat [W l] buffer: a view [l].
+
+    Example:
+        >>> shard_of(torch.arange(6), 3, 1)
+        tensor([2, 3])
+    """
+    return rearrange(full, "(r l) -> r l", r=ranks)[rank]
+
+
+def part_of(flat: Tensor, held: Part, wanted: Part) -> Tensor:
+    """Return `wanted`, a part of the whole, of the part that is `held`: a view.
+
+    Example:
+        >>> part_of(torch.tensor([4, 5, 6, 7]), Part(2, 1), Part(4, 2))
+        tensor([4, 5])
+    """
+    count = wanted.count // held.count
+    return shard_of(flat, count, wanted.index % count)
 
 
 def pack_copied(layout: Layout, index: int, tensors: Sequence[Tensor | None]) -> Tensor:

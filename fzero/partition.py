@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import optree
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Module, Parameter
 
 from fzero.errors import LayoutError, explain
 from fzero.packing import ALIGNMENT_BYTES, Placing, in_order, pack, unpack
+from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Group, Layout, Leaf
 
@@ -45,6 +46,7 @@ def plan_layout(
     params: Any,
     *,
     ranks: int,
+    replicas: int = 1,
     bucket_bytes: int | None = None,
     grouped: bool | None = None,
     unit: Callable[[str], str] = unit_of,
@@ -53,7 +55,7 @@ def plan_layout(
     lowered: Callable[[str], torch.dtype | None] | None = None,
     placing: Placing = in_order,
 ) -> Layout:
-    """Decide how `params` is stored over `ranks` ranks.
+    """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
 
     Leaves are numbered as they stand in `params`, those of a dict in its own order, in which a
     model uses them more often than in that of the sorted names. Groups hold leaves of one dtype
@@ -103,7 +105,7 @@ def plan_layout(
         members = list(_by_size(leaves, bucket_bytes, alike))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
-        _group(name, [leaves[i] for i in ids], ids, ranks, placing, lower(leaves[ids[0]].path))
+        _group(name, [leaves[i] for i in ids], ids, (ranks, replicas), placing, lower)
         for name, ids in zip(names, members, strict=True)
     )
     return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
@@ -157,16 +159,6 @@ def unflatten(layout: Layout, flats: Sequence[Tensor]) -> Any:
 def assemble(layout: Layout, by_leaf: dict[int, Any]) -> Any:
     """Return the pytree with value `by_leaf[i]` wherever leaf i stands; None for absent ones."""
     return optree.tree_unflatten(layout.treespec, [by_leaf.get(i) for i in layout.slots])
-
-
-def shard_of(full: Tensor, ranks: int, rank: int) -> Tensor:
-    """Return rank's rows of a flat [W l] buffer: a view [l].
-
-    Example:
-        >>> shard_of(torch.arange(6), 3, 1)
-        tensor([2, 3])
-    """
-    return rearrange(full, "(r l) -> r l", r=ranks)[rank]
 
 
 def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpec]:
@@ -298,19 +290,19 @@ def _group(
     name: str,
     leaves: Sequence[Leaf],
     ids: Sequence[int],
-    ranks: int,
+    cuts: tuple[int, int],
     placing: Placing,
-    communication_dtype: torch.dtype | None,
+    lowered: Callable[[str], torch.dtype | None],
 ) -> Group:
     dtype = leaves[0].dtype
     numels = [leaf.numel for leaf in leaves]
-    offsets, shard_numel = placing(numels, ranks, ALIGNMENT_BYTES // dtype.itemsize)
+    offsets, part_numel = placing(numels, prod(cuts), ALIGNMENT_BYTES // dtype.itemsize)
     return Group(
         name=name,
         dtype=dtype,
         trainable=leaves[0].trainable,
         leaves=tuple(ids),
         offsets=offsets,
-        shard_numel=shard_numel,
-        communication_dtype=communication_dtype,
+        shard_numel=part_numel * cuts[1],
+        communication_dtype=lowered(leaves[0].path),
     )

@@ -4,7 +4,8 @@
       the bucket is full            pack -> [W l] in the dtype of the wire
       it may start                  reduce-scatter (or all-reduce), at most two at a time; of
                                     int8 blocks an all-to-all, and the sum is made here
-      it is over                    / W -> means, in the dtype in which gradients add up
+      it is over                    on a mesh of two dims: then across replicas, beside the next one
+    all of it is over             / W -> means, in the dtype in which gradients add up
 
 A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
 together. The `Sequencer` says which one may start, in one order on every rank, so ranks may use
@@ -101,16 +102,16 @@ class _Group:
 
 
 class Reducer:
-    """The gradients of some states on one axis, for one backward after another.
+    """The gradients of some states on the same ranks, for one backward after another.
 
     `means[state][group]` are the means over ranks that are there. Gradients of a state that `keeps`
     stay on this rank, for a coalescing window: see `local`.
     """
 
     def __init__(
-        self, setups: Sequence[Setup], axis: Axis, devices: Sequence[torch.device]
+        self, setups: Sequence[Setup], axes: Sequence[Axis], devices: Sequence[torch.device]
     ) -> None:
-        self.setups, self.axis, self._devices = setups, axis, devices
+        self.setups, self.axes, self._devices = setups, axes, devices  # of each state
         self.keeps = [False for _ in setups]
         self.on_full: Callable[[int], None] = self.start  # set by the sequencer of a pass
         self.means: list[dict[int, Tensor]] = [{} for _ in setups]
@@ -121,8 +122,9 @@ class Reducer:
         for number, setup in enumerate(setups):
             self._add(number, setup)
         self._flights: deque[tuple[int, InFlight]] = deque()
+        self._across: deque[tuple[int, InFlight]] = deque()  # of one bucket, across replicas
         streams = any(setup.streams for setup in setups)
-        self._stays = axis.runtime is Runtime.LOCAL and not streams
+        self._stays = axes[0].runtime is Runtime.LOCAL and not streams
         self.feedback = [ErrorFeedback(s) if s.quantizes_gradients else None for s in setups]
 
     def _add(self, number: int, setup: Setup) -> None:
@@ -176,7 +178,7 @@ class Reducer:
 
     def is_bounded(self, unit: int) -> bool:
         """Whether the inputs of few reductions may be alive at once: those of reduce-scatters."""
-        return self.setups[self._units[unit][0]].gradients is Placement.SHARDED
+        return self.setups[self._units[unit][0]].gradients is not Placement.REPLICATED
 
     # Collectives.
 
@@ -197,14 +199,14 @@ class Reducer:
         local = [self._sent(state, i, x, mine=mine) for i, x in pairs]
         ordered = setup.reduction.ordered
         if setup.quantizes_gradients:
-            flight = start_all_to_all(local, self.axis)
+            flight = start_all_to_all(local, self.axes[state])
         elif sharded:
-            flight = start_scatter(local, self.axis, ordered=ordered)
+            flight = start_scatter(local, self.axes[state].shards, ordered=ordered)
         else:  # in place
-            flight = start_reduce(local, self.axis, ordered=ordered)
+            flight = start_reduce(local, self.axes[state], ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
-            self._land()
+            self.land()
 
     def _sent(self, state: int, index: int, gradient: Tensor | None, *, mine: bool) -> Tensor:
         """What this rank puts on the wire for one group; None for zeros."""
@@ -219,8 +221,27 @@ class Reducer:
         return torch.zeros(setup.layout.full_numel(index), dtype=dtype, device=device)
 
     def _land(self) -> None:
-        """Wait for the oldest reduction, and add its mean to those before."""
+        """Wait for the oldest reduction; across the replicas it goes on beside the next one."""
+        # In the order of the starts: what is waited for may communicate again.
+        self._land_across()
         unit, flight = self._flights.popleft()
+        state = self._units[unit][0]
+        setup, axis = self.setups[state], self.axes[state]
+        if axis.dims is None or not self.is_bounded(unit):
+            self._add_mean(unit, flight)
+            return
+        over_all = setup.gradients is Placement.OVER_ALL
+        start = start_scatter if over_all else start_reduce
+        summed = flight.wait()
+        crossing = start(summed, axis.replicas, ordered=setup.reduction.ordered)
+        self._across.append((unit, crossing))
+
+    def _land_across(self) -> None:
+        while self._across:
+            self._add_mean(*self._across.popleft())
+
+    def _add_mean(self, unit: int, flight: InFlight) -> None:
+        """Wait for a reduction, and add its mean to those before."""
         state, indices = self._units[unit]
         means, setup, feedback = self.means[state], self.setups[state], self.feedback[state]
         for index, got in zip(indices, flight.wait(), strict=True):
@@ -239,9 +260,10 @@ class Reducer:
             self._groups[state][index].give(flat)
 
     def land(self) -> None:
-        """Wait for all that was started."""
+        """Wait for all that was started. All ranks are at one place."""
         while self._flights:
             self._land()
+        self._land_across()
 
     def left(self) -> list[int]:
         """The units with gradients that have not been handed on."""
@@ -278,14 +300,18 @@ class Reducer:
         """The units in the order in which a backward completes them, nearly: the last one first."""
         return range(len(self._units) - 1, -1, -1)
 
-    def drop(self) -> None:
-        """Forget what this backward has brought. Starts nothing; waits for what was started."""
+    def forget(self) -> None:
+        """Forget what this backward has brought and no reduction has. Waits for nothing."""
         self.received = 0
         for state in range(len(self.setups)):
             self.local(state)
-        while self._flights:
+
+    def drop(self) -> None:
+        """Forget what this backward has brought. Waits for what was started."""
+        self.forget()
+        while self._flights or self._across:
             with suppress(AxisError):
-                self._flights.popleft()[1].wait()
+                self.land()
         self.means = [{} for _ in self.setups]
         for feedback in filter(None, self.feedback):
             feedback.changed()

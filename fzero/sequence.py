@@ -65,6 +65,7 @@ class Sequencer:
         self._open = False  # announced, and not known yet what the others announce
         gatherer.use = self.use
         gatherer.on_hold = self.hold
+        self.land = reducer.land  # what the channel calls where all ranks are at one place
         reducer.on_full = self.full if gathers else self.full_at_once
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ class Sequencer:
         """A collective of the user's begins: all ranks run the plan as far as it stands there.
 
         It is recorded like the use of a unit that is always whole. Ranks serve each other until all
-        have come to it. Below stage 3 reductions start in one order, over a group of their own.
+        have come. Below stage 3 reductions start in one order, over a group of their own.
         """
         if not self._gathers:
             return
@@ -133,10 +134,9 @@ class Sequencer:
             self._replay.go_on()
 
     def full(self, unit: int) -> None:
-        """The gradient of a unit is complete on this rank.
+        """The gradient of a unit is complete on this rank: reduce it when the next thing comes.
 
-        Its reduction starts with what comes next: while a hook runs, autograd has the gradient,
-        too, which would then be there twice.
+        While a hook runs, autograd has the gradient, too, which would then be there twice.
         """
         self._hear()
         self._recording.add(~unit)
@@ -188,7 +188,6 @@ class Sequencer:
             self._ask(What.REDUCE, left)
         self._others_give_way()
         asked = self.channel.finish(asked=self._asked)
-        self.reducer.land()
         done, self._asked, self._current = self._recording.taken(), False, -1
         self._run(False)
         self.let_go()
@@ -197,7 +196,7 @@ class Sequencer:
     def fail(self, *, in_step: bool, tell: bool) -> None:
         """The pass is given up. `in_step`: run what is left of its plan; `tell` the others."""
         self._due = []
-        self.reducer.drop()
+        self.reducer.forget()
         with suppress(AxisError):  # the others know of it already
             if in_step:
                 self._hear()

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("errors", "_ambient"),
     ("_compiled", "_launch", "_module_copy", "virtual"),
+    ("_groups",),
+    ("axis",),
     ("mesh",),
     ("state",),
     ("homes", "packing", "placeholder", "quantize"),

@@ -47,7 +47,7 @@ def give_back(driver: Driver) -> None:
 def _give_parameters(driver: Driver, index: int) -> None:
     flat = driver.state.params.flats[index]
     here = lent(flat, device_of(driver.state))
-    whole = gather_many([here], driver.axis)[0] if driver.sharded else here
+    whole = gather_many([here], driver.axis.shards)[0] if driver.sharded else here
     leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
     (driver.params.place if driver.sharded else driver.params.have)(index, leaves)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -20,7 +19,7 @@ from fzero.collectives import broadcast, broadcast_from_first
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.gather import Gatherer
 from fzero.gather import GroupShard as GroupShard
-from fzero.mesh import Axis, Runtime, axis_of
+from fzero.mesh import Axis, MeshLike, Runtime, axis_of
 from fzero.packing import pack
 from fzero.partition import plan_layout, shard_of
 from fzero.placeholder import LazyParam, placeholders
@@ -34,7 +33,8 @@ class _Unowned(Gatherer):
     """
 
     def __init__(self, axis: Axis) -> None:
-        super().__init__([], axis)
+        super().__init__([], [])
+        self.axis = axis
         self._writes: dict[int, int] = {}
 
     def take(self, module: nn.Module) -> None:
@@ -47,13 +47,13 @@ class _Unowned(Gatherer):
 
     @torch.no_grad()
     def _sharded(self, name: str, p: Any) -> nn.Parameter:
-        size = self.axis.size
-        layout = plan_layout(OrderedDict({name: p}), ranks=size, bucket_bytes=2**62)
+        shards = self.axis.shards
+        layout = plan_layout(OrderedDict({name: p}), ranks=shards.size, bucket_bytes=2**62)
         flat = broadcast_from_first([pack(layout, 0, [p.detach()])], self.axis)[0]
-        shard = shard_of(flat, size, self.axis.rank).clone()
-        self.groups.append(GroupShard(layout, 0, shard, shard.device))
+        own = shard_of(flat, shards.size, shards.rank).clone()
+        self.groups.append(GroupShard(layout, 0, own, own.device))
         # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
-        return in_place_of(p, placeholders(self, self.add(layout))[0])
+        return in_place_of(p, placeholders(self, self.add(layout, self.axis))[0])
 
     def leaf(self, group: int, position: int) -> Tensor:
         """Return the full values; they go at once unless they are held."""
@@ -75,7 +75,7 @@ class _Unowned(Gatherer):
 
 
 @contextmanager
-def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
+def sharded_init(mesh: MeshLike = None) -> Iterator[None]:
     """Modules made inside keep only this rank's shard of each parameter.
 
     A module is sharded when it becomes a part of another one, or at the end of the block. So whole
@@ -85,6 +85,7 @@ def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
     `Engine` takes them over: on every rank.
     What is on the meta device when the block ends is not sharded: call to_empty() inside.
     Every rank must make the same modules in the same order. On one rank nothing is different.
+    `mesh` is that of the engine: of two dims, the ranks of each replica share a parameter.
 
     Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2.
 
@@ -96,7 +97,7 @@ def sharded_init(mesh: DeviceMesh | Axis | None = None) -> Iterator[None]:
         >>> engine = Engine(model, torch.optim.AdamW, stage=3)
     """
     axis = axis_of(mesh)
-    if axis.runtime is Runtime.LOCAL:
+    if axis.shards.runtime is Runtime.LOCAL:
         yield
         return
     unowned = _Unowned(axis)
@@ -128,7 +129,7 @@ def gathered(
     *,
     modify: bool = False,
     from_rank: int = 0,
-    mesh: DeviceMesh | Axis | None = None,
+    mesh: MeshLike = None,
 ) -> Iterator[list[Tensor]]:
     """Full parameters for a while, at every stage: yields them, in the order given. A collective.
 

@@ -54,7 +54,7 @@ class Driver:
     def __init__(self, module: nn.Module, setup: Setup, scale: ScalePolicy | None) -> None:
         channel = channel_of(setup.axis)
         if channel is not None:  # the engines of an axis share one group: their order is one
-            setup = replace(setup, axis=channel.data)
+            setup = replace(setup, axis=channel.over(setup.axis))
         self.module, self.axis, self.sharded = module, setup.axis, setup.gathers_by_unit
         self.params = ModuleParameters(module, setup.layout)
         self.closed = False
@@ -66,7 +66,6 @@ class Driver:
         self.running = Pass(
             f"a forward or backward of engine {self.number}",
             [state],
-            self.axis,
             number=self.number,
             served=True,
         )
@@ -118,13 +117,12 @@ class Driver:
     def adopt(self, state: TrainState) -> None:
         """Write the values of another state into this one's buffers."""
         own = self.state
-        if state.setup.layout != own.setup.layout or state.stage != own.stage:
+        if _form(state.setup) != _form(own.setup):
             raise LayoutError(
                 explain(
-                    f"engine.state was set to a state of stage {state.stage} with "
-                    f"{len(state.setup.layout.groups)} groups; the engine has stage {own.stage}, "
-                    f"{len(own.setup.layout.groups)} groups.",
-                    cause="a state of another model, stage or number of ranks.",
+                    f"engine.state was set to a state of {_named(state.setup)}; the engine has "
+                    f"{_named(own.setup)}.",
+                    cause="a state of another model, stage, number of ranks or mesh.",
                     fix="load it into the engine's form: "
                     "engine.state = fzero.checkpoint.load(path, engine.state).",
                 )
@@ -306,6 +304,16 @@ class Driver:
         for p in self._every:
             OWNERS.pop(id(p), None)
         self.closed = True
+
+
+def _form(setup: Setup) -> tuple[Any, ...]:
+    """What two states must have in common to have buffers of the same sizes on each rank."""
+    return setup.stage, setup.layout, setup.replicas, setup.optimizer_state
+
+
+def _named(setup: Setup) -> str:
+    groups = f"stage {setup.stage} with {len(setup.layout.groups)} groups on {setup.axis}"
+    return f"{groups}, its optimizer {setup.optimizer_state.value}"
 
 
 def _optimizer_of(setup: Setup, learning: Sequence[Tensor]) -> Optimizer | None:

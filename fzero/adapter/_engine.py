@@ -13,7 +13,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fzero._compiled import DISABLED_FRAMES
@@ -25,8 +24,8 @@ from fzero.adapter._options import options_of
 from fzero.adapter._report import MemoryReport, report
 from fzero.adapter._scaling import Scaling
 from fzero.adapter._setup import planned, scale_of
-from fzero.mesh import Axis, axis_of
-from fzero.state import HookState, Reshard, TrainState, progress
+from fzero.mesh import Axis, MeshLike, axis_of
+from fzero.state import HookState, OptimizerOver, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -61,7 +60,7 @@ class Engine(Access, Scaling):
             or a factory, called with what learns; or a rule of `fzero.optim`; None for a model that
             is not stepped. `engine.step()` runs it; `optimizer.step()` alone raises.
         stage: 0, 1, 2 or 3.
-        mesh: a one-dim DeviceMesh; default the world.
+        mesh, optimizer_over: as for `fzero.init`.
         bucket_bytes: below stage 3, the size up to which parameters share a collective.
         contiguous_gradients: copy each gradient into its bucket as it comes.
         overlap: reduce beside the backward.
@@ -116,7 +115,8 @@ class Engine(Access, Scaling):
         optimizer: Any = None,
         *,
         stage: int,
-        mesh: DeviceMesh | Axis | None = None,
+        mesh: MeshLike = None,
+        optimizer_over: OptimizerOver = "shard",
         bucket_bytes: int = BUCKET_BYTES,
         contiguous_gradients: bool = False,
         overlap: bool = True,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._module import ModuleParameters
+from fzero.collectives import cut
 from fzero.homes import give_back, lent
-from fzero.partition import shard_of
-from fzero.state import Placement, Setup, TrainState
+from fzero.state import Setup, TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 
 
@@ -61,9 +61,7 @@ def take_values(master: Tensor, values: Tensor) -> None:
 def own_part(state: TrainState, flat: Tensor) -> Tensor:
     """This rank's part of a group's parameters, as the optimizer steps it."""
     setup = state.setup
-    if setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED:
-        return shard_of(flat, setup.axis.size, setup.axis.rank)
-    return flat
+    return cut(setup, flat, setup.params, setup.optimizer_state)
 
 
 def _versions(params: Sequence[Any]) -> int:

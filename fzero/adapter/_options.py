@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.state import Gathering, Reduction
+from fzero.state import Gathering, OptimizerOver, Reduction
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -16,6 +16,7 @@ from fzero.state.scale import as_policy
 from fzero.transforms._options import (
     check_bucket,
     check_flags,
+    check_optimizer_over,
     check_reduction,
     check_reshard,
     is_positive,
@@ -50,6 +51,7 @@ class Options:
     leaf_modules: LeafSpec | None
     autocast: Autocast | torch.dtype | None
     offload: Offload | None
+    optimizer_over: OptimizerOver
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
@@ -88,6 +90,7 @@ def require_options(options: Options) -> None:
     updating = options.updating
     check_reshard(options.gathering.reshard_after_forward)
     check_bucket(options.bucket_bytes)
+    check_optimizer_over(options.optimizer_over)
     check_flags(
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,

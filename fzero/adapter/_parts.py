@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.adapter._driver import Driver
 from fzero.adapter._masters import own_part, take_values
-from fzero.collectives import gather_many
+from fzero.collectives import gather_parts
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.homes import lent
 from fzero.optim import OptimizerState, TorchState
@@ -55,10 +55,10 @@ def find_learning(driver: Driver, path: str) -> tuple[int, int, int]:
 
 def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
     """Return the full leaves of a group of which this rank has a part, as its optimizer has."""
-    sharded = state.setup.optimizer_state is Placement.SHARDED
+    setup = state.setup
+    held, whole = setup.optimizer_state, Placement.REPLICATED
     here = lent(part.detach(), device_of(state))
-    whole = gather_many([here], state.setup.axis)[0] if sharded else here
-    return unpack(state.setup.layout, index, whole)
+    return unpack(setup.layout, index, gather_parts(setup, [here], held, whole)[0])
 
 
 def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
@@ -108,10 +108,11 @@ def write_piece(state: TrainState, index: int, position: int, part: Tensor, valu
 
 def _range(state: TrainState, index: int, position: int, part: Tensor) -> tuple[int, int, int]:
     """(low, high) of a leaf, as far as `part` has it, and where `part` begins in its group."""
-    layout, axis = state.setup.layout, state.setup.axis
+    setup, layout = state.setup, state.setup.layout
     group = layout.groups[index]
-    whole = part.numel() == layout.full_numel(index)
-    first = 0 if whole else axis.rank * group.shard_numel
+    placements = setup.params, setup.optimizer_state  # those of all that a state has
+    held = next((x for x in placements if setup.numel(index, x) == part.numel()), setup.params)
+    first = setup.part(held, setup.axis.rank).index * part.numel()
     begin = group.offsets[position]
     end = begin + layout.leaves[group.leaves[position]].numel
     low = min(max(begin, first), first + part.numel())

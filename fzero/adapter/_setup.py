@@ -58,6 +58,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         owners=owners_in(module),
         persistence_threshold_numel=options.persistence_threshold_numel,
         offload=options.offload,
+        optimizer_over=options.optimizer_over,
     )
     assert_same_everywhere([compared(options)], axis, what="the engine's options")
     updating = options.updating

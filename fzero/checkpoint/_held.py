@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._driven import Driven
-from fzero.collectives import gather_many
+from fzero.collectives import gather_parts
 from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError, explain
 from fzero.homes import wait_for_copies
 from fzero.mesh import Axis, Runtime
@@ -101,10 +101,12 @@ def require_closed(state: TrainState) -> None:
 
 
 def whole_flat(held: Held, flats: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Return a flat [W l] from what each of the held ranks has of it. A collective if sharded."""
-    if placement is not Placement.SHARDED:
-        return flats[0]
-    return torch.cat(list(flats)) if held.is_stack else gather_many([flats[0]], held.axis)[0]
+    """Return a whole flat from what each of the held ranks has of it. A collective if cut."""
+    setup = held.states[0].setup
+    if not held.is_stack:
+        return gather_parts(setup, [flats[0]], placement, Placement.REPLICATED)[0]
+    found = {setup.part(placement, rank).index: flat for rank, flat in enumerate(flats)}
+    return torch.cat([found[index] for index in sorted(found)])
 
 
 def restack(held: Held, states: list[Any]) -> TrainState:
@@ -126,11 +128,11 @@ def _of_stack(state: Any, size: int) -> Held:
 
 
 def _check_alive(name: str, state: TrainState) -> None:
-    layout = state.setup.layout
-    sharded = state.setup.params is Placement.SHARDED
-    for index, flat in enumerate(state.params.flats):
-        group = layout.groups[index]
-        if flat.numel() != (group.shard_numel if sharded else layout.full_numel(index)):
+    setup = state.setup
+    for index, (group, flat) in enumerate(
+        zip(setup.layout.groups, state.params.flats, strict=True)
+    ):
+        if flat.numel() != setup.numel(index, setup.params):
             raise DonatedError(
                 explain(
                     f"{name}: this state was donated: the parameters of {group.name} belong to a "

@@ -22,7 +22,7 @@ from fzero.errors import LayoutError, explain
 from fzero.homes import empty_where
 from fzero.packing import pack
 from fzero.partition import shard_of
-from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
+from fzero.state import NAMESPACE, Buffers, Layout, Part, TrainState
 
 PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
@@ -170,18 +170,17 @@ def _with_params(state: TrainState, places: list[Place], rank: int) -> TrainStat
         values = [read_values(places[i]) for i in group.leaves]
         old = state.params.flats[index]
         own = pack(layout, index, [x.to(group.dtype) for x in values])
-        flats.append(_own(own, old, layout.ranks, rank, setup.params))
+        flats.append(_own(own, old, setup.part(setup.params, rank)))
         if index in masters:
             old = leaves[masters[index]]
             whole = pack(layout, index, [x.to(old.dtype) for x in values])
-            leaves[masters[index]] = _own(whole, old, layout.ranks, rank, setup.optimizer_state)
+            leaves[masters[index]] = _own(whole, old, setup.part(setup.optimizer_state, rank))
     return state.replace(
         params=Buffers(flats=tuple(flats), placement=state.params.placement),
         optimizer=optree.tree_unflatten(treespec, leaves),
     )
 
 
-def _own(full: Tensor, old: Tensor, ranks: int, rank: int, placement: Placement) -> Tensor:
+def _own(full: Tensor, old: Tensor, part: Part) -> Tensor:
     """Return what a rank keeps of a group, in memory of its own and where it was before."""
-    part = shard_of(full, ranks, rank) if placement is Placement.SHARDED else full
-    return empty_where(old).copy_(part)
+    return empty_where(old).copy_(shard_of(full, *part))

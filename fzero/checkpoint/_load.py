@@ -237,7 +237,7 @@ def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: b
         pairs = zip(held.states, roles, strict=True)
         made = [room(one, some, saved.counters) for one, some in pairs]
     for one, some, number in zip(made, roles, held.ranks, strict=True):
-        pieces += pieces_of(one.setup.layout, shards_of(one, some, number), number)
+        pieces += pieces_of(one.setup, shards_of(one, some, number), number)
     return Plan(
         states=made,
         roles=roles,

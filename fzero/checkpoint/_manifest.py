@@ -56,7 +56,7 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
     return Manifest(
         origin={
             "stage": setup.stage,
-            "ranks": layout.ranks,
+            "ranks": setup.axis.size,
             "torch": torch.__version__,
             "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
             **({"residual": residual} if residual else {}),

@@ -2,11 +2,12 @@
 
 A leaf of n elements is saved as a 1-D tensor of n elements, whatever its shape: a shard cuts
 leaves at any element, and in one dim every cut is a range. Every rank writes, and reads, only
-shard r of every group, also where it holds all of it: so the work is shared at every stage. Ranges
+its part of every group (`Setup.part`, over all ranks), also where it holds more: so the work is
+shared at every stage, and replicas write nothing twice. Ranges
 are cut again at every multiple of BLOCK_NUMEL: DCP reads saved ranges whole, and so nobody holds
 more than that of a leaf that is not its own.
 
-    state --shards_of--> shards [l] of each group --pieces_of--> ranges of leaves
+    state --shards_of--> a part of each group --pieces_of--> ranges of leaves
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._slots import Role, roles_of
-from fzero.partition import named_leaves, shard_of
-from fzero.state import NAMESPACE, Layout, Placement, TrainState
+from fzero.packing import part_of
+from fzero.partition import named_leaves
+from fzero.state import NAMESPACE, Layout, Placement, Setup, TrainState
 
 BLOCK_NUMEL = 2**24
 
@@ -44,11 +46,11 @@ class Wanted(NamedTuple):
 
 
 class OwnShard(NamedTuple):
-    """A rank's shard of one group of parameters, or of one optimizer slot of it."""
+    """A rank's own part of one group of parameters, or of one optimizer slot of it."""
 
     prefix: str  # params, or optimizer/<slot>
     group: int
-    values: Tensor  # [l]: all that the rank holds, or a view of its part of [W l]
+    values: Tensor  # all that the rank holds, or a view of its part of it
 
 
 def leaf_names(layout: Layout) -> list[str]:
@@ -79,11 +81,8 @@ def all_paths(layout: Layout) -> dict[str, int]:
 
 def optimizer_roles(state: TrainState) -> list[Role]:
     """Return the role of every leaf of the state's optimizer state, by its name in a checkpoint."""
-    layout = state.setup.layout
-    sharded = state.setup.optimizer_state is Placement.SHARDED
-    numels = [
-        layout.groups[i].shard_numel if sharded else layout.full_numel(i) for i in layout.trainable
-    ]
+    setup, layout = state.setup, state.setup.layout
+    numels = [setup.numel(i, setup.optimizer_state) for i in layout.trainable]
     names = state.setup.optimizer.saved_names(state.optimizer, layout.leaves)
     return [
         replace(role, name=names.parts.get(role.name, role.name), idle=role.name in names.idle)
@@ -92,13 +91,12 @@ def optimizer_roles(state: TrainState) -> list[Role]:
 
 
 def shards_of(state: TrainState, roles: Sequence[Role], rank: int) -> list[OwnShard]:
-    """Return a rank's shards of all that has elements: parameters first, then slots."""
+    """Return a rank's own parts of all that has elements: parameters first, then slots."""
     setup, layout = state.setup, state.setup.layout
+    own = setup.part(Placement.OVER_ALL, rank)
 
     def shard(prefix: str, group: int, flat: Tensor, placement: Placement) -> OwnShard:
-        whole = placement is not Placement.SHARDED
-        values = shard_of(flat, layout.ranks, rank) if whole else flat
-        return OwnShard(prefix, group, values)
+        return OwnShard(prefix, group, part_of(flat, setup.part(placement, rank), own))
 
     found = [shard("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
     leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
@@ -129,16 +127,17 @@ def wanted_of(state: TrainState, roles: Sequence[Role]) -> dict[str, Wanted]:
 
 
 def pieces_of(
-    layout: Layout, shards: Sequence[OwnShard], rank: int, *, block_numel: int = BLOCK_NUMEL
+    setup: Setup, shards: Sequence[OwnShard], rank: int, *, block_numel: int = BLOCK_NUMEL
 ) -> Iterator[Piece]:
-    """Cut the shards of a rank at the borders of leaves and blocks; padding is in no piece."""
-    names = leaf_names(layout)
+    """Cut the parts of a rank at the borders of leaves and blocks; padding is in no piece."""
+    layout, names = setup.layout, leaf_names(setup.layout)
+    own = setup.part(Placement.OVER_ALL, rank)
     for prefix, index, values in shards:
-        group = layout.groups[index]
-        begin = rank * group.shard_numel
+        group, own_numel = layout.groups[index], values.numel()
+        begin = own.index * own_numel
         for leaf, offset in zip(group.leaves, group.offsets, strict=True):
             numel = layout.leaves[leaf].numel
-            low, high = max(begin - offset, 0), min(begin + group.shard_numel - offset, numel)
+            low, high = max(begin - offset, 0), min(begin + own_numel - offset, numel)
             for start, stop in _blocks(low, high, block_numel):
                 yield Piece(
                     name=f"{prefix}/{names[leaf]}",

@@ -18,7 +18,7 @@ from fzero.checkpoint._manifest import Manifest
 from fzero.checkpoint._pieces import OwnShard, Piece, Wanted, leaf_names, pieces_of
 from fzero.partition import shard_of
 from fzero.quantize import residual_of
-from fzero.state import Layout, TrainState
+from fzero.state import Setup, TrainState
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
@@ -32,11 +32,11 @@ class Room(NamedTuple):
 
 def residual_pieces(state: TrainState, flats: Sequence[Tensor], rank: int) -> list[Piece]:
     """Return all of a rank's residual, given as its flats [W l]."""
-    layout = state.setup.layout
+    setup = state.setup
     return [
         piece
-        for index, flat in zip(layout.trainable, flats, strict=False)  # there may be none
-        for piece in _whole(layout, index, flat, rank)
+        for index, flat in zip(setup.layout.trainable, flats, strict=False)  # there may be none
+        for piece in _whole(setup, index, flat, rank)
     ]
 
 
@@ -60,17 +60,18 @@ def rooms_of(
         wanted = Wanted(numels[some], _DTYPES[forms[some]])
         require({f"residual/{ranks - 1}/{some}": wanted})
     for index in layout.trainable:
-        group, device = layout.groups[index], state.params.flats[index].device
+        group, device = layout.groups[index], state.device
         dtype = _DTYPES[forms.get(names[group.leaves[0]], "torch.float32")]
         if ranks == layout.ranks:
             flat = torch.zeros(layout.full_numel(index), dtype=dtype, device=device)
             rooms.append(Room(index, (flat,)))
-            pieces += _whole(layout, index, flat, rank)
+            pieces += _whole(state.setup, index, flat, rank)
             continue
         parts = [torch.zeros(group.shard_numel, dtype=dtype, device=device) for _ in range(ranks)]
         rooms.append(Room(index, tuple(parts)))
         for source, part in enumerate(parts):
-            pieces += pieces_of(layout, [OwnShard(f"residual/{source}", index, part)], rank)
+            shard = OwnShard(f"residual/{source}", index, part)
+            pieces += pieces_of(state.setup, [shard], rank)
     return rooms, pieces
 
 
@@ -86,12 +87,11 @@ def with_residual(state: TrainState, rooms: list[Room], rank: int) -> TrainState
     return state.replace(window=replace(state.window, residual=residual))
 
 
-def _whole(layout: Layout, index: int, flat: Tensor, rank: int) -> list[Piece]:
+def _whole(setup: Setup, index: int, flat: Tensor, rank: int) -> list[Piece]:
     """The pieces of a rank's own flat [W l]."""
+    ranks, prefix = setup.layout.ranks, f"residual/{rank}"
     return [
         piece
-        for r in range(layout.ranks)
-        for piece in pieces_of(
-            layout, [OwnShard(f"residual/{rank}", index, shard_of(flat, layout.ranks, r))], r
-        )
+        for r in range(ranks)
+        for piece in pieces_of(setup, [OwnShard(prefix, index, shard_of(flat, ranks, r))], r)
     ]

@@ -12,10 +12,10 @@ from torch import Tensor
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._manifest import COUNT, STEP
 from fzero.checkpoint._slots import Role, with_values
-from fzero.collectives import start_gather_in_place
+from fzero.collectives import gather_parts_in_place
 from fzero.homes import empty_where
-from fzero.partition import shard_of
-from fzero.state import NAMESPACE, Buffers, Placement, Progress, TrainState
+from fzero.packing import part_of, shard_of
+from fzero.state import NAMESPACE, Buffers, Placement, Progress, Setup, TrainState
 from fzero.state.scale import from_numbers
 from fzero.state.window import CLOSED
 
@@ -47,19 +47,18 @@ def room(state: TrainState, roles: Sequence[Role], saved: Mapping[str, Any]) -> 
 
 
 def make_whole(held: Held, states: Sequence[TrainState], roles: Sequence[Sequence[Role]]) -> None:
-    """Fill in what other ranks have read of replicated flats, one flat at a time. A collective.
+    """Fill in what other ranks have read, one flat at a time. A collective.
 
-    states: one for each of `held.ranks`, each with its own shard of every flat.
+    states: one for each of `held.ranks`, each with its own part of every flat.
     """
-    each = [_replicated(one, some) for one, some in zip(states, roles, strict=True)]
-    for flats in zip(*each, strict=True):
+    each = [_placed(one, some) for one, some in zip(states, roles, strict=True)]
+    setup = states[0].setup
+    for placed in zip(*each, strict=True):
+        placement, flats = placed[0][0], [flat for _, flat in placed]
         if held.is_stack:
-            parts = [shard_of(flat, len(flats), rank) for rank, flat in enumerate(flats)]
-            full = torch.cat(parts)
-            for flat in flats:
-                flat.copy_(full)
+            _share(setup, placement, flats)
         else:
-            start_gather_in_place(flats, held.axis).wait()
+            gather_parts_in_place(setup, flats, Placement.OVER_ALL, placement)
 
 
 def _of(prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,13 +66,23 @@ def _of(prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): x for name, x in counters.items() if name.startswith(prefix)}
 
 
-def _replicated(state: TrainState, roles: Sequence[Role]) -> list[Tensor]:
-    """Return the flats [W l] that every rank holds whole."""
-    setup, found = state.setup, []
-    if setup.params is not Placement.SHARDED:
-        found += state.params.flats
-    if setup.optimizer_state is not Placement.SHARDED:
-        leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
-        pairs = zip(roles, leaves, strict=True)
-        found += [leaf for role, leaf in pairs if role.position is not None and leaf.numel()]
-    return found
+def _placed(state: TrainState, roles: Sequence[Role]) -> list[tuple[Placement, Tensor]]:
+    """Return the flats of which ranks hold more than they read, and how they are placed."""
+    setup = state.setup
+    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+    slots = [x for x, role in zip(leaves, roles, strict=True) if role.position is not None]
+    found = [(setup.params, flat) for flat in state.params.flats]
+    found += [(setup.optimizer_state, flat) for flat in slots if flat.numel()]
+    own = setup.part(Placement.OVER_ALL, 0).count
+    return [(held, flat) for held, flat in found if setup.part(held, 0).count < own]
+
+
+def _share(setup: Setup, placement: Placement, flats: Sequence[Tensor]) -> None:
+    """Give each virtual rank what the others have read of a flat."""
+    parts = [setup.part(placement, rank) for rank in range(len(flats))]
+    full = flats[0].new_empty(flats[0].numel() * parts[0].count)
+    for rank, flat in enumerate(flats):
+        own = setup.part(Placement.OVER_ALL, rank)
+        shard_of(full, *own).copy_(part_of(flat, parts[rank], own))
+    for part, flat in zip(parts, flats, strict=True):
+        flat.copy_(shard_of(full, *part))

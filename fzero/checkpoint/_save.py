@@ -182,7 +182,7 @@ def _draft(
         for one, some, rank in zip(held.states, roles, held.ranks, strict=True):
             shards = shards_of(one, some, rank)
             shards = [_on_host(shard) for shard in shards] if copies else shards
-            pieces += pieces_of(one.setup.layout, shards, rank)
+            pieces += pieces_of(one.setup, shards, rank)
             lost = one.window.residual.flats
             pieces += residual_pieces(one, list(map(_copied, lost)) if copies else lost, rank)
         found = {} if engine is None else buffers_of(engine.module)

@@ -183,7 +183,7 @@ def _filled(
         wanted = [
             one for one in shards_of(new, some, rank) if optimizer or _key(one.prefix) == FP32
         ]
-        for piece in pieces_of(layout, wanted, rank, block_numel=_ALL):
+        for piece in pieces_of(held.states[0].setup, wanted, rank, block_numel=_ALL):
             prefix, _, path = piece.name.rpartition("/")
             leaf = layout.leaves[at[path]]
             values = source.values(names[at[path]], _key(prefix), leaf.shape)

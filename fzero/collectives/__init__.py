@@ -14,9 +14,9 @@ from fzero.collectives._channel import FUNCTIONAL as FUNCTIONAL
 from fzero.collectives._channel import Channel as Channel
 from fzero.collectives._channel import Kind as Kind
 from fzero.collectives._channel import What as What
-from fzero.collectives._channel import channel_of as channel_of
-from fzero.collectives._channel import gather_objects as gather_objects
-from fzero.collectives._channel import gather_objects_beside as gather_objects_beside
+from fzero.collectives._channels import channel_of as channel_of
+from fzero.collectives._channels import gather_objects as gather_objects
+from fzero.collectives._channels import gather_objects_beside as gather_objects_beside
 from fzero.collectives._functions import gather_many as gather_many
 from fzero.collectives._functions import reduce_many as reduce_many
 from fzero.collectives._functions import reduce_owned as reduce_owned
@@ -24,6 +24,10 @@ from fzero.collectives._functions import scatter_many as scatter_many
 from fzero.collectives._log import CollectiveLog as CollectiveLog
 from fzero.collectives._log import count_collectives as count_collectives
 from fzero.collectives._lowering import gather_in_place as gather_in_place
+from fzero.collectives._parts import cut as cut
+from fzero.collectives._parts import gather_parts as gather_parts
+from fzero.collectives._parts import gather_parts_in_place as gather_parts_in_place
+from fzero.collectives._parts import sum_parts as sum_parts
 from fzero.collectives._start import InFlight as InFlight
 from fzero.collectives._start import start_all_to_all as start_all_to_all
 from fzero.collectives._start import start_gather as start_gather

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
-from fzero.collectives._channel import channel_of
+from fzero.collectives._channels import channel_of
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
 

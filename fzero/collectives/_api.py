@@ -21,7 +21,8 @@ def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tens
     torch.func, to any order; `torch.func.linearize` raises `AxisError`.
 
     `axis` defaults to the axis of the step that runs now, or else the world; its name, "dp" if
-    the mesh gives no other, says the same. Raises `AxisError` for another name.
+    the mesh gives no other, says the same. The name of one dim of a mesh of two is that dim.
+    Raises `AxisError` for another name.
 
     Example:
         >>> import torch, fzero
@@ -102,6 +103,9 @@ def _axis(name: str, axis: AxisLike | None) -> Axis:
     here = ambient()
     if axis is None or axis == here.name:
         return here
+    parts = () if here.dims is None else (here.replicas, here.shards)
+    if named := [part for part in parts if part.name == axis]:
+        return named[0]
     raise AxisError(
         explain(
             f"{name}: axis={axis!r}, and the axis here is {here}.",

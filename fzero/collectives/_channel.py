@@ -20,15 +20,13 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
-
-import torch.distributed as dist
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._round import Kind, Message, What, has_asked, is_over, mismatch
 from fzero.errors import AxisError, PeerFailedError, PhaseError, explain
-from fzero.mesh import Axis, Runtime, own_group
-from fzero.virtual import current_ranks
+from fzero.mesh import Axis, Runtime
 
 CODES = 8
 """How many collectives a rank may ask for in one round."""
@@ -55,12 +53,16 @@ class Member(Protocol):
         """A collective of the user's comes in the middle of its pass: be where the others are."""
         ...
 
+    def land(self) -> None:
+        """All ranks are at one place: wait for the reductions that were started."""
+        ...
+
 
 class Channel:
     """The rounds of one axis. Every rank makes the same rounds in the same order."""
 
     def __init__(self, axis: Axis, data: Axis) -> None:
-        self.axis, self.data = axis, data  # for rounds; for gathers and reductions
+        self.axis, self.data = axis, data  # for rounds; for gathers and reductions, see `over`
         self._members: dict[int, weakref.ref[Member]] = {}
         self._joined = 0
         self._posted: lowering.Started | None = None
@@ -70,6 +72,18 @@ class Channel:
         self.rounds = 0
         self.ended_in_error = False  # the last round, on every rank
         self.running: list[Member] = []  # those in a pass
+
+    def over(self, axis: Axis) -> Axis:
+        """Return the axis that gathers and reductions of the states on `axis` go over.
+
+        The same ranks with groups of fzero's own, also of its two dims if it has them. A collective
+        at first.
+        """
+        own = replace(self.data, name=axis.name, dims=axis.dims)
+        for part in (own.replicas, own.shards) if own.dims is not None else ():
+            if part.runtime is Runtime.PROCESSES:
+                part.group()
+        return own
 
     # Members.
 
@@ -120,6 +134,7 @@ class Channel:
         failed = [r for r, message in enumerate(self._unread) if message.kind is Kind.FAILED]
         if failed:
             self.ended_in_error = True
+            self._land()
             raise PeerFailedError(
                 explain(
                     f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
@@ -192,6 +207,7 @@ class Channel:
             self.post(Kind.DONE, hint=int(asked))
             messages = self.read()
             if is_over(messages):
+                self._land()
                 return has_asked(messages)
             self._serve(messages)
 
@@ -215,8 +231,10 @@ class Channel:
                 if kinds == {Kind.CALL}:
                     return [message.codes[0] - 1 for message in messages]
             self._serve(messages)
-            if is_over(messages) and has_asked(messages):
-                self.tell(None)  # those that end their pass tell each other what they did
+            if is_over(messages):
+                self._land()
+                if has_asked(messages):
+                    self.tell(None)  # those that end their pass tell each other what they did
 
     def fail(self) -> None:
         """Say that this rank raised. The others raise where they read it."""
@@ -229,6 +247,17 @@ class Channel:
             rest, what = divmod(code - 1, len(What))
             number, unit = divmod(rest, _MANY)
             self._member(number).serve(What(what), unit)
+
+    def _land(self) -> None:
+        """Every rank has read this round: wait for all that was started, on every rank alike.
+
+        A reduction may communicate again when it is waited for. So no rank waits for one alone,
+        while another waits for it in a round.
+        """
+        for number in sorted(self._members):
+            member = self._members[number]()
+            if member is not None:
+                member.land()
 
     def _member(self, number: int) -> Member:
         member = self._members.get(number, lambda: None)()
@@ -246,71 +275,5 @@ class Channel:
 
     def _raise_mismatch(self) -> None:
         self.ended_in_error = True
+        self._land()
         raise mismatch(lowering.gather_objects(self._text, self.axis))
-
-
-_OPEN: dict[tuple[tuple[int, ...], str], Channel] = {}
-"""The channel of each set of processes and backend: a handle, like torch's own table of groups. It
-lives as long as the process group, for garbage is collected at another time on each rank."""
-
-
-def channel_of(axis: Axis) -> Channel | None:
-    """Return the channel of the ranks of `axis`; None on one local rank. A collective at first.
-
-    States and engines on the same ranks share it.
-    """
-    if axis.runtime is Runtime.LOCAL:
-        return None
-    here = current_ranks()
-    if here is not None:  # virtual ranks: it lives for one run
-        return _of_run(here.kept, axis)
-    place = _ranks_of(axis), dist.get_backend_config(axis.group())
-    found = _OPEN.get(place)
-    if found is None or not _is_alive(found):
-        found = _OPEN[place] = Channel(own_group(axis, backend="gloo"), own_group(axis))
-    return found
-
-
-def _ranks_of(axis: Axis) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(axis.group()))
-
-
-def _is_alive(channel: Channel) -> bool:
-    """Whether its group is there: torch.distributed may have been started anew."""
-    with suppress(AxisError):
-        channel.axis.group()
-        return True
-    return False
-
-
-def _of_run(kept: dict[Any, Any], axis: Axis) -> Channel:
-    if Channel not in kept:
-        kept[Channel] = Channel(axis, axis)
-    return kept[Channel]
-
-
-def before_collective(axis: Axis) -> None:
-    """The user's own collective begins: ranks in the middle of a pass come to the same place."""
-    here = current_ranks()
-    if here is not None:
-        channels = [here.kept[Channel]] if Channel in here.kept else []
-    else:
-        running = [place for place, channel in _OPEN.items() if channel.running]
-        ours = _ranks_of(axis) if running else ()
-        channels = [_OPEN[place] for place in running if place[0] == ours]
-    for member in [member for channel in channels for member in channel.running]:
-        member.meet()
-
-
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return every rank's picklable `value` in rank order. A collective."""
-    channel = channel_of(axis)
-    return [value] if channel is None else channel.tell(value)
-
-
-def gather_objects_beside(value: Any, axis: Axis) -> list[Any]:
-    """`gather_objects` over the group of `axis` itself: for a thread that has it to itself.
-
-    The channel's rounds are those of the thread that trains; a second thread would mix with them.
-    """
-    return lowering.gather_objects(value, axis)

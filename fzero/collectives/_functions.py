@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
-from fzero.collectives._channel import before_collective
+from fzero.collectives._channels import before_collective
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
 
@@ -112,7 +112,7 @@ def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis, ordered = plan
     before_collective(axis)
     if axis.runtime is Runtime.PROCESSES and traced.is_traced(xs):
-        return traced.RUN[kind](list(xs), axis.name, axis.group_name, axis.size, ordered)
+        return traced.RUN[kind](list(xs), axis.name, axis.group().group_name, axis.size, ordered)
     return _LOWER[kind](xs, axis, ordered)
 
 

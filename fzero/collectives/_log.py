@@ -20,7 +20,8 @@ class CollectiveEvent:
     """One buffer that went through one collective, seen from one rank."""
 
     op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, agree
-    rank: int
+    axis: str  # its name: of a mesh of two dims, that of the dim, or "dp" for all ranks
+    rank: int  # among all ranks of the mesh
     numel: int  # of the full buffer: the gathered result, or what was reduced
     dtype: torch.dtype
     wire_bytes: int  # that this rank sends, on the ring lower bound
@@ -36,19 +37,22 @@ class CollectiveLog:
 
     events: list[CollectiveEvent] = field(default_factory=list)
 
-    def counts(self, rank: int | None = None) -> dict[str, int]:
-        """Return {op: how many} for `rank` (default: the lowest rank seen)."""
-        return dict(Counter(event.op for event in self.of(rank)))
+    def counts(self, rank: int | None = None, *, axis: str | None = None) -> dict[str, int]:
+        """Return {op: how many} for `rank` (default: the lowest rank seen); over one `axis`."""
+        return dict(Counter(event.op for event in self.of(rank, axis=axis)))
 
-    def wire_bytes(self, rank: int | None = None, *, ops: tuple[str, ...] = ()) -> int:
-        """Return the bytes that `rank` sent, over all ops or only `ops`."""
-        return sum(e.wire_bytes for e in self.of(rank) if not ops or e.op in ops)
+    def wire_bytes(
+        self, rank: int | None = None, *, ops: tuple[str, ...] = (), axis: str | None = None
+    ) -> int:
+        """Return the bytes that `rank` sent, over all ops or only `ops`; over one `axis`."""
+        return sum(e.wire_bytes for e in self.of(rank, axis=axis) if not ops or e.op in ops)
 
-    def of(self, rank: int | None = None) -> list[CollectiveEvent]:
-        """Return the events of one rank (default: the lowest seen)."""
+    def of(self, rank: int | None = None, *, axis: str | None = None) -> list[CollectiveEvent]:
+        """Return the events of one rank (default: the lowest seen); those over one `axis`."""
         if rank is None:
             rank = min((event.rank for event in self.events), default=0)
-        return [event for event in self.events if event.rank == rank]
+        mine = (event for event in self.events if event.rank == rank)
+        return [event for event in mine if axis in (None, event.axis)]
 
 
 @contextmanager
@@ -78,6 +82,13 @@ def note(op: str, axis: Axis, numel: int, dtype: torch.dtype) -> None:
         return
     one_way = numel * dtype.itemsize * (axis.size - 1) // axis.size
     wire_bytes = 2 * one_way if op == "all_reduce" else one_way
-    event = CollectiveEvent(op=op, rank=axis.rank, numel=numel, dtype=dtype, wire_bytes=wire_bytes)
+    event = CollectiveEvent(
+        op=op,
+        axis=axis.name,
+        rank=(axis.whole or axis).rank,
+        numel=numel,
+        dtype=dtype,
+        wire_bytes=wire_bytes,
+    )
     for log in _LOGS:
         log.events.append(event)

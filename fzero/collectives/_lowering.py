@@ -169,7 +169,7 @@ def begin_exchange(codes: Sequence[int], axis: Axis, *, width: int) -> Started:
         return given([torch.tensor([filled])], axis)
     note("agree", axis, width * axis.size, torch.int64)
     if axis.runtime is Runtime.VIRTUAL:
-        everyone = _ranks(axis).exchange(f"agree {width} {axis.group_name}", filled)
+        everyone = _exchange(f"agree {width} {axis.group_name}", filled, axis)
         return given([torch.tensor(everyone)], axis)
     group = axis.group()
     mine = torch.tensor(filled, dtype=torch.int64)
@@ -184,7 +184,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     if axis.runtime is Runtime.LOCAL:
         return [value]
     if axis.runtime is Runtime.VIRTUAL:
-        return _ranks(axis).exchange("gather_objects", value)
+        return _exchange("gather_objects", value, axis)
     out: list[Any] = [None] * axis.size
     with explained("gather_objects", axis):
         dist.all_gather_object(out, value, group=axis.group())
@@ -198,10 +198,13 @@ def _swap(op: str, values: Sequence[Tensor], axis: Axis) -> list[tuple[Tensor, .
     # Copies, as a wire would make: a rank that runs on may overwrite what it has handed in
     # before the others, whose turn comes later, have read it.
     handed = [v.clone() for v in values]
-    per_rank = _ranks(axis).exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), handed)
+    per_rank = _exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), handed, axis)
     return list(zip(*per_rank, strict=True))
 
 
-def _ranks(axis: Axis) -> Any:
+def _exchange(what: str, value: Any, axis: Axis) -> list[Any]:
+    """Hand in this rank's value; return those of the ranks of the axis. All virtual ranks come."""
     axis.rank  # noqa: B018 - raises AxisError, with the fix, when no virtual ranks run here
-    return current_ranks()
+    ranks: Any = current_ranks()
+    dim = "" if axis.whole is None else f" over {axis.name!r}"
+    return axis.of_part(ranks.exchange(what + dim, value))

@@ -63,7 +63,7 @@ def ranks_of(state: TrainState) -> tuple[int, ...]:
     Raises `AxisError` for one virtual rank's state outside of `fzero.simulate`.
     """
     if is_stacked(state):
-        return tuple(range(state.setup.layout.ranks))
+        return tuple(range(state.setup.axis.size))
     return (state.setup.axis.rank,)
 
 

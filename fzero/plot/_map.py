@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fzero.plot import _figure, _html
 from fzero.plot._held import Held, held_by, ranks_of
-from fzero.state import Layout, Placement, TrainState
+from fzero.state import Layout, Setup, TrainState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,7 +111,8 @@ def partition_map(state: TrainState) -> PartitionMap:
 
     Rows are all ranks for a state of `fzero.simulate` (every tensor stacked by rank), and the
     calling rank for any other. A sharded kind has every element, and every element of padding,
-    once over the ranks; a replicated or partial one has all of them on each rank. Gradients and
+    once over the ranks (of each replica, on a mesh of two dims, unless it is sharded over all);
+    a replicated or partial one has all of them on each rank. Gradients and
     optimizer cover the trainable groups. Sizes come from the layout; no tensor is read.
 
     Raises `LayoutError` for what is no `TrainState`, `DonatedError` for one that was used up.
@@ -136,7 +137,7 @@ def partition_map(state: TrainState) -> PartitionMap:
     groups = _spans(layout)
     return PartitionMap(
         stage=state.stage,
-        world_size=layout.ranks,
+        world_size=state.setup.axis.size,
         ranks=ranks,
         leaves=tuple(leaf.path for leaf in layout.leaves),
         groups=groups,
@@ -146,7 +147,7 @@ def partition_map(state: TrainState) -> PartitionMap:
             for rank in ranks
             for held in kinds
             if held.placement
-            for segment in _segments(layout, groups, held, rank)
+            for segment in _segments(state.setup, groups, held, rank)
         ),
     )
 
@@ -159,13 +160,14 @@ def _spans(layout: Layout) -> tuple[Span, ...]:
     )
 
 
-def _segments(layout: Layout, groups: tuple[Span, ...], held: Held, rank: int) -> Iterator[Segment]:
+def _segments(setup: Setup, groups: tuple[Span, ...], held: Held, rank: int) -> Iterator[Segment]:
     """Cut the leaves and the padding of each group down to the part that `rank` holds."""
+    layout = setup.layout
     for index in held.groups:
-        low, high = 0, layout.full_numel(index)
-        if held.placement is Placement.SHARDED:
-            low = rank * layout.groups[index].shard_numel
-            high = low + layout.groups[index].shard_numel
+        assert held.placement is not None
+        numel = setup.numel(index, held.placement)
+        low = setup.part(held.placement, rank).index * numel
+        high = low + numel
         first = groups[index].start
         for leaf, start, stop in _contents(layout, index):
             begin, end = max(start, low), min(stop, high)

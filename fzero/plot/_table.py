@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.plot import _html
 from fzero.plot._held import Held, held_by, optimizer_tensors, rank_view, ranks_of
-from fzero.state import Layout, Placement, TrainState
+from fzero.state import Layout, TrainState
 
 HEADER = ("rank", "buffer", "group", "placement", "numel", "values")
 
@@ -96,7 +96,8 @@ def _rank_rows(
     for held in kinds:
         for flat, index in zip(held.flats, held.groups if held.flats else (), strict=True):
             mine = rank_view(state, flat, rank)
-            first = rank * mine.numel() if held.placement is Placement.SHARDED else 0
+            assert held.placement is not None
+            first = state.setup.part(held.placement, rank).index * mine.numel()
             yield ShardRow(
                 rank=rank,
                 buffer=held.kind,

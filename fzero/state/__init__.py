@@ -16,6 +16,7 @@ from fzero.state.hooks import HookState as HookState
 from fzero.state.layout import Group as Group
 from fzero.state.layout import Layout as Layout
 from fzero.state.layout import Leaf as Leaf
+from fzero.state.layout import Part as Part
 from fzero.state.progress import Phase as Phase
 from fzero.state.progress import Progress as Progress
 from fzero.state.scale import DynamicScale as DynamicScale
@@ -24,6 +25,7 @@ from fzero.state.schedule import Limits as Limits
 from fzero.state.schedule import Program as Program
 from fzero.state.schedule import Schedule as Schedule
 from fzero.state.setup import Gathering as Gathering
+from fzero.state.setup import OptimizerOver as OptimizerOver
 from fzero.state.setup import Policy as Policy
 from fzero.state.setup import ReduceOp as ReduceOp
 from fzero.state.setup import Reduction as Reduction

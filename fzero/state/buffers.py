@@ -15,11 +15,15 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 class Placement(Enum):
-    """What the ranks' copies of a buffer are to each other."""
+    """What the ranks' copies of a buffer are to each other, with S shards in each of R replicas.
 
-    REPLICATED = "replicated"  # [W l]: every rank has the same full values
-    SHARDED = "sharded"  # [l]: rank r has shard r of the full values
-    PARTIAL = "partial"  # [W l]: the full value is the sum of all ranks' copies
+    On a mesh of one dim there is one replica, and S is the number of ranks, W.
+    """
+
+    REPLICATED = "replicated"  # [S l]: every rank has the same full values
+    SHARDED = "sharded"  # [l]: the s-th rank of each replica has shard s of the full values
+    OVER_ALL = "sharded over all ranks"  # [l / R]: replica r has the r-th part of each shard
+    PARTIAL = "partial"  # [S l]: the full value is the sum of all ranks' copies
 
 
 @record

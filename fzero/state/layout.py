@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from optree import PyTreeSpec
@@ -29,7 +30,8 @@ class Group:
     """Leaves that travel together in one flat buffer [ranks * shard_numel].
 
     `offsets[i]` is where leaf `leaves[i]` starts; what no leaf covers is padding, always zero. It
-    is there so that each leaf, and each shard, starts on a multiple of 16 bytes.
+    is there so that each leaf, and each shard, starts on a multiple of 16 bytes; on a mesh of two
+    dims, each replica's part of a shard, too.
     `communication_dtype`: in which its gradients, and at stage 3 its values, cross ranks under
     autocast; None for its own. `quantized`: at stage 3 its values cross as int8 blocks.
     """
@@ -44,9 +46,16 @@ class Group:
     quantized: bool = False
 
 
+class Part(NamedTuple):
+    """Part `index` of the `count` equal parts of a flat: what a rank holds of it."""
+
+    count: int
+    index: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a pytree of parameters is stored as groups over `ranks` ranks.
+    """How a pytree of parameters is stored as groups over `ranks` ranks, those of one replica.
 
     `slots[i]` is the leaf that the i-th leaf position of the pytree holds: tied positions name
     one leaf twice. Equal on every rank; it rides in the treespec of a state.

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from fzero.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT, Placement
-from fzero.state.layout import Layout, Leaf
+from fzero.state.layout import Layout, Leaf, Part
 from fzero.state.offload import Offload
 from fzero.state.schedule import Limits
+
+OptimizerOver = Literal["shard", "all"]
+"""Which ranks of a mesh of two dims share masters and optimizer states: one replica's, or all."""
 
 Reshard = bool | Literal["window"]
 """Whether stage 3 lets a unit go after its use: True, or False: after the backward, or "window"."""
@@ -133,12 +136,16 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Stage, axis, layout, optimizer: what does not change from step to step."""
+    """Stage, axis, layout, optimizer: what does not change from step to step.
+
+    The axis has all ranks. Which of them hold which part of a flat is asked here: `over`, `part`.
+    """
 
     stage: int
     axis: Axis
     layout: Layout
     optimizer: StatefulUpdate
+    optimizer_over: OptimizerOver = "shard"
     reduction: Reduction = field(default_factory=Reduction)
     gathering: Gathering = field(default_factory=Gathering)
     policy: Policy = field(default_factory=Policy)
@@ -147,7 +154,7 @@ class Setup:
     @property
     def gathers_by_unit(self) -> bool:
         """Whether parameters are gathered as the loss reads them, unit by unit."""
-        alone = self.axis.runtime is Runtime.LOCAL and self.offload.params is None
+        alone = self.axis.shards.runtime is Runtime.LOCAL and self.offload.params is None
         return self.stage == 3 and not alone
 
     @property
@@ -190,7 +197,7 @@ class Setup:
     @property
     def params(self) -> Placement:
         """Where parameters live between calls."""
-        return Placement.SHARDED if self.stage == 3 else Placement.REPLICATED
+        return self._sharded if self.stage == 3 else Placement.REPLICATED
 
     @property
     def gradients(self) -> Placement:
@@ -200,4 +207,36 @@ class Setup:
     @property
     def optimizer_state(self) -> Placement:
         """Where the optimizer's state lives."""
-        return Placement.SHARDED if self.stage >= 1 else Placement.REPLICATED
+        if self.stage == 0:
+            return Placement.REPLICATED
+        over_all = self.optimizer_over == "all" and self.replicas > 1
+        return Placement.OVER_ALL if over_all else self._sharded
+
+    @property
+    def _sharded(self) -> Placement:
+        """Sharded over the ranks of a replica; replicas of one rank are whole."""
+        whole = self.layout.ranks == 1 < self.axis.size
+        return Placement.REPLICATED if whole else Placement.SHARDED
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have the same shard: 1, but on a mesh of two dims."""
+        return self.axis.size // self.layout.ranks
+
+    def over(self, placement: Placement) -> Axis:
+        """Return the ranks that have other elements than this one: over them parts are summed."""
+        if placement is Placement.OVER_ALL:
+            return self.axis
+        return self.axis.shards if placement is Placement.SHARDED else Axis(size=1)
+
+    def part(self, placement: Placement, rank: int) -> Part:
+        """Return which part of a flat a rank has."""
+        shards = self.layout.ranks
+        replica, shard = divmod(rank, shards)
+        if placement is Placement.OVER_ALL:
+            return Part(shards * self.replicas, shard * self.replicas + replica)
+        return Part(shards, shard) if placement is Placement.SHARDED else Part(1, 0)
+
+    def numel(self, index: int, placement: Placement) -> int:
+        """Elements that each rank has of group `index`, with its padding."""
+        return self.layout.full_numel(index) // self.part(placement, 0).count

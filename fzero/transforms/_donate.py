@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.errors import DonatedError, explain
 from fzero.homes import add_to, is_on_disk
-from fzero.state import NAMESPACE, Buffers, Placement, TrainState
+from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 
 
@@ -75,9 +75,7 @@ def check_alive(state: TrainState) -> None:
     )
     for what, buffers, groups in held:
         for flat, index in zip(buffers.flats, groups if buffers.flats else (), strict=True):
-            full = layout.full_numel(index)
-            want = full if buffers.placement is not Placement.SHARDED else full // layout.ranks
-            if want and not flat.numel():
+            if layout.full_numel(index) and not flat.numel():
                 raise DonatedError(_message(what, layout.groups[index].name))
 
 

@@ -10,23 +10,19 @@ from torch import Tensor
 from fzero.collectives import reduce_many
 from fzero.homes import lent
 from fzero.mesh import Axis
-from fzero.state import Placement
 
 
 def norm_of(
     flats: Iterable[Tensor],
-    placement: Placement,
     axis: Axis,
     *,
     ordered: bool,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the 2-norm of `flats`, of which each rank holds all or its shard: [], on `device`."""
+    """Return the 2-norm of `flats`, of which each rank of `axis` holds a part: [], on `device`."""
     squares = [_square_sum(flat, device) for flat in flats if flat.numel()]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
-    if placement is Placement.SHARDED:
-        total = reduce_many([total], axis, ordered=ordered)[0]
-    return total.sqrt()
+    return reduce_many([total], axis, ordered=ordered)[0].sqrt()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple, TypedDict
 
 import optree
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.errors import LayoutError, explain
-from fzero.mesh import Axis
+from fzero.mesh import Axis, MeshLike
 from fzero.partition import unit_of
-from fzero.state import NAMESPACE, Gathering, ReduceOp, Reduction, Reshard
+from fzero.state import NAMESPACE, Gathering, OptimizerOver, ReduceOp, Reduction, Reshard
 
 Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
 """A ZeRO stage, or a pytree of stages: one for each model."""
@@ -26,7 +25,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Placing(TypedDict, total=False):
-    mesh: DeviceMesh | Axis | None
+    mesh: MeshLike
+    optimizer_over: OptimizerOver
     reshard_after_forward: Reshard
     units: Callable[[str], str]
     trainable: Callable[[str], bool] | None
@@ -52,7 +52,8 @@ class InitOptions(_Placing, WireOptions, total=False):
 class Chosen(NamedTuple):
     """What `InitOptions` say, checked, with defaults in the place of what is not given."""
 
-    mesh: DeviceMesh | Axis | None
+    mesh: MeshLike
+    optimizer_over: OptimizerOver
     units: Callable[[str], str]
     trainable: Callable[[str], bool] | None
     bucket_bytes: int
@@ -62,7 +63,8 @@ class Chosen(NamedTuple):
 
 def check_options(
     *,
-    mesh: DeviceMesh | Axis | None = None,
+    mesh: MeshLike = None,
+    optimizer_over: OptimizerOver = "shard",
     reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
@@ -77,6 +79,7 @@ def check_options(
     check_flags(quantized_weights=quantized_weights)
     return Chosen(
         mesh=mesh,
+        optimizer_over=check_optimizer_over(optimizer_over),
         units=units,
         trainable=trainable,
         bucket_bytes=check_bucket(bucket_bytes),
@@ -108,8 +111,8 @@ def check_stages(stage: Any) -> Any:
     return optree.tree_map(check_stage, stage, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def check_flags(**flags: Any) -> None:
-    """Raise `LayoutError` for what is neither True nor False: "no" would count as True."""
+def check_flags(**flags: Any) -> dict[str, bool]:
+    """Return the flags; raise `LayoutError` for what is no bool: "no" would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise LayoutError(
@@ -119,6 +122,7 @@ def check_flags(**flags: Any) -> None:
                     fix="pass True or False.",
                 )
             )
+    return flags
 
 
 def check_reshard(reshard: Any) -> Reshard:
@@ -130,6 +134,20 @@ def check_reshard(reshard: Any) -> Reshard:
             f"reshard_after_forward={reshard!r}.",
             cause="a mistyped option.",
             fix='use True (gather again in backward), False (keep until then) or "window".',
+        )
+    )
+
+
+def check_optimizer_over(ranks: Any) -> OptimizerOver:
+    """Return `ranks` if it is "shard" or "all"; raise `LayoutError` otherwise."""
+    if ranks == "shard" or ranks == "all":
+        return ranks
+    raise LayoutError(
+        explain(
+            f"optimizer_over={ranks!r}.",
+            cause="a mistyped option, or the name of another mesh dim.",
+            fix='use "shard" (the ranks of one replica share masters and optimizer states) or '
+            '"all" (all ranks of the mesh do).',
         )
     )
 
@@ -179,7 +197,9 @@ def _require_alone(name: str, value: Any, neutral: Any) -> None:
         )
 
 
-def check_quantized(stage: int, reduction: Reduction, gathering: Gathering) -> Reduction:
+def check_quantized(
+    stage: int, axis: Axis, reduction: Reduction, gathering: Gathering
+) -> Reduction:
     """Return `reduction`; raise `LayoutError` if this stage sends nothing of what is quantized."""
     check_flags(quantized_weights=gathering.quantized_weights)
     if gathering.quantized_weights and stage != 3:
@@ -198,6 +218,15 @@ def check_quantized(stage: int, reduction: Reduction, gathering: Gathering) -> R
                 cause="stage 0 keeps the whole gradient on every rank, so the sums would have to "
                 "be quantized again to be gathered.",
                 fix="use stage 1, 2 or 3, which scatter them, or leave it out.",
+            )
+        )
+    if reduction.quantized_gradients and axis.dims is not None:
+        raise LayoutError(
+            explain(
+                f"quantized_gradients=True on {axis}, a mesh of two dims.",
+                cause="the residual is one rank's; here the sums of several ranks would be rounded "
+                "again, across the replicas.",
+                fix="use a mesh of one dim, or leave it out; quantized_weights work on both.",
             )
         )
     return reduction

@@ -1,4 +1,4 @@
-"""A forward and a backward over states of one axis: who gathers, who reduces, and in which order.
+"""A forward and a backward over states on some ranks: who gathers, reduces, in which order.
 
 Both drivers use it: a functional step makes one for each gradient call, an engine one for its life.
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from fzero.collectives import FUNCTIONAL, Channel, channel_of
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
-from fzero.mesh import Axis
 from fzero.reduce import Reducer
 from fzero.replay import Done
 from fzero.sequence import Sequencer
@@ -38,8 +37,8 @@ from fzero.transforms._receive import (
 class Pass:
     """The gatherer, the reducer and the sequencer of some states, and what they do in one pass.
 
-    name: what the other ranks are told that runs. data: the axis that gathers and reductions go
-    over. number: of the sequencer among those of the channel; None for the next one. served: ranks
+    name: what the other ranks are told that runs. states: on the same ranks, each on a mesh of its
+    own. number: of the sequencer among those of the channel; None for the next one. served: ranks
     that make a call while others are in this pass take part in it (stage 3).
     """
 
@@ -47,7 +46,6 @@ class Pass:
         self,
         name: str,
         states: Sequence[TrainState],
-        data: Axis,
         *,
         number: int | None = None,
         served: bool = False,
@@ -56,13 +54,16 @@ class Pass:
         self._name, self._served = name, served
         self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
-        self.channel: Channel | None = channel_of(data)
+        self.channel = channel_of(setups[0].axis)
         if self.channel is None and any(setup.streams for setup in setups):
-            self.channel = Channel(data, data)  # of one rank: its units come and go all the same
+            alone = setups[0].axis  # one rank: its units come and go all the same
+            self.channel = Channel(alone, alone)
+        channel = self.channel
+        axes = [setup.axis if channel is None else channel.over(setup.axis) for setup in setups]
         devices = [device_of(state) for state in states]
-        self.reducer = Reducer(setups, data, devices)
+        self.reducer = Reducer(setups, axes, devices)
         self.finite = FiniteCheck(states)
-        self.gatherer = Gatherer([setup.layout for setup in setups], data)
+        self.gatherer = Gatherer([setup.layout for setup in setups], axes)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
         self._lazy = bool(lazy) and self.channel is not None
@@ -204,7 +205,6 @@ class Pass:
 
     def take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""
-        self.reducer.land()
         self.states = [self._with_served(number) for number in range(len(self.states))]
 
     def _with_served(self, number: int) -> TrainState:

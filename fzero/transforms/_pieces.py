@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from fzero.optim import Piece
-from fzero.state import Layout, Placement, Setup
+from fzero.state import Layout, Setup
 
 
 def pieces_of(setup: Setup) -> list[Piece]:
-    """Which elements of this rank's shards are of which leaf; padding goes with its neighbour."""
-    layout = setup.layout
-    sharded = setup.optimizer_state is Placement.SHARDED
+    """Which elements of this rank's parts are of which leaf; padding goes with its neighbour."""
+    layout, placement = setup.layout, setup.optimizer_state
+    part = setup.part(placement, setup.axis.rank)
     found = []
     for number, index in enumerate(layout.trainable):
         group = layout.groups[index]
-        numel = group.shard_numel if sharded else layout.full_numel(index)
-        start = setup.axis.rank * numel if sharded else 0
-        pieces = _pieces_of(layout, index, number, start, numel)
+        numel = setup.numel(index, placement)
+        pieces = _pieces_of(layout, index, number, part.index * numel, numel)
         # A flat of padding alone has an empty piece, which says whose it is.
         found.extend(pieces or [Piece(number, layout.leaves[group.leaves[0]], 0, 0)])
     return found

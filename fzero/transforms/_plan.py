@@ -14,7 +14,7 @@ from fzero.homes import require_folder
 from fzero.mesh import Axis, Runtime
 from fzero.optim import as_optimizer, require_elementwise, require_precision
 from fzero.partition import named_leaves, plan_layout
-from fzero.state import Gathering, Layout, Reduction, Setup
+from fzero.state import Gathering, Layout, OptimizerOver, Reduction, Setup
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, owners_of
 from fzero.transforms._options import check_quantized
@@ -38,6 +38,7 @@ def plan(
     owners: Mapping[str, Owners] | None = None,
     persistence_threshold_numel: int = 0,
     offload: Offload | None = None,
+    optimizer_over: OptimizerOver = "shard",
 ) -> Setup:
     """Return what a state of `params` will be, the same on every rank. Touches no value.
 
@@ -51,14 +52,13 @@ def plan(
     local = axis.runtime is Runtime.LOCAL and not offloaded
     with told_everywhere(axis, what=COMPARED):
         named = dict(zip(*named_leaves(params)[:2], strict=True))
-        chosen = as_optimizer(optimizer).bind(named)
-        if stage and axis.size > 1:
-            require_elementwise(chosen)
-        most = persistence_threshold_numel if stage == 3 and not local else 0
+        chosen = _bound(optimizer, named, parts=stage > 0 and axis.size > 1)
+        most = persistence_threshold_numel if stage == 3 and axis.shards.size > 1 else 0
         small = {path for path, x in named.items() if most and x.numel() <= most}
         layout = plan_layout(
             params,
-            ranks=axis.size,
+            ranks=axis.shards.size,
+            replicas=axis.replicas.size,
             # A rule that needs whole leaves may run at stage 0, and wants a group for each.
             grouped=not local and (stage > 0 or chosen.elementwise),
             bucket_bytes=None if stage == 3 else bucket_bytes,
@@ -72,18 +72,38 @@ def plan(
             axis=axis,
             layout=_quantized(layout) if gathering.quantized_weights else layout,
             optimizer=chosen,
-            reduction=check_quantized(stage, reduction, gathering),
+            optimizer_over=optimizer_over,
+            reduction=check_quantized(stage, axis, reduction, gathering),
             gathering=replace(gathering, persistent=_units_of(layout, small)),
             offload=as_offload(offload, stage, named.values()),
         )
         require_folder(setup.offload)
         given = (reduction.accumulate_dtype, reduction.communication_dtype)
         require_precision(chosen, layout.leaves, *given)
-        facts = [f"stage {stage}, {setup.reduction}, {setup.gathering}, {autocast}"]
-        facts += [f"offload {setup.offload.homes}"]
-        facts += [*chosen.describe(layout.leaves), *layout.describe()]
+        facts = _facts(setup, autocast)
     assert_same_everywhere(facts, axis, what=COMPARED)
     return setup
+
+
+def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> Any:
+    """The optimizer for these parameters; elementwise, if it is to update `parts` of them."""
+    chosen = as_optimizer(optimizer).bind(named)
+    if parts:
+        require_elementwise(chosen)
+    return chosen
+
+
+def _facts(setup: Setup, autocast: Autocast | None) -> list[str]:
+    """What all ranks must have in common."""
+    options = f"{setup.reduction}, {setup.gathering}, {autocast}"
+    mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}"
+    leaves = setup.layout.leaves
+    return [
+        f"stage {setup.stage}, {options}",
+        mesh,
+        *setup.optimizer.describe(leaves),
+        *setup.layout.describe(),
+    ]
 
 
 def _lowered(

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fzero.collectives import channel_of, gather_many, reduce_many, scatter_many
+from fzero.collectives import channel_of, cut, gather_parts, sum_parts
 from fzero.errors import PhaseError, explain
 from fzero.homes import lent, placed
 from fzero.mesh import Axis, Runtime
-from fzero.partition import shard_of
 from fzero.quantize import ErrorFeedback, residual_of
 from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
@@ -84,7 +83,7 @@ def reduce_window(state: TrainState) -> TrainState:
     if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
         means = mean_of(state.setup, [lent(flat, device_of(state)) for flat in flats])
     else:
-        if not owned and state.setup.gradients is not Placement.SHARDED:
+        if not owned and state.setup.gradients is Placement.REPLICATED:
             flats = [flat.clone() for flat in flats]  # they are reduced where they stand
         local = dict(zip(state.setup.layout.trainable, flats, strict=False))
         del flats, pending  # a bucket is freed when it is reduced
@@ -95,7 +94,7 @@ def reduce_window(state: TrainState) -> TrainState:
 
 
 def reduced(state: TrainState, local: dict[int, Tensor]) -> tuple[TrainState, dict[int, Tensor]]:
-    """mean_r(local_r), bucket by bucket: {group: [W l]} -> {group: [l], or [W l] at stage 0}.
+    """mean_r(local_r), bucket by bucket: {group: [W l]} -> {group: its part of a gradient}.
 
     `local` is used up: the full gradient of a bucket is freed when it has been reduced. The state
     that comes back knows what was lost, if gradients are quantized.
@@ -103,7 +102,7 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> tuple[TrainState, di
     setup, channel = state.setup, channel_of(state.setup.axis)
     if channel is None:
         return state, local
-    reducer = Reducer([setup], channel.data, [device_of(state)])
+    reducer = Reducer([setup], [channel.over(setup.axis)], [device_of(state)])
     feed_back(state, reducer.feedback[0])
     reducer.give(0, local)
     local.clear()
@@ -162,10 +161,9 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
         return list(local)
     if setup.quantizes_gradients:
         raise not_differentiable("quantized_gradients")
-    across = scatter_many if setup.gradients is Placement.SHARDED else reduce_many
     learning = setup.layout.trainable
     sent = [setup.sent(i, x) for i, x in zip(learning, local, strict=True)]
-    summed = across(sent, setup.axis, ordered=setup.reduction.ordered)
+    summed = sum_parts(setup, sent)
     return [
         x.to(setup.accumulate_dtype(i)) / setup.divisor
         for i, x in zip(learning, summed, strict=True)
@@ -209,16 +207,16 @@ def boundary(
 
 
 def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
-    """Return the same values REPLICATED or SHARDED."""
+    """Return the same values, placed otherwise: REPLICATED, or as a part of what is held."""
     buffers.require_reduced(held)
-    axis = state.setup.axis
+    setup = state.setup
     if held.placement is to:
         return held
     if to is Placement.REPLICATED:
         here = [lent(flat, device_of(state)) for flat in held.flats]
-        return Buffers(flats=tuple(gather_many(here, axis)), placement=to)
-    shards = tuple(shard_of(flat, axis.size, axis.rank) for flat in held.flats)
-    return Buffers(flats=shards, placement=to)
+        return Buffers(flats=tuple(gather_parts(setup, here, held.placement, to)), placement=to)
+    parts = tuple(cut(setup, flat, held.placement, to) for flat in held.flats)
+    return Buffers(flats=parts, placement=to)
 
 
 def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement) -> list[Tensor]:
@@ -228,8 +226,7 @@ def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement)
     for index in layout.trainable:
         flat = found.get(index)
         if flat is None:
-            whole = placement is not Placement.SHARDED
-            numel = layout.full_numel(index) if whole else layout.groups[index].shard_numel
+            numel = setup.numel(index, placement)
             device = device_of(state)
             flat = torch.zeros(numel, dtype=setup.accumulate_dtype(index), device=device)
         flats.append(flat)

@@ -100,7 +100,7 @@ def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
     good = [torch.isfinite(size).to(device) for size in [*sizes, 1 / held.scale]]
     found = (~torch.stack(good).all()).to(torch.float32)
     # Whole gradients are the same on every rank; a scale of the user's need not be.
-    if gradients.placement is Placement.SHARDED or isinstance(held.policy, ExternalScale):
+    if gradients.placement is not Placement.REPLICATED or isinstance(held.policy, ExternalScale):
         ordered = state.setup.reduction.ordered
         found = reduce_many([found], state.setup.axis, ordered=ordered)[0].clamp(max=1)
     return found

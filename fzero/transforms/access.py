@@ -9,7 +9,7 @@ import optree
 from torch import Tensor
 from torch.nn import Parameter
 
-from fzero.collectives import gather_many
+from fzero.collectives import gather_parts
 from fzero.homes import lent
 from fzero.packing import unpack
 from fzero.partition import assemble
@@ -107,7 +107,7 @@ def _full_params(state: TrainState) -> Any:
     held = state.params.flats
     flats = [lent(flat, device_of(state)) for flat in held]
     if _is_gathered(state):
-        flats = gather_many(flats, state.setup.axis)
+        flats = gather_parts(state.setup, flats, state.params.placement, Placement.REPLICATED)
     elif not in_transform():
         flats = [x.clone() if x is flat else x for x, flat in zip(flats, held, strict=True)]
     layout = state.setup.layout

@@ -7,9 +7,9 @@ from typing import Any
 import optree
 import torch
 
+from fzero.collectives import cut
 from fzero.errors import LayoutError, explain
 from fzero.packing import pack
-from fzero.partition import shard_of
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform
@@ -64,8 +64,8 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
         boundary(f"add_gradients(reduced={reduced})", [state])
     if not waits and not reduced:
         local = mean_of(setup, local)
-    elif not waits and setup.gradients is Placement.SHARDED:
-        local = [shard_of(flat, setup.axis.size, setup.axis.rank) for flat in local]
+    elif not waits:
+        local = [cut(setup, flat, Placement.REPLICATED, setup.gradients) for flat in local]
     return receive(state, local)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fzero._ambient import computed_in
 from fzero._compiled import DISABLED_FRAMES
-from fzero.collectives import FUNCTIONAL, channel_of, gather_many
+from fzero.collectives import FUNCTIONAL, Channel, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.homes import lent
-from fzero.mesh import Axis, enter, leave
+from fzero.mesh import enter, leave
 from fzero.packing import input_shape, unpack
 from fzero.partition import assemble
 from fzero.placeholder import placeholders
@@ -61,7 +61,7 @@ def grad_and_reduce(
     (a module that the loss closes over) get their `.grad` as by loss.backward().
 
     Raises `LayoutError` for a loss that is not one floating number, `DonatedError` for a state
-    that was used up, `AxisError` for states of stage 3 on several axes, `MismatchError` on every
+    that was used up, `AxisError` for states of stage 3 on other ranks, `MismatchError` on every
     rank if the ranks make calls, or reduce gradients, that do not go together.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
@@ -162,19 +162,22 @@ def _by_autograd(
 
 
 def _passes_of(states: Sequence[TrainState]) -> tuple[list[Pass], list[tuple[int, int]]]:
-    """One pass for each axis; and for each state its pass, and its place in it."""
-    by_axis: dict[Axis, list[TrainState]] = {}
+    """One pass for each set of ranks; and for each state its pass, and its place in it."""
+    by_ranks: dict[Channel | None, list[TrainState]] = {}
     places = []
     for state in states:
-        some = by_axis.setdefault(state.setup.axis, [])
-        places.append((list(by_axis).index(state.setup.axis), len(some)))
+        channel = channel_of(state.setup.axis)
+        some = by_ranks.setdefault(channel, [])
+        places.append((list(by_ranks).index(channel), len(some)))
         some.append(state)
-    _require_one_gathers(by_axis)
-    return [_pass_of(axis, some) for axis, some in by_axis.items()], places
+    _require_one_gathers(list(by_ranks.values()))
+    passes = [Pass("grad_and_reduce", some, number=FUNCTIONAL) for some in by_ranks.values()]
+    return passes, places
 
 
-def _require_one_gathers(by_axis: dict[Axis, list[TrainState]]) -> None:
-    lazy = [a for a, some in by_axis.items() if any(s.setup.gathers_by_unit for s in some)]
+def _require_one_gathers(by_ranks: Sequence[Sequence[TrainState]]) -> None:
+    gathering = ([s.setup.axis for s in some if s.setup.gathers_by_unit] for some in by_ranks)
+    lazy = [axes[0] for axes in gathering if axes]
     if len(lazy) > 1:
         raise AxisError(
             explain(
@@ -183,12 +186,6 @@ def _require_one_gathers(by_axis: dict[Axis, list[TrainState]]) -> None:
                 fix="make all but one of them at stages 0 to 2, or on the same mesh.",
             )
         )
-
-
-def _pass_of(axis: Axis, states: Sequence[TrainState]) -> Pass:
-    channel = channel_of(axis)
-    data = axis if channel is None else channel.data
-    return Pass("grad_and_reduce", states, data, number=FUNCTIONAL)
 
 
 def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
@@ -290,7 +287,7 @@ def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
         pairs = zip(layout.groups, state.params.flats, strict=True)
         device = device_of(state)
         sent = [lent(flat, device, group.communication_dtype) for group, flat in pairs]
-        fulls = tuple(gather_many(sent, setup.axis))
+        fulls = tuple(gather_many(sent, setup.axis.shards))
         if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
             state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))
     pairs = zip(layout.groups, fulls, strict=True)

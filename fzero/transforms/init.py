@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import broadcast_from_first, told_everywhere
+from fzero.collectives import broadcast_from_first, cut, told_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.homes import placed
 from fzero.mesh import axis_of
@@ -20,7 +20,7 @@ from fzero.optim import (
     TorchOptimizer,
 )
 from fzero.packing import pack
-from fzero.partition import leaves_of, shard_of
+from fzero.partition import leaves_of
 from fzero.quantize import residual_of
 from fzero.state import (
     Buffers,
@@ -95,6 +95,10 @@ def init(
         2       P            P / W       K P / W
         3       P / W        P / W       K P / W
 
+    On a mesh of two dims, R replicas of S ranks, the S ranks of each replica share all that is
+    sharded, and W is S in the table; with `optimizer_over="all"`, W is R S but for the parameters.
+    A gradient is reduce-scattered over the shards, and the result reduced over the replicas.
+
     The values are rank 0's on every rank, as when DDP is built; `params` is copied, not kept.
     (Inside a torch.func transform they stay each rank's own, and differentiable by `params`.)
 
@@ -111,7 +115,10 @@ def init(
         initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
             only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
         offload: what lives in host memory or on disk. `step.init` passes that of its own transform.
-        mesh: a one-dim DeviceMesh; default the world (what torchrun started; else one rank).
+        mesh: default the world (what torchrun started; else one rank); a DeviceMesh of one dim, or
+            of two, (replicate, shard); or their sizes (R, S), R S being the world's.
+        optimizer_over: which ranks of a mesh of two dims share gradients, masters and optimizer
+            states at stages 1 to 3: "shard", those of each replica, or "all".
         reshard_after_forward: stage 3 only. True: the full values of a unit go when another unit
             is used, and are gathered again in backward. False: they stay until the backward is
             over. "window": they stay over a coalescing window.
@@ -171,6 +178,7 @@ def init(
             gathering=chosen.gathering,
             autocast=lowering,
             offload=offload,
+            optimizer_over=chosen.optimizer_over,
         )
         return _filled(setup, params, initializer)
 
@@ -242,21 +250,19 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
     No rank holds more than one group beyond its part. `done(group, flat)` is called as soon as
     the group's part is there.
     """
-    layout, axis = setup.layout, setup.axis
+    layout = setup.layout
     held = []
     for index in range(len(layout.groups)):
         flat = pack(layout, index, make(index))
         if not in_transform():  # inside one, the state goes on depending on `params`
-            flat = broadcast_from_first([flat.detach()], axis)[0]
-        if setup.params is Placement.SHARDED:
-            flat = shard_of(flat, axis.size, axis.rank)
+            flat = broadcast_from_first([flat.detach()], setup.axis)[0]
+        flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
         home = setup.offload.params
-        held.append(flat.clone() if home is None else placed(home, flat.clone(), setup.offload))
+        held.append(flat if home is None else placed(home, flat, setup.offload))
         if done is not None:
             done(index, held[-1])
     fulls = [held[i] for i in layout.trainable]
-    splits = setup.params is not setup.optimizer_state
-    stepped = [shard_of(x, axis.size, axis.rank) for x in fulls] if splits else fulls
+    stepped = [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
     state = TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),

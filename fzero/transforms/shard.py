@@ -72,6 +72,7 @@ def shard(
             also in a backward, the state is still good.
         mesh: as in `fzero.init`. This and all that follow are what `step.init` makes a state with;
             a state that was made elsewhere keeps its own.
+        optimizer_over: as in `fzero.init`.
         reshard_after_forward: as in `fzero.init`.
         units: as in `fzero.init`.
         trainable: as in `fzero.init`.
@@ -115,7 +116,6 @@ def shard(
         axis = axis_of(chosen.mesh)
         for one, its_stage, where in stages_of(stage, state, flatten_states("shard", state)[0]):
             _check_state(one, its_stage, axis, where)
-            _warn_of_graph(one)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         return map_states("shard", lambda one: _donating(one, False), state), aux
@@ -136,6 +136,7 @@ def shard(
 _DEFAULTS = {
     "reshard_after_forward": True,
     "bucket_bytes": BUCKET_BYTES,
+    "optimizer_over": "shard",
     "quantized_weights": False,
     **asdict(Reduction()),
 }
@@ -170,11 +171,12 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
                 f"a state of {state.setup.axis} was given to a step on {axis}.",
                 cause="the state was made in another world, or inside fzero.simulate."
                 if Runtime.VIRTUAL in (axis.runtime, state.setup.axis.runtime)
-                else "the state was made for another number of ranks.",
+                else "the state was made for another number of ranks, or another mesh.",
                 fix="make it with step.init in this world; fzero.checkpoint moves a state "
                 "from one number of ranks to another.",
             )
         )
+    _warn_of_graph(state)
 
 
 def _warn_of_graph(state: TrainState) -> None:
@@ -182,7 +184,7 @@ def _warn_of_graph(state: TrainState) -> None:
     flats = state.params.flats
     if in_transform() or is_recorded(flats) or all(flat.grad_fn is None for flat in flats):
         return
-    warnings.warn(_GRAPH, UserWarning, stacklevel=4 + DISABLED_FRAMES)
+    warnings.warn(_GRAPH, UserWarning, stacklevel=5 + DISABLED_FRAMES)
 
 
 _GRAPH = explain(

@@ -10,9 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import gather_in_place, gather_many
+from fzero.collectives import cut, gather_parts, gather_parts_in_place
 from fzero.homes import at_home, change, lent, placed
-from fzero.partition import shard_of
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.transforms._donate import (
@@ -199,8 +198,9 @@ def _advance(
     if owned:  # from here on the old state is used up
         held, optimizer = take_over(held), take_over(optimizer)
     fulls = [held.flats[i] for i in layout.trainable]
-    splits = setup.optimizer_state is Placement.SHARDED and setup.params is Placement.REPLICATED
-    shards = [shard_of(f, setup.axis.size, setup.axis.rank) for f in fulls] if splits else fulls
+    whole, part = setup.params, setup.optimizer_state
+    splits = part is not whole
+    shards = [cut(setup, full, whole, part) for full in fulls] if splits else fulls
     options: dict[str, Any] = {"differentiable": general, "owned": owned}
     if setup.offload.params is not None:
         options["device"] = device_of(state)
@@ -216,10 +216,10 @@ def _advance(
     if splits and setup.axis.size > 1:
         if owned:  # the shards were written where they stand
             wanted = [full for full in fulls if full.numel()]
-            gather_in_place(wanted, setup.axis)
+            gather_parts_in_place(setup, wanted, part, whole)
             new = fulls
         else:
-            new = gather_many(new, setup.axis)
+            new = gather_parts(setup, new, part, whole)
     flats = list(held.flats)
     for i, flat in zip(layout.trainable, new, strict=True):
         flats[i] = flat
@@ -287,4 +287,5 @@ def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:
 def _norm(state: TrainState, flats: Iterable[Tensor], placement: Placement) -> Tensor:
     setup = state.setup
     ordered = setup.reduction.ordered
-    return norm_of(flats, placement, setup.axis, ordered=ordered, device=device_of(state))
+    axis = setup.over(placement)  # replicas have the same elements, which count once
+    return norm_of(flats, axis, ordered=ordered, device=device_of(state))

@@ -4,6 +4,7 @@ to do, and those of real ranks are those of virtual ones."""
 from __future__ import annotations
 
 import functools
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.state import NAMESPACE, Reshard, TrainState
+from fzero.state import NAMESPACE, OptimizerOver, Reshard, TrainState
 from tests.ranks import run_ranks
 from tests.strategies import keeps, seeds, stages, worlds
 
@@ -73,6 +74,13 @@ class Options(NamedTuple):
     bucket_bytes: int = 100
     ordered: bool = False
     reshard: Reshard = True
+    replicas: int = 1  # of a mesh of two dims, where they divide the ranks
+    over: OptimizerOver = "shard"
+
+    def mesh(self) -> tuple[int, int]:
+        ranks = fzero.axis_size()
+        replicas = math.gcd(self.replicas, ranks)
+        return replicas, ranks // replicas
 
 
 class Numbers(NamedTuple):
@@ -124,6 +132,8 @@ runs = st.builds(
         bucket_bytes=st.sampled_from([16, 100, 2**20]),
         ordered=st.booleans(),
         reshard=keeps,
+        replicas=st.integers(1, 4),
+        over=st.sampled_from(["shard", "all"]),
     ),
     numbers=st.sampled_from(
         [
@@ -197,6 +207,8 @@ class ByEngine:
             gradient_accumulation_steps=run.plan.micro_batches,
             average_micro_batches=run.plan.micro_batches > 1,
             reshard_after_forward=run.options.reshard,
+            mesh=run.options.mesh(),
+            optimizer_over=run.options.over,
         )
 
     def update(self, batch: Tensor) -> None:
@@ -246,6 +258,8 @@ class BySteps:
             bucket_bytes=run.options.bucket_bytes,
             ordered=run.options.ordered,
             reshard_after_forward=run.options.reshard,
+            mesh=run.options.mesh(),
+            optimizer_over=run.options.over,
             donate=True,
         )
         self.state: TrainState = self.step.init(params, optimizer)
@@ -330,6 +344,8 @@ CHOSEN = (
     Run(3, "sgd", "bf16", Plan((TOGETHER, ALONE)), Options(reshard=False, ordered=True)),
     Run(3, "torch adamw", "mixed", Plan((ALONE,), micro_batches=2), LOW),
     Run(3, "lion", "fp32", Plan((TOGETHER,), one_window=True), Options(reshard="window")),
+    Run(1, "adamw", "mixed", Plan((ALONE, TOGETHER)), Options(0.05, 16, True, replicas=2)),
+    Run(3, "torch adamw", "bf16", Plan((ALONE, ALONE)), LOW._replace(replicas=2, over="all")),
 )
 
 

@@ -53,4 +53,6 @@ def settings_of(ranks: int | None = None) -> st.SearchStrategy[Setting]:
         bucket_bytes=st.sampled_from([1, 100, 2**20]),
         donate=st.booleans(),
         ordered=st.booleans(),
+        replicas=st.integers(1, 4),
+        over=st.sampled_from(["shard", "all"]),
     )

@@ -17,6 +17,7 @@ A step that raises leaves the state as it was; a refusal (PhaseError) is caught 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import PeerFailedError
+from fzero.state import OptimizerOver
 from tests.behaviours.models import (
     Naive,
     Tree,
@@ -51,10 +53,20 @@ class Setting:
     bucket_bytes: int = 2**20
     donate: bool = False
     ordered: bool = False
+    replicas: int = 1  # of a mesh of two dims, where they divide the ranks
+    over: OptimizerOver = "shard"
 
     def __str__(self) -> str:
         kept = f" reshard={self.reshard}" if self.stage == 3 else ""
-        return f"{self.ranks} ranks stage {self.stage}{kept}{' donating' if self.donate else ''}"
+        mesh = f" mesh={self.mesh} over {self.over}" if self.replicas > 1 else ""
+        donating = " donating" if self.donate else ""
+        return f"{self.ranks} ranks stage {self.stage}{kept}{donating}{mesh}"
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """(replicas, shards)"""
+        replicas = math.gcd(self.replicas, self.ranks)
+        return replicas, self.ranks // replicas
 
     def shard(self, fn: Callable[..., Any]) -> Any:
         """`fzero.shard` with these options."""
@@ -65,6 +77,8 @@ class Setting:
             bucket_bytes=self.bucket_bytes,
             donate=self.donate,
             ordered=self.ordered,
+            mesh=self.mesh,
+            optimizer_over=self.over,
         )
 
 

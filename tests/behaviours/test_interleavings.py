@@ -24,6 +24,10 @@ EVERYWHERE = [
     for ranks, donate in ((2, True), (3, False))
     for stage, reshard in PLACES
 ]
+EVERYWHERE += [
+    Setting(4, 1, donate=True, bucket_bytes=100, replicas=2, over="all"),
+    Setting(4, 3, "window", bucket_bytes=100, replicas=2),
+]
 
 
 def run(setting: Setting, tree: Tree, uses: Uses, program: Program) -> None:

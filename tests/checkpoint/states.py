@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
@@ -10,9 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fzero
-from fzero.collectives import gather_many
+from fzero.collectives import gather_parts
 from fzero.partition import unpack
-from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.state import NAMESPACE, OptimizerOver, Placement, TrainState
 from tests.oracle import parts
 from tests.strategies import learns, on_rank, same, tensors
 
@@ -82,8 +83,7 @@ def contents(state: TrainState) -> dict[str, Tensor]:
         for index, flat in zip(layout.trainable, slot, strict=True):
             if not flat.numel():
                 continue
-            sharded = setup.optimizer_state is Placement.SHARDED
-            full = gather_many([flat], setup.axis)[0] if sharded else flat
+            full = gather_parts(setup, [flat], setup.optimizer_state, Placement.REPLICATED)[0]
             leaves = zip(layout.groups[index].leaves, unpack(layout, index, full), strict=True)
             found |= {
                 f"{number} {layout.leaves[i].path} {i}": leaf.clone()
@@ -93,11 +93,26 @@ def contents(state: TrainState) -> dict[str, Tensor]:
     return {**found, "count": optimizer.count, "step": state.step}
 
 
-def make(params: Any, *, stage: int, ranks: int = 0, optimizer: Any = ADAM) -> Any:
-    """A new state: of this process if `ranks` is 0, else the stack of that many virtual ranks."""
+def make(
+    params: Any,
+    *,
+    stage: int,
+    ranks: int = 0,
+    optimizer: Any = ADAM,
+    replicas: int = 1,
+    over: OptimizerOver = "shard",
+) -> Any:
+    """A new state: of this process if `ranks` is 0, else the stack of that many virtual ranks.
+
+    On a mesh of two dims, if there are several `replicas` and they divide the ranks.
+    """
+    size = ranks or fzero.axis_size()
+    replicas = math.gcd(replicas, size)
+    options: Any = {"mesh": (replicas, size // replicas), "optimizer_over": over}
+    options |= {"stage": stage, "bucket_bytes": 64}
     if not ranks:
-        return fzero.init(params, optimizer, stage=stage, bucket_bytes=64)
-    step = fzero.shard(lambda state: (state, None), stage=stage, bucket_bytes=64)
+        return fzero.init(params, optimizer, **options)
+    step = fzero.shard(lambda state: (state, None), **options)
     return fzero.simulate(step, world_size=ranks).init(params, optimizer)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
 from fzero.checkpoint import load, save
+from fzero.state import OptimizerOver
 from tests.checkpoint.states import (
     ADAM,
     blank,
@@ -45,17 +46,24 @@ OPTIMIZERS: dict[str, Any] = {
         functools.partial(torch.optim.Adagrad, lr=0.5, initial_accumulator_value=0.5)
     ),
 }
-places = st.tuples(st.integers(0, 4), stages)  # virtual ranks (0: this process alone), stage
+places = st.fixed_dictionaries(
+    {
+        "ranks": st.integers(0, 4),  # virtual ones; 0: this process alone
+        "stage": stages,
+        "replicas": st.integers(1, 4),
+        "over": st.sampled_from(["shard", "all"]),
+    }
+)
+Place = dict[str, Any]
 
 
 @given(trees(), places, places, st.sampled_from(sorted(OPTIMIZERS)))
 def test_any_pytree_moves_between_any_two_places(
-    params: Any, source: tuple[int, int], target: tuple[int, int], name: str
+    params: Any, source: Place, target: Place, name: str
 ) -> None:
     optimizer = OPTIMIZERS[name]
-    state = make(params, stage=source[1], ranks=source[0], optimizer=optimizer)
-    state = on_ranks(train, state, 2)
-    into = make(blank(params), stage=target[1], ranks=target[0], optimizer=optimizer)
+    state = on_ranks(train, make(params, optimizer=optimizer, **source), 2)
+    into = make(blank(params), optimizer=optimizer, **target)
     before = snapshot((state, into))
     with tempfile.TemporaryDirectory() as folder:
         save(folder, state)
@@ -66,24 +74,53 @@ def test_any_pytree_moves_between_any_two_places(
     assert loaded.phase is fzero.state.Phase.IDLE
 
 
+MOVES: tuple[tuple[int, int, int, OptimizerOver], ...] = (
+    (4, 1, 2, "all"),  # ranks, stage, replicas, optimizer over
+    (3, 2, 1, "shard"),
+    (4, 3, 2, "shard"),
+    (6, 3, 2, "all"),
+    (6, 2, 3, "shard"),
+    (3, 3, 1, "shard"),
+    (4, 2, 2, "all"),
+)
+
+
+def test_a_state_moves_from_mesh_to_mesh(tmp_path: Path) -> None:
+    wanted: Any = None
+    for number, (ranks, stage, replicas, over) in enumerate(MOVES):
+        options: Any = {"ranks": ranks, "stage": stage, "replicas": replicas, "over": over}
+        if wanted is None:
+            state = on_ranks(train, make(mixed(), **options), 1)
+            wanted = first_rank(state)
+        else:
+            state = load(tmp_path / str(number), make(blank(mixed()), **options))
+            same(first_rank(state), wanted)
+        save(tmp_path / str(number + 1), state)
+        (folder,) = (tmp_path / str(number + 1)).glob("data-*")
+        for entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values():
+            # Each element once, also where replicas have the same.
+            assert sum(chunk.sizes[0] for chunk in entry.chunks) == entry.size.numel()
+
+
 @given(trees(), places, st.sampled_from(sorted(OPTIMIZERS)))
-def test_training_goes_on_as_if_it_had_not_stopped(
-    params: Any, place: tuple[int, int], name: str
-) -> None:
-    ranks, stage = place
+def test_training_goes_on_as_if_it_had_not_stopped(params: Any, place: Place, name: str) -> None:
     optimizer = OPTIMIZERS[name]
-    state = on_ranks(train, make(params, stage=stage, ranks=ranks, optimizer=optimizer), 2)
+    state = on_ranks(train, make(params, optimizer=optimizer, **place), 2)
     with tempfile.TemporaryDirectory() as folder:
         save(folder, state)
-        into = make(blank(params), stage=stage, ranks=ranks, optimizer=optimizer)
+        into = make(blank(params), optimizer=optimizer, **place)
         loaded = load(folder, into)
     same(first_rank(on_ranks(train, loaded, 2)), first_rank(on_ranks(train, state, 2)))
 
 
+MESHES: Any = ((1, "shard"), (2, "all"), (2, "shard"), (2, "all"))  # by stage, on 2 or 4 ranks
+
+
 def _save_each(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
     saved = {}
-    for stage in STAGES:
-        state = train(make(mixed(seed=10 * size + stage), stage=stage), 1)
+    for stage, (replicas, over) in zip(STAGES, MESHES, strict=True):
+        params = mixed(seed=10 * size + stage)
+        state = train(make(params, stage=stage, replicas=replicas, over=over), 1)
         name = f"{size} ranks, stage {stage}"
         save(folder / name, state)
         saved[name] = contents(state)
@@ -94,7 +131,9 @@ def _load_each(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for number, path in enumerate(sorted(folder.iterdir())):
         stage = (number + number // 4) % 4  # in turn: each saved stage is loaded at others
-        found[path.name] = contents(load(path, make(blank(mixed()), stage=stage)))
+        replicas, over = MESHES[number % 3 + 1]
+        into = make(blank(mixed()), stage=stage, replicas=replicas, over=over)
+        found[path.name] = contents(load(path, into))
     return found
 
 

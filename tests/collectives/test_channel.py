@@ -36,6 +36,9 @@ class Served:
     def meet(self) -> None:
         raise AssertionError("no collective of the user's is in this test")
 
+    def land(self) -> None:
+        pass
+
 
 def on_ranks(body: Callable[[Channel, int], Any], ranks: int = RANKS) -> list[Any]:
     """What `body(channel, rank)` returns on each virtual rank."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fzero
+from fzero import _groups, mesh
 from fzero import collectives as c
-from fzero import mesh
 from fzero.collectives import InFlight, _backend, _lowering
 from fzero.mesh import Runtime
 from tests.collectives.maps import gathered, reduced, scattered
@@ -247,5 +247,5 @@ def test_the_device_of_a_tensor_decides_its_backend(monkeypatch: pytest.MonkeyPa
         group: Any = config
         found = [_backend.backend_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
         assert found == wanted, config
-    assert mesh._backends(on_gpu=False) == "gloo"
-    assert mesh._backends(on_gpu=True) == "cpu:gloo,cuda:nccl"
+    assert _groups.backends(on_gpu=False) == "gloo"
+    assert _groups.backends(on_gpu=True) == "cpu:gloo,cuda:nccl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fzero
-from fzero.state import TrainState
+from fzero.state import OptimizerOver, TrainState
 
 SHAPES = ((), (1,), (3,), (2, 3), (5,), (0,), (2, 0), (4, 4))
 
@@ -21,6 +22,12 @@ class Case(NamedTuple):
     stage: int
     ranks: int
     bucket_bytes: int
+    replicas: int = 1  # which divide the ranks
+    over: OptimizerOver = "shard"
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        return self.replicas, self.ranks // self.replicas
 
 
 @st.composite
@@ -36,7 +43,10 @@ def cases(draw: st.DrawFn) -> Case:
         params[f"{i // 2}.leaf{i}"] = nn.Parameter(values, False) if frozen else values
         number += numel
     stage, ranks = draw(st.integers(0, 3)), draw(st.integers(1, 5))
-    return Case(params, stage, ranks, draw(st.sampled_from((8, 64, 4096))))
+    replicas = math.gcd(draw(st.integers(1, 4)), ranks)
+    over: OptimizerOver = draw(st.sampled_from(["shard", "all"]))
+    bucket_bytes = draw(st.sampled_from((8, 64, 4096)))
+    return Case(params, stage, ranks, bucket_bytes, replicas, over)
 
 
 def loss_fn(params: Any) -> Tensor:
@@ -52,7 +62,13 @@ def stacked_states(case: Case) -> tuple[TrainState, TrainState, TrainState]:
         state, _ = fzero.grad_and_reduce(loss_fn, state)()
         return state, state
 
-    step = fzero.shard(step_fn, stage=case.stage, bucket_bytes=case.bucket_bytes)
+    step = fzero.shard(
+        step_fn,
+        stage=case.stage,
+        bucket_bytes=case.bucket_bytes,
+        mesh=case.mesh,
+        optimizer_over=case.over,
+    )
     step = fzero.simulate(step, world_size=case.ranks)
     first = step.init(case.params, fzero.optim.adam(0.1))
     reduced, inside = step(first)

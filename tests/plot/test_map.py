@@ -33,8 +33,9 @@ def test_segments_cover_every_element_exactly_once_over_ranks(case: Case) -> Non
         for kind, placement in found.kinds:
             wanted = every if kind in ("parameters", "gathered") else learns
             rows = [covered(found, kind, rank) for rank in found.ranks]
-            if placement == "sharded":
-                assert sorted(i for row in rows for i in row) == wanted
+            if placement.startswith("sharded"):
+                copies = case.mesh[0] if placement == "sharded" else 1
+                assert sorted(i for row in rows for i in row) == sorted(wanted * copies)
                 assert len({len(row) for row in rows}) == 1  # as many on every rank
             elif placement == "none":
                 assert rows == [[]] * case.ranks
@@ -56,8 +57,11 @@ def test_each_segment_is_where_its_values_are(case: Case) -> None:
     for s in (s for s in found.segments if s.kind in held):
         mine = held[s.kind][s.group][s.rank].tolist()
         start = s.start - found.groups[s.group].start
-        if placement[s.kind] == "sharded":
-            start -= s.rank * layout.groups[s.group].shard_numel
+        (replicas, shards), shard_numel = case.mesh, layout.groups[s.group].shard_numel
+        if placement[s.kind].startswith("sharded"):
+            start -= s.rank % shards * shard_numel
+        if placement[s.kind] == "sharded over all ranks":
+            start -= s.rank // shards * (shard_numel // replicas)
         length = s.stop - s.start
         values = mine[start : start + length]
         if s.leaf is None:
@@ -72,13 +76,15 @@ def test_kinds_say_what_the_stage_keeps(case: Case) -> None:
     learns = any(not isinstance(p, torch.nn.Parameter) for p in case.params.values())
     filled = any(p.numel() for p in case.params.values() if not isinstance(p, torch.nn.Parameter))
     assert set(first) == {"parameters", "gradients", "optimizer"} and set(inside) <= KINDS
-    assert first["parameters"] == ("sharded" if case.stage == 3 else "replicated")
+    replicas, shards = case.mesh
+    kept = "replicated" if shards == 1 < replicas else "sharded"
+    assert first["parameters"] == (kept if case.stage == 3 else "replicated")
     assert first["gradients"] == "none"
-    sharded = "sharded" if case.stage >= 1 else "replicated"
+    kept = "sharded over all ranks" if case.over == "all" and replicas > 1 else kept
+    sharded = kept if case.stage >= 1 else "replicated"
     assert first["optimizer"] == (sharded if filled else "none")
     assert inside.get("window") == ("partial" if learns else None)
-    kept = "sharded" if case.stage >= 1 else "replicated"
-    assert reduced["gradients"] == (kept if learns else "none")
+    assert reduced["gradients"] == (sharded if learns else "none")
 
 
 def test_it_is_plain_data() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fzero.adapter._setup import Factory
@@ -25,7 +24,7 @@ from fzero.adapter.deepspeed._read import (
 )
 from fzero.adapter.deepspeed._scheduler import Schedule
 from fzero.collectives import assert_same_everywhere
-from fzero.mesh import Axis, axis_of
+from fzero.mesh import Axis, MeshLike, axis_of
 
 Four = tuple[DeepSpeedEngine, Optimizer | None, Any, Any]
 """What deepspeed.initialize returns: engine, optimizer, loader of training_data, scheduler."""
@@ -42,7 +41,7 @@ def initialize(
     training_data: Any = ...,
     collate_fn: Callable[..., Any] | None = ...,
     lr_scheduler: Schedule | None = ...,
-    mesh: DeviceMesh | Axis | None = ...,
+    mesh: MeshLike = ...,
     auto: Mapping[str, Any] | None = ...,
     as_tuple: Literal[False] = ...,
 ) -> DeepSpeedEngine: ...
@@ -59,7 +58,7 @@ def initialize(
     training_data: Any = ...,
     collate_fn: Callable[..., Any] | None = ...,
     lr_scheduler: Schedule | None = ...,
-    mesh: DeviceMesh | Axis | None = ...,
+    mesh: MeshLike = ...,
     auto: Mapping[str, Any] | None = ...,
     as_tuple: Literal[True],
 ) -> Four: ...
@@ -75,7 +74,7 @@ def initialize(
     training_data: Any = None,
     collate_fn: Callable[..., Any] | None = None,
     lr_scheduler: Schedule | None = None,
-    mesh: DeviceMesh | Axis | None = None,
+    mesh: MeshLike = None,
     auto: Mapping[str, Any] | None = None,
     as_tuple: bool = False,
 ) -> DeepSpeedEngine | Four:

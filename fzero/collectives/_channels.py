@@ -1,0 +1,87 @@
+"""The open channels: one for each set of ranks, which all states and engines on them share."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from fzero.collectives import _lowering as lowering
+from fzero.collectives._channel import Channel
+from fzero.errors import AxisError
+from fzero.mesh import Axis, Runtime, own_group
+from fzero.virtual import current_ranks
+
+_OPEN: dict[tuple[tuple[int, ...], str], Channel] = {}
+"""The channel of each set of processes and backend: a handle, like torch's own table of groups. It
+lives as long as the process group, for garbage is collected at another time on each rank."""
+
+
+def channel_of(axis: Axis) -> Channel | None:
+    """Return the channel of the ranks of `axis`; None on one local rank. A collective at first.
+
+    States and engines on the same ranks share it.
+    """
+    if axis.runtime is Runtime.LOCAL:
+        return None
+    here = current_ranks()
+    if here is not None:  # virtual ranks: it lives for one run
+        return _of_run(here.kept, axis)
+    place = _ranks_of(axis), dist.get_backend_config(axis.group())
+    found = _OPEN.get(place)
+    if found is None or not _is_alive(found):
+        whole = replace(axis, dims=None)
+        found = _OPEN[place] = Channel(own_group(whole, backend="gloo"), own_group(whole))
+    return found
+
+
+def _ranks_of(axis: Axis) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(axis.group()))
+
+
+def _is_alive(channel: Channel) -> bool:
+    """Whether its group is there: torch.distributed may have been started anew."""
+    with suppress(AxisError):
+        channel.axis.group()
+        return True
+    return False
+
+
+def _of_run(kept: dict[Any, Any], axis: Axis) -> Channel:
+    if Channel not in kept:
+        whole = replace(axis, dims=None)
+        kept[Channel] = Channel(whole, whole)
+    return kept[Channel]
+
+
+def before_collective(axis: Axis) -> None:
+    """The user's own collective begins: ranks in the middle of a pass come to the same place.
+
+    All ranks of a mesh do, also for a collective over one of its dims.
+    """
+    axis = axis.whole or axis
+    here = current_ranks()
+    if here is not None:
+        channels = [here.kept[Channel]] if Channel in here.kept else []
+    else:
+        running = [place for place, channel in _OPEN.items() if channel.running]
+        ours = _ranks_of(axis) if running else ()
+        channels = [_OPEN[place] for place in running if place[0] == ours]
+    for member in [member for channel in channels for member in channel.running]:
+        member.meet()
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Return every rank's picklable `value` in rank order. A collective."""
+    channel = channel_of(axis)
+    return [value] if channel is None else channel.tell(value)
+
+
+def gather_objects_beside(value: Any, axis: Axis) -> list[Any]:
+    """`gather_objects` over the group of `axis` itself: for a thread that has it to itself.
+
+    The channel's rounds are those of the thread that trains; a second thread would mix with them.
+    """
+    return lowering.gather_objects(value, axis)

@@ -1,4 +1,4 @@
-"""`python -m fzero train | info`: the job, and a report of this machine."""
+"""`python -m fzero train | certify | info`: the job, the matrix, a report of this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from fzero.certify import _command as certifying
 from fzero.errors import FzeroError
 from fzero.job import info, settings
 from fzero.job.stop import exit_code
@@ -17,7 +18,10 @@ from fzero.job.train import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0, 2 after an error, 128 + signal if stopped."""
+    """Run one command; return its exit code.
+
+    0, 1 where the matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
+    """
     # No abbreviations anywhere: a mistyped option must not pass as the short form of another.
     parser = argparse.ArgumentParser(
         prog="python -m fzero", description=__doc__, allow_abbrev=False
@@ -42,6 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     settings.add_options(job)
     job.set_defaults(run=train)
+    matrix = commands.add_parser(
+        "certify",
+        help=certifying.SUMMARY,
+        description=certifying.DESCRIPTION,
+        epilog=certifying.EPILOG,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    certifying.add_options(matrix)
+    matrix.set_defaults(run=certifying.run)
     given = vars(parser.parse_args(argv))
     if given.pop("command") is None:
         parser.print_help()

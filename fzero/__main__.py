@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0, 1 where the matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
     """
+    launched = dist.is_available() and dist.is_torchelastic_launched()
     # No abbreviations anywhere: a mistyped option must not pass as the short form of another.
     parser = argparse.ArgumentParser(
         prog="python -m fzero", description=__doc__, allow_abbrev=False
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     settings.add_options(job)
-    job.set_defaults(run=train)
+    job.set_defaults(run=lambda given: exit_code(train(given) or 0, launched=launched))
     matrix = commands.add_parser(
         "certify",
         help=certifying.SUMMARY,
@@ -60,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.pop("command") is None:
         parser.print_help()
         return 0
-    launched = dist.is_available() and dist.is_torchelastic_launched()
     try:
-        return exit_code(given.pop("run")(given) or 0, launched=launched)
+        return given.pop("run")(given) or 0
     except FzeroError as error:
         print(f"fzero, rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return 2

@@ -16,11 +16,11 @@ from fzero.errors import LayoutError, explain
 
 SUMMARY = "run two small models over the matrix: is each cell the step of one process?"
 DESCRIPTION = (
-    "Trains two small models on virtual ranks in every combination of three values of any axes, by "
-    "functional steps and by engines, and compares each cell with the step of one process. `dyadic` "
-    "has whole numbers, with which sums are exact: there all bits must be equal. `transformer` has "
-    "attention and norms, and is compared within the rounding of its sums. fzero.certify(model, "
-    "loss, batches) does it for a model of your own."
+    "Trains two small models on virtual ranks, in cells that have every combination of three "
+    "values of any axes, by functional steps and by engines, and compares each cell with the step "
+    "of one process. `dyadic` has whole numbers, with which sums are exact: there all bits must be "
+    "equal. `transformer` has attention and norms, and is compared within the rounding of sums. "
+    "fzero.certify(model, loss, batches) does it for a model of your own."
 )
 EPILOG = "The exit code is 0 if all cells agree, 1 if one does not, 2 for wrong input."
 

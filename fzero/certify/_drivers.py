@@ -52,9 +52,7 @@ class Job:
 
     def batches(self, rank: int, update: int) -> list[Any]:
         """The micro-batches of a rank."""
-        numbers = [
-            self.task.batch_number(update, rank, n) for n in range(self.task.micro_batches)
-        ]
+        numbers = [self.task.batch_number(update, rank, n) for n in range(self.task.micro_batches)]
         return [self.subject.batch(number, self.task.precision.dtype) for number in numbers]
 
 
@@ -102,7 +100,7 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
 
 
 def _made_step(job: Job, loss_fn: Callable[..., Tensor]) -> Any:
-    """The user's step, or fzero's, in the transforms of the cell; a step with `init` has its own."""
+    """The user's step, or fzero's, in the transforms of the cell, unless it has an `init`."""
     window = job.cell.fact("windows")
     if job.step is None:
         step = _plain_step(loss_fn, tells_norm=window != "accumulate")

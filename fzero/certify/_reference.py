@@ -62,10 +62,12 @@ class CopyGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Write each gradient into its parameter."""
+        """Write each gradient into its parameter; zero where there is none."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is None:
+                    p.zero_()
+                else:
                     p.copy_(p.grad)
 
 
@@ -183,9 +185,13 @@ def loss_of(subject: Subject, model: Any, batch: Any, task: Task) -> Tensor:
 def require_repeatable(subject: Subject, task: Task) -> None:
     """Raise `LayoutError` for a loss that is another one when it is computed again."""
     model = subject.copy(task.precision.dtype)
-    values = [
-        loss_of(subject, model, subject.batch(0, task.precision.dtype), task) for _ in range(2)
-    ]
+    for p in tensors_of(model).values():
+        p.requires_grad_(learns(p))
+    values = []
+    for _ in range(2):
+        value = loss_of(subject, model, subject.batch(0, task.precision.dtype), task)
+        _require_good(value, 0)
+        values.append(value.detach())
     if not torch.equal(values[0], values[1]):
         raise LayoutError(
             explain(
@@ -205,7 +211,7 @@ def _require_good(loss: Any, number: int) -> None:
         explain(
             f"certify: in one process the loss of batch {number} is {seen}.",
             cause="a loss that is not reduced to one number, is detached, or is not finite.",
-            fix="return a finite scalar tensor that the parameters made.",
+            fix="return a finite scalar that the parameters made; if it grows, give a smaller lr.",
         )
     )
 

@@ -17,6 +17,7 @@ TOKENS = 3
 class Dyadic(nn.Module):
     """Scores of ids by an embedding that is also the head; a frozen layer, and one without use.
 
+    `sometimes` is used by every second batch, more or less: by some ranks and micro-batches only.
     All parameters and targets are -1, 0 or 1, and the loss is 12 times a sum: a gradient is a
     multiple of 12, and its sums over 1 to 4 ranks and their mean are exact, before and after an
     update with a learning rate that is a power of two.
@@ -28,6 +29,7 @@ class Dyadic(nn.Module):
         self.unused, self.frozen = nn.Linear(3, 1), nn.Linear(5, IDS)
         self.frozen.requires_grad_(False)
         self.shift = nn.Parameter(torch.zeros(()))
+        self.sometimes, self.always = nn.Linear(5, IDS), False
         source = torch.Generator().manual_seed(0)
         for p in self.parameters():
             p.data = torch.randint(-1, 2, p.shape, generator=source).float()
@@ -35,7 +37,8 @@ class Dyadic(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [n, t] -> scores [n, t, 7]."""
         h = self.embed(ids)
-        return torch.relu(self.mix(h)) @ self.embed.weight.t() + self.frozen(h) + self.shift
+        scores = torch.relu(self.mix(h)) @ self.embed.weight.t() + self.frozen(h) + self.shift
+        return scores + self.sometimes(h) if self.always or int(ids.sum()) % 2 else scores
 
 
 class Transformer(nn.Module):

@@ -36,7 +36,8 @@ def covering(sizes: Sequence[int], strength: int) -> list[tuple[int, ...]]:
         row = dict(next(iter(missing)))
         for axis in sorted(set(range(len(sizes))) - row.keys(), key=lambda a: -sizes[a]):
             gains = [_gain(row, axis, value, strength, missing) for value in range(sizes[axis])]
-            row[axis] = gains.index(max(gains))
+            ties = [value for value, gain in enumerate(gains) if gain == max(gains)]
+            row[axis] = ties[len(rows) % len(ties)]  # in turn, so that no value is in most rows
         whole = tuple(row[axis] for axis in range(len(sizes)))
         rows.append(whole)
         for axes in itertools.combinations(range(len(sizes)), strength):

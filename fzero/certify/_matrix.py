@@ -57,7 +57,7 @@ def certify(
     micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound is what
     re-ordering these sums may change, 16 eps times the number of terms times their size (in 16 bits
     2 eps, a rounding for each time that they cross ranks), and what such a change of the gradients
-    does to the later updates of the one process, times 4.
+    does to the same quantity in the one process, times 3.
 
     Args:
         model: a module, or a pytree of tensors (for functional steps alone). It is copied.
@@ -98,15 +98,15 @@ def certify(
         >>> def loss(model, x):
         ...     return model(x).square().mean()
         >>> batches = [torch.randn(4, 3) for _ in range(8)]
-        >>> report = fzero.certify(model, loss, batches, stages=(0, 3), worlds=2, micro_batches=2)
+        >>> few = {"stages": (0, 3), "worlds": 2, "micro_batches": 2, "windows": "coalesce"}
+        >>> report = fzero.certify(model, loss, batches, precisions="fp64", **few)
         >>> bool(report), report.failures
         (True, ())
     """
     subject = subject_of(model, loss, batches)
-    values = [list(of_axis) for of_axis in _values(subject, step, engine, axes)]
+    values = _values(subject, step, engine, axes)
     sizes = [len(of_axis) for of_axis in values]
-    rows = covering(sizes, len(sizes) if full else STRENGTH)
-    cells = cells_of([tuple(of_axis) for of_axis in values], rows)
+    cells = cells_of(values, covering(sizes, len(sizes) if full else STRENGTH))
     _require_updates(updates)
     matrix = _Matrix(subject, step, engine or fzero_engine, optimizer, updates, on_ranks)
     require_repeatable(subject, matrix.task(cells[0]))
@@ -125,22 +125,28 @@ def certify(
 def _values(
     subject: Subject, step: StepOf | None, engine: EngineOf | None, axes: dict[str, Any]
 ) -> list[tuple[Value, ...]]:
-    given = dict(axes)
-    if not subject.is_module and ("engine" in axes.get("drivers", ()) or engine is not None):
+    """The values of each axis; of the drivers, those that what is given is for."""
+    given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
+    able = ["step", "engine"] if subject.is_module else ["step"]
+    values = [values for _, values in chosen({"drivers": given or able, **axes})]
+    drivers = [value.name for value in values[0]]
+    if not set(drivers) <= set(able):
         raise LayoutError(
             explain(
                 f"certify: an engine for a {type(subject.model).__name__}.",
                 cause="parameters without a module.",
-                fix='give an nn.Module, or drivers="step".',
+                fix='give an nn.Module, or drivers="step" without `engine`.',
             )
         )
-    if "drivers" not in given:
-        both = (step is None) == (engine is None)
-        if not subject.is_module or (not both and step is not None):
-            given["drivers"] = "step"
-        elif not both:
-            given["drivers"] = "engine"
-    return [values for _, values in chosen(given)]
+    if not set(given) <= set(drivers):
+        raise LayoutError(
+            explain(
+                f"certify: {given} given, and drivers={drivers}.",
+                cause="a step or an engine that no cell would use.",
+                fix="leave one of them out, or name its driver too.",
+            )
+        )
+    return values
 
 
 class _Matrix:

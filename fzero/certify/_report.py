@@ -68,14 +68,14 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
-    """The matrix. `print(report)` is its table; it is true if no cell failed."""
+    """The matrix. `print(report)` is its table; it is true if cells passed and none failed."""
 
     name: str  # of the model
     coverage: str  # which cells of the product there are
     cells: tuple[CellResult, ...]
 
     def __bool__(self) -> bool:
-        return not self.failures
+        return not self.failures and any(cell.passed for cell in self.cells)
 
     @property
     def failures(self) -> tuple[CellResult, ...]:

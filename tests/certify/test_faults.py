@@ -127,6 +127,7 @@ def test_a_cell_that_a_factory_does_not_have_neither_passes_nor_fails() -> None:
     assert report and [cell.unsupported for cell in left] == ["no stage 3"]
     assert not left[0].passed and not left[0].failed
     assert "not supported" in repr(report)
+    assert not matrix(engine=engine, stages=3)  # nothing was shown
 
 
 def test_a_pytree_of_parameters_is_certified_by_steps() -> None:

@@ -94,6 +94,8 @@ def linear(**options: Any) -> Any:
         ({"loss": lambda model, x: 0 * model(x).sum(), "clipping": "on"}, "update is zero"),
         ({"model": nn.Linear(2, 1).requires_grad_(False)}, "nothing in the model learns"),
         ({"model": {"w": torch.ones(2)}, "drivers": "engine"}, "an engine for a dict"),
+        ({"model": {"w": torch.ones(2)}, "engine": fzero.adapter.Engine}, "an engine for a dict"),
+        ({"step": faults.good_step, "drivers": "engine"}, "'step'. given, and drivers=.'engine'"),
     ],
 )
 def test_what_cannot_be_certified_is_refused(options: dict[str, Any], words: str) -> None:

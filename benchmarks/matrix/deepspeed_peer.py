@@ -34,8 +34,8 @@ class DeepSpeed:
     ) -> None:
         """Make the engine."""
         dtype, low = next(module.parameters()).dtype, options.get("autocast")
-        if dtype is torch.float64 and stage:
-            raise NotImplementedError("ZeRO keeps masters in fp32")
+        if dtype is torch.float64:  # and stage 0 refuses to reduce such gradients
+            raise NotImplementedError("ZeRO keeps masters in fp32; no gradients in fp64")
         if window == "coalesce" and not stage:
             raise NotImplementedError("coalesce_grad_reduction is of stages 1 to 3")
         deepspeed = _imported()

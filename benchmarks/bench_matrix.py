@@ -93,9 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world", default="2", help="numbers of ranks")
     parser.add_argument("--backwards", type=int, default=2, help="backward calls of an update")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names")
-    parser.add_argument("--stages", default="0,1,2,3", help="")
-    parser.add_argument("--precisions", default="fp64,fp32,bf16,autocast", help="")
+    parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages")
+    parser.add_argument("--precisions", default="fp64,fp32,bf16,autocast", help="dtypes")
     parser.add_argument("--out", type=Path, default=None, help="folder for a Markdown file")
+    parser.add_argument("--label", default="", help="at the end of that file's theme")
     return parser
 
 
@@ -121,7 +122,8 @@ def main() -> int:
         tables.append(markdown(world, options.backwards, found))
         print(tables[-1], flush=True)
         if options.out is not None:
-            theme = f"matrix-n{options.backwards}"
+            label = f"-{options.label}" if options.label else ""
+            theme = f"matrix-n{options.backwards}{label}"
             print(f"wrote {write_report(options.out, theme, tables, intro=LEGEND)}")
     return int(wrong)
 

@@ -56,7 +56,7 @@ def certify(
     What is compared bit for bit is read from the bits of the numbers: where each sum over ranks and
     micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound is what
     re-ordering these sums may change, 16 eps times the number of terms times their size (in 16 bits
-    2 eps, a rounding for each time that they cross ranks), and what such a change of the gradients
+    2 eps, or 4 where a loss is divided by other than a power of two), and what such a change
     does to the same quantity in the one process, times 3.
 
     Args:

@@ -218,8 +218,11 @@ def _require_good(loss: Any, number: int) -> None:
 
 def _divisor(task: Task) -> int:
     # A loss that is divided by N is differentiated from 1 / N on: exact for powers of two alone.
-    inexact = task.micro_batches & (task.micro_batches - 1)
-    return 2**62 - 1 if inexact else task.summands
+    return task.summands if _is_power_of_two(task.micro_batches) else 2**62 - 1
+
+
+def _is_power_of_two(number: int) -> bool:
+    return not number & (number - 1)
 
 
 def _disturb(
@@ -243,8 +246,10 @@ def _disturb(
 def _rounding(task: Task) -> float:
     """What another order of a sum may change, relative to the size of its terms."""
     low = task.precision.low
-    # in 16 bits a term is rounded once or twice on its way; in more bits each sum is
-    return torch.finfo(low).eps * (2 if low in SIXTEEN_BIT else 16 * task.summands)
+    if low not in SIXTEEN_BIT:  # each sum rounds
+        return torch.finfo(low).eps * 16 * task.summands
+    # a term is rounded once or twice on its way; divided by 3, its whole backward rounds otherwise
+    return torch.finfo(low).eps * (2 if _is_power_of_two(task.micro_batches) else 4)
 
 
 def _mean_size(terms: Sequence[Tensor]) -> Tensor:

@@ -64,7 +64,7 @@ def measure(name: str, backwards: int, axes: dict[str, Any]) -> tuple[CellResult
     model, cells = MODELS["dyadic"], []
     module: Any = model.make()
     module.shift = nn.Parameter(module.shift.detach().reshape(1))  # FSDP2 takes no scalar
-    module.always = True  # nor ranks that use other parameters
+    module.always = True  # all ranks use the same layers
     driver: dict[str, Any] = {"drivers": "step"}
     for window in WINDOWS:
         if name != "fzero step":

@@ -11,7 +11,8 @@ An entry is the number of cells that agree with the step of one process, of thos
 contestant supports: in three windows (each backward reduced by itself; one reduction for all;
 accumulation that divides by their number), clipped and not. "=" if they are all equal bit for bit
 where sums are exact, which is without clipping in fp64 and fp32. "-": not supported. The model has
-whole numbers, a tied, a frozen and an unused parameter; the optimizer is SGD with momentum.
+whole numbers, a tied, a frozen and an unused parameter (no scalar, which FSDP2 does not take; all
+ranks use the same layers); the optimizer is SGD with momentum.
 Compared are the losses of each rank, the gradient that the optimizer is given, its norm, and the
 parameters after two updates, on every rank.
 """

@@ -81,6 +81,7 @@ def measure(name: str, backwards: int, axes: dict[str, Any]) -> tuple[CellResult
             windows=window,
             loss_scales="1",
             buckets="64",
+            offload="none",
             **driver,
             **axes,
         )

@@ -5,6 +5,7 @@ A line in `AXES` adds a value, and with it a keyword of `fzero.certify` and of t
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import torch
 
 from fzero.errors import LayoutError, explain
-from fzero.transforms import accumulate, autocast, clip, coalesce, scale_loss
+from fzero.state.offload import Offload
+from fzero.transforms import accumulate, autocast, clip, coalesce, offload, scale_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a value may need to know of the cell that it is in."""
 
+    stage: int
     micro_batches: int
     max_norm: float | None  # None where nothing is clipped
 
@@ -30,6 +33,7 @@ class Precision:
     dtype: torch.dtype
     low: torch.dtype
     autocast: torch.dtype | None = None
+    masters: bool = True  # fp32 copies of 16-bit parameters
 
 
 def _no_options(facts: Facts) -> dict[str, Any]:
@@ -108,6 +112,12 @@ def _bucket(name: str, **options: int) -> Value:
     return Value(name=name, engine=lambda _: options, shard=options)
 
 
+def _on_disk(facts: Facts) -> dict[str, Any]:
+    """All that may be there. The files have no name once they are open: nothing is left."""
+    params = {"params": "disk"} if facts.stage == 3 else {}
+    return {"optimizer": "disk", "gradients": "disk", "folder": tempfile.gettempdir(), **params}
+
+
 _FULL, _SINGLE, _HALF = torch.float64, torch.float32, torch.bfloat16
 
 # The transforms of a step are put around it in the order of the axes, `fzero.shard` last.
@@ -126,8 +136,12 @@ AXES = (
         values=(
             Value(name="fp64", fact=Precision(dtype=_FULL, low=_FULL)),
             Value(name="fp32", fact=Precision(dtype=_SINGLE, low=_SINGLE)),
-            # 16-bit parameters have fp32 masters in both drivers
             Value(name="bf16", fact=Precision(dtype=_HALF, low=_HALF)),
+            Value(
+                name="bf16-no-masters",
+                fact=Precision(dtype=_HALF, low=_HALF, masters=False),
+                engine=lambda _: {"master_weights": False},
+            ),
             Value(
                 name="autocast",
                 fact=Precision(dtype=_SINGLE, low=_HALF, autocast=_HALF),
@@ -183,7 +197,18 @@ AXES = (
         head="bucket",
         values=(_bucket("64", bucket_bytes=64), _bucket("default")),
     ),
-    Axis(name="offload", head="offload", values=(Value(name="none"),)),
+    Axis(
+        name="offload",
+        head="offload",
+        values=(
+            Value(name="none"),
+            Value(
+                name="disk",  # "cpu" changes nothing for a model that computes on a CPU
+                engine=lambda facts: {"offload": Offload(**_on_disk(facts))},
+                wrap=lambda step, facts: offload(step, **_on_disk(facts)),
+            ),
+        ),
+    ),
 )
 
 

@@ -82,7 +82,8 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
         return loss / share
 
     step = _made_step(job, loss_fn)
-    state = step.init(params, from_torch(optimizer))
+    rule = from_torch(optimizer, master_weights=job.task.precision.masters)
+    state = step.init(params, rule)
     seen = []
     for update in range(job.task.updates):
         losses.clear()

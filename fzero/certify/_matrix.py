@@ -185,7 +185,9 @@ class _Matrix:
             subject=self.subject,
             task=task,
             cell=cell,
-            facts=Facts(micro_batches=task.micro_batches, max_norm=max_norm),
+            facts=Facts(
+                stage=cell.fact("stages"), micro_batches=task.micro_batches, max_norm=max_norm
+            ),
             step=self.step,
             engine=self.engine,
         )

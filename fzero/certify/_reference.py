@@ -132,7 +132,8 @@ class _Run:
         self.learning = {path: p for path, p in self.tensors.items() if learns(p)}
         for p in self.learning.values():
             p.requires_grad_()
-        self.masters = {path: nn.Parameter(_wide(p)) for path, p in self.learning.items()}
+        masters = task.precision.masters
+        self.masters = {p: nn.Parameter(_stepped(x, masters)) for p, x in self.learning.items()}
         self.optimizer = optimizer(list(self.masters.values()))
 
     def backwards(self, update: int) -> tuple[Tensor, dict[str, list[Tensor]]]:
@@ -266,6 +267,7 @@ def _exact_params(
     return frozenset(path for path in run.tensors if path not in run.masters or path in short)
 
 
-def _wide(p: Tensor) -> Tensor:
-    dtype = torch.float32 if p.dtype in SIXTEEN_BIT else p.dtype
+def _stepped(p: Tensor, masters: bool) -> Tensor:
+    """A copy for the optimizer, of 16-bit parameters in fp32 if they have `masters`."""
+    dtype = torch.float32 if masters and p.dtype in SIXTEEN_BIT else p.dtype
     return p.detach().to(dtype, copy=True)

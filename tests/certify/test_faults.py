@@ -32,13 +32,13 @@ def matrix(stages: Any = (0, 2), clipping: str = "off", **options: Any) -> Repor
         loss_scales="1",
         buckets="64",
         clipping=clipping,
-        **{"windows": "each", **options},
+        **{"windows": "each", "offload": "none", **options},
     )
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     both = {"step": faults.good_step, "engine": fzero.adapter.Engine}
-    report = matrix(stages=(0, 3), windows=("each", "accumulate"), **both)
+    report = matrix(windows=("each", "accumulate"), offload=("none", "disk"), stages=3, **both)
     assert report and all(cell.exact and cell.agrees("loss") for cell in report.cells)
     assert {cell.at["drivers"] for cell in report.cells} == {"step", "engine"}
 
@@ -57,6 +57,7 @@ def test_a_sum_in_another_order_is_no_fault() -> None:
         windows="each",
         loss_scales="1",
         buckets="64",
+        offload="none",
     )
     assert report, report
     assert not any(cell.exact for cell in report.cells)
@@ -144,7 +145,7 @@ def test_a_pytree_of_parameters_is_certified_by_steps() -> None:
 
     batches = [torch.tensor([1.0, 2.0, i]) for i in range(12)]
     few: dict[str, Any] = {"stages": (0, 3), "worlds": 3, "micro_batches": 2, "precisions": "fp64"}
-    few |= {"windows": "each", "clipping": "off"}
+    few |= {"windows": "each", "clipping": "off", "offload": "none"}
     report = fzero.certify(params, loss, batches, optimizer=SGD, **few)
     assert report and any(cell.exact for cell in report.cells)
     assert not fzero.certify(params, loss, batches, optimizer=SGD, step=wrong, **few)

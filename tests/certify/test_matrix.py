@@ -24,6 +24,7 @@ from tests.certify import faults
 
 FEW = ["--models", "dyadic", "--stages", "3", "--worlds", "3", "--micro-batches", "1"]
 FEW += ["--precisions", "fp64", "--windows", "coalesce", "--loss-scales", "1", "--buckets", "64"]
+FEW += ["--offload", "none"]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
@@ -69,7 +70,7 @@ def test_a_sum_that_rounds_is_not_called_exact(
 def linear(**options: Any) -> Any:
     given = {"model": nn.Linear(2, 1), "loss": lambda model, x: model(x).sum()}
     given["batches"] = [torch.randn(3, 2) for _ in range(4)]
-    few = {"stages": 0, "worlds": 1, "micro_batches": 1, "precisions": "fp64"}
+    few = {"stages": 0, "worlds": 1, "micro_batches": 1, "precisions": "fp64", "buckets": "64"}
     given |= few | options
     return fzero.certify(given.pop("model"), given.pop("loss"), given.pop("batches"), **given)
 
@@ -77,7 +78,7 @@ def linear(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"offload": "cpu"}, "offload has no value 'cpu'.*\n.*\n.*choose from none"),
+        ({"offload": "cpu"}, "offload has no value 'cpu'.*\n.*\n.*choose from none, disk"),
         ({"stages": 4}, "stages has no value '4'"),
         ({"worlds": 0}, "worlds has no value '0'.*\n.*\n.*or another count"),
         ({"worlds": ()}, r"worlds=\(\)"),

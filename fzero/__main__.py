@@ -17,12 +17,7 @@ from fzero.job.stop import exit_code
 from fzero.job.train import train
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code.
-
-    0, 1 where the matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
-    """
-    launched = dist.is_available() and dist.is_torchelastic_launched()
+def _parser(*, launched: bool) -> argparse.ArgumentParser:
     # No abbreviations anywhere: a mistyped option must not pass as the short form of another.
     parser = argparse.ArgumentParser(
         prog="python -m fzero", description=__doc__, allow_abbrev=False
@@ -57,6 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     certifying.add_options(matrix)
     matrix.set_defaults(run=certifying.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code.
+
+    0, 1 where the matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
+    """
+    launched = dist.is_available() and dist.is_torchelastic_launched()
+    parser = _parser(launched=launched)
     given = vars(parser.parse_args(argv))
     if given.pop("command") is None:
         parser.print_help()

@@ -32,7 +32,7 @@ class Difference:
         allowed = f"allowed: {self.bound:.1e}" if self.bound else "all bits must be equal"
         return (
             f"update {self.update}, rank {self.rank}{', ' if where else ''}{where}: "
-            f"{self.found:.9g} and not {self.wanted:.9g}, off by {off:.2e} ({allowed})"
+            f"{self.found:.15g} and not {self.wanted:.15g}, off by {off:.2e} ({allowed})"
         )
 
 

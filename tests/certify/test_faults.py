@@ -80,7 +80,7 @@ def test_the_first_parameter_that_differs_is_named_with_both_values() -> None:
     difference = cell.checks[1].difference
     assert difference is not None and difference.parameter == "shift"
     assert difference.found == 2 * difference.wanted != 0
-    assert f"shift: {difference.found:.9g} and not {difference.wanted:.9g}" in repr(report)
+    assert f"shift: {difference.found:.15g} and not {difference.wanted:.15g}" in repr(report)
     assert "stages 3, worlds 2" in repr(report)
 
 

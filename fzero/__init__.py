@@ -5,6 +5,7 @@
 import torch.distributed._functional_collectives  # noqa: F401
 
 from fzero import adapter, checkpoint, optim, plot, state
+from fzero.certify import certify
 from fzero.collectives import (
     CollectiveLog,
     all_gather,
@@ -71,6 +72,7 @@ __all__ = [
     "autocast",
     "axis_index",
     "axis_size",
+    "certify",
     "check_finite",
     "checkpoint",
     "clip",

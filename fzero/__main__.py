@@ -1,4 +1,4 @@
-"""`python -m fzero train | info`: the job, and a report of this machine."""
+"""`python -m fzero train | certify | info`: the job, the matrix, a report of this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from fzero.certify import _command as certifying
 from fzero.errors import FzeroError
 from fzero.job import info, settings
 from fzero.job.stop import exit_code
 from fzero.job.train import train
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0, 2 after an error, 128 + signal if stopped."""
+def _parser(*, launched: bool) -> argparse.ArgumentParser:
     # No abbreviations anywhere: a mistyped option must not pass as the short form of another.
     parser = argparse.ArgumentParser(
         prog="python -m fzero", description=__doc__, allow_abbrev=False
@@ -41,14 +41,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     settings.add_options(job)
-    job.set_defaults(run=train)
+    job.set_defaults(run=lambda given: exit_code(train(given) or 0, launched=launched))
+    matrix = commands.add_parser(
+        "certify",
+        help=certifying.SUMMARY,
+        description=certifying.DESCRIPTION,
+        epilog=certifying.EPILOG,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    certifying.add_options(matrix)
+    matrix.set_defaults(run=certifying.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code.
+
+    0, 1 where the matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
+    """
+    launched = dist.is_available() and dist.is_torchelastic_launched()
+    parser = _parser(launched=launched)
     given = vars(parser.parse_args(argv))
     if given.pop("command") is None:
         parser.print_help()
         return 0
-    launched = dist.is_available() and dist.is_torchelastic_launched()
     try:
-        return exit_code(given.pop("run")(given) or 0, launched=launched)
+        return given.pop("run")(given) or 0
     except FzeroError as error:
         print(f"fzero, rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,1 @@
+"""Who takes part in the matrix beside fzero, and the table of it."""

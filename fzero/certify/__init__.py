@@ -1,0 +1,12 @@
+"""Is a sharded step the step of one process? A matrix of cells says where it is, and where not.
+
+certify(model, loss, batches) --> Report
+    .cells, .failures, .to_dict()     the data
+    print(report), _repr_html_()      as a table
+"""
+
+from fzero.certify._compare import Check as Check
+from fzero.certify._compare import Difference as Difference
+from fzero.certify._matrix import certify as certify
+from fzero.certify._report import CellResult as CellResult
+from fzero.certify._report import Report as Report

@@ -1,0 +1,273 @@
+"""The axes of the matrix, as data: a value says how it configures an engine, and how a step.
+
+A line in `AXES` adds a value, and with it a keyword of `fzero.certify` and of the command line.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero.errors import LayoutError, explain
+from fzero.state.offload import Offload
+from fzero.transforms import accumulate, autocast, clip, coalesce, offload, scale_loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a value may need to know of the cell that it is in."""
+
+    stage: int
+    micro_batches: int
+    max_norm: float | None  # None where nothing is clipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The dtypes of a run: of the parameters, and the coarsest one that a number passes through."""
+
+    dtype: torch.dtype
+    low: torch.dtype
+    autocast: torch.dtype | None = None
+    masters: bool = True  # fp32 copies of 16-bit parameters
+
+
+def _no_options(facts: Facts) -> dict[str, Any]:
+    return {}
+
+
+def _unchanged(step: Any, facts: Facts) -> Any:
+    return step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Value:
+    """One value of an axis."""
+
+    name: str
+    fact: Any = None  # what the runner reads: a count, a `Precision`, the name of a driver
+    engine: Callable[[Facts], Mapping[str, Any]] = _no_options  # -> keywords of Engine
+    wrap: Callable[[Any, Facts], Any] = _unchanged  # a transform around the functional step
+    shard: Mapping[str, Any] = field(default_factory=dict)  # keywords of fzero.shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Axis:
+    """What a cell has one value of."""
+
+    name: str  # the keyword
+    head: str  # of its column
+    values: tuple[Value, ...]
+    counts: bool = False  # any number from 1 on is a value, not only those that are listed
+
+    def choose(self, given: Any) -> tuple[Value, ...]:
+        """The values of these names, or of one name. Raises `LayoutError` for one it has not."""
+        names = [given] if isinstance(given, str | int) else list(given)
+        chosen = tuple(self._value(str(name)) for name in names)
+        if chosen and len(chosen) == len({value.name for value in chosen}):
+            return chosen
+        raise LayoutError(
+            explain(
+                f"certify: {self.name}={given!r}.",
+                cause="no value, or one twice.",
+                fix=f"choose from {self._known()}.",
+            )
+        )
+
+    def _value(self, name: str) -> Value:
+        for value in self.values:
+            if value.name == name:
+                return value
+        if self.counts and name.isdecimal() and int(name) >= 1:
+            return count(int(name))
+        raise LayoutError(
+            explain(
+                f"certify: {self.name} has no value {name!r}.",
+                cause="a mistyped name, or an option that fzero does not have.",
+                fix=f"choose from {self._known()}.",
+            )
+        )
+
+    def _known(self) -> str:
+        names = ", ".join(value.name for value in self.values)
+        return f"{names}, or another count" if self.counts else names
+
+
+def count(number: int) -> Value:
+    """A value that is a number: of ranks, of micro-batches."""
+    return Value(name=str(number), fact=number)
+
+
+def _stage(number: int) -> Value:
+    return Value(
+        name=str(number), fact=number, engine=lambda _: {"stage": number}, shard={"stage": number}
+    )
+
+
+def _bucket(name: str, **options: int) -> Value:
+    return Value(name=name, engine=lambda _: options, shard=options)
+
+
+def _on_disk(facts: Facts) -> dict[str, Any]:
+    """All that may be there. The files have no name once they are open: nothing is left."""
+    params = {"params": "disk"} if facts.stage == 3 else {}
+    return {"optimizer": "disk", "gradients": "disk", "folder": tempfile.gettempdir(), **params}
+
+
+_FULL, _SINGLE, _HALF = torch.float64, torch.float32, torch.bfloat16
+
+# The transforms of a step are put around it in the order of the axes, `fzero.shard` last.
+AXES = (
+    Axis(
+        name="drivers",
+        head="driver",
+        values=(Value(name="step", fact="step"), Value(name="engine", fact="engine")),
+    ),
+    Axis(name="stages", head="stage", values=tuple(map(_stage, range(4)))),
+    Axis(name="worlds", head="W", values=tuple(map(count, (1, 2, 3, 4))), counts=True),
+    Axis(name="micro_batches", head="N", values=tuple(map(count, (1, 2, 3))), counts=True),
+    Axis(
+        name="precisions",
+        head="precision",
+        values=(
+            Value(name="fp64", fact=Precision(dtype=_FULL, low=_FULL)),
+            Value(name="fp32", fact=Precision(dtype=_SINGLE, low=_SINGLE)),
+            Value(name="bf16", fact=Precision(dtype=_HALF, low=_HALF)),
+            Value(
+                name="bf16-no-masters",
+                fact=Precision(dtype=_HALF, low=_HALF, masters=False),
+                engine=lambda _: {"master_weights": False},
+            ),
+            Value(
+                name="autocast",
+                fact=Precision(dtype=_SINGLE, low=_HALF, autocast=_HALF),
+                engine=lambda _: {"autocast": _HALF},
+                wrap=lambda step, _: autocast(step, dtype=_HALF),
+            ),
+        ),
+    ),
+    Axis(
+        name="clipping",
+        head="clip",
+        values=(
+            Value(name="off", fact=False),
+            Value(
+                name="on",
+                fact=True,
+                engine=lambda facts: {"max_norm": facts.max_norm},
+                wrap=lambda step, facts: clip(step, max_norm=facts.max_norm),
+            ),
+        ),
+    ),
+    Axis(
+        name="loss_scales",
+        head="scale",
+        values=(
+            Value(name="1"),
+            Value(
+                name="1024",
+                engine=lambda _: {"loss_scale": 1024.0},
+                wrap=lambda step, _: scale_loss(step, 1024.0),
+            ),
+        ),
+    ),
+    Axis(
+        name="windows",
+        head="window",
+        values=(
+            Value(name="each", fact="each"),  # every backward is reduced by itself
+            Value(name="coalesce", fact="coalesce", wrap=lambda step, _: coalesce(step)),
+            Value(
+                name="accumulate",
+                fact="accumulate",
+                engine=lambda facts: {
+                    "gradient_accumulation_steps": facts.micro_batches,
+                    "average_micro_batches": True,
+                },
+                wrap=lambda step, facts: accumulate(step, steps=facts.micro_batches),
+            ),
+        ),
+    ),
+    Axis(
+        name="buckets",
+        head="bucket",
+        values=(_bucket("64", bucket_bytes=64), _bucket("default")),
+    ),
+    Axis(
+        name="offload",
+        head="offload",
+        values=(
+            Value(name="none"),
+            Value(
+                name="disk",  # "cpu" changes nothing for a model that computes on a CPU
+                engine=lambda facts: {"offload": Offload(**_on_disk(facts))},
+                wrap=lambda step, facts: offload(step, **_on_disk(facts)),
+            ),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cell:
+    """One value of every axis."""
+
+    values: tuple[Value, ...]  # in the order of AXES
+
+    @property
+    def at(self) -> dict[str, str]:
+        """The name of the value on each axis."""
+        return {axis.name: value.name for axis, value in zip(AXES, self.values, strict=True)}
+
+    def fact(self, name: str) -> Any:
+        """What the runner reads of the value on axis `name`."""
+        found = {axis.name: value.fact for axis, value in zip(AXES, self.values, strict=True)}
+        return found[name]
+
+    def engine_options(self, facts: Facts) -> dict[str, Any]:
+        """The keywords of `Engine(module, optimizer, ...)`."""
+        options: dict[str, Any] = {}
+        for value in self.values:
+            options |= value.engine(facts)
+        return options
+
+    def shard_options(self) -> dict[str, Any]:
+        """The keywords of `fzero.shard(step, ...)`."""
+        options: dict[str, Any] = {}
+        for value in self.values:
+            options |= value.shard
+        return options
+
+    def around(self, step: Any, facts: Facts) -> Any:
+        """The step in every transform of the cell but `shard`."""
+        for value in self.values:
+            step = value.wrap(step, facts)
+        return step
+
+
+def chosen(given: Mapping[str, Any]) -> Iterator[tuple[Axis, tuple[Value, ...]]]:
+    """Each axis with its values, those that are `given` by name restricted."""
+    known = [axis.name for axis in AXES]
+    for name in given:
+        if name not in known:
+            raise LayoutError(
+                explain(
+                    f"certify: there is no axis {name!r}.",
+                    cause="a mistyped keyword.",
+                    fix=f"the axes are {', '.join(known)}.",
+                )
+            )
+    for axis in AXES:
+        yield axis, axis.choose(given[axis.name]) if axis.name in given else axis.values
+
+
+def cells_of(values: Sequence[tuple[Value, ...]], rows: Sequence[Sequence[int]]) -> list[Cell]:
+    """The cells of rows of indices into the values of each axis."""
+    return [
+        Cell(values=tuple(of_axis[i] for of_axis, i in zip(values, row, strict=True)))
+        for row in rows
+    ]

@@ -1,0 +1,273 @@
+"""The one-process step: plain torch autograd and torch.optim on the batches of all ranks.
+
+Nothing of fzero's machine is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.certify._axes import Precision
+from fzero.certify._exact import is_exact
+from fzero.certify._subject import Subject, learns, tensors_of
+from fzero.errors import LayoutError, explain
+
+OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is computed, by whatever means."""
+
+    world: int
+    micro_batches: int
+    updates: int
+    precision: Precision
+    whole_loss: bool  # autocast is around the loss, not around the module's forward alone
+
+    @property
+    def summands(self) -> int:
+        """How many gradients one update is the mean of."""
+        return self.world * self.micro_batches
+
+    def batch_number(self, update: int, rank: int, micro_batch: int) -> int:
+        """Which batch a rank takes: no two take the same."""
+        return (update * self.world + rank) * self.micro_batches + micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """What one update must be."""
+
+    losses: Tensor  # [W, N] float64
+    norm: float  # of the mean gradient, before clipping
+    params: Mapping[str, Tensor]  # after it, also what does not learn
+    masters: Mapping[str, Tensor]  # what the optimizer steps: params, or fp32 copies of them
+    exact: frozenset[str]  # of the params, which must be equal bit for bit
+    exact_losses: bool
+
+
+class CopyGradient(torch.optim.Optimizer):
+    """p' = g: an optimizer that shows the gradient which it is given."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Write each gradient into its parameter; zero where there is none."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.zero_()
+                else:
+                    p.copy_(p.grad)
+
+
+def one_process(
+    subject: Subject,
+    task: Task,
+    optimizer: OptimizerOf,
+    *,
+    max_norm: float | None = None,
+    disturbed: bool = False,
+) -> list[Update]:
+    """Train one copy of the model on the batches of all ranks and micro-batches.
+
+    g = (1 / W N) sum_rn dL_rn/dp, added up in float64; zero for a parameter that no loss uses.
+
+    Args:
+        subject: the model, its loss and its batches.
+        task: the counts and the precision.
+        optimizer: called with the list of parameters that learn.
+        max_norm: clip by torch's formula, g min(1, max_norm / (|g| + 1e-6)).
+        disturbed: change each gradient by as much as another order of its sum could.
+
+    Raises:
+        LayoutError: for a loss that is no finite scalar, or that differs from call to call.
+    """
+    run = _Run(subject, task, optimizer)
+    found, good = [], frozenset(run.masters) if max_norm is None else frozenset()
+    exact = frozenset(run.tensors)
+    for update in range(task.updates):
+        losses, parts = run.backwards(update)
+        same = len(exact) == len(run.tensors)  # the losses are of equal parameters
+        good = frozenset(p for p in good if is_exact(parts[p], _divisor(task), task.precision.low))
+        mean = {path: torch.stack(terms).sum(0) / len(terms) for path, terms in parts.items()}
+        norm = float(torch.stack([g.square().sum() for g in mean.values()]).sum().sqrt())
+        if disturbed:
+            _disturb(mean, parts, good, task)
+            norm *= 1 + _rounding(task)  # not that of the disturbed gradients: it would hide them
+        factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        before = {path: master.detach().clone() for path, master in run.masters.items()}
+        run.step(mean, factor)
+        exact = _exact_params(run, before, good, task)
+        found.append(
+            Update(
+                losses=losses,
+                norm=norm,
+                params={path: p.detach().clone() for path, p in run.tensors.items()},
+                masters={path: p.detach().clone() for path, p in run.masters.items()},
+                exact=exact,
+                exact_losses=same and is_exact([losses], _divisor(task), task.precision.low),
+            )
+        )
+    return found
+
+
+class _Run:
+    """A model under training, in one process."""
+
+    def __init__(self, subject: Subject, task: Task, optimizer: OptimizerOf) -> None:
+        self.subject, self.task = subject, task
+        self.model = subject.copy(task.precision.dtype)
+        self.tensors = tensors_of(self.model)
+        self.learning = {path: p for path, p in self.tensors.items() if learns(p)}
+        for p in self.learning.values():
+            p.requires_grad_()
+        masters = task.precision.masters
+        self.masters = {p: nn.Parameter(_stepped(x, masters)) for p, x in self.learning.items()}
+        self.optimizer = optimizer(list(self.masters.values()))
+
+    def backwards(self, update: int) -> tuple[Tensor, dict[str, list[Tensor]]]:
+        """The losses [W, N], and of each parameter the gradients by all of them, in float64."""
+        task = self.task
+        losses = torch.zeros(task.world, task.micro_batches, dtype=torch.float64)
+        parts: dict[str, list[Tensor]] = {path: [] for path in self.learning}
+        for rank in range(task.world):
+            for n in range(task.micro_batches):
+                number = task.batch_number(update, rank, n)
+                batch = self.subject.batch(number, task.precision.dtype)
+                loss = loss_of(self.subject, self.model, batch, task)
+                _require_good(loss, number)
+                grads = torch.autograd.grad(
+                    loss, list(self.learning.values()), allow_unused=True, materialize_grads=True
+                )
+                losses[rank, n] = loss.detach().double()
+                for path, grad in zip(parts, grads, strict=True):
+                    parts[path].append(grad.double())
+        return losses, parts
+
+    def step(self, gradient: Mapping[str, Tensor], factor: float) -> None:
+        """Update the masters by the gradient times the factor, and the parameters from them."""
+        for path, master in self.masters.items():
+            master.grad = (gradient[path] * factor).to(master.dtype)
+        self.optimizer.step()
+        with torch.no_grad():
+            for path, p in self.learning.items():
+                p.copy_(self.masters[path])
+
+
+def loss_of(subject: Subject, model: Any, batch: Any, task: Task) -> Tensor:
+    """The loss of one batch, in the task's autocast if it has one."""
+    low = task.precision.autocast
+
+    def region() -> Any:
+        return nullcontext() if low is None else torch.autocast("cpu", dtype=low)
+
+    if task.whole_loss or not callable(model):
+        with region():
+            return subject.loss(model, batch)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with region():
+            return model(*args, **kwargs)
+
+    return subject.loss(forward, batch)
+
+
+def require_repeatable(subject: Subject, task: Task) -> None:
+    """Raise `LayoutError` for a loss that is another one when it is computed again."""
+    model = subject.copy(task.precision.dtype)
+    for p in tensors_of(model).values():
+        p.requires_grad_(learns(p))
+    values = []
+    for _ in range(2):
+        value = loss_of(subject, model, subject.batch(0, task.precision.dtype), task)
+        _require_good(value, 0)
+        values.append(value.detach())
+    if not torch.equal(values[0], values[1]):
+        raise LayoutError(
+            explain(
+                f"certify: the loss of batch 0 is {float(values[0])}, and then {float(values[1])}.",
+                cause="dropout, noise, or batches that are drawn anew at each call.",
+                fix="call model.eval(), fix the noise, and draw batch i from seed i.",
+            )
+        )
+
+
+def _require_good(loss: Any, number: int) -> None:
+    scalar = isinstance(loss, Tensor) and loss.numel() == 1
+    if scalar and loss.requires_grad and bool(loss.isfinite()):
+        return
+    seen = f"{loss.detach()!r:.80}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise LayoutError(
+        explain(
+            f"certify: in one process the loss of batch {number} is {seen}.",
+            cause="a loss that is not reduced to one number, is detached, or is not finite.",
+            fix="return a finite scalar that the parameters made; if it grows, give a smaller lr.",
+        )
+    )
+
+
+def _divisor(task: Task) -> int:
+    # A loss that is divided by N is differentiated from 1 / N on: exact for powers of two alone.
+    return task.summands if _is_power_of_two(task.micro_batches) else 2**62 - 1
+
+
+def _is_power_of_two(number: int) -> bool:
+    return not number & (number - 1)
+
+
+def _disturb(
+    mean: dict[str, Tensor],
+    parts: Mapping[str, Sequence[Tensor]],
+    exact: frozenset[str],
+    task: Task,
+) -> None:
+    """Change each gradient, with changing signs, by what another order of its sum could."""
+    sizes = {path: float(_mean_size(terms)) for path, terms in parts.items()}
+    largest, scale = max(sizes.values()), _rounding(task)
+    for path, gradient in mean.items():
+        if path not in exact and gradient.numel():
+            signs = torch.ones_like(gradient).flatten()
+            signs[::2] = -1.0
+            # what cancels inside of a backward leaves rounding of the size of other gradients
+            size = scale * (sizes[path] + largest / 16)
+            mean[path] = gradient + size * signs.view_as(gradient)
+
+
+def _rounding(task: Task) -> float:
+    """What another order of a sum may change, relative to the size of its terms."""
+    low = task.precision.low
+    if low not in SIXTEEN_BIT:  # each sum rounds
+        return torch.finfo(low).eps * 16 * task.summands
+    # a term is rounded once or twice on its way; divided by 3, its whole backward rounds otherwise
+    return torch.finfo(low).eps * (2 if _is_power_of_two(task.micro_batches) else 4)
+
+
+def _mean_size(terms: Sequence[Tensor]) -> Tensor:
+    mean = torch.stack([term.abs() for term in terms]).mean(0)
+    return mean.max() if mean.numel() else mean.sum()
+
+
+def _exact_params(
+    run: _Run, before: Mapping[str, Tensor], good: frozenset[str], task: Task
+) -> frozenset[str]:
+    """The parameters that must be equal bit for bit; what does not learn is always so."""
+    low = task.precision.low
+    short = {path for path in good if is_exact([before[path], run.masters[path]], 1, low)}
+    return frozenset(path for path in run.tensors if path not in run.masters or path in short)
+
+
+def _stepped(p: Tensor, masters: bool) -> Tensor:
+    """A copy for the optimizer, of 16-bit parameters in fp32 if they have `masters`."""
+    dtype = torch.float32 if masters and p.dtype in SIXTEEN_BIT else p.dtype
+    return p.detach().to(dtype, copy=True)

@@ -1,0 +1,299 @@
+"""Steps, engines and parts of fzero with one fault each, as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero import reduce
+from fzero.adapter import Engine
+from fzero.state import Placement
+from fzero.transforms import update
+
+IDS = 5
+
+
+class Net(nn.Module):
+    """A tied embedding, a scalar, a frozen layer and one without use; all numbers are whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 3)
+        self.embed, self.mix = nn.Embedding(IDS, 3), nn.Linear(3, 3)
+        self.fixed = nn.Linear(3, IDS).requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(()))
+        source = torch.Generator().manual_seed(1)
+        for p in self.parameters():
+            p.data = torch.randint(-1, 2, p.shape, generator=source).float()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        return self.mix(h) @ self.embed.weight.t() + self.fixed(h) + self.shift
+
+
+def loss(model: Any, batch: Any) -> Tensor:
+    """12 times a sum, so that means over 1 to 4 ranks are exact."""
+    ids, targets = batch
+    return 12 * (model(ids) * targets).sum()
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, IDS, (3,), generator=source)
+    return ids, torch.randint(-2, 3, (3, IDS), generator=source).float()
+
+
+# Steps.
+
+Loop = Callable[[Any, Sequence[Any]], Any]
+
+
+def _sum(loss_fn: Any, state: Any, batches: Sequence[Any]) -> Any:
+    for one in batches:
+        state, _ = fzero.grad_and_reduce(loss_fn, state)(one)
+    return fzero.apply_gradients(state), None
+
+
+def good_step(loss_fn: Any, **options: Any) -> Loop:
+    return lambda state, batches: _sum(loss_fn, state, batches)
+
+
+def reordered_step(loss_fn: Any, **options: Any) -> Loop:
+    return lambda state, batches: _sum(loss_fn, state, batches[::-1])
+
+
+def drops_a_micro_batch_on_rank_1(loss_fn: Any, **options: Any) -> Loop:
+    def step(state: Any, batches: Sequence[Any]) -> Any:
+        mine = [*batches]
+        if fzero.axis_index() == 1:
+            mine[1] = mine[0]  # and takes another one twice
+        return _sum(loss_fn, state, mine)
+
+    return step
+
+
+def scales_twice(loss_fn: Any, **options: Any) -> Loop:
+    return lambda state, batches: _sum(lambda p, x: 2 * loss_fn(p, x), state, batches)
+
+
+def divides_by_the_micro_batches_twice(loss_fn: Any, **options: Any) -> Loop:
+    def step(state: Any, batches: Sequence[Any]) -> Any:
+        return _sum(lambda p, x: loss_fn(p, x) / len(batches), state, batches)
+
+    return step
+
+
+def divides_by_the_ranks_twice(loss_fn: Any, **options: Any) -> Loop:
+    return lambda s, b: _sum(lambda p, x: loss_fn(p, x) / fzero.axis_size(), s, b)
+
+
+def keeps_a_stale_batch(loss_fn: Any, **options: Any) -> Loop:
+    kept: list[Any] = []
+
+    def step(state: Any, batches: Sequence[Any]) -> Any:
+        kept.extend(batches)
+        return _sum(loss_fn, state, kept[: len(batches)])
+
+    return step
+
+
+def adds_a_parameter_twice(loss_fn: Any, **options: Any) -> Loop:
+    def twice(params: Any, one: Any) -> Tensor:
+        shift = params["shift"]
+        return loss_fn({**params, "shift": 2 * shift - shift.detach()}, one)
+
+    return lambda state, batches: _sum(twice, state, batches)
+
+
+def forgets_the_last_gradient(loss_fn: Any, **options: Any) -> Loop:
+    def step(state: Any, batches: Sequence[Any]) -> Any:
+        for one in batches[:-1]:
+            state, _ = fzero.grad_and_reduce(loss_fn, state)(one)
+        _, _ = fzero.grad_and_reduce(loss_fn, state)(batches[-1])
+        return fzero.apply_gradients(state), None
+
+    return step
+
+
+def clips_each_micro_batch(loss_fn: Any, **options: Any) -> Any:
+    """A step with its own transforms: the bound holds for each update, and there are several."""
+
+    def step(state: Any, batches: Sequence[Any]) -> Any:
+        for one in batches:
+            state, _ = fzero.grad_and_reduce(loss_fn, state)(one)
+            state = fzero.apply_gradients(state)
+        return state, None
+
+    return fzero.shard(fzero.clip(step, max_norm=options.get("max_norm")), stage=options["stage"])
+
+
+STEPS = {
+    f.__name__: f
+    for f in (
+        drops_a_micro_batch_on_rank_1,
+        scales_twice,
+        divides_by_the_micro_batches_twice,
+        divides_by_the_ranks_twice,
+        keeps_a_stale_batch,
+        adds_a_parameter_twice,
+        forgets_the_last_gradient,
+        clips_each_micro_batch,
+    )
+}
+
+
+# Engines.
+
+
+class Forgets(Engine):
+    """Rank 1 leaves out every second backward."""
+
+    count = 0
+
+    def backward(self, loss: Any, gradient: Any = None, **options: Any) -> None:
+        self.count += 1
+        if self.axis.rank != 1 or self.count % 2:
+            super().backward(loss, gradient, **options)
+
+
+class Doubles(Engine):
+    """The scale is applied twice."""
+
+    def backward(self, loss: Any, gradient: Any = None, **options: Any) -> None:
+        super().backward(2 * loss, gradient, **options)
+
+
+class Loses(Engine):
+    """The gradient of one parameter is lost before the update."""
+
+    def step(self) -> bool:
+        self.set_full_gradient("shift", torch.zeros((), dtype=torch.float64))
+        return super().step()
+
+
+class Swaps(Engine):
+    """The two halves of a parameter change places in the update."""
+
+    def step(self) -> bool:
+        done = super().step()
+        value = self.full_parameter("mix.weight")
+        self.set_full_parameter("mix.weight", value.flatten().roll(3).view_as(value))
+        return done
+
+
+class Drifts(Engine):
+    """The last bit of rank 1's replica changes."""
+
+    def step(self) -> bool:
+        done = super().step()
+        if self.axis.rank == 1:
+            weight = self.module.get_parameter("embed.weight")
+            weight.data[0, 0] = torch.nextafter(weight.data[0, 0], torch.tensor(1e9).double())
+        return done
+
+
+class Stale(Engine):
+    """What was left of the first update is added to the next one."""
+
+    kept: Tensor | None = None
+
+    def step(self) -> bool:
+        if self.kept is not None:
+            self.set_full_gradient("mix.bias", self.full_gradient("mix.bias") + self.kept)
+        self.kept = self.full_gradient("mix.bias")
+        return super().step()
+
+
+class Misreports(Engine):
+    """The norm is told squared; the update is right."""
+
+    @property
+    def global_grad_norm(self) -> Tensor | None:
+        norm = super().global_grad_norm
+        return None if norm is None else norm.square()
+
+
+class Unwindowed(Engine):
+    """The window is lost, and with it what it would have reduced."""
+
+    def coalesce(self) -> Any:
+        self.zero_grad()
+        return nullcontext()
+
+    def backward(self, loss: Any, gradient: Any = None, **options: Any) -> None:
+        self.zero_grad()
+        super().backward(loss, gradient, **options)
+
+
+def _unclipped(module: nn.Module, optimizer: Any, **options: Any) -> Engine:
+    return Engine(module, optimizer, **{**options, "max_norm": None})
+
+
+def _raising(module: nn.Module, optimizer: Any, **options: Any) -> Engine:
+    raise RuntimeError("no such device")
+
+
+ENGINES: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in (Forgets, Doubles, Loses, Swaps, Stale, Unwindowed)},
+    "Drifts": Drifts,
+    "Misreports": Misreports,
+    "unclipped": _unclipped,
+    "raising": _raising,
+}
+
+
+# Parts of fzero, which both drivers run.
+
+
+def _norm_is_local(patch: pytest.MonkeyPatch) -> None:
+    whole = update.norm_of
+
+    def local(flats: Any, placement: Placement, axis: Any, **options: Any) -> Tensor:
+        return whole(flats, Placement.REPLICATED, axis, **options)
+
+    patch.setattr(update, "norm_of", local)
+
+
+def _mean_is_a_sum(patch: pytest.MonkeyPatch) -> None:
+    take = reduce.Reducer.take_means
+
+    def sums(self: Any, state: int) -> dict[int, Tensor]:
+        return {index: mean * self.axis.size for index, mean in take(self, state).items()}
+
+    patch.setattr(reduce.Reducer, "take_means", sums)
+
+
+def _nothing_is_reduced(patch: pytest.MonkeyPatch) -> None:
+    def start(local: Sequence[Tensor], axis: Any, *, ordered: bool) -> Any:
+        shards = [x.view(axis.size, -1)[axis.rank] * axis.size for x in local]
+        return SimpleNamespace(wait=lambda: shards)
+
+    patch.setattr(reduce, "start_scatter", start)
+
+
+def _shards_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    gather_many, in_place = update.gather_many, update.gather_in_place
+
+    def swapped(shards: Any, axis: Any) -> Any:
+        return [x.view(axis.size, -1).flip(0).flatten() for x in gather_many(shards, axis)]
+
+    def swapped_in_place(fulls: Any, axis: Any) -> None:
+        in_place(fulls, axis)
+        for full in fulls:
+            full.copy_(full.view(axis.size, -1).flip(0).flatten())
+
+    patch.setattr(update, "gather_many", swapped)
+    patch.setattr(update, "gather_in_place", swapped_in_place)
+
+
+PATCHES = {
+    f.__name__.strip("_"): f
+    for f in (_norm_is_local, _mean_is_a_sum, _nothing_is_reduced, _shards_are_swapped)
+}

@@ -78,7 +78,7 @@ class Optimizer:
         """
         flats = optree.tree_leaves(params, namespace=NAMESPACE)
         masters = make_masters(flats, [self.precision.master_weights] * len(flats), place)
-        kept = [self.precision.kept(p.dtype) for p in flats]
+        kept = [self.precision.kept(p.dtype) if p.numel() else p.dtype for p in flats]
         moments = tuple(
             tuple(place(torch.zeros_like(p, dtype=k)) for p, k in zip(flats, kept, strict=True))
             for _ in self.rule.moments

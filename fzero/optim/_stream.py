@@ -107,7 +107,7 @@ def _lent(
 ) -> Iterator[tuple[int, Tensor, Tensor, dict[str, Tensor]]]:
     """Each flat as it is stepped: (its index, what is stepped, its gradient, its slots)."""
     names = list(flats.slots)
-    indices = range(len(flats.params))
+    indices = [i for i, p in enumerate(flats.params) if p.numel()]
 
     def fetch(i: int) -> list[tuple[Tensor, torch.dtype]]:
         stepped = precision.stepped(flats.params[i].dtype)
@@ -116,11 +116,11 @@ def _lent(
         given = [(flats.steps(i), stepped), (flats.grads[i], flats.grads[i].dtype)]
         return [*given, *zip(slots, dtypes, strict=True)]
 
-    coming = lane.fetch(fetch(0)) if indices else None
-    for i in indices:
-        assert coming is not None
-        work, grad, *slots = coming.wait()
-        coming = lane.fetch(fetch(i + 1)) if i + 1 in indices else None
+    coming = [lane.fetch(fetch(i)) for i in indices[:1]]
+    for i, following in zip(indices, [*indices[1:], None], strict=True):
+        work, grad, *slots = coming.pop().wait()
+        if following is not None:
+            coming.append(lane.fetch(fetch(following)))
         yield i, work, grad, dict(zip(names, slots, strict=True))
 
 

@@ -152,3 +152,21 @@ def test_a_copy_lives_where_the_tensor_does(tmp_path: Path) -> None:
     assert torch.equal(x, torch.arange(3000.0).view(3, 1000))
     assert placed("disk", x, offload) is x
     assert not is_on_disk(cloned(torch.ones(3)))
+
+
+@pytest.mark.parametrize("away", [{}, {"optimizer": "disk", "gradients": "disk"}])
+def test_empty_parameters_in_16_bits_are_stepped_with_the_others(
+    away: dict[str, Any], tmp_path: Path
+) -> None:
+    params = {"e": torch.zeros(0).bfloat16(), "w": torch.ones(3).bfloat16()}
+    for optimizer in (
+        fzero.optim.adamw(0.5),
+        fzero.optim.from_torch(partial(torch.optim.AdamW, lr=0.5)),
+    ):
+        state = fzero.init(
+            params, optimizer, stage=0, offload=fzero.Offload(**away, folder=tmp_path)
+        )
+        state, _ = fzero.grad_and_reduce(lambda p: p["w"].float().sum(), state)()
+        after = fzero.full_params(fzero.apply_gradients(state))
+        assert (after["w"] < 1).all()
+        assert after["e"].shape == (0,)

@@ -12,33 +12,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.collectives import InFlight, broadcast, start_gather
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.homes import lent, page_out
+from fzero.group_shard import GroupShard as GroupShard
+from fzero.homes import page_out
 from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.partition import shard_of
 from fzero.placeholder import LazyParam
 from fzero.state.layout import Layout, Leaf
-
-
-class GroupShard(NamedTuple):
-    """One group of a layout, this rank's shard of it, and where full values are wanted."""
-
-    layout: Layout
-    index: int
-    shard: Tensor
-    device: torch.device
-
-    def sent(self, *, exact: bool) -> Tensor:
-        """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
-        lower = self.layout.groups[self.index].communication_dtype
-        return lent(self.shard, self.device, None if exact else lower)
 
 
 class Gatherer:

@@ -23,82 +23,18 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from fzero.bucket import Bucket
 from fzero.collectives import InFlight, start_all_to_all, start_reduce, start_scatter
 from fzero.errors import AxisError
 from fzero.homes import add_to, lent, placed
 from fzero.mesh import Axis, Runtime
-from fzero.packing import pack_copied, unpack
 from fzero.quantize import ErrorFeedback
 from fzero.state.buffers import Placement
-from fzero.state.layout import Layout
 from fzero.state.setup import Setup
 
 IN_FLIGHT = 1
 """Reduce-scatters that run at once: with the bucket that fills up, the inputs of two are alive, as
 in FSDP2. All-reduces run in place, in memory that the gradient needs anyway: they have no bound."""
-
-
-class _Group:
-    """The gradients of one group that this backward has brought, and not handed on."""
-
-    __slots__ = ("_contiguous", "_flat", "_gradients", "_views", "_waited", "index", "layout")
-
-    def __init__(self, layout: Layout, index: int, *, contiguous: bool) -> None:
-        self.layout, self.index = layout, index
-        self._contiguous = contiguous and len(layout.groups[index].leaves) > 1
-        self._gradients: dict[int, Tensor] = {}
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._waited: Tensor | None = None
-
-    def put(self, position: int, gradient: Tensor) -> None:
-        """Add the gradient of one leaf."""
-        if self._contiguous:
-            gradient = self._copied(position, gradient)
-        elif position in self._gradients:
-            gradient = self._gradients[position] + gradient
-        self._gradients[position] = gradient
-
-    def _copied(self, position: int, gradient: Tensor) -> Tensor:
-        """Copy it to its place in one buffer, so that autograd's own tensor can go at once."""
-        if self._flat is None:
-            self._flat = gradient.new_zeros(self.layout.full_numel(self.index))
-            self._views = unpack(self.layout, self.index, self._flat)
-        return self._views[position].add_(gradient)
-
-    def give(self, flat: Tensor) -> None:
-        """Add what has waited for this reduction, [W l]. It is not written to."""
-        self._waited = flat
-
-    @property
-    def full(self) -> bool:
-        """Whether every leaf has its gradient."""
-        return len(self._gradients) == len(self.layout.groups[self.index].leaves)
-
-    @property
-    def some(self) -> bool:
-        """Whether any leaf has, or anything has waited."""
-        return bool(self._gradients) or self._waited is not None
-
-    def take(self, written: set[int] | None = None, *, to_write: bool = False) -> Tensor | None:
-        """Return [W l], and forget it; None if there is nothing.
-
-        Autograd may hand out one memory for two parameters, in views of it. So a gradient that is
-        not packed is copied if it is to be written to while the backward runs (`to_write`); or, if
-        that is later, the second one in the same memory (`written`: where the others are).
-        """
-        gradients, self._gradients = self._gradients, {}
-        flat, self._flat, self._views = self._flat, None, []
-        waited, self._waited = self._waited, None
-        if gradients and flat is None:
-            count = len(self.layout.groups[self.index].leaves)
-            flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
-            is_view = to_write and flat.data_ptr() == gradients.popitem()[1].data_ptr()
-            if (is_view and waited is None) or (written is not None and _is_shared(flat, written)):
-                flat = flat.clone()
-        if flat is None or waited is None:
-            return waited if flat is None else flat
-        return lent(waited, flat.device) + flat
 
 
 class Reducer:
@@ -116,9 +52,9 @@ class Reducer:
         self.on_full: Callable[[int], None] = self.start  # set by the sequencer of a pass
         self.means: list[dict[int, Tensor]] = [{} for _ in setups]
         self.received = 0  # gradients of leaves since `keep`
-        self._groups: list[dict[int, _Group]] = []
+        self._groups: list[dict[int, Bucket]] = []
         self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
-        self._where: list[dict[int, tuple[int, _Group, int]]] = []
+        self._where: list[dict[int, tuple[int, Bucket, int]]] = []
         for number, setup in enumerate(setups):
             self._add(number, setup)
         self._flights: deque[tuple[int, InFlight]] = deque()
@@ -130,10 +66,10 @@ class Reducer:
     def _add(self, number: int, setup: Setup) -> None:
         layout = setup.layout
         groups = {
-            i: _Group(layout, i, contiguous=setup.reduction.contiguous_gradients)
+            i: Bucket(layout, i, contiguous=setup.reduction.contiguous_gradients)
             for i in layout.trainable
         }
-        where: dict[int, tuple[int, _Group, int]] = {}
+        where: dict[int, tuple[int, Bucket, int]] = {}
         for unit in layout.units:
             learning = tuple(i for i in unit if i in groups)
             for i in learning:
@@ -168,7 +104,7 @@ class Reducer:
         group.put(position, gradient)
         self._received(unit, group)
 
-    def _received(self, unit: int, group: _Group) -> None:
+    def _received(self, unit: int, group: Bucket) -> None:
         self.received += 1
         state, indices = self._units[unit]
         if self._stays or self.keeps[state] or not group.full:
@@ -315,15 +251,6 @@ class Reducer:
         self.means = [{} for _ in self.setups]
         for feedback in filter(None, self.feedback):
             feedback.changed()
-
-
-def _is_shared(flat: Tensor, written: set[int]) -> bool:
-    """Whether a gradient is a view of more memory, or of that of an earlier one."""
-    storage = flat.untyped_storage()
-    shared = storage.nbytes() != flat.numel() * flat.element_size()
-    shared = shared or storage.data_ptr() in written
-    written.add(storage.data_ptr())
-    return shared
 
 
 def _popped(p: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ LEVELS = (
     ("mesh",),
     ("state",),
     ("homes", "packing", "placeholder", "quantize"),
-    ("collectives", "partition"),
+    ("bucket", "collectives", "group_shard", "partition"),
     ("gather", "reduce", "functional", "optim"),
     ("replay",),
     ("sequence",),

@@ -17,18 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fzero.adapter._events import Events
 from fzero.adapter._gradient import Gradients, HeldGradient
-from fzero.adapter._guard import Guard
+from fzero.adapter._guard import Guard, optimizer_of
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
 from fzero.adapter._scale import ScaledLosses
 from fzero.collectives import broadcast_from_first, channel_of
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.optim import TorchOptimizer
 from fzero.placeholder import placeholders
 from fzero.state import Buffers, Setup, TrainState, progress
 from fzero.state.scale import ScalePolicy, carried
@@ -88,7 +86,7 @@ class Driver:
         lower, device = setup.policy.autocast, device_of(state)
         self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
-        self.optimizer = _optimizer_of(setup, [p for p, _ in learning])
+        self.optimizer = optimizer_of(setup, [p for p, _ in learning])
         self.guard = Guard(self.optimizer)
         OWNERS.update((id(p), self) for p in self._every)
         _OPEN.add(self)
@@ -314,16 +312,6 @@ def _form(setup: Setup) -> tuple[Any, ...]:
 def _named(setup: Setup) -> str:
     groups = f"stage {setup.stage} with {len(setup.layout.groups)} groups on {setup.axis}"
     return f"{groups}, its optimizer {setup.optimizer_state.value}"
-
-
-def _optimizer_of(setup: Setup, learning: Sequence[Tensor]) -> Optimizer | None:
-    """The torch.optim optimizer of a state, if it has one; made of a class, it gets parameters."""
-    chosen: Any = setup.optimizer
-    if not isinstance(chosen, TorchOptimizer):
-        return None
-    if chosen.instance is not chosen.source:
-        chosen.instance.param_groups[0]["params"] = list({id(p): p for p in learning}.values())
-    return chosen.instance
 
 
 def _cleared(state: TrainState) -> TrainState:

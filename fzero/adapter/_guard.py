@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fzero.errors import PhaseError, explain
+from fzero.optim import TorchOptimizer
+from fzero.state import Setup
 
 
 class Guard:
@@ -62,3 +65,16 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
             "engine.full_optimizer_states().",
         )
     )
+
+
+def optimizer_of(setup: Setup, learning: Sequence[Tensor]) -> Optimizer | None:
+    """Return the torch.optim optimizer of a state, if it has one.
+
+    One that was made of a class or a factory gets the parameters that learn.
+    """
+    chosen: Any = setup.optimizer
+    if not isinstance(chosen, TorchOptimizer):
+        return None
+    if chosen.instance is not chosen.source:
+        chosen.instance.param_groups[0]["params"] = list({id(p): p for p in learning}.values())
+    return chosen.instance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import optree
@@ -17,7 +18,7 @@ from fzero.optim._masters import Place, make_masters, stay, work_tensors
 from fzero.optim._piece import Piece, pieces_in
 from fzero.optim._precision import Precision
 from fzero.optim._rules import Rule, Scaled, has_kernel
-from fzero.optim._stream import Flats, Portion, Slots, step_flats
+from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
 from fzero.state.layout import Leaf
@@ -124,35 +125,18 @@ class Optimizer:
         stay as they are. `found_inf` and `grad_scale`: see `skips`. `device`: where to compute,
         by default where the parameters are.
         """
-        if not params:
-            return [], state
-        device = params[0].device if device is None else device
+        device = device or next((p.device for p in params), torch.device("cpu"))
         if differentiable or not has_kernel(params):
             return self._by_formula(params, grads, state, pieces, device)
-        count: Any = state.count
-        if found_inf is not None:
-            count = count.to(found_inf.device) + (1 - found_inf).to(count.dtype)
-        else:
-            count = count + 1
+        count = counted(state.count, found_inf)
         if not owned:
             params = [cloned(p) for p in params]
             state = copied(state)
         # A skipped step does not use its number, so that it may be a wrong one then.
         number = int(count) if found_inf is None else count
-
-        def run(portion: Portion) -> Slots:
-            own = pieces_in(pieces, portion.indices)
-            for options, chosen in self._by_options(portion.work, own, state.count):
-                work, gs, *slots = (
-                    _cut(some, chosen)
-                    for some in (portion.work, portion.grads, *portion.slots.values())
-                )
-                self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)
-            return portion.slots
-
         step_flats(
             Flats(params, grads, state.masters, self._slots(state)),
-            run,
+            partial(self._by_kernel, pieces, state.count, number),
             precision=self.precision,
             device=device,
             scaled=Scaled(found_inf, grad_scale),
@@ -163,6 +147,16 @@ class Optimizer:
         return list(params), OptimizerState(
             count=count, moments=state.moments, masters=state.masters
         )
+
+    def _by_kernel(
+        self, pieces: Sequence[Piece], count: Tensor, number: Any, portion: Portion
+    ) -> Slots:
+        own = pieces_in(pieces, portion.indices)
+        for options, chosen in self._by_options(portion.work, own, count):
+            every = (portion.work, portion.grads, *portion.slots.values())
+            work, gs, *slots = (_cut(some, chosen) for some in every)
+            self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)
+        return portion.slots
 
     def _slots(self, state: OptimizerState) -> Slots:
         return dict(zip(self.rule.moments, state.moments, strict=True))

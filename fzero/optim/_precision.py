@@ -10,6 +10,8 @@ import torch
 
 from fzero.errors import LayoutError, explain
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.layout import Leaf
+from fzero.state.setup import Reduction
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -152,12 +154,7 @@ def precision_of(name: str, master_weights: Any, state_dtype: Any, rounding: Any
     )
 
 
-def require_precision(
-    optimizer: Any,
-    leaves: Iterable[Any],
-    accumulate: torch.dtype | None,
-    communication: torch.dtype | None,
-) -> None:
+def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reduction) -> None:
     """Raise `LayoutError` for the first leaf that learns in dtypes that do not go together.
 
     A foreign optimizer has no precision of its own: its states are as it makes them.
@@ -171,8 +168,8 @@ def require_precision(
             param=leaf.dtype,
             precision=precision,
             divides=optimizer.divides,
-            accumulate=accumulate,
-            communication=communication,
+            accumulate=reduction.accumulate_dtype,
+            communication=reduction.communication_dtype,
         )
         require_combination(leaf.path, numbers)
     if precision.stochastic_rounding and learning and _BF16 not in learning:

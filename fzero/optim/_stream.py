@@ -93,6 +93,13 @@ def step_flats(
     return made
 
 
+def counted(count: Tensor, found_inf: Tensor | None) -> Tensor:
+    """Return the number of updates after one, which `found_inf` may have skipped."""
+    if found_inf is None:
+        return count + 1
+    return count.to(found_inf.device) + (1 - found_inf).to(count.dtype)
+
+
 def _is_here(flats: Flats, precision: Precision, device: torch.device) -> bool:
     """Whether everything is on the device, in memory, and in the dtype in which it is stepped."""
     if precision.stochastic_rounding or precision.state_dtype is not None:

@@ -20,7 +20,7 @@ from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import Scaled
 from fzero.optim._step import Unit, makes_state_later, skips, step
-from fzero.optim._stream import Flats, Portion, Slots, step_flats
+from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
 from fzero.state.layout import Leaf
 from fzero.state.setup import ParamGroups, SavedNames
@@ -123,42 +123,25 @@ class TorchOptimizer:
         if differentiable:
             raise _not_differentiable(self)
         bound = self._ready()
-        if not params:
-            return [], state
         with torch.no_grad():
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            fresh = makes_state_later(bound) and not int(state.count)
-            units = self._units(params, pieces)
-            counters = [state.counters]
-
-            def run(portion: Portion) -> Slots:
-                if bound.elementwise and len(portion.indices) < len(params):
-                    # Flats share the counters of their group: each portion counts on from there.
-                    counters.append(_copies(state.counters))
-                number = {index: k for k, index in enumerate(portion.indices)}
-                own = [u._replace(index=number[u.index]) for u in units if u.index in number]
-                held = (portion.work, portion.grads, portion.slots, counters[-1])
-                return step(bound, own, *held, fresh=fresh, scaled=portion.scaled)
-
+            steps = _Steps(bound, self._units(params, pieces), state, len(params))
             slots = step_flats(
                 Flats(params, grads, state.masters, state.slots),
-                run,
+                steps,
                 precision=self.precision,
-                device=params[0].device if device is None else device,
+                device=device or next((p.device for p in params), torch.device("cpu")),
                 scaled=Scaled(found_inf, grad_scale),
                 owned=True,  # they are, or copies
                 pieces=pieces,
                 count=state.count,
             )
-        count = state.count + 1
-        if found_inf is not None:
-            count = state.count.to(found_inf.device) + (1 - found_inf).to(state.count.dtype)
         return list(params), TorchState(
-            count=count,
+            count=counted(state.count, found_inf),
             slots={name: tuple(some) for name, some in slots.items()},
-            counters=counters[-1],
+            counters=steps.counters,
             masters=state.masters,
         )
 
@@ -282,8 +265,24 @@ def from_torch(
     return TorchOptimizer(source=optimizer, precision=precision)
 
 
-def _copies(counters: Mapping[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
-    return {name: tuple(x.clone() for x in some) for name, some in counters.items()}
+class _Steps:
+    """One `step()` of the optimizer for each portion; `counters` are those after the last one."""
+
+    def __init__(self, bound: Bound, units: Sequence[Unit], state: TorchState, flats: int) -> None:
+        self._bound, self._units, self._before, self._flats = bound, units, state.counters, flats
+        self._fresh = makes_state_later(bound) and not int(state.count)
+        self.counters = state.counters
+
+    def __call__(self, portion: Portion) -> Slots:
+        """Step one portion."""
+        if self._bound.elementwise and len(portion.indices) < self._flats:
+            # Flats share the counters of their group: each portion counts on from there.
+            before = self._before.items()
+            self.counters = {name: tuple(x.clone() for x in some) for name, some in before}
+        number = {index: k for k, index in enumerate(portion.indices)}
+        own = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
+        held = (portion.work, portion.grads, portion.slots, self.counters)
+        return step(self._bound, own, *held, fresh=self._fresh, scaled=portion.scaled)
 
 
 def _shown(value: Any) -> str:

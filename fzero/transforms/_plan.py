@@ -48,8 +48,6 @@ def plan(
 
     Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
     """
-    offloaded = getattr(offload, "params", None) is not None
-    local = axis.runtime is Runtime.LOCAL and not offloaded
     with told_everywhere(axis, what=COMPARED):
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         chosen = _bound(optimizer, named, parts=stage > 0 and axis.size > 1)
@@ -60,7 +58,7 @@ def plan(
             ranks=axis.shards.size,
             replicas=axis.replicas.size,
             # A rule that needs whole leaves may run at stage 0, and wants a group for each.
-            grouped=not local and (stage > 0 or chosen.elementwise),
+            grouped=_travels(axis, offload) and (stage > 0 or chosen.elementwise),
             bucket_bytes=None if stage == 3 else bucket_bytes,
             unit=_apart(units, small) if small else units,
             trainable=trainable,
@@ -78,11 +76,16 @@ def plan(
             offload=as_offload(offload, stage, named.values()),
         )
         require_folder(setup.offload)
-        given = (reduction.accumulate_dtype, reduction.communication_dtype)
-        require_precision(chosen, layout.leaves, *given)
+        require_precision(chosen, layout.leaves, reduction)
         facts = _facts(setup, autocast)
     assert_same_everywhere(facts, axis, what=COMPARED)
     return setup
+
+
+def _travels(axis: Axis, offload: Offload | None) -> bool:
+    """Whether parameters cross ranks, or come from elsewhere: then they travel in groups."""
+    offloaded = getattr(offload, "params", None) is not None
+    return axis.runtime is not Runtime.LOCAL or offloaded
 
 
 def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> Any:
@@ -95,7 +98,7 @@ def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> Any:
 
 def _facts(setup: Setup, autocast: Autocast | None) -> list[str]:
     """What all ranks must have in common."""
-    options = f"{setup.reduction}, {setup.gathering}, {autocast}"
+    options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}"
     mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}"
     leaves = setup.layout.leaves
     return [

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fzero
 from fzero.adapter import DynamicScale, Engine
+from tests.adapter.same_bits import same
 from tests.adapter.scaled import OPTIMIZERS, Net, loss_of, rows
-from tests.adapter.test_same_bits import same
 from tests.ranks import run_ranks
 from tests.strategies import seeds, stages, worlds
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import DynamicScale, Engine
 from fzero.errors import LayoutError, PhaseError
+from tests.adapter.same_bits import same
 from tests.adapter.scaled import INF, OPTIMIZERS, Net, loss_of, rows
-from tests.adapter.test_same_bits import same
 
 STAGES = (0, 1, 2, 3)
 

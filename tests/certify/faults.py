@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import fzero
 from fzero import reduce
 from fzero.adapter import Engine
-from fzero.state import Placement
+from fzero.axis import Axis
+from fzero.state import Setup
 from fzero.transforms import update
 
 IDS = 5
@@ -233,7 +234,8 @@ class Unwindowed(Engine):
 
 
 def _unclipped(module: nn.Module, optimizer: Any, **options: Any) -> Engine:
-    return Engine(module, optimizer, **{**options, "max_norm": None})
+    options["max_norm"] = None
+    return Engine(module, optimizer, **options)
 
 
 def _raising(module: nn.Module, optimizer: Any, **options: Any) -> Engine:
@@ -255,8 +257,8 @@ ENGINES: dict[str, Callable[..., Any]] = {
 def _norm_is_local(patch: pytest.MonkeyPatch) -> None:
     whole = update.norm_of
 
-    def local(flats: Any, placement: Placement, axis: Any, **options: Any) -> Tensor:
-        return whole(flats, Placement.REPLICATED, axis, **options)
+    def local(flats: Any, axis: Any, **options: Any) -> Tensor:
+        return whole(flats, Axis(size=1), **options)
 
     patch.setattr(update, "norm_of", local)
 
@@ -265,7 +267,7 @@ def _mean_is_a_sum(patch: pytest.MonkeyPatch) -> None:
     take = reduce.Reducer.take_means
 
     def sums(self: Any, state: int) -> dict[int, Tensor]:
-        return {index: mean * self.axis.size for index, mean in take(self, state).items()}
+        return {index: mean * self.axes[state].size for index, mean in take(self, state).items()}
 
     patch.setattr(reduce.Reducer, "take_means", sums)
 
@@ -279,18 +281,21 @@ def _nothing_is_reduced(patch: pytest.MonkeyPatch) -> None:
 
 
 def _shards_are_swapped(patch: pytest.MonkeyPatch) -> None:
-    gather_many, in_place = update.gather_many, update.gather_in_place
+    gather, in_place = update.gather_parts, update.gather_parts_in_place
 
-    def swapped(shards: Any, axis: Any) -> Any:
-        return [x.view(axis.size, -1).flip(0).flatten() for x in gather_many(shards, axis)]
+    def swap(setup: Setup, flat: Tensor) -> Tensor:
+        return flat.view(setup.layout.ranks, -1).flip(0).flatten()
 
-    def swapped_in_place(fulls: Any, axis: Any) -> None:
-        in_place(fulls, axis)
-        for full in fulls:
-            full.copy_(full.view(axis.size, -1).flip(0).flatten())
+    def swapped(setup: Setup, flats: Any, *places: Any) -> Any:
+        return [swap(setup, flat) for flat in gather(setup, flats, *places)]
 
-    patch.setattr(update, "gather_many", swapped)
-    patch.setattr(update, "gather_in_place", swapped_in_place)
+    def swapped_in_place(setup: Setup, flats: Any, *places: Any) -> None:
+        in_place(setup, flats, *places)
+        for flat in flats:
+            flat.copy_(swap(setup, flat))
+
+    patch.setattr(update, "gather_parts", swapped)
+    patch.setattr(update, "gather_parts_in_place", swapped_in_place)
 
 
 PATCHES = {

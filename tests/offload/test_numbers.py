@@ -7,19 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.adapter.test_same_bits import (
-    CHOSEN,
-    LOW,
-    TOGETHER,
-    Numbers,
-    Options,
-    Part,
-    Plan,
-    Run,
-    on_gloo,
-    on_virtual_ranks,
-    runs,
-)
+from tests.adapter.programs import CHOSEN, LOW, TOGETHER, Numbers, Options, Part, Plan, Run, runs
+from tests.adapter.same_bits import on_gloo, on_virtual_ranks
 from tests.ranks import run_ranks
 from tests.strategies import worlds
 

@@ -16,6 +16,7 @@ from fzero.adapter import Engine
 from fzero.errors import LayoutError, PhaseError
 from fzero.optim._precision import REFUSED, Precision, require_precision
 from fzero.optim._rounding import rounded
+from fzero.state import Reduction
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -75,7 +76,7 @@ def test_another_kind_of_option_is_refused_by_name(option: str) -> None:
 
 
 def test_a_foreign_pair_has_no_precision_to_check() -> None:
-    require_precision(object(), [], BF16, None)
+    require_precision(object(), [], Reduction(communication_dtype=FP16))
 
 
 # Training in what goes together: (dtype of the model, options, how far from fp32 it may be).

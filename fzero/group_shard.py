@@ -1,0 +1,25 @@
+"""What a rank has of one group at stage 3, and sends of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.homes import lent
+from fzero.state.layout import Layout
+
+
+class GroupShard(NamedTuple):
+    """One group of a layout, this rank's shard of it, and where full values are wanted."""
+
+    layout: Layout
+    index: int
+    shard: Tensor
+    device: torch.device
+
+    def sent(self, *, exact: bool) -> Tensor:
+        """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
+        lower = self.layout.groups[self.index].communication_dtype
+        return lent(self.shard, self.device, None if exact else lower)

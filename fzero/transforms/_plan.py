@@ -51,8 +51,7 @@ def plan(
     with told_everywhere(axis, what=COMPARED):
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         chosen = _bound(optimizer, named, parts=stage > 0 and axis.size > 1)
-        most = persistence_threshold_numel if stage == 3 and axis.shards.size > 1 else 0
-        small = {path for path, x in named.items() if most and x.numel() <= most}
+        small = _small(named, persistence_threshold_numel, stage, axis)
         layout = plan_layout(
             params,
             ranks=axis.shards.size,
@@ -75,11 +74,21 @@ def plan(
             gathering=replace(gathering, persistent=_units_of(layout, small)),
             offload=as_offload(offload, stage, named.values()),
         )
-        require_folder(setup.offload)
-        require_precision(chosen, layout.leaves, reduction)
-        facts = _facts(setup, autocast)
+        facts = _facts(_checked(setup), autocast)
     assert_same_everywhere(facts, axis, what=COMPARED)
     return setup
+
+
+def _checked(setup: Setup) -> Setup:
+    require_folder(setup.offload)
+    require_precision(setup.optimizer, setup.layout.leaves, setup.reduction)
+    return setup
+
+
+def _small(named: Mapping[str, Tensor], most: int, stage: int, axis: Axis) -> set[str]:
+    """The leaves that stay whole between updates, where they are gathered at all."""
+    gathers = stage == 3 and axis.shards.size > 1 and most > 0
+    return {path for path, x in named.items() if x.numel() <= most} if gathers else set()
 
 
 def _travels(axis: Axis, offload: Offload | None) -> bool:

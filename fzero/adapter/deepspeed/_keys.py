@@ -95,9 +95,14 @@ TRAINING = (
     harmless("vocabulary_size", None, "it warns of a size that is no multiple of 8"),
     harmless("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
     harmless("use_data_before_expert_parallelism", False, "there is no expert parallelism"),
-    refused("prescale_gradients", False, "leave it out: sums are divided after they are made"),
-    refused("gradient_predivide_factor", 1.0, "leave it out: sums are divided after they are made"),
-    refused("gradient_allreduce_op", "mean", "multiply the loss by the number of ranks for a sum"),
+    read("prescale_gradients", False, "bool", "the next key counts"),
+    read(
+        "gradient_predivide_factor",
+        1.0,
+        "factor",
+        "gradient_predivide_factor, with prescale_gradients; without, as there, it does nothing",
+    ),
+    option("gradient_allreduce_op", "mean", "op", "reduce_op"),
     refused("sparse_gradients", False, "leave it out: gradients are dense"),
 )
 

@@ -116,6 +116,18 @@ def _place(value: Any) -> Any:
     return places[value]
 
 
+def _op(value: Any) -> str:
+    if value not in ("mean", "sum"):
+        raise ValueError(value)
+    return value
+
+
+def _factor(value: Any) -> float:
+    if not as_number(value) > 0:
+        raise ValueError(value)
+    return as_number(value)
+
+
 def _names(value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Iterable):
@@ -136,6 +148,8 @@ KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "text": (_text, "a name"),
     "mapping": (_mapping, "an object { ... }"),
     "place": (_place, "none, cpu or nvme"),
+    "op": (_op, "mean or sum"),
+    "factor": (_factor, "a number above 0"),
     "names": (_names, "a list of names"),
 }
 """By name: what converts a value, raising ValueError or TypeError, and what to give instead."""

@@ -26,6 +26,9 @@ def engine_options(
         "stage": values[_ZERO + "stage"],
         **dtypes_of(values, model),
         **_accumulation(values, batch.steps),
+        "gradient_predivide_factor": values["gradient_predivide_factor"]
+        if values["prescale_gradients"]
+        else 1.0,
         "loss_scale": loss_scale(given, values),
         "autocast": autocast_of(given, values),
         "leaf_modules": _leaf_modules(values, model),

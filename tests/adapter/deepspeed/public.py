@@ -274,8 +274,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         [
             "zero_optimization.zero_hpz_partition_size",
-            "zero_optimization.zero_quantized_gradients",
-            "zero_optimization.zero_quantized_weights",
         ],
     ),
     "BERT of 2020": (
@@ -288,7 +286,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"},
         },
         [
-            *("curriculum_learning.enabled", "optimizer.type", "prescale_gradients"),
+            *("curriculum_learning.enabled", "optimizer.type"),
             "sparse_attention",
         ],
     ),

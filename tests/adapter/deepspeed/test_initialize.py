@@ -135,6 +135,19 @@ FOUR_TIMES = {"gradient_accumulation_steps": 4, "average_micro_batches": True}
             ),
             {"offload": Offload(params="disk", folder=gettempdir())},
         ),
+        ({"gradient_allreduce_op": "sum"}, {"reduce_op": "sum"}),
+        ({"gradient_predivide_factor": 4.0}, {"gradient_predivide_factor": 1.0}),
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 4.0},
+            {"gradient_predivide_factor": 4.0},
+        ),
+        (
+            nested(
+                "zero_optimization",
+                {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+            ),
+            {"quantized_weights": True, "quantized_gradients": True},
+        ),
         (
             nested("zero_optimization", {"stage": 1, "cpu_offload": True}),
             {"offload": Offload(optimizer="cpu", gradients="cpu")},

@@ -109,6 +109,8 @@ WRONG = {
     "text": (1, ["SGD"]),
     "mapping": (1, "lr"),
     "names": (1, [int]),
+    "op": ("max", 1),
+    "factor": (0, -1, True, "x"),
     "place": ("gpu", 1, "disk", ["cpu"]),
 }
 
@@ -177,7 +179,7 @@ def test_a_dotted_name_is_not_taken_for_a_section() -> None:
 
 def test_all_that_is_wrong_is_in_one_error_and_the_model_is_as_it_was() -> None:
     config = {
-        "prescale_gradients": True,
+        "sparse_gradients": True,
         "gradient_clipping": "auto",
         "train_batch_size": 7,
         "train_micro_batch_size_per_gpu": 2,
@@ -192,7 +194,7 @@ def test_all_that_is_wrong_is_in_one_error_and_the_model_is_as_it_was() -> None:
         initialize(model, config=config)
     lines = [line.strip() for line in str(error.value).splitlines()]
     for path in (
-        "prescale_gradients = True: ",
+        "sparse_gradients = True: ",
         'gradient_clipping = "auto": ',
         "train_batch_size = 7: it is no multiple of ",
         "flops_profiler.enabled = True: ",

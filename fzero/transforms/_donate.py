@@ -67,6 +67,9 @@ def check_alive(state: TrainState) -> None:
     """
     state.setup.axis.rank  # noqa: B018 - raises
     layout = state.setup.layout
+    count = getattr(state.optimizer, "count", None)
+    if isinstance(count, Tensor) and not count.numel():  # parameters may all be empty ones
+        raise DonatedError(_message("optimizer state", layout.groups[0].name))
     every = tuple(range(len(layout.groups)))
     held = (
         ("parameters", state.params, every),

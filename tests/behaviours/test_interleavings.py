@@ -16,7 +16,7 @@ from tests.behaviours.networks import PLACES
 from tests.behaviours.programs import Case, Program, Setting, check, expected, play
 from tests.strategies import tensors
 
-MANY = settings(max_examples=5 * settings().max_examples)
+MANY = settings(max_examples=3 * settings().max_examples)
 ALL = 2 ** len(tensors(RICH)) - 1
 EVERYTHING: Uses = ((ALL,) * 4, (0b0_0010_0011,) * 4, (1, 0, 0b1_0000_1000, 2))
 EVERYWHERE = [

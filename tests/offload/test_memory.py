@@ -43,7 +43,7 @@ def _train(engine: Engine, steps: int = 2) -> None:
         engine.step()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize(("stage", "kinds"), [(0, "o"), (2, "og"), (3, "ogp")])
 def test_state_bytes_say_what_is_on_the_device_and_what_on_disk(
     world_size: int, stage: int, kinds: str, tmp_path: Path

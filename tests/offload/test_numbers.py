@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.adapter.programs import CHOSEN, LOW, TOGETHER, Numbers, Options, Part, Plan, Run, runs
+from tests.adapter.programs import LOW, TOGETHER, Numbers, Options, Part, Plan, Run, runs
 from tests.adapter.same_bits import on_gloo, on_virtual_ranks
 from tests.ranks import run_ranks
 from tests.strategies import worlds
@@ -15,18 +15,17 @@ from tests.strategies import worlds
 STREAMED = Run(3, "torch adamw", "bf16", Plan((Part(False, 2), TOGETHER)), LOW, away="ogp")
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(runs, worlds, st.sampled_from(["o", "g", "og", "ogp"]))
 def test_what_lives_on_disk_is_trained_with_the_same_bits(run: Run, world: int, away: str) -> None:
     away = away if run.stage == 3 else away.replace("p", "")
     compare(run._replace(away=away), world)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
     "run",
     [
-        *(run._replace(away="og") for run in CHOSEN[1:4]),
         STREAMED,
         STREAMED._replace(optimizer="lion", numbers=Numbers(state_dtype=torch.bfloat16)),
         STREAMED._replace(

@@ -46,9 +46,11 @@ def _train(engine: Engine, steps: int = 2) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "kinds"), [(0, "o"), (2, "og"), (3, "ogp")])
 def test_state_bytes_say_what_is_on_the_device_and_what_on_disk(
-    world_size: int, stage: int, kinds: str, tmp_path: Path
+    rank: int, world_size: int, stage: int, kinds: str, tmp_path: Path
 ) -> None:
-    engine = Engine(_net(), torch.optim.AdamW, stage=stage, offload=_away(kinds, tmp_path))
+    own = tmp_path / str(rank)
+    own.mkdir()
+    engine = Engine(_net(), torch.optim.AdamW, stage=stage, offload=_away(kinds, own))
     _train(engine)
     engine(torch.ones(2, WIDTH)).square().mean().backward()
     w = world_size if stage else 1
@@ -64,7 +66,7 @@ def test_state_bytes_say_what_is_on_the_device_and_what_on_disk(
         every = [x for x in leaves if x.ndim and x.numel()]
         assert every
         assert all(is_on_disk(x) == (kind in kinds) for x in every)
-    assert not list(tmp_path.iterdir())  # files have no name there: nothing can be left behind
+    assert not list(own.iterdir())  # files have no name there: nothing can be left behind
 
 
 @on_ranks(1, 2)

@@ -25,7 +25,7 @@ def step_by_formula(
     by_options: Sequence[tuple[dict[str, Any], Sequence[Span]]],
     *,
     precision: Precision,
-    device: torch.device,
+    device: torch.device | None,
     count: Tensor,
 ) -> tuple[list[Tensor], Moments, tuple[Tensor, ...]]:
     """Return (params', moments', masters'), each where, and in the dtype in which, it was.
@@ -37,7 +37,8 @@ def step_by_formula(
     stepped = [precision.stepped(p.dtype) for p in flats.params]
 
     def here(some: Sequence[Tensor]) -> list[Tensor]:
-        return [lent(x, device, dtype) for x, dtype in zip(some, stepped, strict=True)]
+        pairs = zip(some, stepped, strict=True)
+        return [lent(x, device or x.device, dtype) for x, dtype in pairs]
 
     work = here([flats.steps(i) for i in range(len(flats.params))])
     grads, moments = here(flats.grads), [here(some) for some in flats.slots.values()]

@@ -122,10 +122,9 @@ class Optimizer:
 
         `pieces` says which elements belong to which leaf; it is needed only where options differ
         by leaf, and to round by chance. With `owned`, params and state are overwritten; else they
-        stay as they are. `found_inf` and `grad_scale`: see `skips`. `device`: where to compute,
-        by default where the parameters are.
+        stay as they are. `found_inf` and `grad_scale`: see `skips`. `device`: where to compute, if
+        anything lives elsewhere; by default where the parameters are.
         """
-        device = device or next((p.device for p in params), torch.device("cpu"))
         if differentiable or not has_kernel(params):
             return self._by_formula(params, grads, state, pieces, device)
         count = counted(state.count, found_inf)
@@ -171,7 +170,7 @@ class Optimizer:
         grads: Sequence[Tensor],
         state: OptimizerState,
         pieces: Sequence[Piece],
-        device: torch.device,
+        device: torch.device | None,
     ) -> tuple[list[Tensor], OptimizerState]:
         if self.precision.stochastic_rounding:
             raise _not_rounded(self)

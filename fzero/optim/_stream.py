@@ -54,7 +54,7 @@ def step_flats(
     run: Run,
     *,
     precision: Precision,
-    device: torch.device,
+    device: torch.device | None,
     scaled: Scaled,
     owned: bool,
     pieces: Sequence[Piece],
@@ -62,6 +62,7 @@ def step_flats(
 ) -> Slots:
     """Step all flats in place; return the slots.
 
+    device: where to compute, if anything may live elsewhere; None: all is with the parameters.
     owned: gradients may be written to.
     """
     if _is_here(flats, precision, device):
@@ -73,7 +74,7 @@ def step_flats(
             _write_back(flats, i, work[i], None)
         return slots
     made = {name: list(some) for name, some in flats.slots.items()}
-    lane = Lane(device)
+    lane = Lane(device or flats.params[0].device)
     for i, work, grad, slots in _lent(flats, precision, lane):
         grads, told = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
         given = {name: [x] for name, x in slots.items()}
@@ -100,10 +101,12 @@ def counted(count: Tensor, found_inf: Tensor | None) -> Tensor:
     return count.to(found_inf.device) + (1 - found_inf).to(count.dtype)
 
 
-def _is_here(flats: Flats, precision: Precision, device: torch.device) -> bool:
+def _is_here(flats: Flats, precision: Precision, device: torch.device | None) -> bool:
     """Whether everything is on the device, in memory, and in the dtype in which it is stepped."""
     if precision.stochastic_rounding or precision.state_dtype is not None:
-        return False
+        return not flats.params
+    if device is None:
+        return True
     slots = [x for some in flats.slots.values() for x in some]
     every = [*flats.params, *flats.grads, *flats.masters, *slots]
     return all(x.device == device and not is_on_disk(x) for x in every if x.numel())

@@ -132,7 +132,7 @@ class TorchOptimizer:
                 Flats(params, grads, state.masters, state.slots),
                 steps,
                 precision=self.precision,
-                device=device or next((p.device for p in params), torch.device("cpu")),
+                device=device,
                 scaled=Scaled(found_inf, grad_scale),
                 owned=True,  # they are, or copies
                 pieces=pieces,

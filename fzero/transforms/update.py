@@ -202,7 +202,7 @@ def _advance(
     splits = part is not whole
     shards = [cut(setup, full, whole, part) for full in fulls] if splits else fulls
     options: dict[str, Any] = {"differentiable": general, "owned": owned}
-    if setup.offload.params is not None:
+    if not setup.offload.neutral:
         options["device"] = device_of(state)
     if told is not None:
         options["found_inf"], options["grad_scale"] = told

@@ -14,7 +14,6 @@ from fzero.collectives import gather_many
 from fzero.homes import lent
 from fzero.packing import unpack
 from fzero.transforms._donate import empty
-from fzero.transforms._receive import device_of
 
 
 @torch.no_grad()
@@ -46,7 +45,7 @@ def give_back(driver: Driver) -> None:
 
 def _give_parameters(driver: Driver, index: int) -> None:
     flat = driver.state.params.flats[index]
-    here = lent(flat, device_of(driver.state))
+    here = lent(flat, driver.state.device)
     whole = gather_many([here], driver.axis.shards)[0] if driver.sharded else here
     leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
     (driver.params.place if driver.sharded else driver.params.have)(index, leaves)

@@ -32,7 +32,6 @@ from fzero.state import Buffers, Setup, TrainState, progress
 from fzero.state.scale import ScalePolicy, carried
 from fzero.state.window import forget
 from fzero.transforms._pass import Pass
-from fzero.transforms._receive import device_of
 from fzero.transforms._scaled import with_policy, with_value
 from fzero.transforms.init import fill
 
@@ -83,7 +82,7 @@ class Driver:
         paths = [leaf.path for leaf in setup.layout.leaves]
         self.gradients = Gradients([(p, paths[leaf]) for p, leaf in learning])
         self.events = Events(module, learning, self)
-        lower, device = setup.policy.autocast, device_of(state)
+        lower, device = setup.policy.autocast, state.device
         self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
         self.optimizer = optimizer_of(setup, [p for p, _ in learning])

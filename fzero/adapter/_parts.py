@@ -16,7 +16,6 @@ from fzero.homes import lent
 from fzero.optim import OptimizerState, TorchState
 from fzero.packing import unpack
 from fzero.state import Placement, TrainState
-from fzero.transforms._receive import device_of
 
 Slots = Mapping[str, Sequence[Tensor]]
 """{name: flats}: a state of the optimizer for each group that learns."""
@@ -57,14 +56,14 @@ def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
     """Return the full leaves of a group of which this rank has a part, as its optimizer has."""
     setup = state.setup
     held, whole = setup.optimizer_state, Placement.REPLICATED
-    here = lent(part.detach(), device_of(state))
+    here = lent(part.detach(), state.device)
     return unpack(setup.layout, index, gather_parts(setup, [here], held, whole)[0])
 
 
 def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
     """Return what this rank's part of a group has of one leaf: 1-D."""
     low, high, first = _range(state, index, position, part)
-    return lent(part.detach()[low - first : high - first], device_of(state))
+    return lent(part.detach()[low - first : high - first], state.device)
 
 
 def write(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fzero.errors import DonatedError, explain
-from fzero.homes import add_to, is_on_disk
+from fzero.homes import add_to
 from fzero.state import NAMESPACE, Buffers, TrainState
+from fzero.state.offload import Home
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 
 
@@ -48,12 +49,11 @@ def give_back(old: Any, taken: Any) -> None:
                 x.set_(y)
 
 
-def add_donated(old: Buffers, new: Buffers) -> Buffers:
-    """old + new in the memory of `old`, which is used up."""
+def add_donated(old: Buffers, new: Buffers, home: Home) -> Buffers:
+    """old + new in the memory of `old`, which lives at `home` and is used up."""
     kept: Buffers = take_over(old)
-    pairs = list(zip(kept.flats, new.flats, strict=True))
-    if any(mine.device != flat.device or is_on_disk(mine) for mine, flat in pairs):
-        for mine, flat in pairs:
+    if home is not None:
+        for mine, flat in zip(kept.flats, new.flats, strict=True):
             add_to(mine, flat)
     else:
         torch._foreach_add_(list(kept.flats), list(new.flats))

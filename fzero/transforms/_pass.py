@@ -24,7 +24,6 @@ from fzero.transforms._donate import donates
 from fzero.transforms._finite import FiniteCheck, with_found
 from fzero.transforms._receive import (
     accumulate,
-    device_of,
     feed_back,
     filled,
     part_of_update,
@@ -60,7 +59,7 @@ class Pass:
             self.channel = Channel(alone, alone)
         channel = self.channel
         axes = [setup.axis if channel is None else channel.over(setup.axis) for setup in setups]
-        devices = [device_of(state) for state in states]
+        devices = [state.device for state in states]
         self.reducer = Reducer(setups, axes, devices)
         self.finite = FiniteCheck(states)
         self.gatherer = Gatherer([setup.layout for setup in setups], axes)
@@ -254,7 +253,7 @@ class Pass:
 
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
-        self.gatherer.hold_shards(shards, [device_of(state) for state in self.states])
+        self.gatherer.hold_shards(shards, [state.device for state in self.states])
 
     def _decide(self) -> None:
         """Whether anything of the next phase crosses ranks, so that they must agree on it."""

@@ -38,30 +38,31 @@ def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tenso
 
 def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     """Return `state` with gradients of this rank, [W l], added to what waits to be reduced."""
-    new = Buffers(flats=_placed(state, flats), placement=Placement.PARTIAL)
-    pending = state.window.pending
-    if pending.held and donates(state):
-        emptied, _ = window.take(state.window, keep_gathered=True)
-        return state.replace(window=window.put(emptied, add_donated(pending, new)))
-    return state.replace(window=window.put(state.window, new))
-
-
-def _placed(state: TrainState, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients where those of this state live; under a transform they stay where they are."""
-    offload = state.setup.offload
-    if offload.gradients is None or in_transform() or is_recorded(flats):
-        return tuple(flats)
-    return tuple(placed(offload.gradients, flat, offload) for flat in flats)
+    new = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
+    emptied, pending = window.take(state.window, keep_gathered=True)
+    return state.replace(window=window.put(emptied, _added(state, pending, new)))
 
 
 def accumulate(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     """Return `state` with means over ranks, [l] or [W l], added to its reduced gradients."""
-    new, old = Buffers(flats=tuple(flats), placement=state.setup.gradients), state.gradients
-    if old.held and donates(state):
-        return state.replace(gradients=add_donated(old, new))
-    added = buffers.add(old, new)
-    added = Buffers(flats=_placed(state, added.flats), placement=added.placement)
-    return state.replace(gradients=added)
+    new = Buffers(flats=tuple(flats), placement=state.setup.gradients)
+    return state.replace(gradients=_added(state, state.gradients, new))
+
+
+def _added(state: TrainState, old: Buffers, new: Buffers) -> Buffers:
+    """old + new where gradients of this state live; in the memory of `old` if the state donates.
+
+    Under a transform they stay where they are.
+    """
+    offload, donated = state.setup.offload, old.held and donates(state)
+    if offload.gradients is None or in_transform() or is_recorded(new.flats):
+        return add_donated(old, new, None) if donated else buffers.add(old, new)
+    if donated:
+        return add_donated(old, new, offload.gradients)
+    here = tuple(lent(flat, state.device) for flat in old.flats)
+    added = buffers.add(Buffers(flats=here, placement=old.placement), new)
+    flats = tuple(placed(offload.gradients, flat, offload) for flat in added.flats)
+    return Buffers(flats=flats, placement=added.placement)
 
 
 def reduce_pending(state: TrainState) -> TrainState:
@@ -81,7 +82,7 @@ def reduce_window(state: TrainState) -> TrainState:
     state = state.replace(window=emptied)
     flats = take_over(pending).flats if owned else pending.flats
     if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
-        means = mean_of(state.setup, [lent(flat, device_of(state)) for flat in flats])
+        means = mean_of(state.setup, [lent(flat, state.device) for flat in flats])
     else:
         if not owned and state.setup.gradients is Placement.REPLICATED:
             flats = [flat.clone() for flat in flats]  # they are reduced where they stand
@@ -102,7 +103,7 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> tuple[TrainState, di
     setup, channel = state.setup, channel_of(state.setup.axis)
     if channel is None:
         return state, local
-    reducer = Reducer([setup], [channel.over(setup.axis)], [device_of(state)])
+    reducer = Reducer([setup], [channel.over(setup.axis)], [state.device])
     feed_back(state, reducer.feedback[0])
     reducer.give(0, local)
     local.clear()
@@ -148,11 +149,6 @@ def not_differentiable(option: str) -> PhaseError:
             "add_gradients is too.",
         )
     )
-
-
-def device_of(state: TrainState) -> torch.device:
-    """Return where a state computes."""
-    return state.device
 
 
 def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
@@ -213,7 +209,7 @@ def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
     if held.placement is to:
         return held
     if to is Placement.REPLICATED:
-        here = [lent(flat, device_of(state)) for flat in held.flats]
+        here = [lent(flat, state.device) for flat in held.flats]
         return Buffers(flats=tuple(gather_parts(setup, here, held.placement, to)), placement=to)
     parts = tuple(cut(setup, flat, held.placement, to) for flat in held.flats)
     return Buffers(flats=parts, placement=to)
@@ -227,7 +223,7 @@ def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement)
         flat = found.get(index)
         if flat is None:
             numel = setup.numel(index, placement)
-            device = device_of(state)
+            device = state.device
             flat = torch.zeros(numel, dtype=setup.accumulate_dtype(index), device=device)
         flats.append(flat)
     return flats

@@ -21,7 +21,6 @@ from fzero.homes import lent
 from fzero.optim import unscaled
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState, scale, window
 from fzero.state.scale import ExternalScale, LossScale, ScalePolicy
-from fzero.transforms._receive import device_of
 
 
 def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
@@ -42,7 +41,7 @@ def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
                 fix="put one fzero.scale_loss around the whole step.",
             )
         )
-    return state.replace(scale=scale.begin(policy, device_of(state)))
+    return state.replace(scale=scale.begin(policy, state.device))
 
 
 def with_value(state: TrainState) -> TrainState:
@@ -67,7 +66,7 @@ def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def without_scale(state: TrainState, flat: Tensor) -> Tensor:
     """Return a gradient that a state holds divided by its scale; in fp32 for one of 16 bits."""
-    here = lent(flat, device_of(state))
+    here = lent(flat, state.device)
     return here if state.scale is None else unscaled(here, state.scale.scale)
 
 
@@ -95,7 +94,7 @@ def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
     """
     flats = [flat.detach() for flat in gradients.flats if flat.numel()]
     device = held.scale.device
-    here = (lent(flat, device_of(state)) for flat in flats)  # one at a time
+    here = (lent(flat, state.device) for flat in flats)  # one at a time
     sizes = [torch.linalg.vector_norm(flat, ord=float("inf")) for flat in here]
     good = [torch.isfinite(size).to(device) for size in [*sizes, 1 / held.scale]]
     found = (~torch.stack(good).all()).to(torch.float32)

@@ -16,7 +16,7 @@ from fzero.partition import assemble
 from fzero.state import Group, Placement, TrainState, progress
 from fzero.transforms._donate import check_alive, without_donation
 from fzero.transforms._modes import in_transform
-from fzero.transforms._receive import boundary, device_of, place, reduce_pending
+from fzero.transforms._receive import boundary, place, reduce_pending
 from fzero.transforms._scaled import without_scale
 from fzero.transforms._states import flatten_states
 
@@ -105,7 +105,7 @@ def _is_gathered(state: TrainState) -> bool:
 def _full_params(state: TrainState) -> Any:
     check_alive(state)
     held = state.params.flats
-    flats = [lent(flat, device_of(state)) for flat in held]
+    flats = [lent(flat, state.device) for flat in held]
     if _is_gathered(state):
         flats = gather_parts(state.setup, flats, state.params.placement, Placement.REPLICATED)
     elif not in_transform():

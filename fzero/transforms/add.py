@@ -13,7 +13,7 @@ from fzero.packing import pack
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform
-from fzero.transforms._receive import boundary, device_of, mean_of, receive
+from fzero.transforms._receive import boundary, mean_of, receive
 from fzero.transforms._scaled import times_scale, with_value
 
 
@@ -76,7 +76,7 @@ def _flats(state: TrainState, grads: Any) -> list[Any]:
     found = []
     for index in layout.trainable:
         group, dtype = layout.groups[index], setup.accumulate_dtype(index)
-        device = device_of(state)
+        device = state.device
         parts = []
         for leaf in group.leaves:
             one, like = given[leaf], layout.leaves[leaf]

@@ -16,7 +16,6 @@ from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.precision import Autocast, SafeModules, sixteen_bit_error
 from fzero.state.scale import dynamic
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
-from fzero.transforms._receive import device_of
 from fzero.transforms._scaled import with_policy
 from fzero.transforms._states import flatten_states, map_states
 
@@ -102,7 +101,7 @@ def autocast(
         for one in states if computes else ():
             _require_fp32(one)
         if computes and not warned[0]:
-            warned[0] = _warn_of_other(computes, device_of(states[0]))
+            warned[0] = _warn_of_other(computes, states[0].device)
         state = map_states("autocast", lambda one: one.replace_policy(autocast=computes), state)
         state, aux = returned_pair("autocast", inner, inner(state, *args, **kwargs))
         return map_states("autocast", lambda one: one.replace_policy(autocast=before), state), aux

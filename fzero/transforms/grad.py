@@ -35,7 +35,7 @@ from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
-from fzero.transforms._receive import device_of, mean_of, not_differentiable, receive
+from fzero.transforms._receive import mean_of, not_differentiable, receive
 from fzero.transforms._scaled import scales_of, with_value
 from fzero.transforms._states import S, flatten_states
 
@@ -89,7 +89,7 @@ def grad_and_reduce(
     @functools.wraps(fn, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def loss_of(params: list[Any]) -> Any:
-            with computed_in(states[0].setup.policy.autocast, device_of(states[0])):
+            with computed_in(states[0].setup.policy.autocast, states[0].device):
                 return fn(optree.tree_unflatten(treespec, params), *args, **kwargs)
 
         require_autograd("grad_and_reduce")
@@ -285,7 +285,7 @@ def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     fulls = state.window.gathered
     if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
         pairs = zip(layout.groups, state.params.flats, strict=True)
-        device = device_of(state)
+        device = state.device
         sent = [lent(flat, device, group.communication_dtype) for group, flat in pairs]
         fulls = tuple(gather_many(sent, setup.axis.shards))
         if setup.gathering.reshard_after_forward == "window" and state.window.is_open:

@@ -15,7 +15,6 @@ from fzero.state import TrainState
 from fzero.state.offload import Home, Offload, as_offload
 from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order
-from fzero.transforms._receive import device_of
 from fzero.transforms._states import map_states
 
 
@@ -119,7 +118,7 @@ def _living(state: TrainState, record: Offload) -> TrainState:
                 fix="put one fzero.offload around the whole step.",
             )
         )
-    here = device_of(state)
+    here = state.device
     resolved = as_offload(record, setup.stage, [torch.empty(0, device=here)])
     moved = state.replace(setup=dataclasses.replace(setup, offload=resolved))
     return at_home(moved, device=here)

@@ -25,7 +25,7 @@ from fzero.transforms._finite import report_of
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._pieces import pieces_of
-from fzero.transforms._receive import boundary, device_of, reduce_pending
+from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._scaled import after_update, chosen, found_inf, with_value, without_scale
 from fzero.transforms._states import S, flatten_states
 
@@ -203,7 +203,7 @@ def _advance(
     shards = [cut(setup, full, whole, part) for full in fulls] if splits else fulls
     options: dict[str, Any] = {"differentiable": general, "owned": owned}
     if not setup.offload.neutral:
-        options["device"] = device_of(state)
+        options["device"] = state.device
     if told is not None:
         options["found_inf"], options["grad_scale"] = told
     try:
@@ -261,7 +261,7 @@ def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buf
     def of(flat: Tensor) -> Any:
         return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
 
-    device, offload = device_of(state), state.setup.offload
+    device, offload = state.device, state.setup.offload
     if donates(state):
         owned: Buffers = take_over(gradients)
         for flat in owned.flats:
@@ -288,4 +288,4 @@ def _norm(state: TrainState, flats: Iterable[Tensor], placement: Placement) -> T
     setup = state.setup
     ordered = setup.reduction.ordered
     axis = setup.over(placement)  # replicas have the same elements, which count once
-    return norm_of(flats, axis, ordered=ordered, device=device_of(state))
+    return norm_of(flats, axis, ordered=ordered, device=state.device)

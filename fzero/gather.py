@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero.collectives import InFlight, broadcast, start_gather
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.group_shard import GroupShard as GroupShard
+from fzero.group_shard import GroupShard
 from fzero.homes import page_out
 from fzero.mesh import Axis
 from fzero.packing import unpack

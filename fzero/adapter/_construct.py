@@ -18,7 +18,7 @@ from fzero.adapter._replace import in_place_of
 from fzero.collectives import broadcast, broadcast_from_first
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.gather import Gatherer
-from fzero.gather import GroupShard as GroupShard
+from fzero.group_shard import GroupShard
 from fzero.mesh import Axis, MeshLike, Runtime, axis_of
 from fzero.packing import pack
 from fzero.partition import plan_layout, shard_of

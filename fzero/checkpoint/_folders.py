@@ -56,7 +56,7 @@ def keep(folder: Path) -> int:
     """
     held = os.open(folder / LOCK, os.O_RDONLY)
     _flock(held, alone=False)
-    if not os.fstat(held).st_nlink:  # it was removed while this waited
+    if _is_removed(held):  # while this waited
         let_go(held)
         raise FileNotFoundError(folder / LOCK)
     return held
@@ -134,12 +134,18 @@ def _remove_if_unused(path: Path, folder: Path) -> None:
             folder.rmdir()
         return
     with kept(held):
-        if _flock(held, alone=True) and not _is_named(path, folder.name):
+        free = _flock(held, alone=True) and not _is_removed(held)
+        if free and not _is_named(path, folder.name):
             for file in sorted(folder.iterdir(), key=lambda file: file.name == LOCK):
                 with suppress(OSError):
                     file.unlink()  # the lock last: until then nobody takes the rest for good
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _is_removed(held: int) -> bool:
+    """Whether another sweep removed the folder between this lock's opening and its locking."""
+    return not os.fstat(held).st_nlink
 
 
 def _is_named(path: Path, data: str) -> bool:

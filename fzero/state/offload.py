@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -76,10 +75,10 @@ def is_on_disk(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.untyped_storage().filename is not None
 
 
-def as_offload(given: Any, stage: int, tensors: Iterable[Tensor]) -> Offload:
+def as_offload(given: Any, stage: int, device: torch.device) -> Offload:
     """Return the record of `Engine(offload=...)` for a model; None is everything on the device.
 
-    tensors: the model's parameters. It computes where they are, before any of them is offloaded.
+    device: where the model computes, if its parameters are to live elsewhere.
 
     Raises `LayoutError` for what is no such record, and for parameters below stage 3.
     """
@@ -101,7 +100,4 @@ def as_offload(given: Any, stage: int, tensors: Iterable[Tensor]) -> Offload:
                 fix="use stage=3, or leave params out.",
             )
         )
-    if given.params is None:
-        return given
-    device = next((x.device for x in tensors if not x.is_meta), torch.get_default_device())
-    return replace(given, device=device)
+    return given if given.params is None else replace(given, device=device)

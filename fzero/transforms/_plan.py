@@ -72,7 +72,7 @@ def plan(
             optimizer_over=optimizer_over,
             reduction=check_quantized(stage, axis, reduction, gathering),
             gathering=replace(gathering, persistent=_units_of(layout, small)),
-            offload=as_offload(offload, stage, named.values()),
+            offload=as_offload(offload, stage, _device(named)),
         )
         facts = _facts(_checked(setup), autocast)
     assert_same_everywhere(facts, axis, what=COMPARED)
@@ -83,6 +83,11 @@ def _checked(setup: Setup) -> Setup:
     require_folder(setup.offload)
     require_precision(setup.optimizer, setup.layout.leaves, setup.reduction)
     return setup
+
+
+def _device(named: Mapping[str, Tensor]) -> torch.device:
+    """Where the model computes: where its parameters are, before any of them is offloaded."""
+    return next((p.device for p in named.values() if not p.is_meta), torch.get_default_device())
 
 
 def _small(named: Mapping[str, Tensor], most: int, stage: int, axis: Axis) -> set[str]:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
-import torch
-
 from fzero.errors import PhaseError, explain
 from fzero.homes import at_home
 from fzero.state import TrainState
@@ -119,6 +117,6 @@ def _living(state: TrainState, record: Offload) -> TrainState:
             )
         )
     here = state.device
-    resolved = as_offload(record, setup.stage, [torch.empty(0, device=here)])
+    resolved = as_offload(record, setup.stage, here)
     moved = state.replace(setup=dataclasses.replace(setup, offload=resolved))
     return at_home(moved, device=here)

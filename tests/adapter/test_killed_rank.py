@@ -67,7 +67,7 @@ def survivors(
     tmp_path: Path, world_size: int, stage: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[float, bool, str]]:
     """How every other rank ended: seconds after the victim, whether by AxisError, its text."""
-    monkeypatch.setenv("FZERO_TIMEOUT_S", "15")
+    monkeypatch.setenv("FZERO_TIMEOUT_S", str(TIMEOUT_S))
     script = tmp_path / "killed.py"
     script.write_text(SCRIPT)
     done = spawn_script(script, world_size, [str(stage), where], timeout_s=60.0)
@@ -81,6 +81,11 @@ def survivors(
     assert set(found) - {world_size - 1} == set(range(world_size - 1)), done.stdout + done.stderr
     return [found[rank] for rank in range(world_size - 1)]
 
+
+# gloo notices a closed connection at once, but for a transfer that starts while it is being closed:
+# that one ends at the timeout (seen under load). A rank that hangs without dying is noticed by
+# timeouts alone, and two gathers may wait one after the other.
+TIMEOUT_S = 15
 
 slow = pytest.mark.slow
 CHOSEN = [(2, 0, "backward"), (3, 3, "forward"), (2, 2, "step")]
@@ -101,7 +106,8 @@ def test_when_a_rank_is_killed_or_hangs_in_a_step_the_others_end_with_an_axis_er
     for seconds, by_axis, text in survivors(tmp_path, world_size, stage, where, monkeypatch):
         assert by_axis, text
         assert "Usual cause: " in text and "Fix: " in text, text
-        assert seconds < (30 if where == "stop" else 10), f"after {seconds} s: {text}"
+        timeouts = 2 if where == "stop" else 1
+        assert seconds < timeouts * TIMEOUT_S + 5, f"after {seconds} s: {text}"
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=slow)])

@@ -160,10 +160,15 @@ def _warmup(
     warmup_num_steps: Any = 1000,
     warmup_type: Any = "log",
 ) -> Callable[[int], Options]:
-    peak = _lrs(optimizer)[0] if warmup_max_lr is None else warmup_max_lr
-    low, high = _each(warmup_min_lr, optimizer), _each(peak, optimizer)
+    low, high = _ends(optimizer, warmup_min_lr, warmup_max_lr)
     steps, kind = max(2, as_int(warmup_num_steps)), _kind(warmup_type)
     return lambda t: _between(low, high, warmed_up(t, steps, kind))
+
+
+def _ends(optimizer: Optimizer, low: Any, high: Any) -> tuple[list[float], list[float]]:
+    """The learning rates of a warm-up's begin and end; its end is by default the optimizer's."""
+    peak = _lrs(optimizer)[0] if high is None else high
+    return _each(low, optimizer), _each(peak, optimizer)
 
 
 def _warmup_decay(
@@ -174,8 +179,7 @@ def _warmup_decay(
     warmup_num_steps: Any = 1000,
     warmup_type: Any = "log",
 ) -> Callable[[int], Options]:
-    peak = _lrs(optimizer)[0] if warmup_max_lr is None else warmup_max_lr
-    low, high = _each(warmup_min_lr, optimizer), _each(peak, optimizer)
+    low, high = _ends(optimizer, warmup_min_lr, warmup_max_lr)
     steps, total = max(2, as_int(warmup_num_steps)), as_int(total_num_steps)
     kind = _kind(warmup_type)
     return lambda t: _between(low, high, decayed(t, steps, total, kind))

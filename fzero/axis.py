@@ -120,6 +120,11 @@ class Axis:
         replicas, names = self.dims
         return self._part(names[0], replicas, self.size // replicas)
 
+    def as_virtual(self) -> Axis:
+        """The same ranks as virtual ones: what a trace, or a plan, knows them as."""
+        runtime = Runtime.LOCAL if self.size == 1 else Runtime.VIRTUAL
+        return replace(self, runtime=runtime, group_name="")
+
     def _part(self, name: str, size: int, stride: int) -> Axis:
         if size == 1:
             return Axis(name=name, size=1)

@@ -76,6 +76,6 @@ def _is_shared(flat: Tensor, written: set[int]) -> bool:
     """Whether a gradient is a view of more memory, or of that of an earlier one."""
     storage = flat.untyped_storage()
     shared = storage.nbytes() != flat.numel() * flat.element_size()
-    shared = shared or storage.data_ptr() in written
-    written.add(storage.data_ptr())
+    shared = shared or storage._cdata in written
+    written.add(storage._cdata)
     return shared

@@ -15,7 +15,7 @@ from fzero.axis import Axis as Axis
 from fzero.axis import Dims
 from fzero.axis import Runtime as Runtime
 from fzero.errors import AxisError, explain
-from fzero.virtual import current_ranks
+from fzero.virtual import current_ranks, is_abstract
 
 _RUNNING: list[Axis] = []
 """The axes of the steps that run now, so that `pmean(x)` in a loss needs no argument.
@@ -89,6 +89,11 @@ def axis_of(mesh: MeshLike) -> Axis:
                 "the sizes (replicas, shards) of the world's two dims.",
             )
         )
+    axis = _axis_of_mesh(mesh)
+    return axis.as_virtual() if is_abstract() else axis
+
+
+def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
     if mesh.get_coordinate() is None:
         raise AxisError(
             explain(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +41,33 @@ class Here(NamedTuple):
     size: int
     exchange: Callable[[str, Any], list[Any]]
     kept: dict[Any, Any]  # what is to live as long as this run of the rank
+    is_abstract: bool = False  # the others do not run: see `abstract_rank`
 
 
 def current_ranks() -> Here | None:
     """Return the calling thread's virtual rank, or None in an ordinary thread."""
     return getattr(_LOCAL, "here", None)
+
+
+@contextmanager
+def abstract_rank(rank: int, size: int) -> Iterator[None]:
+    """Be rank `rank` of `size` in this block, without the others: each is taken to do the same.
+
+    What ranks tell each other is then what this one says. What a collective gives has a shape and
+    no values: inside of a trace, or with fake tensors, it is an op.
+    """
+    before = current_ranks()
+    _LOCAL.here = Here(rank, size, lambda _, value: [value] * size, {}, is_abstract=True)
+    try:
+        yield
+    finally:
+        _LOCAL.here = before
+
+
+def is_abstract() -> bool:
+    """Whether this is an abstract rank."""
+    here = current_ranks()
+    return here is not None and here.is_abstract
 
 
 def require_no_trace(op: str) -> None:
@@ -61,7 +84,7 @@ def require_no_trace(op: str) -> None:
 
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is under way on this rank."""
-    if current_ranks() is None:
+    if current_ranks() is None or is_abstract():
         return forward_ad._current_level >= 0
     return eager_transforms.JVP_NESTING > _BASE_NESTING
 

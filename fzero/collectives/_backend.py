@@ -20,10 +20,10 @@ class Started(NamedTuple):
     op: str
     axis: Axis
     works: Sequence[Any]
-    finish: Callable[[], list[Tensor]]
+    finish: Callable[[], list[Any]]  # what it gives: tensors; of an exchange the rows of all ranks
     held: Sequence[Tensor] = ()  # what the works read, which must live as long as they do
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> list[Any]:
         """Wait for the works, then finish; once only, for finishing may communicate again."""
         self.join()
         return self.finish()
@@ -38,7 +38,7 @@ class Started(NamedTuple):
         wait_for(self.works, self.op, self.axis)
 
 
-def given(outs: Sequence[Tensor], axis: Axis) -> Started:
+def given(outs: Sequence[Any], axis: Axis) -> Started:
     """What is there already, as if it had been started."""
     return Started("nothing", axis, (), lambda: list(outs))
 

@@ -148,7 +148,7 @@ class Channel:
     def _complete(self) -> None:
         posted, self._posted = self._posted, None
         if posted is not None:
-            rows = posted.wait()[0].tolist()
+            rows = posted.wait()
             self._unread = [
                 Message(
                     Kind(row[0]), row[1], row[2], row[3], tuple(code for code in row[4:] if code)

@@ -39,7 +39,7 @@ from fzero.collectives._exchange import (
 from fzero.collectives._log import note
 from fzero.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.virtual import current_ranks, require_no_trace
+from fzero.virtual import current_ranks, is_abstract, require_no_trace
 
 
 def all_gather(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
@@ -67,7 +67,10 @@ def gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> None:
 def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
     """Start `all_gather`."""
     shards = [shard.contiguous() for shard in shards]
-    if axis.runtime is Runtime.VIRTUAL:
+    if is_abstract():
+        outs = _as_op("all_gather", shards, axis)
+        started = given(outs, axis)
+    elif axis.runtime is Runtime.VIRTUAL:
         outs = [torch.cat(per_rank) for per_rank in _swap("all_gather", shards, axis)]
         started = given(outs, axis)
     else:
@@ -83,6 +86,8 @@ def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) 
     fulls = [full.contiguous() for full in fulls]
     for full in fulls:
         note("reduce_scatter", axis, full.numel(), full.dtype)
+    if is_abstract():
+        return given(_as_op("reduce_scatter", fulls, axis, ordered), axis)
     if axis.runtime is Runtime.VIRTUAL:
         per_buffer = _swap("reduce_scatter", fulls, axis)
         rows = [
@@ -107,6 +112,8 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
     """Start to give each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
     for full in fulls:
         note("all_to_all", axis, full.numel(), full.dtype)
+    if is_abstract():
+        return given(_as_op("all_to_all", fulls, axis), axis)
     if axis.runtime is Runtime.VIRTUAL:
         per_buffer = _swap("all_to_all", fulls, axis)
         outs = [torch.cat([x.chunk(axis.size)[axis.rank] for x in xs]) for xs in per_buffer]
@@ -120,6 +127,8 @@ def begin_all_reduce(
     """Start `all_reduce`. Summed by exchange, its gather is communicated when it is waited for."""
     for value in values:
         note("all_reduce", axis, value.numel(), value.dtype)
+    if is_abstract():
+        return given(_as_op("all_reduce", values, axis, ordered), axis)
     if axis.runtime is Runtime.VIRTUAL:
         return given([sum_in_order(xs) for xs in _swap("all_reduce", values, axis)], axis)
     group = axis.group()
@@ -137,6 +146,10 @@ def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
     for full in fulls:
         note("all_gather", axis, full.numel(), full.dtype)
     shards = [full.chunk(axis.size)[axis.rank] for full in fulls]
+    if is_abstract():
+        for full, whole in zip(fulls, _as_op("all_gather", shards, axis), strict=True):
+            full.copy_(whole)
+        return given(fulls, axis)
     if axis.runtime is Runtime.VIRTUAL:
         for full, per_rank in zip(fulls, _swap("all_gather", shards, axis), strict=True):
             full.copy_(torch.cat(per_rank))
@@ -148,6 +161,8 @@ def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]
     """Each [*t] -> [*t]: the values of one rank of the axis, on every rank."""
     for value in values:
         note("broadcast", axis, value.numel(), value.dtype)
+    if is_abstract():
+        return [value.clone() for value in values]  # the same on every rank
     if axis.runtime is Runtime.VIRTUAL:
         # A copy for each rank: ranks may write into what they hold.
         return [per_rank[source].clone() for per_rank in _swap("broadcast", values, axis)]
@@ -166,17 +181,17 @@ def begin_exchange(codes: Sequence[int], axis: Axis, *, width: int) -> Started:
     """
     filled = [*codes, *(0 for _ in range(width - len(codes)))]
     if axis.runtime is Runtime.LOCAL:
-        return given([torch.tensor([filled])], axis)
+        return given([filled], axis)
     note("agree", axis, width * axis.size, torch.int64)
     if axis.runtime is Runtime.VIRTUAL:
         everyone = _exchange(f"agree {width} {axis.group_name}", filled, axis)
-        return given([torch.tensor(everyone)], axis)
+        return given(everyone, axis)
     group = axis.group()
     mine = torch.tensor(filled, dtype=torch.int64)
     out = torch.empty(axis.size * width, dtype=torch.int64)
     with explained("agree", axis):
         work = native("all_gather")(out, mine, group=group, async_op=True)
-    return Started("agree", axis, [work], lambda: [out.view(axis.size, width)], [mine])
+    return Started("agree", axis, [work], lambda: out.view(axis.size, width).tolist(), [mine])
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
@@ -200,6 +215,13 @@ def _swap(op: str, values: Sequence[Tensor], axis: Axis) -> list[tuple[Tensor, .
     handed = [v.clone() for v in values]
     per_rank = _exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), handed, axis)
     return list(zip(*per_rank, strict=True))
+
+
+def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, ordered: bool = False) -> list[Tensor]:
+    """The collective as one op, of which an abstract rank has the shapes alone."""
+    group = axis.group().group_name if axis.group_name else ""
+    op = getattr(torch.ops.fzero, name)
+    return op(list(xs), axis.name, group, axis.size, ordered) if xs else []
 
 
 def _exchange(what: str, value: Any, axis: Axis) -> list[Any]:

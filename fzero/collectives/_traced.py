@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives import _lowering as lowering
+from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
+from fzero.virtual import is_abstract
 
 
 def is_traced(xs: Sequence[Tensor]) -> bool:
@@ -38,6 +40,12 @@ def all_reduce(xs: list[Tensor], name: str, group: str, size: int, ordered: bool
     return lowering.all_reduce(xs, _axis(name, group, size), ordered=ordered)
 
 
+@torch.library.custom_op("fzero::all_to_all", mutates_args=())
+def all_to_all(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    """Each [size l] -> [size l]."""
+    return lowering.begin_all_to_all(xs, _axis(name, group, size)).wait()
+
+
 @all_gather.register_fake
 def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     return [x.new_empty(size * x.shape[0], *x.shape[1:]) for x in xs]
@@ -53,8 +61,21 @@ def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
 
 
+@all_to_all.register_fake
+def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    return [torch.empty_like(x) for x in xs]
+
+
 RUN = {"gather": all_gather, "scatter": reduce_scatter, "reduce": all_reduce}
 
 
 def _axis(name: str, group: str, size: int) -> Axis:
+    if is_abstract():
+        raise AxisError(
+            explain(
+                f"a collective over axis {name!r} of {size} abstract ranks was given real values.",
+                cause="a tensor with values inside of a step that is planned or traced.",
+                fix="make tensors from the arguments of the step: x.new_zeros(...), zeros_like(x).",
+            )
+        )
     return Axis(name=name, size=size, runtime=Runtime.PROCESSES, group_name=group)

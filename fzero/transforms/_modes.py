@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.errors import PhaseError, explain
-from fzero.virtual import in_forward_mode
+from fzero.virtual import in_forward_mode, is_abstract
 
 
 def in_transform() -> bool:
@@ -35,6 +35,14 @@ def require_autograd(name: str) -> None:
 def is_recorded(tensors: Iterable[Any]) -> bool:
     """Whether this call is being traced (make_fx, fake tensors)."""
     return get_proxy_mode() is not None or any(isinstance(t, FakeTensor) for t in tensors)
+
+
+def needs_func(tensors: Iterable[Any]) -> bool:
+    """Whether gradients are made by torch.func: under a transform, or recorded on one real rank.
+
+    What is recorded on an abstract rank is what runs on real ones.
+    """
+    return in_transform() or (is_recorded(tensors) and not is_abstract())
 
 
 def wants_graph(tensors: Iterable[Any]) -> bool:

@@ -16,7 +16,7 @@ from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
 from fzero.transforms._finite import Report, first_of
-from fzero.transforms._modes import in_transform, is_recorded
+from fzero.transforms._modes import in_transform, is_recorded, needs_func
 
 
 def receive(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
@@ -81,7 +81,7 @@ def reduce_window(state: TrainState) -> TrainState:
     emptied, pending = window.take(state.window)
     state = state.replace(window=emptied)
     flats = take_over(pending).flats if owned else pending.flats
-    if in_transform() or is_recorded(flats) or any(flat.requires_grad for flat in flats):
+    if needs_func(flats) or any(flat.requires_grad for flat in flats):
         means = mean_of(state.setup, [lent(flat, state.device) for flat in flats])
     else:
         if not owned and state.setup.gradients is Placement.REPLICATED:
@@ -184,7 +184,7 @@ def boundary(
     by_axis: dict[Axis, list[str]] = {}
     for state in states:
         flats = state.params.flats
-        if state.setup.axis.runtime is Runtime.LOCAL or in_transform() or is_recorded(flats):
+        if state.setup.axis.runtime is Runtime.LOCAL or needs_func(flats):
             continue
         lines = by_axis.setdefault(state.setup.axis, [name])
         policy, counted = state.setup.policy, state.progress

@@ -32,7 +32,7 @@ from fzero.transforms._differentiate import (
 )
 from fzero.transforms._donate import check_alive
 from fzero.transforms._finite import found_at_once, require_values, with_found
-from fzero.transforms._modes import in_transform, is_recorded, require_autograd, wants_graph
+from fzero.transforms._modes import needs_func, require_autograd, wants_graph
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
 from fzero.transforms._receive import mean_of, not_differentiable, receive
@@ -112,7 +112,7 @@ def _differentiate(
 ) -> tuple[list[TrainState], Result]:
     tensors = [flat for state in states for flat in state.params.flats]
     given = optree.tree_leaves(arguments, namespace=NAMESPACE)
-    if in_transform() or is_recorded(tensors) or wants_graph([*tensors, *given]):
+    if needs_func(tensors) or wants_graph([*tensors, *given]):
         return _by_func(loss_of, states, has_aux=has_aux)
     return _by_autograd(loss_of, states, has_aux=has_aux)
 
@@ -250,10 +250,10 @@ _DETACHED = explain(
 def _apart(result: Result, states: Sequence[TrainState]) -> Result:
     """Copy what the loss returned if it is a view of a state's buffer: that may be donated."""
     flats = [flat for state in states for flat in state.params.flats if flat.numel()]
-    ours = {flat.untyped_storage().data_ptr() for flat in flats}
+    ours = {flat.untyped_storage()._cdata for flat in flats}
 
     def copied(x: Any) -> Any:
-        shared = type(x) is Tensor and x.numel() and x.untyped_storage().data_ptr() in ours
+        shared = type(x) is Tensor and x.numel() and x.untyped_storage()._cdata in ours
         return x.clone() if shared else x
 
     aux: Any = optree.tree_map(copied, result.aux, namespace=NAMESPACE)

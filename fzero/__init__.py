@@ -28,6 +28,7 @@ from fzero.functional import functionalize
 from fzero.mesh import Axis, axis_index, axis_size, world
 from fzero.state import DynamicScale, TrainState, state_bytes
 from fzero.state.offload import Offload
+from fzero.trace import check_spmd, trace
 from fzero.transforms import (
     accumulate,
     add_gradients,
@@ -74,6 +75,7 @@ __all__ = [
     "axis_size",
     "certify",
     "check_finite",
+    "check_spmd",
     "checkpoint",
     "clip",
     "coalesce",
@@ -98,6 +100,7 @@ __all__ = [
     "simulate",
     "state",
     "state_bytes",
+    "trace",
     "world",
 ]
 

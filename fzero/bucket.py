@@ -64,7 +64,9 @@ class Bucket:
         if gradients and flat is None:
             count = len(self.layout.groups[self.index].leaves)
             flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
-            is_view = to_write and flat.data_ptr() == gradients.popitem()[1].data_ptr()
+            is_view = to_write and _is_shared(
+                flat, {gradients.popitem()[1].untyped_storage()._cdata}
+            )
             if (is_view and waited is None) or (written is not None and _is_shared(flat, written)):
                 flat = flat.clone()
         if flat is None or waited is None:

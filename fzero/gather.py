@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.collectives import InFlight, broadcast, start_gather
+from fzero.collectives import InFlight, about, broadcast, start_gather
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.group_shard import GroupShard
 from fzero.homes import page_out
@@ -237,7 +237,12 @@ class Gatherer:
     def _started(self, unit: int, *, exact: bool) -> InFlight:
         shards = [self.groups[group].sent(exact=exact) for group in self.units[unit]]
         as_blocks = not exact and self._is_quantized(unit)
-        return start_gather(shards, self._axes[unit].shards, as_blocks=as_blocks)
+        with about(lambda: self._paths(unit)):
+            return start_gather(shards, self._axes[unit].shards, as_blocks=as_blocks)
+
+    def _paths(self, unit: int) -> list[tuple[str, ...]]:
+        groups = [self.groups[group] for group in self.units[unit]]
+        return [path for one in groups for path in one.layout.paths([one.index])]
 
     def _is_quantized(self, unit: int) -> bool:
         groups = [self.groups[group] for group in self.units[unit]]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fzero.bucket import Bucket
-from fzero.collectives import InFlight, start_all_to_all, start_reduce, start_scatter
+from fzero.collectives import InFlight, about, start_all_to_all, start_reduce, start_scatter
 from fzero.errors import AxisError
 from fzero.homes import add_to, lent, placed
 from fzero.mesh import Axis, Runtime
@@ -134,12 +134,13 @@ class Reducer:
         pairs = zip(indices, taken, strict=True)
         local = [self._sent(state, i, x, mine=mine) for i, x in pairs]
         ordered = setup.reduction.ordered
-        if setup.quantizes_gradients:
-            flight = start_all_to_all(local, self.axes[state])
-        elif sharded:
-            flight = start_scatter(local, self.axes[state].shards, ordered=ordered)
-        else:  # in place
-            flight = start_reduce(local, self.axes[state], ordered=ordered)
+        with about(lambda: setup.layout.paths(indices)):
+            if setup.quantizes_gradients:
+                flight = start_all_to_all(local, self.axes[state])
+            elif sharded:
+                flight = start_scatter(local, self.axes[state].shards, ordered=ordered)
+            else:  # in place
+                flight = start_reduce(local, self.axes[state], ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
             self.land()
@@ -161,7 +162,7 @@ class Reducer:
         # In the order of the starts: what is waited for may communicate again.
         self._land_across()
         unit, flight = self._flights.popleft()
-        state = self._units[unit][0]
+        state, indices = self._units[unit]
         setup, axis = self.setups[state], self.axes[state]
         if axis.dims is None or not self.is_bounded(unit):
             self._add_mean(unit, flight)
@@ -169,7 +170,8 @@ class Reducer:
         over_all = setup.gradients is Placement.OVER_ALL
         start = start_scatter if over_all else start_reduce
         summed = flight.wait()
-        crossing = start(summed, axis.replicas, ordered=setup.reduction.ordered)
+        with about(lambda: setup.layout.paths(indices)):
+            crossing = start(summed, axis.replicas, ordered=setup.reduction.ordered)
         self._across.append((unit, crossing))
 
     def _land_across(self) -> None:

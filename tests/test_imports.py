@@ -29,7 +29,7 @@ LEVELS = (
     ("replay",),
     ("sequence",),
     ("transforms",),
-    ("adapter",),
+    ("adapter", "trace"),
     ("certify",),
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.

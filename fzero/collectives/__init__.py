@@ -3,6 +3,7 @@
 from fzero.collectives._agree import assert_same_everywhere as assert_same_everywhere
 from fzero.collectives._agree import broadcast as broadcast
 from fzero.collectives._agree import broadcast_from_first as broadcast_from_first
+from fzero.collectives._agree import disagreement as disagreement
 from fzero.collectives._agree import told_everywhere as told_everywhere
 from fzero.collectives._api import all_gather as all_gather
 from fzero.collectives._api import all_reduce as all_reduce
@@ -22,6 +23,7 @@ from fzero.collectives._functions import reduce_many as reduce_many
 from fzero.collectives._functions import reduce_owned as reduce_owned
 from fzero.collectives._functions import scatter_many as scatter_many
 from fzero.collectives._log import CollectiveLog as CollectiveLog
+from fzero.collectives._log import about as about
 from fzero.collectives._log import count_collectives as count_collectives
 from fzero.collectives._lowering import gather_in_place as gather_in_place
 from fzero.collectives._parts import cut as cut

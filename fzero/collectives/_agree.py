@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._channels import channel_of
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError, MismatchError, explain
 from fzero.mesh import Axis, Runtime
 
 _CALL = "init, an Engine or a checkpoint"
@@ -32,12 +32,16 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
     number = int.from_bytes(digest[:7], "big")
     if len(set(channel.call(_CALL, number))) == 1:
         return
-    everyone = channel.tell(list(lines))
+    raise disagreement(channel.tell(list(lines)), what=what)
+
+
+def disagreement(everyone: Sequence[Sequence[str]], *, what: str) -> MismatchError:
+    """Return the error that names the first rank and line that differ, of the lines of each."""
     mine = everyone[0]
     rank, theirs = next((r, other) for r, other in enumerate(everyone) if other != mine)
     at = next(i for i in range(max(len(mine), len(theirs))) if mine[i : i + 1] != theirs[i : i + 1])
     zero, other = ((side[at] if at < len(side) else "nothing") for side in (mine, theirs))
-    raise AxisError(
+    return MismatchError(
         explain(
             f"the ranks disagree about {what}: rank 0 has {zero}, rank {rank} has {other}.",
             cause="the model or an option was built from something that differs by rank.",

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 
 from fzero.mesh import Axis
+from fzero.virtual import current_ranks
 
 _LOGS: list[CollectiveLog] = []
 """Open logs: of the process, for a backward runs in a thread of autograd's own on a GPU."""
+
+
+class _About(threading.local):
+    """The parameters that the buffers of a collective are about, while it begins."""
+
+    paths: Iterator[tuple[str, ...]] = iter(())
+
+
+_ABOUT = _About()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +37,7 @@ class CollectiveEvent:
     numel: int  # of the full buffer: the gathered result, or what was reduced
     dtype: torch.dtype
     wire_bytes: int  # that this rank sends, on the ring lower bound
+    paths: tuple[str, ...] = ()  # of the parameters that it is about; none for the user's own
 
 
 @dataclass(slots=True)
@@ -68,17 +81,42 @@ def count_collectives() -> Iterator[CollectiveLog]:
         >>> out, log.counts()
         (tensor([2., 2.]), {'all_reduce': 1})
     """
-    log = CollectiveLog()
-    _LOGS.append(log)
+    log, logs = CollectiveLog(), _open_logs()
+    logs.append(log)
     try:
         yield log
     finally:
-        _LOGS[:] = [other for other in _LOGS if other is not log]
+        logs[:] = [other for other in logs if other is not log]
+
+
+def _open_logs() -> list[CollectiveLog]:
+    """Those that see what is issued here. What an abstract rank does is issued nowhere."""
+    here = current_ranks()
+    if here is not None and here.is_abstract:
+        return here.kept.setdefault(CollectiveLog, [])
+    return _LOGS
+
+
+@contextmanager
+def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Iterator[None]:
+    """Say in open logs which parameters the buffers of the collective in this block are about.
+
+    `paths` gives those of each buffer that is not empty, in order; again for a second collective.
+    """
+    if not _open_logs():
+        yield
+        return
+    _ABOUT.paths = cycle(paths())
+    try:
+        yield
+    finally:
+        _ABOUT.paths = iter(())
 
 
 def note(op: str, axis: Axis, numel: int, dtype: torch.dtype) -> None:
     """Tell every open log about one buffer; `numel` is that of the full (not sharded) side."""
-    if not _LOGS:
+    logs = _open_logs()
+    if not logs:
         return
     one_way = numel * dtype.itemsize * (axis.size - 1) // axis.size
     wire_bytes = 2 * one_way if op == "all_reduce" else one_way
@@ -89,6 +127,7 @@ def note(op: str, axis: Axis, numel: int, dtype: torch.dtype) -> None:
         numel=numel,
         dtype=dtype,
         wire_bytes=wire_bytes,
+        paths=() if op == "agree" else next(_ABOUT.paths, ()),
     )
-    for log in _LOGS:
+    for log in logs:
         log.events.append(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -79,6 +80,11 @@ class Layout:
     def trainable(self) -> tuple[int, ...]:
         """Indices of the groups that have gradients and optimizer state."""
         return tuple(i for i, group in enumerate(self.groups) if group.trainable)
+
+    def paths(self, indices: Iterable[int]) -> list[tuple[str, ...]]:
+        """Return the paths of the leaves of each of these groups that is not empty."""
+        groups = [self.groups[i] for i in indices if self.groups[i].shard_numel]
+        return [tuple(self.leaves[leaf].path for leaf in group.leaves) for group in groups]
 
     def full_numel(self, index: int) -> int:
         """Elements of group `index` with its padding."""

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import cut, gather_parts, gather_parts_in_place
+from fzero.collectives import about, cut, gather_parts, gather_parts_in_place
 from fzero.homes import at_home, change, lent, placed
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
@@ -214,12 +214,13 @@ def _advance(
         give_back((state.params, state.optimizer), (held, optimizer))
         raise
     if splits and setup.axis.size > 1:
-        if owned:  # the shards were written where they stand
-            wanted = [full for full in fulls if full.numel()]
-            gather_parts_in_place(setup, wanted, part, whole)
-            new = fulls
-        else:
-            new = gather_parts(setup, new, part, whole)
+        with about(lambda: layout.paths(layout.trainable)):
+            if owned:  # the shards were written where they stand
+                wanted = [full for full in fulls if full.numel()]
+                gather_parts_in_place(setup, wanted, part, whole)
+                new = fulls
+            else:
+                new = gather_parts(setup, new, part, whole)
     flats = list(held.flats)
     for i, flat in zip(layout.trainable, new, strict=True):
         flats[i] = flat

@@ -1,0 +1,15 @@
+"""The step as one flat graph of ops: every kernel and collective of one rank, with no number run.
+
+trace(step)(state, batch) --> Trace
+    print(t), t.ops            what runs, in order
+    t.collectives, .wire_bytes, .flops, .live_bytes   counted
+    t.diff(other)              what two ranks, or two stages, do differently
+check_spmd(step, state, args)  do all ranks make the same collectives?
+"""
+
+from fzero.trace._api import trace as trace
+from fzero.trace._diff import TraceDiff as TraceDiff
+from fzero.trace._record import Op as Op
+from fzero.trace._record import Value as Value
+from fzero.trace._spmd import check_spmd as check_spmd
+from fzero.trace._trace import Trace as Trace

@@ -1,0 +1,197 @@
+"""From a recorded graph to the ops of a trace: names, phases, counts, and what is alive."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+from fzero.collectives._log import CollectiveEvent
+from fzero.trace._program import BACKWARD, Program
+from fzero.trace._record import Op, Phase, Value
+
+COLLECTIVES = "fzero"
+"""The namespace of the ops that communicate."""
+
+
+def ops_of(program: Program) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[Value, ...]]:
+    """Return the inputs, the ops and the outputs of a program."""
+    nodes = list(program.graph.graph.nodes)
+    names = dict(zip(nodes, _names(nodes), strict=True))
+    phases = _phases(nodes, program.inputs)
+    events = deque(event for event in program.log.of(program.rank) if event.op != "agree")
+    ops = []
+    for node in nodes:
+        if node.op == "call_function" and not _is_item(node):
+            about = [events.popleft() for _ in node.args[0]] if is_collective(node) else []
+            ops.append(_op(node, names, phases[node], about))
+    inputs = tuple(
+        replace(_values(node, names)[0], path=path)
+        for node, path in zip(_inputs(nodes), program.inputs, strict=True)
+    )
+    outputs = tuple(
+        replace(_values(node, names)[0], path=path)
+        for node, path in zip(nodes[-1].args[0], program.outputs, strict=True)
+    )
+    live = _live_bytes(nodes)
+    return inputs, tuple(map(_with_live, ops, live)), outputs
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node is an op that communicates."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
+
+
+def _with_live(op: Op, live_bytes: int) -> Op:
+    return replace(op, live_bytes=live_bytes)
+
+
+def _inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if node.op == "placeholder"]
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Whether a node only takes one of several results of another one."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:
+    """a, b, ..., z, aa, ...: one for each value."""
+    letters = itertools.chain.from_iterable(
+        map("".join, itertools.product(string.ascii_lowercase, repeat=n))
+        for n in itertools.count(1)
+    )
+    for node in nodes:
+        several = any(map(_is_item, node.users)) and not _is_item(node)
+        yield "" if several or node.op == "output" else next(letters)
+
+
+def _values(node: fx.Node, names: dict[fx.Node, str]) -> list[Value]:
+    """What a node gives: one value, or those that are taken from it."""
+    items = [user for user in node.users if _is_item(user)]
+    made = items or [node]
+    return [
+        Value(name=names[one], shape=tuple(one.meta["val"].shape), dtype=one.meta["val"].dtype)
+        for one in made
+        if isinstance(one.meta.get("val"), Tensor)
+    ]
+
+
+def _op(
+    node: fx.Node,
+    names: dict[fx.Node, str],
+    phase: Phase,
+    about: Sequence[CollectiveEvent],
+) -> Op:
+    target: Any = node.target
+    kind = "compute"
+    if about:
+        kind = "collective"
+    elif target.is_view or target in _SAME:
+        kind = "view"
+    elif torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE:
+        kind = "pointwise"
+    return Op(
+        name=target._schema.name.split("::")[1],
+        phase=phase,
+        reads=tuple(names[one] for one in node.all_input_nodes),
+        gives=tuple(_values(node, names)),
+        detail=_detail(about),
+        wire_bytes=sum(event.wire_bytes for event in about),
+        flops=_flops(node),
+        kind=kind,
+    )
+
+
+_ELEMENTWISE = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("_to_copy", "clone", "copy", "empty_like", "full_like", "ones_like", "zeros_like")
+)
+"""Ops that a compiler puts into one kernel with pointwise ones, and that torch does not tag."""
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.lift_fresh_copy.default)
+"""Ops that give the values of their argument."""
+
+
+def _detail(about: Sequence[CollectiveEvent]) -> str:
+    if not about:
+        return ""
+    paths = ", ".join(path for event in about for path in event.paths)
+    return f"{about[0].axis}: {paths}" if paths else about[0].axis
+
+
+def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Phase]:
+    """Say what each node is part of.
+
+    Up to the last op that autograd runs, its own and what they lead to are backward, the rest
+    forward. Behind it, the update begins where the state is read.
+    """
+    marked = [bool(node.meta.get("custom", {}).get(BACKWARD)) for node in nodes]
+    last = max((i for i, inside in enumerate(marked) if inside), default=-1)
+    of_gradient: set[fx.Node] = set()
+    of_state = {
+        node for node, path in zip(_inputs(nodes), paths, strict=True) if path.startswith("state")
+    }
+    phases: dict[fx.Node, Phase] = {}
+    updates = False
+    for i, node in enumerate(nodes):
+        if marked[i] or any(one in of_gradient for one in node.all_input_nodes):
+            of_gradient.add(node)
+        updates = updates or (i > last and any(one in of_state for one in node.all_input_nodes))
+        before = i <= last and node not in of_gradient
+        phases[node] = "forward" if before else "update" if updates else "backward"
+    return phases
+
+
+def _flops(node: fx.Node) -> int:
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs, out = tree_map(_value, (node.args, node.kwargs, node))
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+def _value(x: Any) -> Any:
+    return x.meta.get("val") if isinstance(x, fx.Node) else x
+
+
+def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
+    """Bytes alive while each op runs: a storage lives from its op to its last reader.
+
+    The inputs, and what is an output, live to the end.
+    """
+    order = {node: i for i, node in enumerate(nodes)}
+    size: dict[int, int] = {}
+    born: dict[int, int] = {}
+    dies: dict[int, int] = defaultdict(int)
+    for node in nodes:
+        for key, nbytes in _storages(node.meta.get("val")):
+            size[key] = nbytes
+            born[key] = min(born.get(key, order[node]), order[node])
+            readers = [order[user] for user in node.users]
+            end = len(nodes) if node.op in ("placeholder", "get_attr") else order[node]
+            dies[key] = max(dies[key], end, *readers, 0)
+    changes = [0] * (len(nodes) + 2)
+    for key, nbytes in size.items():
+        changes[0 if nodes[born[key]].op == "placeholder" else born[key]] += nbytes
+        changes[min(dies[key], len(nodes)) + 1] -= nbytes
+    alive = list(itertools.accumulate(changes))
+    return [
+        alive[i]
+        for i, node in enumerate(nodes)
+        if node.op == "call_function" and not _is_item(node)
+    ]
+
+
+def _storages(val: Any) -> list[tuple[int, int]]:
+    tensors = val if isinstance(val, list | tuple) else [val]
+    found = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
+    return [(storage._cdata, storage.nbytes()) for storage in found]

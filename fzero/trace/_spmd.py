@@ -1,0 +1,75 @@
+"""`check_spmd`: do all ranks make the same collectives, in the same order?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fzero.collectives import assert_same_everywhere, disagreement, told_everywhere
+from fzero.trace._api import program_of
+from fzero.trace._ops import ops_of
+from fzero.trace._record import Op
+from fzero.transforms._pipeline import Step
+from fzero.transforms._states import flatten_states
+
+
+def check_spmd(step: Callable[..., Any], state: Any, args: Any = ()) -> tuple[str, ...]:
+    """Return the collectives of a step, in order, if every rank makes the same ones.
+
+    Each rank's program is traced (see `fzero.trace`), and compared before any of its collectives is
+    issued. Ranks that read other parameters, or read them in another order, are found, too; stage 3
+    serves them, at the price of a slower step.
+
+    Args:
+        step: (state, *args) -> (state, aux); or `fzero.simulate` of one, whose ranks are then all
+            traced here, one after the other.
+        state: as the step is given it.
+        args: the further arguments of the step, a tuple; what is no tuple is the only one.
+
+    Returns:
+        A line for each collective: what it is, the axis, the parameters, the shapes it gives. In
+        processes this is a collective itself: every rank calls it.
+
+    Raises:
+        MismatchError: on every rank, for programs that differ: the first collective in which they
+            do, the ranks, and the parameters that it is about.
+        PhaseError: as `fzero.trace` does.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     return state, fzero.pmean(x) if fzero.axis_index() < 2 else x
+        >>> step = fzero.simulate(fzero.shard(step_fn, stage=0), world_size=3)
+        >>> state = step.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0))
+        >>> check_spmd(step, state, torch.ones(3, 2))
+        Traceback (most recent call last):
+            ...
+        fzero.errors.MismatchError: the ranks disagree about the collectives of the step: rank 0 has
+        0: all_reduce dp -> f32[2], rank 2 has nothing.
+        Usual cause: ...
+    """
+    arguments = (state, *(args if isinstance(args, tuple) else (args,)))
+    axis = flatten_states("check_spmd", state)[0][0].setup.axis
+    if isinstance(step, Step) and step.name == "simulate":
+        everyone = [_schedule(step, arguments, rank) for rank in range(axis.size)]
+        if any(other != everyone[0] for other in everyone):
+            raise disagreement(everyone, what=_WHAT)
+        return everyone[0]
+    with told_everywhere(axis, what=_WHAT):
+        mine = _schedule(step, arguments, None)
+    assert_same_everywhere(mine, axis, what=_WHAT)
+    return mine
+
+
+_WHAT = "the collectives of the step"
+
+
+def _schedule(
+    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None
+) -> tuple[str, ...]:
+    collectives = (op for op in ops_of(program_of(step, arguments, rank))[1] if op.is_collective)
+    return tuple(f"{number}: {_line(op)}" for number, op in enumerate(collectives))
+
+
+def _line(op: Op) -> str:
+    return f"{op.name} {op.detail} -> {' '.join(map(str, op.gives))}"

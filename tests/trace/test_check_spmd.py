@@ -1,0 +1,103 @@
+"""`check_spmd` names the first collective in which ranks differ, before any of them is issued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero.errors import MismatchError
+from tests.adapter.on_ranks import on_ranks
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def layers() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return fzero.functionalize(nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"}))
+
+
+def through(params: Any, order: str, x: Tensor) -> Tensor:
+    for name in order:
+        x = torch.nn.functional.linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
+    return x.sum()
+
+
+def same(params: Any, x: Tensor) -> Tensor:
+    return through(params, "abc", x)
+
+
+def other_order(params: Any, x: Tensor) -> Tensor:
+    return through(params, "abc" if fzero.axis_index() != 1 else "acb", x)
+
+
+def skips_one(params: Any, x: Tensor) -> Tensor:
+    return through(params, "abc" if fzero.axis_index() != 1 else "ab", x)
+
+
+def says_more(params: Any, x: Tensor) -> Tensor:
+    extra = fzero.psum(x) if fzero.axis_index() == 1 else x
+    return through(params, "abc", extra)
+
+
+def other_size(params: Any, x: Tensor) -> Tensor:
+    rows = 2 if fzero.axis_index() == 1 else 3
+    return through(params, "abc", fzero.psum(x[:rows]))
+
+
+def step_of(loss: Loss, stage: int) -> Any:
+    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        state, value = fzero.grad_and_reduce(loss, state)(x)
+        return fzero.apply_gradients(state), value
+
+    return fzero.shard(step_fn, stage=stage)
+
+
+SAID: dict[Loss, str] = {
+    other_order: r"rank 0 has 1: all_gather dp: b\.weight, b\.bias -> f32\[24\], rank 1 has "
+    r"1: all_gather dp: c\.weight",
+    skips_one: r"rank 0 has 2: all_gather dp: c\.weight, .*rank 1 has 2: all_gather dp: b\.weight",
+    says_more: r"rank 0 has 1: all_gather dp: b\.weight, .*rank 1 has 1: all_reduce dp -> "
+    r"f32\[3,4\]",
+    other_size: r"rank 0 has 1: all_reduce dp -> f32\[3,4\], rank 1 has 1: .* f32\[2,4\]",
+}
+
+
+@pytest.mark.parametrize("loss", SAID)
+def test_a_rank_that_differs_is_named(loss: Loss) -> None:
+    step = fzero.simulate(step_of(loss, 3), world_size=3)
+    state = step.init(layers()[1], fzero.optim.sgd(0.5))
+    with pytest.raises(MismatchError, match=SAID[loss]):
+        fzero.check_spmd(step, state, torch.ones(3, 3, 4))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_that_do_the_same_are_told_what(stage: int) -> None:
+    step = fzero.simulate(step_of(same, stage), world_size=3)
+    state = step.init(layers()[1], fzero.optim.sgd(0.5))
+    found = fzero.check_spmd(step, state, (torch.ones(3, 3, 4),))
+    with fzero.count_collectives() as log:
+        step(step(state, torch.ones(3, 3, 4))[0], torch.ones(3, 3, 4))
+    kinds = [event.op for event in log.of(0) if event.op != "agree"]
+    assert len(kinds) == 2 * len(found)
+    alone = fzero.simulate(step_of(other_order, stage), world_size=1)
+    state = alone.init(layers()[1], fzero.optim.sgd(0.5))
+    assert fzero.check_spmd(alone, state, torch.ones(1, 3, 4)) == ()
+
+
+@on_ranks(2)
+def test_processes_hear_of_it_before_anything_is_sent(rank: int) -> None:
+    step = step_of(other_size, 3)
+    state = step.init(layers()[1], fzero.optim.sgd(0.5))
+    with fzero.count_collectives() as log, pytest.raises(MismatchError, match=SAID[other_size]):
+        fzero.check_spmd(step, state, torch.ones(3, 4))
+    assert set(log.counts()) == {"agree"}  # one round, and the lines
+    good = step_of(same, 3)
+    lines = fzero.check_spmd(good, state, torch.ones(3, 4))
+    assert [line.split()[1] for line in lines].count("reduce_scatter") == 3
+    state, loss = good(state, torch.ones(3, 4))  # and the ranks are in step
+    assert torch.isfinite(loss)

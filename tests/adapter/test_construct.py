@@ -145,7 +145,7 @@ class Stack(nn.Sequential):
             self.append(Counted(seen))
 
 
-@on_ranks(2, 3)
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_no_rank_ever_holds_more_than_one_full_parameter(rank: int) -> None:
     before, seen = full_weights(), []
     layers = made(rank, lambda: Stack(seen))

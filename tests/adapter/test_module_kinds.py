@@ -123,7 +123,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@on_ranks(1, 2, 3, 4, timeout_s=30)
+@on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow), 4, timeout_s=30)
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_and_updates_of_every_kind_are_those_of_plain_pytorch(
     rank: int, world_size: int, name: str

@@ -106,7 +106,7 @@ def adversaries(es: Sequence[Any], draw: Draw) -> None:
     (10 * (g.norm(dim=1) - 1).square().mean()).backward()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow))
 @pytest.mark.parametrize("program", [chain, side_by_side, interleaved, in_windows, adversaries])
 def test_two_engines_of_any_stages_under_one_loss_each_have_their_gradients(
     rank: int, world_size: int, program: Together

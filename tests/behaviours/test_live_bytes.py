@@ -13,6 +13,7 @@ first backwards of stage 3, which record the schedule, may hold a unit more.
 
 from __future__ import annotations
 
+import itertools
 import functools
 import gc
 from collections.abc import Callable
@@ -158,9 +159,14 @@ def close_of(rank: int, size: int, stage: int) -> None:
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("kind", [ByEngine, BySteps])
+QUICK = ((ByEngine, 2, None), (ByEngine, 3, 0.1), (BySteps, 1, 0.1), (BySteps, 3, None))
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product((ByEngine, BySteps), (1, 2, 3), (None, 0.1))
+]
+
+
+@pytest.mark.parametrize(("kind", "stage", "max_norm"), CASES)
 def test_a_step_holds_what_its_stage_and_its_schedule_promise(
     kind: type, stage: int, max_norm: float | None
 ) -> None:

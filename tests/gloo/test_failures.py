@@ -165,7 +165,11 @@ except fzero.AxisError:
 """
 
 
-@pytest.mark.parametrize(("stage", "ends"), [(0, "dies"), (2, "dies"), (3, "dies"), (3, "sleeps")])
+ENDS = [(2, "dies"), (3, "sleeps")]
+ENDS += [pytest.param(stage, "dies", marks=pytest.mark.slow) for stage in (0, 3)]
+
+
+@pytest.mark.parametrize(("stage", "ends"), ENDS)
 def test_a_rank_that_is_killed_or_hangs_ends_the_others_within_the_timeout(
     stage: int, ends: str, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_errors_of_one_rank() -> None:
     assert "ZeroDivisionError: on purpose" in last
 
 
+@pytest.mark.slow
 def test_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_killed(3, "cpu", tmp_path, monkeypatch)
 

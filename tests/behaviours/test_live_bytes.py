@@ -158,7 +158,6 @@ def close_of(rank: int, size: int, stage: int) -> None:
         assert 3 * P <= live.alive() <= 3 * P + SLACK, live.alive()
 
 
-@pytest.mark.xdist_group("gloo")
 QUICK = ((ByEngine, 2, None), (ByEngine, 3, 0.1), (BySteps, 1, 0.1), (BySteps, 3, None))
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
@@ -166,6 +165,7 @@ CASES = [
 ]
 
 
+@pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize(("kind", "stage", "max_norm"), CASES)
 def test_a_step_holds_what_its_stage_and_its_schedule_promise(
     kind: type, stage: int, max_norm: float | None

@@ -13,9 +13,9 @@ first backwards of stage 3, which record the schedule, may hold a unit more.
 
 from __future__ import annotations
 
-import itertools
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

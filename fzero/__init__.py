@@ -16,6 +16,7 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
+from fzero.compile import compile
 from fzero.errors import (
     AxisError,
     DonatedError,
@@ -79,6 +80,7 @@ __all__ = [
     "checkpoint",
     "clip",
     "coalesce",
+    "compile",
     "count_collectives",
     "full_gradients",
     "full_params",

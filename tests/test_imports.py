@@ -30,7 +30,7 @@ LEVELS = (
     ("sequence",),
     ("transforms",),
     ("adapter", "trace"),
-    ("certify",),
+    ("certify", "compile"),
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.
 SIDE = ("checkpoint", "plan", "plot")

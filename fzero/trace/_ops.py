@@ -50,6 +50,11 @@ def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
 
 
+def in_backward(node: fx.Node) -> bool:
+    """Whether autograd ran a node."""
+    return bool(node.meta.get("custom", {}).get(BACKWARD))
+
+
 def _with_live(op: Op, live_bytes: int) -> Op:
     return replace(op, live_bytes=live_bytes)
 
@@ -134,7 +139,7 @@ def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Pha
     Up to the last op that autograd runs, its own and what they lead to are backward, the rest
     forward. Behind it, the update begins where the state is read.
     """
-    marked = [bool(node.meta.get("custom", {}).get(BACKWARD)) for node in nodes]
+    marked = list(map(in_backward, nodes))
     last = max((i for i, inside in enumerate(marked) if inside), default=-1)
     of_gradient: set[fx.Node] = set()
     of_state = {

@@ -1,0 +1,206 @@
+"""From a graph to what runs, in its order: segments of ops, and starts and waits of collectives.
+
+A segment is what lies between two collectives, compiled as one. A collective is started where it
+stands in the graph and waited for where its result is read first: what lies between runs beside it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from fzero.collectives import InFlight, start_all_to_all, start_gather, start_reduce, start_scatter
+from fzero.mesh import Axis
+from fzero.trace import is_collective
+
+Env = dict[str, Any]  # values by the name of their node
+
+
+class Compiler(Protocol):
+    """graph, example tensors -> a function of such tensors that returns a list."""
+
+    def __call__(self, graph: fx.GraphModule, examples: Sequence[Tensor], /) -> Callable[..., Any]:
+        """Compile."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Ops that run as one."""
+
+    run: Callable[..., Any]
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+
+    def __call__(self, env: Env) -> None:
+        """Run them."""
+        env.update(zip(self.gives, self.run(*[env[name] for name in self.reads]), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A collective begins."""
+
+    op: str
+    axis: Axis
+    ordered: bool
+    reads: tuple[str, ...]
+    gives: str
+    owns: bool  # whether nothing else reads what it is given, which it may then write to
+
+    def __call__(self, env: Env) -> None:
+        """Start it."""
+        xs = [env[name].contiguous() for name in self.reads]
+        if self.op == "all_gather":
+            env[self.gives] = start_gather(xs, self.axis)
+        elif self.op == "reduce_scatter":
+            env[self.gives] = start_scatter(xs, self.axis, ordered=self.ordered)
+        elif self.op == "all_reduce":
+            xs = xs if self.owns else [x.clone() for x in xs]
+            env[self.gives] = start_reduce(xs, self.axis, ordered=self.ordered)
+        else:
+            env[self.gives] = start_all_to_all(xs, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective must be over; `gives` are its results, by their place among them."""
+
+    reads: str
+    gives: tuple[tuple[str, int], ...]
+
+    def __call__(self, env: Env) -> None:
+        """Wait for it."""
+        flight: InFlight = env[self.reads]
+        outs = flight.wait()
+        env.update((name, outs[at]) for name, at in self.gives)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Values that nobody reads any more."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, env: Env) -> None:
+        """Let go of them."""
+        for name in self.names:
+            del env[name]
+
+
+Action = Segment | Start | Wait | Drop
+
+
+def actions_of(
+    graph: fx.GraphModule, axes: dict[str, Axis], compiler: Compiler
+) -> tuple[Action, ...]:
+    """Return what runs, for a graph whose collectives go over these axes, by name."""
+    actions: list[Action] = []
+    run: list[fx.Node] = []
+    pending: set[fx.Node] = set()
+
+    def flush() -> None:
+        if run:
+            actions.append(_segment(graph, run, compiler))
+            run.clear()
+
+    def wait(node: fx.Node) -> None:
+        pending.discard(node)
+        items = tuple((user.name, int(user.args[1])) for user in node.users)  # type: ignore
+        actions.append(Wait(node.name, items))
+
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if _is_item(node) and is_collective(node.args[0]):
+            continue
+        needed = [x.args[0] for x in node.all_input_nodes if _is_item(x) and x.args[0] in pending]
+        if is_collective(node) or needed or node.op == "output":
+            flush()
+        rest = [x for x in graph.graph.nodes if x in pending] if node.op == "output" else needed
+        for one in dict.fromkeys(rest):
+            wait(one)
+        if is_collective(node):
+            actions.append(_start(node, axes))
+            pending.add(node)
+        elif node.op != "output":
+            run.append(node)
+    return _with_drops(actions, {x.name for x in graph.graph.output_node().all_input_nodes})
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _start(node: fx.Node, axes: dict[str, Axis]) -> Start:
+    xs, name, _, _, ordered = node.args
+    inputs: Any = xs
+    return Start(
+        op=node.target._schema.name.split("::")[1],  # type: ignore
+        axis=axes[str(name)],
+        ordered=bool(ordered),
+        reads=tuple(x.name for x in inputs),
+        gives=node.name,
+        owns=all(_is_alone(x) for x in inputs),
+    )
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether a buffer was made for its only reader: by a copy, and not as a view."""
+    made = getattr(node.target, "overloadpacket", None) in (
+        torch.ops.aten.cat,
+        torch.ops.aten.clone,
+    )
+    same = node.target is torch.ops.aten.detach.default and len(node.users) == 1
+    return (made and len(node.users) == 1) or (same and _is_alone(node.all_input_nodes[0]))
+
+
+def _segment(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler) -> Segment:
+    inside = set(nodes)
+    outside = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
+    reads = [x for x in outside if x.op != "get_attr"]
+    gives = [
+        node for node in nodes if any(user not in inside for user in node.users) and _is_value(node)
+    ]
+    part, copies = fx.Graph(), {}
+    for x in reads:
+        copies[x] = part.placeholder(x.name)
+        copies[x].meta = x.meta
+    constants = [x for x in outside if x.op == "get_attr"]
+    for node in (*constants, *nodes):
+        copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output(tuple(copies[node] for node in gives))
+    module = fx.GraphModule(graph, part)
+    run = compiler(module, [x.meta["val"] for x in reads])
+    return Segment(run, tuple(x.name for x in reads), tuple(node.name for node in gives))
+
+
+def _is_value(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _with_drops(actions: Sequence[Action], results: set[str]) -> tuple[Action, ...]:
+    """Let each value go behind its last reader."""
+    needed, made = set(results), list[Action]()
+    for action in reversed(actions):
+        reads, gives = _names(action)
+        gone = [name for name in (*reads, *gives) if name not in needed]
+        needed.update(reads)
+        if gone:
+            made.append(Drop(tuple(dict.fromkeys(gone))))
+        made.append(action)
+    return tuple(reversed(made))
+
+
+def _names(action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What an action reads, and what it gives; what is on the way is waited for later."""
+    if isinstance(action, Wait):
+        return (action.reads,), tuple(name for name, _ in action.gives)
+    if isinstance(action, Segment):
+        return action.reads, action.gives
+    return (action.reads, ()) if isinstance(action, Start) else ((), ())

@@ -1,0 +1,167 @@
+"""A compiled step against the step: the same bits where sums are exact, the same bytes sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero.errors import LayoutError, MismatchError, PhaseError
+from fzero.state import NAMESPACE
+from tests.adapter.on_ranks import on_ranks
+from tests.oracle import square_loss
+from tests.strategies import same
+
+# torch warns where inductor is first imported
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
+RULE = fzero.optim.sgd(2.0**-8, momentum=0.5)
+
+
+def params() -> dict[str, Any]:
+    """Uneven sizes, a scalar, a frozen one, an empty one."""
+    torch.manual_seed(0)
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    values = {f"w{i}": torch.randint(-2, 3, (n, 3)).float() for i, n in enumerate((5, 7, 4, 2))}
+    return values | {"scalar": torch.ones(()), "empty": torch.empty(0, 3), "frozen": frozen}
+
+
+def step_fn(state: Any, xs: Tensor) -> tuple[Any, Any]:
+    for x in xs:
+        state, loss = fzero.grad_and_reduce(square_loss, state)(x)
+    return fzero.apply_gradients(state), {"loss": fzero.pmean(loss), "count": len(xs)}
+
+
+WRAPS: dict[str, Any] = {
+    "plain": lambda fn: fn,
+    "coalesced": fzero.coalesce,
+    "clipped": lambda fn: fzero.clip(fn, max_norm=1e9),  # a factor of exactly 1
+}
+
+
+def leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def check(stage: int, wrap: str, rank: int, **options: Any) -> tuple[Any, Any]:
+    """Three steps of both, bit for bit; return what the last one sent."""
+    step = fzero.shard(WRAPS[wrap](step_fn), stage=stage, bucket_bytes=100)
+    compiled = fzero.compile(step, backend="eager", **options)
+    state = other = compiled.init(params(), RULE)
+    logs = []
+    for number in range(3):
+        xs = torch.tensor([number + rank, 2 * rank]).float()
+        with fzero.count_collectives() as log:
+            state, aux = step(state, xs)
+        logs[:] = [log]
+        with fzero.count_collectives() as log:
+            other, found = compiled(other, xs)
+        logs.append(log)
+        same(leaves(other), leaves(state))
+        assert found["count"] == 2 and torch.equal(found["loss"], aux["loss"])
+    same(fzero.full_params(other), fzero.full_params(state))
+    assert other.setup == state.setup and other.progress == state.progress
+    return logs[0], logs[1]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_on_one_rank_it_has_the_bits_of_the_step(stage: int) -> None:
+    check(stage, "clipped", 0)
+
+
+SENT = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@on_ranks(2, 3)
+def test_on_several_ranks_it_has_the_bits_of_the_step_and_sends_its_bytes(
+    rank: int, world_size: int
+) -> None:
+    for stage in range(4):
+        for wrap in WRAPS if world_size == 2 else ("plain",):
+            log, other = check(stage, wrap, rank)
+            assert log.wire_bytes(ops=SENT) == other.wire_bytes(ops=SENT) > 0
+            assert other.counts()["agree"] == 1 <= log.counts()["agree"]
+            calls, merged = (sum(one.counts().get(k, 0) for k in SENT) for one in (log, other))
+            assert merged < calls or (stage == 0 and wrap == "coalesced")
+
+
+@on_ranks(2)
+def test_ranks_that_run_other_graphs_are_told(rank: int) -> None:
+    def other_fn(state: Any, xs: Tensor) -> tuple[Any, Any]:
+        extra = fzero.psum(xs) if rank else xs
+        return step_fn(state, extra)
+
+    step = fzero.compile(fzero.shard(other_fn, stage=2), backend="eager")
+    state = step.init(params(), RULE)
+    with pytest.raises(MismatchError, match="the ranks make different calls"):
+        step(state, torch.ones(2))
+
+
+def test_other_shapes_are_other_graphs_up_to_a_bound() -> None:
+    step = fzero.shard(step_fn, stage=0)
+    compiled = fzero.compile(step, backend="eager", max_graphs=2)
+    state = compiled.init(params(), RULE)
+    for length in (1, 2, 1, 2):
+        made = compiled(state, torch.ones(length)), step(state, torch.ones(length))
+        same(*map(leaves, made))
+    with pytest.warns(UserWarning, match=r"there are 2 graphs, (?s:.*) raise max_graphs"):
+        made = compiled(state, torch.ones(3))
+    same(leaves(made), leaves(step(state, torch.ones(3))))
+    same(leaves(compiled(state, torch.ones(1))), leaves(step(state, torch.ones(1))))
+
+
+def test_inductor_computes_the_same() -> None:
+    torch.manual_seed(0)
+    apply, values = fzero.functionalize(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+
+    def train(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        state, loss = fzero.grad_and_reduce(lambda p, x: apply(p, x).square().mean(), state)(x)
+        return fzero.apply_gradients(state), loss
+
+    step = fzero.shard(train, stage=0)
+    compiled = fzero.compile(step)
+    state = other = step.init(values, fzero.optim.adamw(1e-2))
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        state, loss = step(state, x)
+        other, found = compiled(other, x)
+        torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(fzero.full_params(other), fzero.full_params(state))
+
+
+def test_what_cannot_be_compiled_says_so() -> None:
+    step = fzero.shard(step_fn, stage=0)
+    with pytest.raises(LayoutError, match=r"max_graphs=-1, backend='cuda'"):
+        fzero.compile(step, max_graphs=-1, backend="cuda")  # type: ignore
+    with pytest.raises(LayoutError, match=r"fzero.compile around compile"):
+        fzero.compile(fzero.compile(step))
+    simulated = fzero.simulate(fzero.compile(step), world_size=2)
+    state = simulated.init(params(), RULE)
+    with pytest.raises(PhaseError, match="compiled step on virtual ranks"):
+        simulated(state, torch.ones(2, 2))
+
+    def reads(state: Any, x: Tensor) -> tuple[Any, float]:
+        return state, float(x.sum())
+
+    compiled = fzero.compile(fzero.shard(reads, stage=0), backend="eager")
+    state = compiled.init(params(), RULE)
+    with pytest.raises(PhaseError, match="reads values of a tensor"):
+        compiled(state, torch.ones(2))
+    weight = nn.Parameter(torch.ones(2))
+    instance = fzero.optim.from_torch(torch.optim.SGD([weight], lr=0.1))
+    compiled = fzero.compile(step, backend="eager")
+    with pytest.raises(LayoutError, match="read from a SGD at each update"):
+        compiled(compiled.init({"w": weight}, instance), torch.ones(2))
+
+
+def test_a_trace_of_it_is_that_of_the_step() -> None:
+    step = fzero.shard(step_fn, stage=0)
+    compiled = fzero.compile(step, backend="eager")
+    state, xs = compiled.init(params(), RULE), torch.ones(2)
+    assert fzero.trace(compiled)(state, xs).diff(fzero.trace(step)(state, xs)).equal
+    assert repr(compiled) == "compile(backend='eager') . shard(stage=0) . step_fn"

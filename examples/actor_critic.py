@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fzero
 
-END, MOVES, EPISODES, STEPS = 8, 24, 32, 40
+END, MOVES, EPISODES, STEPS = 8, 24, 36, 40
 DISCOUNT, TOLERANCE = 0.95, 1e-9
 STAGES, RATES = {"actor": 2, "critic": 3}, {"actor": 3e-2, "critic": 1e-1}
 

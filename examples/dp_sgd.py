@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fzero
 
-SAMPLES, FEATURES, STEPS, CHUNK = 64, 4, 30, 16
+SAMPLES, FEATURES, STEPS, CHUNK = 60, 4, 30, 15
 CLIP, NOISE, LR = 1.0, 0.5, 0.5  # the sum over a batch gets noise of deviation NOISE x CLIP
 TOLERANCE = 1e-12
 

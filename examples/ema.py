@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fzero
 from fzero.state import NAMESPACE
 
-FEATURES, BATCH, STEPS = 8, 16, 200
+FEATURES, BATCH, STEPS = 8, 12, 200
 LR, DECAY, TOLERANCE = 0.3, 0.97, 1e-12
 
 torch.manual_seed(0)

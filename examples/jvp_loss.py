@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fzero
 
-POINTS, STEPS, LR, TOLERANCE = 32, 120, 1e-2, 1e-10
+POINTS, STEPS, LR, TOLERANCE = 36, 120, 1e-2, 1e-10
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))

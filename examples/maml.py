@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fzero
 
-POINTS, TASKS, STEPS = 10, 16, 80
+POINTS, TASKS, STEPS = 10, 12, 100
 INNER_LR, TOLERANCE = 0.05, 1e-12
 
 torch.manual_seed(0)

@@ -8,8 +8,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.rank_process import LOOPBACK
+
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+TABLES = {"01_one_step.ipynb": 3, "02_hooks.ipynb": 3}  # that are shown as HTML, at least
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -32,10 +35,11 @@ def test_it_is_valid_and_stored_without_outputs(path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_it_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)  # for what a notebook starts by torchrun
     notebook = read(path)
-    client = NotebookClient(notebook, timeout=60, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=150, kernel_name="python3")
     client.resources = {"metadata": {"path": str(FOLDER)}}
     client.execute()  # raises the error of the first cell that fails, with its source
     shown = [set(out.get("data", {})) for cell in notebook.cells for out in cell.get("outputs", [])]
     assert sum("image/png" in kinds for kinds in shown) >= 2  # the figures are really drawn
-    assert sum("text/html" in kinds for kinds in shown) >= 3  # and so are the tables
+    assert sum("text/html" in kinds for kinds in shown) >= TABLES.get(path.name, 0)

@@ -42,7 +42,7 @@ shows what the arithmetic costs.
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="mlp", help="mlp, gpt, or both: mlp,gpt")
+    parser.add_argument("--model", default="mlp", help="mlp, gpt, small, or several: mlp,gpt")
     parser.add_argument("--world", default="1,2,4", help="numbers of ranks")
     parser.add_argument("--backwards", default="1,4", help="backward calls per optimizer step")
     parser.add_argument("--contestants", default="", help="names; default: all")

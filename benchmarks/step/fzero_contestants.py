@@ -28,8 +28,12 @@ def build(
     reshard_after_forward: Reshard = True,
     dtype: torch.dtype = torch.float32,
     away: Sequence[str] = (),
+    compiled: bool = False,
 ) -> Step:
-    """One donated, sharded step, computed in `dtype`; the parts of the state in `away` on disk."""
+    """One donated, sharded step, computed in `dtype`; the parts of the state in `away` on disk.
+
+    A `compiled` one is not donated: its graph is out of place.
+    """
     apply, params = fzero.functionalize(setup.task.module())
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
@@ -49,6 +53,7 @@ def build(
     train_step = fzero.shard(
         inner, stage=stage, donate=True, reshard_after_forward=reshard_after_forward
     )
+    train_step = fzero.compile(train_step) if compiled else train_step
     options = {key: ADAMW[key] for key in ("betas", "eps", "weight_decay")}
     held = [train_step.init(params, fzero.optim.adamw(ADAMW["lr"], **options))]
 
@@ -74,6 +79,11 @@ def fzero_contestants(task: Task) -> list[Contestant]:
             low = partial(at, dtype=torch.bfloat16)
             found.append(
                 Contestant(name=f"fzero{stage}_bf16", stage=f"{stage} bf16", once=True, build=low)
+            )
+        if not several and stage != 1:
+            fast = partial(at, compiled=True)
+            found.append(
+                Contestant(name=f"fzero{stage}_compiled", stage=str(stage), once=True, build=fast)
             )
         if several:
             found.append(

@@ -1,4 +1,4 @@
-"""The two models of the benchmark and the batches they train on.
+"""The models of the benchmark and the batches they train on.
 
 A model's `forward(x, y)` is its loss, a scalar, so that every wrapper (DDP, FSDP2, DeepSpeed's
 engine, fzero's `functionalize`) is given the same module and called in the same way.
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 MLP_FEATURES = 1024
 MLP_LAYERS = 8
 MLP_SAMPLES = 16
+SMALL_FEATURES = 64
 GPT_FEATURES = 256
 GPT_LAYERS = 6
 GPT_HEADS = 4
@@ -88,6 +89,28 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
+class Small(nn.Module):
+    """8 x (Linear(64, 64), gelu); 33,280 parameters: what a step costs beside its arithmetic."""
+
+    def __init__(self) -> None:
+        """Draw the weights from torch's default initialization."""
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Linear(SMALL_FEATURES, SMALL_FEATURES) for _ in range(MLP_LAYERS)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x, y: [n, 64] -> mean squared error, []."""
+        for block in self.blocks:
+            x = F.gelu(block(x))
+        return F.mse_loss(x, y)
+
+
+def _small_batch(generator: torch.Generator) -> Batch:
+    x = torch.randn(MLP_SAMPLES, SMALL_FEATURES, generator=generator)
+    return x, x.roll(1, dims=-1).relu()
+
+
 def _mlp_batch(generator: torch.Generator) -> Batch:
     x = torch.randn(MLP_SAMPLES, MLP_FEATURES, generator=generator)
     return x, x.roll(1, dims=-1).relu()
@@ -124,7 +147,7 @@ def make_task(name: str, *, backwards: int) -> Task:
     """The task of that name.
 
     Args:
-        name: "mlp" or "gpt".
+        name: "mlp", "gpt" or "small".
         backwards: backward calls in one optimizer step, 1 or more.
 
     Raises:
@@ -136,4 +159,6 @@ def make_task(name: str, *, backwards: int) -> Task:
         return Task(name=name, make_module=Mlp, make_batch=_mlp_batch, backwards=backwards)
     if name == "gpt":
         return Task(name=name, make_module=Gpt, make_batch=_gpt_batch, backwards=backwards)
-    raise ValueError(f"no model is called {name!r}.\nFix: use mlp or gpt.")
+    if name == "small":
+        return Task(name=name, make_module=Small, make_batch=_small_batch, backwards=backwards)
+    raise ValueError(f"no model is called {name!r}.\nFix: use mlp, gpt or small.")

@@ -76,8 +76,7 @@ def gather_early(graph: fx.Graph, *, most_bytes: int) -> None:
         if last is not None and fits and None not in chains:
             behind = [x for chain in chains for x in chain or () if order[x] > place]
             for moved in (*behind, node):
-                last.append(moved)
-                order[moved], last = place, moved
+                order[moved], last = place, _put(last, moved)
         else:
             last, place = node, order[node]
         waiting.append((reader, _bytes(node)))
@@ -130,6 +129,12 @@ def rematerialize(graph: fx.Graph) -> None:
                 again = _again(graph, node, kept)
             for reader in readers:
                 reader.replace_input_with(node, again)
+
+
+def _put(place: fx.Node, node: fx.Node) -> fx.Node:
+    """Move a node behind another one; return it."""
+    place.append(node)
+    return node
 
 
 def _again(graph: fx.Graph, node: fx.Node, kept: set[fx.Node]) -> fx.Node:

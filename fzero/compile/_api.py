@@ -12,6 +12,7 @@ from typing import Any, Literal
 import optree
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.collectives import channel_of
 from fzero.compile._passes import (
@@ -194,7 +195,7 @@ def _by_inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[
     made = [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in examples
     ]
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():  # which the compiler would see its tensors in
         run: Any = compile_fx(graph, made)
     return run
 

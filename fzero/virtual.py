@@ -4,6 +4,9 @@ A rank runs alone until it reaches a collective; then it is the turn of the next
 is deterministic, every rank executes the very kernels that a real process would, any Python is
 allowed (also code that differs by rank), and each rank has a random stream of its own. The
 threads exist only inside `run_ranks`; nothing outlives the call.
+
+What a collective gives is made once, by the rank that comes to it last, before any other goes on.
+So the work of a rank does not grow with the number of ranks, and nobody copies what it hands in.
 """
 
 from __future__ import annotations

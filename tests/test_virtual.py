@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -104,9 +105,9 @@ def exchanged(xs: Tensor) -> Tensor:
     return xs.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def from_second(xs: Tensor) -> Tensor:
-    """y_r = x_1."""
-    return torch.stack([xs[1]] * len(xs))
+def from_first(xs: Tensor) -> Tensor:
+    """y_r = x_0."""
+    return torch.stack([xs[0]] * len(xs))
 
 
 COLLECTIVES: dict[str, tuple[Callable[[Tensor, Axis], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -119,7 +120,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor, Axis], Tensor], Callable[[Tensor]
     "reduce_owned": (lambda x, axis: c.reduce_owned([x.clone()], axis)[0], reduced),
     "start_reduce": (lambda x, axis: c.start_reduce([x.clone()], axis).wait()[0], reduced),
     "start_all_to_all": (lambda x, axis: c.start_all_to_all([x], axis).wait()[0], exchanged),
-    "broadcast": (lambda x, axis: c.broadcast([x], axis, 1)[0], from_second),
+    "broadcast": (lambda x, axis: c.broadcast([x], axis, 0)[0], from_first),
 }
 
 
@@ -166,3 +167,5 @@ def test_a_sum_that_cannot_be_made_raises_on_every_rank() -> None:
     with pytest.raises(RuntimeError, match="not implemented") as raised:
         fzero.simulate(summed, world_size=3)()
     assert raised.value.__notes__ == ["(raised on virtual rank 0 of 3)"]
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert [frame.name for frame in frames].count("summed") == 1  # of one rank, not of all

@@ -162,14 +162,32 @@ class _Turns:
             for rank in range(self.size)
         ]
         with forward_ad.dual_level():
-            for thread in threads:
-                thread.start()
-            self.turn[0].release()
-            self._join(threads)
+            started = threads[: self._start(threads)]
+            if started:
+                self.turn[0].release()
+            self._join(started)
         _TorchGlobals(self.globals[0].rng, 0).put()
         if self.error is not None:
             raise self.error
         return [self.results[rank] for rank in range(self.size)]
+
+    def _start(self, threads: list[threading.Thread]) -> int:
+        """Start the threads; return how many there are. If not all, those only end."""
+        for rank, thread in enumerate(threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self.error = AxisError(
+                    explain(
+                        f"{rank} of {self.size} virtual ranks were started: {error}.",
+                        cause="each is a thread, and the system or a container has a limit.",
+                        fix="simulate fewer ranks, or raise the limit (ulimit -u, pids.max).",
+                    )
+                )
+                self.error.__cause__ = error
+                self.results = dict.fromkeys(range(rank, self.size))
+                return rank
+        return self.size
 
     def _join(self, threads: list[threading.Thread]) -> None:
         """Wait for all ranks. An interrupt ends each of them at its next collective."""

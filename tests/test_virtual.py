@@ -154,6 +154,24 @@ def test_what_ranks_tell_each_other_is_a_list_of_their_own() -> None:
     everywhere(fzero.simulate(body, world_size=3)(), [torch.tensor([0, 1, 2, 3])], 3)
 
 
+@pytest.mark.parametrize("room", [0, 2])
+def test_a_system_without_room_for_the_ranks_is_named_and_none_is_left(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, start = threading.active_count(), threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if threading.active_count() - before == room:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    ran: list[int] = []
+    with pytest.raises(fzero.AxisError, match=rf"^{room} of 4 virtual ranks [\s\S]*Fix: .*pids"):
+        fzero.simulate(lambda: ran.append(fzero.axis_index()), world_size=4)()
+    assert not ran and threading.active_count() == before
+
+
 def test_a_sum_that_cannot_be_made_raises_on_every_rank() -> None:
     def summed() -> Tensor:
         return fzero.psum(torch.ones(2, dtype=torch.float8_e4m3fn))

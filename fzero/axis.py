@@ -131,10 +131,15 @@ class Axis:
         whole = replace(self, dims=None)
         return replace(whole, name=name, size=size, whole=whole, stride=stride)
 
-    def of_part(self, everyone: Sequence[T]) -> list[T]:
-        """Of one value for each rank of the whole, return those of this part, in its order."""
-        first = 0 if self.whole is None else self.whole.rank - self.rank * self.stride
-        return list(everyone[first : first + self.size * self.stride : self.stride])
+    def first(self, rank: int) -> int:
+        """Return which rank of the whole is the first one of the part that `rank` is in."""
+        return rank - rank // self.stride % self.size * self.stride
+
+    def parts(self, everyone: Sequence[T]) -> dict[int, list[T]]:
+        """Cut one value for each rank of the whole into parts: {`first` of it: its values}."""
+        firsts = {self.first(rank) for rank in range(len(everyone))}
+        span = self.size * self.stride
+        return {first: list(everyone[first : first + span : self.stride]) for first in firsts}
 
     def group(self) -> dist.ProcessGroup:
         """Return the live process group, or raise `AxisError` when it is gone."""

@@ -191,7 +191,7 @@ class Sequencer:
         done, self._asked, self._current = self._recording.taken(), False, -1
         self._run(False)
         self.let_go()
-        return self._recording.joined(self.channel.tell(done)) if asked else []
+        return self._recording.joined(self.channel.tell_each_once(done)) if asked else []
 
     def fail(self, *, in_step: bool, tell: bool) -> None:
         """The pass is given up. `in_step`: run what is left of its plan; `tell` the others."""

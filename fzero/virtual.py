@@ -4,6 +4,9 @@ A rank runs alone until it reaches a collective; then it is the turn of the next
 is deterministic, every rank executes the very kernels that a real process would, any Python is
 allowed (also code that differs by rank), and each rank has a random stream of its own. The
 threads exist only inside `run_ranks`; nothing outlives the call.
+
+What a collective gives is made once, by the rank that comes to it last, before any other goes on.
+So the work of a rank does not grow with the number of ranks, and nobody copies what it hands in.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ process. Ranks that take turns inside jvp would close it for each other; so it i
 around all ranks, and the count is kept for each rank, starting here."""
 
 
+Make = Callable[[list[Any]], Any]
+"""What is made, once for all ranks, of the values that they have handed in, in rank order."""
+
+
 class _Aborted(BaseException):
     """Unwinds a rank whose peer has failed; never leaves this file."""
 
@@ -39,7 +46,7 @@ class Here(NamedTuple):
 
     rank: int
     size: int
-    exchange: Callable[[str, Any], list[Any]]
+    exchange: Callable[[str, Any, Make], Any]
     kept: dict[Any, Any]  # what is to live as long as this run of the rank
     is_abstract: bool = False  # the others do not run: see `abstract_rank`
 
@@ -57,11 +64,15 @@ def abstract_rank(rank: int, size: int) -> Iterator[None]:
     no values: inside of a trace, or with fake tensors, it is an op.
     """
     before = current_ranks()
-    _LOCAL.here = Here(rank, size, lambda _, value: [value] * size, {}, is_abstract=True)
+    _LOCAL.here = Here(rank, size, _alone(size), {}, is_abstract=True)
     try:
         yield
     finally:
         _LOCAL.here = before
+
+
+def _alone(size: int) -> Callable[[str, Any, Make], Any]:
+    return lambda _, value, make: make([value] * size)
 
 
 def is_abstract() -> bool:
@@ -118,15 +129,24 @@ class _TorchGlobals(NamedTuple):
         _symbolic_trace.CURRENT_PATCHER = self.fx_patcher
 
 
+class _Outcome(NamedTuple):
+    """What a meeting gives to every rank."""
+
+    made: Any = None
+    error: Exception | None = None
+
+
 class _Turns:
     """Who may run, what was handed in at the current meeting, and how each rank ended."""
 
     def __init__(self, body: Callable[[int], Any], size: int) -> None:
         self.body, self.size = body, size
-        self.turn = [threading.Semaphore(0) for _ in range(size)]
+        self.turn = [threading.Lock() for _ in range(size)]  # a rank has its turn: it can acquire
+        for turn in self.turn:
+            turn.acquire()
         self.globals = [_TorchGlobals(torch.get_rng_state(), _BASE_NESTING)] * size
-        self.waiting: dict[int, tuple[str, Any]] = {}
-        self.met: dict[int, list[Any]] = {}  # what each rank is to get at the last meeting
+        self.waiting: dict[int, tuple[str, Any, Make]] = {}
+        self.met: dict[int, _Outcome] = {}  # what each rank is to get at the last meeting
         self.results: dict[int, Any] = {}
         self.error: BaseException | None = None
 
@@ -142,14 +162,32 @@ class _Turns:
             for rank in range(self.size)
         ]
         with forward_ad.dual_level():
-            for thread in threads:
-                thread.start()
-            self.turn[0].release()
-            self._join(threads)
+            started = threads[: self._start(threads)]
+            if started:
+                self.turn[0].release()
+            self._join(started)
         _TorchGlobals(self.globals[0].rng, 0).put()
         if self.error is not None:
             raise self.error
         return [self.results[rank] for rank in range(self.size)]
+
+    def _start(self, threads: list[threading.Thread]) -> int:
+        """Start the threads; return how many there are. If not all, those only end."""
+        for rank, thread in enumerate(threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self.error = AxisError(
+                    explain(
+                        f"{rank} of {self.size} virtual ranks were started: {error}.",
+                        cause="each is a thread, and the system or a container has a limit.",
+                        fix="simulate fewer ranks, or raise the limit (ulimit -u, pids.max).",
+                    )
+                )
+                self.error.__cause__ = error
+                self.results = dict.fromkeys(range(rank, self.size))
+                return rank
+        return self.size
 
     def _join(self, threads: list[threading.Thread]) -> None:
         """Wait for all ranks. An interrupt ends each of them at its next collective."""
@@ -162,8 +200,8 @@ class _Turns:
                 thread.join()
 
     def _thread(self, rank: int, ambient: Ambient) -> None:
-        def exchange(op: str, value: Any) -> list[Any]:
-            return self._exchange(rank, op, value)
+        def exchange(op: str, value: Any, make: Make) -> Any:
+            return self._exchange(rank, op, value, make)
 
         self.turn[rank].acquire()
         _LOCAL.here = Here(rank, self.size, exchange, {})
@@ -177,25 +215,31 @@ class _Turns:
             except _Aborted:
                 pass  # the rank that failed has already left its error
             except BaseException as raised:
-                error = _clearer(raised)
-                error.add_note(f"(raised on virtual rank {rank} of {self.size})")
                 # A rank that raised because another one did says less than that other one.
                 if self.error is None or isinstance(self.error, PeerFailedError):
-                    self.error = error
+                    self.error = _clearer(raised)
+                    self.error.add_note(f"(raised on virtual rank {rank} of {self.size})")
         self.globals[rank] = _TorchGlobals.take()
         self.results.setdefault(rank, None)
         self._pass_on(rank)
 
-    def _exchange(self, rank: int, op: str, value: Any) -> list[Any]:
-        self.waiting[rank] = (op, value)
+    def _exchange(self, rank: int, op: str, value: Any, make: Make) -> Any:
+        """Hand in a value; return what is made of those of all ranks: one object, for all of them.
+
+        The rank that comes last makes it, before any other goes on: so nobody needs a copy of what
+        it hands in. What all ranks get is not to be written to.
+        """
+        self.waiting[rank] = (op, value, make)
         self.globals[rank] = _TorchGlobals.take()
         self._pass_on(rank)
         self.turn[rank].acquire()
         self.globals[rank].put()
         met = self.met.pop(rank, None)
-        if met is None:
+        if met is None or (met.error is not None and self.error is not None):
             raise _Aborted
-        return met
+        if met.error is not None:
+            raise met.error
+        return met.made
 
     def _pass_on(self, rank: int) -> None:
         """Let a rank run that still can; complete the meeting if all are in it."""
@@ -203,15 +247,15 @@ class _Turns:
             self._meet()
         elif self.waiting and len(self.waiting) + len(self.results) == self.size:
             self._fail_unmatched()
-        order = [(rank + step) % self.size for step in range(1, self.size + 1)]
-        for peer in order:
+        for step in range(1, self.size + 1):  # nearly always the first one can
+            peer = (rank + step) % self.size
             if peer not in self.results and (peer not in self.waiting or self.error is not None):
                 self.waiting.pop(peer, None)
                 self.turn[peer].release()
                 return
 
     def _meet(self) -> None:
-        ops = {rank: op for rank, (op, _) in self.waiting.items()}
+        ops = {rank: op for rank, (op, _, _) in self.waiting.items()}
         if len(set(ops.values())) > 1:
             seen = "; ".join(f"rank {rank}: {ops[rank]}" for rank in range(self.size))
             self.error = AxisError(
@@ -222,14 +266,18 @@ class _Turns:
                 )
             )
             return
-        everyone = [self.waiting[rank][1] for rank in range(self.size)]
-        self.met = {rank: everyone for rank in range(self.size)}
+        everyone, make = [self.waiting[rank][1] for rank in range(self.size)], self.waiting[0][2]
         self.waiting = {}
+        try:
+            outcome = _Outcome(made=make(everyone))
+        except Exception as error:  # on every rank, as it would be on each of many processes
+            outcome = _Outcome(error=error)
+        self.met = dict.fromkeys(range(self.size), outcome)
 
     def _fail_unmatched(self) -> None:
         if self.error is None:
             stuck = "; ".join(
-                f"rank {rank} waits in {op}" for rank, (op, _) in self.waiting.items()
+                f"rank {rank} waits in {op}" for rank, (op, _, _) in self.waiting.items()
             )
             done = sorted(self.results)
             self.error = AxisError(

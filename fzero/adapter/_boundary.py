@@ -24,12 +24,12 @@ from fzero.transforms._receive import accumulate, filled, reduce_window
 from fzero.transforms.update import norm_of_state, scaled, share, update
 
 
-def call(driver: Driver, name: str, value: int = 0) -> list[int]:
-    """Wait until every rank makes this call; return the `value` of each."""
+def call(driver: Driver, name: str, value: int = 0) -> frozenset[int]:
+    """Wait until every rank makes this call; return the values that they give, each once."""
     driver.require_not_closed()
     channel = driver.running.channel
     if channel is None:
-        return [value]
+        return frozenset([value])
     values = channel.call(f"{name} of engine {driver.number}", value)
     driver.running.take_served()
     return values

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from fzero.collectives import _lowering as lowering
-from fzero.collectives._round import Kind, Message, What, has_asked, is_over, mismatch
+from fzero.collectives._round import Kind, Round, What, each_once, mismatch
 from fzero.errors import AxisError, PeerFailedError, PhaseError, explain
 from fzero.mesh import Axis, Runtime
 
@@ -67,7 +67,7 @@ class Channel:
         self._joined = 0
         self._posted: lowering.Started | None = None
         self._text = ""  # what this rank said last
-        self._unread: list[Message] | None = None
+        self._unread: Round | None = None
         self._announced: dict[str, Any] = {}
         self.rounds = 0
         self.ended_in_error = False  # the last round, on every rank
@@ -119,19 +119,19 @@ class Channel:
         """Say `kind`; nobody waits. `text` is what is announced: equal texts go together."""
         self._complete()
         row = [kind, zlib.crc32(text.encode()), hint, served, *codes]
-        self._posted = lowering.begin_exchange(row, self.axis, width=4 + CODES)
+        self._posted = lowering.begin_exchange(row, self.axis, Round, width=4 + CODES)
         self._text, self._unread = text, None
         self.rounds += 1
         self.ended_in_error = False
 
-    def read(self) -> list[Message]:
-        """Return what every rank said in the last round, in rank order.
+    def read(self) -> Round:
+        """Return what every rank said in the last round.
 
         Raises `PeerFailedError` if a rank said that it raised, again each time it is asked.
         """
         self._complete()
         assert self._unread is not None
-        failed = [r for r, message in enumerate(self._unread) if message.kind is Kind.FAILED]
+        failed = self._unread.failed
         if failed:
             self.ended_in_error = True
             self._land()
@@ -148,15 +148,9 @@ class Channel:
     def _complete(self) -> None:
         posted, self._posted = self._posted, None
         if posted is not None:
-            rows = posted.wait()
-            self._unread = [
-                Message(
-                    Kind(row[0]), row[1], row[2], row[3], tuple(code for code in row[4:] if code)
-                )
-                for row in rows
-            ]
+            (self._unread,) = posted.wait()
 
-    def exchange(self, kind: Kind, text: str = "", *, codes: Sequence[int] = ()) -> list[Message]:
+    def exchange(self, kind: Kind, text: str = "", *, codes: Sequence[int] = ()) -> Round:
         """Post and read."""
         self.post(kind, text, codes=codes)
         return self.read()
@@ -177,14 +171,12 @@ class Channel:
         together, naming it.
         """
         while True:
-            messages = self.read()
-            kinds = {message.kind for message in messages}
-            if Kind.ASK not in kinds:
-                same = len({message.digest for message in messages}) == 1
-                if not same and not all(message.served for message in messages):
+            said = self.read()
+            if Kind.ASK not in said.kinds:
+                if not said.is_same and not said.is_served:
                     self._raise_mismatch()
-                return same and len({message.hint for message in messages}) == 1
-            self._serve(messages)
+                return said.is_same and said.is_in_order
+            self._serve(said)
             self.post(Kind.PASS, self._text, **self._announced)
 
     @property
@@ -205,45 +197,47 @@ class Channel:
         """
         while True:
             self.post(Kind.DONE, hint=int(asked))
-            messages = self.read()
-            if is_over(messages):
+            said = self.read()
+            if said.is_over:
                 self._land()
-                return has_asked(messages)
-            self._serve(messages)
+                return said.has_asked
+            self._serve(said)
 
     def tell(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in rank order."""
         return lowering.gather_objects(value, self.axis)
 
-    def call(self, text: str, value: int = 0) -> list[int]:
-        """Wait until every rank makes this call; return the `value` of each.
+    def tell_each_once(self, value: Any) -> list[Any]:
+        """Return the picklable values of all ranks that differ, in the order of the ranks."""
+        return lowering.gather_objects(value, self.axis, each_once)
+
+    def call(self, text: str, value: int = 0) -> frozenset[int]:
+        """Wait until every rank makes this call; return the values that they give, each once.
 
         Ranks that are in a pass are served until they come here. Raises `MismatchError` on every
         rank if the ranks make calls that differ, naming them.
         """
         while True:
-            messages = self.exchange(Kind.CALL, text, codes=[1 + value])
-            kinds = {message.kind for message in messages}
-            if kinds <= {Kind.PASS, Kind.CALL}:
-                same = len({message.digest for message in messages}) == 1
-                if not same and (kinds == {Kind.CALL} or not all(m.served for m in messages)):
+            said = self.exchange(Kind.CALL, text, codes=[1 + value])
+            if said.kinds <= {Kind.PASS, Kind.CALL}:
+                everybody = said.kinds == {Kind.CALL}
+                if not said.is_same and (everybody or not said.is_served):
                     self._raise_mismatch()
-                if kinds == {Kind.CALL}:
-                    return [message.codes[0] - 1 for message in messages]
-            self._serve(messages)
-            if is_over(messages):
+                if everybody:
+                    return frozenset(code - 1 for code in said.first_codes)
+            self._serve(said)
+            if said.is_over:
                 self._land()
-                if has_asked(messages):
-                    self.tell(None)  # those that end their pass tell each other what they did
+                if said.has_asked:
+                    self.tell_each_once(None)  # those that end their pass tell what they did
 
     def fail(self) -> None:
         """Say that this rank raised. The others raise where they read it."""
         with suppress(AxisError):
             self.exchange(Kind.FAILED)
 
-    def _serve(self, messages: Sequence[Message]) -> None:
-        asked = {code for m in messages if m.kind is Kind.ASK for code in m.codes}
-        for code in sorted(asked):
+    def _serve(self, said: Round) -> None:
+        for code in said.asked:
             rest, what = divmod(code - 1, len(What))
             number, unit = divmod(rest, _MANY)
             self._member(number).serve(What(what), unit)

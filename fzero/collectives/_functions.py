@@ -105,7 +105,9 @@ def _of_nothing(plan: Plan, x: Tensor) -> Tensor:
     kind, axis, _ = plan
     if kind in ("reduce", "all_to_all"):
         return x.clone()
-    return torch.cat([x] * axis.size) if kind == "gather" else x[: x.shape[0] // axis.size]
+    if kind == "gather":
+        return x.repeat(axis.size, *(1 for _ in x.shape[1:]))
+    return x[: x.shape[0] // axis.size]
 
 
 def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from each rank. A group may have a backend for each kind of device; the tensors 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,8 @@ def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
         outs = _as_op("all_gather", shards, axis)
         started = given(outs, axis)
     elif axis.runtime is Runtime.VIRTUAL:
-        outs = [torch.cat(per_rank) for per_rank in _swap("all_gather", shards, axis)]
-        started = given(outs, axis)
+        outs = _swap("all_gather", shards, axis, torch.cat)
+        started = Started("all_gather", axis, (), lambda: [out.clone() for out in outs])
     else:
         outs = [shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
         started = begin_gather_into(outs, shards, axis)
@@ -89,17 +89,8 @@ def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) 
     if is_abstract():
         return given(_as_op("reduce_scatter", fulls, axis, ordered), axis)
     if axis.runtime is Runtime.VIRTUAL:
-        per_buffer = _swap("reduce_scatter", fulls, axis)
-        rows = [
-            slice(
-                axis.rank * (f.shape[0] // axis.size), (axis.rank + 1) * (f.shape[0] // axis.size)
-            )
-            for f in fulls
-        ]
-        sums = [
-            sum_in_order([x[row] for x in xs]) for xs, row in zip(per_buffer, rows, strict=True)
-        ]
-        return given(sums, axis)
+        sums = _swap("reduce_scatter", fulls, axis, sum_in_order)
+        return given([_own_rows(x, axis).clone() for x in sums], axis)
     group = axis.group()
     if ordered or any(is_gloo(group, full.device) for full in fulls):
         return begin_scatter_by_exchange(fulls, axis, "reduce_scatter")
@@ -115,9 +106,10 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
     if is_abstract():
         return given(_as_op("all_to_all", fulls, axis), axis)
     if axis.runtime is Runtime.VIRTUAL:
-        per_buffer = _swap("all_to_all", fulls, axis)
-        outs = [torch.cat([x.chunk(axis.size)[axis.rank] for x in xs]) for xs in per_buffer]
-        return given(outs, axis)
+        every = _swap("all_to_all", fulls, axis, torch.stack)  # [from, to l]
+        mine = [x.unflatten(1, (axis.size, -1))[:, axis.rank] for x in every]
+        form = torch.contiguous_format
+        return given([x.clone(memory_format=form).flatten(0, 1) for x in mine], axis)
     return begin_all_to_all_by_exchange([full.contiguous() for full in fulls], axis)
 
 
@@ -130,7 +122,8 @@ def begin_all_reduce(
     if is_abstract():
         return given(_as_op("all_reduce", values, axis, ordered), axis)
     if axis.runtime is Runtime.VIRTUAL:
-        return given([sum_in_order(xs) for xs in _swap("all_reduce", values, axis)], axis)
+        sums = _swap("all_reduce", values, axis, sum_in_order)
+        return given([x.clone() for x in sums], axis)
     group = axis.group()
     if ordered or any(v.dtype in SIXTEEN_BIT and is_gloo(group, v.device) for v in values):
         return begin_reduce_by_exchange(values, axis)
@@ -145,14 +138,14 @@ def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
     """Start `gather_in_place`; what it gives are the `fulls`."""
     for full in fulls:
         note("all_gather", axis, full.numel(), full.dtype)
-    shards = [full.chunk(axis.size)[axis.rank] for full in fulls]
+    shards = [_own_rows(full, axis) for full in fulls]
     if is_abstract():
         for full, whole in zip(fulls, _as_op("all_gather", shards, axis), strict=True):
             full.copy_(whole)
         return given(fulls, axis)
     if axis.runtime is Runtime.VIRTUAL:
-        for full, per_rank in zip(fulls, _swap("all_gather", shards, axis), strict=True):
-            full.copy_(torch.cat(per_rank))
+        for full, whole in zip(fulls, _swap("all_gather", shards, axis, torch.cat), strict=True):
+            full.copy_(whole)
         return given(fulls, axis)
     return begin_gather_into(fulls, shards, axis)
 
@@ -165,7 +158,8 @@ def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]
         return [value.clone() for value in values]  # the same on every rank
     if axis.runtime is Runtime.VIRTUAL:
         # A copy for each rank: ranks may write into what they hold.
-        return [per_rank[source].clone() for per_rank in _swap("broadcast", values, axis)]
+        sent = _swap(f"broadcast from {source}", values, axis, lambda xs: xs[source].clone())
+        return [x.clone() for x in sent]
     group = axis.group()
     outs = [value.contiguous().clone() for value in values]
     root = dist.get_global_rank(group, source)
@@ -174,47 +168,66 @@ def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]
     return outs
 
 
-def begin_exchange(codes: Sequence[int], axis: Axis, *, width: int) -> Started:
-    """Start to give [r, width]: every rank's `codes`, at most `width`, filled up with zeros.
+def begin_exchange(
+    codes: Sequence[int], axis: Axis, read: Callable[[list[list[int]]], Any], *, width: int
+) -> Started:
+    """Start to give one value, `read([r, width])`: of every rank's `codes`, filled up with zeros.
 
-    `axis` is one of fzero's own, over gloo: so no rank waits for its GPU.
+    Virtual ranks share it. `axis` is one of fzero's own, over gloo: so no rank waits for its GPU.
     """
     filled = [*codes, *(0 for _ in range(width - len(codes)))]
     if axis.runtime is Runtime.LOCAL:
-        return given([filled], axis)
+        return given([read([filled])], axis)
     note("agree", axis, width * axis.size, torch.int64)
     if axis.runtime is Runtime.VIRTUAL:
-        everyone = _exchange(f"agree {width} {axis.group_name}", filled, axis)
-        return given(everyone, axis)
+        return given([_exchange(f"agree {width} {axis.group_name}", filled, axis, read)], axis)
     group = axis.group()
     mine = torch.tensor(filled, dtype=torch.int64)
     out = torch.empty(axis.size * width, dtype=torch.int64)
     with explained("agree", axis):
         work = native("all_gather")(out, mine, group=group, async_op=True)
-    return Started("agree", axis, [work], lambda: out.view(axis.size, width).tolist(), [mine])
+    rows = out.view(axis.size, width)
+    return Started("agree", axis, [work], lambda: [read(rows.tolist())], [mine])
 
 
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return every rank's picklable `value` in rank order."""
+def gather_objects(
+    value: Any, axis: Axis, make: Callable[[list[Any]], list[Any]] = list
+) -> list[Any]:
+    """Return every rank's picklable `value` in rank order, or what all ranks alike `make` of it."""
     if axis.runtime is Runtime.LOCAL:
-        return [value]
+        return make([value])
     if axis.runtime is Runtime.VIRTUAL:
-        return _exchange("gather_objects", value, axis)
+        return list(_exchange("gather_objects", value, axis, make))
     out: list[Any] = [None] * axis.size
     with explained("gather_objects", axis):
         dist.all_gather_object(out, value, group=axis.group())
-    return out
+    return make(out)
 
 
-def _swap(op: str, values: Sequence[Tensor], axis: Axis) -> list[tuple[Tensor, ...]]:
-    """Hand this rank's buffers in; return, for each buffer, all ranks' values of it."""
+def _swap(
+    op: str,
+    values: Sequence[Tensor],
+    axis: Axis,
+    make: Callable[[list[Tensor]], Tensor],
+) -> list[Tensor]:
+    """Hand in this rank's buffers; return, for each, what is made of all ranks' values of it.
+
+    All ranks get the same tensors, to be copied from: a rank may write into what it holds.
+    """
     require_no_trace(op)
     shapes = [f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values]
-    # Copies, as a wire would make: a rank that runs on may overwrite what it has handed in
-    # before the others, whose turn comes later, have read it.
-    handed = [v.clone() for v in values]
-    per_rank = _exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), handed, axis)
-    return list(zip(*per_rank, strict=True))
+
+    @torch.no_grad()
+    def made(everyone: list[Sequence[Tensor]]) -> list[Tensor]:
+        return [make(list(per_rank)) for per_rank in zip(*everyone, strict=True)]
+
+    return _exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), values, axis, made)
+
+
+def _own_rows(full: Tensor, axis: Axis) -> Tensor:
+    """[r l, *t] -> [l, *t]: the rows of this rank, a view."""
+    length = full.shape[0] // axis.size
+    return full.narrow(0, axis.rank * length, length)
 
 
 def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, ordered: bool = False) -> list[Tensor]:
@@ -224,9 +237,16 @@ def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, ordered: bool = False) -
     return op(list(xs), axis.name, group, axis.size, ordered) if xs else []
 
 
-def _exchange(what: str, value: Any, axis: Axis) -> list[Any]:
-    """Hand in this rank's value; return those of the ranks of the axis. All virtual ranks come."""
+def _exchange(what: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any]) -> Any:
+    """Hand in this rank's value; return what is made of those of the ranks of the axis.
+
+    It is made once, for all of them. All virtual ranks come, also over a part.
+    """
     axis.rank  # noqa: B018 - raises AxisError, with the fix, when no virtual ranks run here
     ranks: Any = current_ranks()
     dim = "" if axis.whole is None else f" over {axis.name!r}"
-    return axis.of_part(ranks.exchange(what + dim, value))
+
+    def of_each_part(everyone: list[Any]) -> dict[int, Any]:
+        return {first: make(some) for first, some in axis.parts(everyone).items()}
+
+    return ranks.exchange(what + dim, value, of_each_part)[axis.first(ranks.rank)]

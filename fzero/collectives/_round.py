@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from fzero.errors import MismatchError, explain
 
@@ -41,14 +42,71 @@ class Message(NamedTuple):
     codes: tuple[int, ...]
 
 
-def is_over(messages: Sequence[Message]) -> bool:
-    """Whether no rank is in a pass any more."""
-    return all(message.kind not in (Kind.ASK, Kind.PASS) for message in messages)
+class Round:
+    """What all ranks said in one round: a row of numbers from each, in rank order.
+
+    Virtual ranks share it: what a round means is found out once, and not by each of them.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self._messages = [
+            Message(Kind(kind), digest, hint, served, tuple(code for code in codes if code))
+            for kind, digest, hint, served, *codes in rows
+        ]
+
+    @cached_property
+    def failed(self) -> list[int]:
+        """The ranks that raised."""
+        return [r for r, message in enumerate(self._messages) if message.kind is Kind.FAILED]
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """What was said."""
+        return frozenset(message.kind for message in self._messages)
+
+    @cached_property
+    def is_same(self) -> bool:
+        """Whether all ranks announce what can go together."""
+        return len({message.digest for message in self._messages}) == 1
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether all ranks expect the same order of collectives."""
+        return len({message.hint for message in self._messages}) == 1
+
+    @cached_property
+    def is_served(self) -> bool:
+        """Whether ranks that make a call take part in the pass of every other."""
+        return all(message.served for message in self._messages)
+
+    @cached_property
+    def asked(self) -> list[int]:
+        """The codes of the collectives that ranks ask for, each once, in ascending order."""
+        return sorted({c for m in self._messages if m.kind is Kind.ASK for c in m.codes})
+
+    @cached_property
+    def first_codes(self) -> frozenset[int]:
+        """The first code of each rank."""
+        return frozenset(message.codes[0] for message in self._messages)
+
+    @cached_property
+    def is_over(self) -> bool:
+        """Whether no rank is in a pass any more."""
+        return self.kinds.isdisjoint((Kind.ASK, Kind.PASS))
+
+    @cached_property
+    def has_asked(self) -> bool:
+        """Whether a rank that ends its pass has asked for a collective in it."""
+        return any(message.hint for message in self._messages if message.kind is Kind.DONE)
 
 
-def has_asked(messages: Sequence[Message]) -> bool:
-    """Whether a rank that ends its pass has asked for a collective in it."""
-    return any(message.hint for message in messages if message.kind is Kind.DONE)
+def each_once(values: Sequence[Any]) -> list[Any]:
+    """Return the values that differ, in the order in which they come first."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
 
 
 def _named(lines: Sequence[str], at: int) -> str:

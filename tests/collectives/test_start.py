@@ -202,7 +202,7 @@ def start_alone(rank: int, world_size: int, timeout_s: float) -> list[tuple[str,
                 found.append((kind, _raised(lambda c=call: start(c, own(c, axis), axis).wait())))
             found.append((kind, _raised(lambda c=call: sync(c, own(c, axis), axis))))
     if rank == 0:
-        found.append(("codes", _raised(_lowering.begin_exchange([1], axis, width=1).wait)))
+        found.append(("codes", _raised(_lowering.begin_exchange([1], axis, list, width=1).wait)))
         found.append(("objects", _raised(lambda: _lowering.gather_objects("x", axis))))
         found.append(("first", _raised(lambda: c.broadcast_from_first([torch.ones(2)], axis))))
     _lowering.gather_objects(0, fzero.world())  # rank 1 stays until rank 0 has seen it all

@@ -81,7 +81,7 @@ def no_cpu_backend_body(rank: int, world_size: int) -> list[Any]:
         assert_same_everywhere([str(rank)], axis, what="a test")
     backends = [dist.get_backend_config(x.group()) for x in (channel.axis, channel.data)]
     assert "cpu:gloo" in backends[0].split(",") and backends[1] == "cuda:gloo"
-    return [channel.call("a call", 7 + rank), gather_objects({"rank": rank}, axis)]
+    return [sorted(channel.call("a call", 7 + rank)), gather_objects({"rank": rank}, axis)]
 
 
 def test_ranks_agree_over_a_group_of_their_own_where_that_of_the_data_has_no_cpu_backend() -> None:

@@ -42,7 +42,7 @@ def wait_late(graph: fx.Graph) -> None:
     among reductions that do not depend on each other. Results of reductions wait longer.
     """
     after: set[fx.Node] = set()
-    last = next(reversed(graph.nodes))
+    last = graph.output_node()
     for node in list(graph.nodes):
         sums = node.target in (SCATTER, REDUCE)
         if any(x in after for x in node.all_input_nodes) and node is not last:

@@ -66,49 +66,38 @@ def build(
 
 def fzero_contestants(task: Task) -> list[Contestant]:
     """Every stage, kept or gathered again at stage 3; for N > 1 also coalesced."""
-    several = task.backwards > 1
-    found: list[Contestant] = []
+    rows = _in_a_window() if task.backwards > 1 else _at_once()
+    return [
+        Contestant(name=name, stage=stage, once=once, build=partial(build, **options))
+        for name, stage, once, options in rows
+    ]
+
+
+Row = tuple[str, str, bool, dict[str, Any]]  # name, stage, whether it reduces once, options
+
+
+def _at_once() -> list[Row]:
+    rows: list[Row] = []
     for stage in range(4):
-        at = partial(build, stage=stage)
-        found.append(Contestant(name=f"fzero{stage}", stage=str(stage), once=not several, build=at))
-        if not several and stage in (2, 3):
-            disk = partial(at, away=AWAY[stage])
-            found.append(
-                Contestant(name=f"fzero{stage}_disk", stage=str(stage), once=True, build=disk)
-            )
-            low = partial(at, dtype=torch.bfloat16)
-            found.append(
-                Contestant(name=f"fzero{stage}_bf16", stage=f"{stage} bf16", once=True, build=low)
-            )
-        if not several and stage != 1:
-            fast = partial(at, compiled=True)
-            found.append(
-                Contestant(name=f"fzero{stage}_compiled", stage=str(stage), once=True, build=fast)
-            )
-        if several:
-            found.append(
-                Contestant(
-                    name=f"fzero{stage}_coal",
-                    stage=str(stage),
-                    once=True,
-                    build=partial(at, coalesce=True),
-                )
-            )
-    found.append(
-        Contestant(
-            name="fzero3_keep",
-            stage="3 keep",
-            once=not several,
-            build=partial(build, stage=3, reshard_after_forward=False),
-        )
-    )
-    if several:
-        found.append(
-            Contestant(
-                name="fzero3_keep_coal",
-                stage="3 keep",
-                once=True,
-                build=partial(build, stage=3, coalesce=True, reshard_after_forward="window"),
-            )
-        )
-    return found
+        at = {"stage": stage}
+        rows.append((f"fzero{stage}", str(stage), True, at))
+        if stage in AWAY:
+            rows.append((f"fzero{stage}_disk", str(stage), True, at | {"away": AWAY[stage]}))
+            low = at | {"dtype": torch.bfloat16}
+            rows.append((f"fzero{stage}_bf16", f"{stage} bf16", True, low))
+        if stage != 1:
+            rows.append((f"fzero{stage}_compiled", str(stage), True, at | {"compiled": True}))
+    kept = {"stage": 3, "reshard_after_forward": False}
+    return [*rows, ("fzero3_keep", "3 keep", True, kept)]
+
+
+def _in_a_window() -> list[Row]:
+    rows: list[Row] = []
+    for stage in range(4):
+        rows.append((f"fzero{stage}", str(stage), False, {"stage": stage}))
+        coalesced = {"stage": stage, "coalesce": True}
+        rows.append((f"fzero{stage}_coal", str(stage), True, coalesced))
+    kept = {"stage": 3, "reshard_after_forward": False}
+    window = {"stage": 3, "coalesce": True, "reshard_after_forward": "window"}
+    rows.append(("fzero3_keep", "3 keep", False, kept))
+    return [*rows, ("fzero3_keep_coal", "3 keep", True, window)]

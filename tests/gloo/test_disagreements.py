@@ -48,7 +48,7 @@ def test_22_ranks_that_disagree_at_init_are_told_the_same_words(what: str, ranks
     for stage in range(4):
         errors = run_ranks(init_differently, ranks, what, stage, raises=True, timeout_s=20)
         for kind, message in errors:
-            assert kind == "AxisError"
+            assert kind == "MismatchError"
             for part in (*SEEN[what], f"rank {ranks - 1} has", "Usual cause: ", "Fix: "):
                 assert part in message, message
 

@@ -25,6 +25,8 @@ version = release = fzero.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"fzero {release}"
 exclude_patterns = ["_build", "**/README.md"]
 
@@ -35,6 +37,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 900  # seconds for a cell, also on a machine that does other things
 nb_merge_streams = True
 
+smartquotes = False  # p' and "mean" mean what they say
 default_role = "literal"  # the docstrings write `name`, as Markdown does
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

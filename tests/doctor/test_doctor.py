@@ -29,7 +29,7 @@ def section(run: Any, dtypes: tuple[str, ...] = ("fp64", "bf16"), *transforms: s
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """Every fault that is planted, on one pair of ranks, and one more pair after the crash."""
+    """Every fault that leaves the ranks alive, and a collective without one, on one pair."""
     few = ("fp32",), "value"
     sections = {
         "max": section(planted.on_a_backend_that_takes_the_largest, *few),
@@ -39,7 +39,6 @@ def report() -> Report:
         "rank": section(planted.that_is_wrong_on_rank_1, *few),
         "raises": section(planted.that_raises_on_rank_1, *few),
         "dtype": section(planted.in_another_dtype, ("bf16",), "value"),
-        "dies": section(planted.that_ends_rank_0, *few),
         "right": section(planted.that_is_right, ("fp64", "bf16", "int8")),
     }
     return examine(sections)
@@ -93,23 +92,30 @@ def test_one_rank_is_enough(report: Report) -> None:
     assert verdict == "wrong" and seen.endswith("; its dtype is float32")
 
 
-def test_a_rank_that_dies_is_a_finding_and_what_follows_is_examined(report: Report) -> None:
-    assert list(found(report, "dies").values()) == [("crashed", "rank 0 ended with exit code 7")]
+def test_what_is_right_is_no_fault_and_integers_have_a_value_only(report: Report) -> None:
     by = verdicts(report, "right")
     assert set(by) == set(TRANSFORMS) and all(kinds == {"right"} for kinds in by.values())
     assert ("value", "int8") in found(report, "right")
     assert ("grad", "int8") not in found(report, "right")
     assert not report and {cell.section for cell in report.faults} == {
-        *("max", "mean", "zero", "own", "rank", "raises", "dtype", "dies")
+        *("max", "mean", "zero", "own", "rank", "raises", "dtype")
     }
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_a_finding() -> None:
-    alone = {"alone": section(planted.that_is_alone_on_rank_0, ("fp32",), "value")}
-    (cell,) = examine(alone, timeout_s=1).faults
-    assert cell.finding.verdict == "hung"
-    assert re.fullmatch(r"rank \d gives no answer in 1 s", cell.finding.seen)
+def test_ranks_that_die_or_wait_are_findings_and_what_follows_runs_on_new_ones() -> None:
+    few = ("fp32",), "value"
+    sections = {
+        "dies": section(planted.that_ends_rank_0, *few),
+        "alone": section(planted.that_is_alone_on_rank_0, *few),
+        "right": section(planted.that_is_right, *few),
+    }
+    report = examine(sections, timeout_s=20)
+    dies, alone = report.faults
+    assert dies.finding.verdict == "crashed"
+    assert dies.finding.seen == "rank 0 ended with exit code 7"
+    assert alone.finding.verdict == "hung"
+    assert re.fullmatch(r"rank \d gives no answer in 20 s", alone.finding.seen)
 
 
 def test_the_command_finds_this_installation_sound_and_prints_plain_text(
@@ -122,9 +128,9 @@ def test_the_command_finds_this_installation_sound_and_prints_plain_text(
     rows = [line.split() for line in told.splitlines()]
     assert ["all_gather", "value", *["right"] * 7] in rows
     assert ["reduce_scatter", "PRODUCT", "value", *["right"] * 7] in rows
-    # What torch's own sum does in a loss, and why fzero has one: each rank gets the gradient of
-    # its own part.
-    assert "beware: dist.all_reduce, grad, fp64: wrong" in told
+    # What torch's own do in a loss differs by its version; by value they are right.
+    (raw,) = [row for row in rows if row[:1] == ["dist.all_reduce"]]
+    assert raw[1] == "right" and len(raw) == 1 + len(TRANSFORMS)
 
 
 def test_json_and_the_exit_code(

@@ -11,7 +11,8 @@ import pytest
 from tests.ranks import spawn_script
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
+DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -71,14 +71,6 @@ class Cell:
     check: Check
     finding: Finding
 
-    def describe(self) -> str:
-        """Name the cell, and say what was seen in it."""
-        at = self.check
-        return (
-            f"{at.subject.name}, {at.transform}, {at.dtype}: {self.finding.verdict}: "
-            f"{self.finding.seen}"
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -126,8 +118,8 @@ class Report:
         for name, section in self.sections.items():
             cells = [cell for cell in self.cells if cell.section == name]
             lines += ["", section.title, "", *_table(cells, color)]
-        lines += ["", *(f"FAULT: {cell.describe()}" for cell in self.faults)]
-        lines += [f"beware: {cell.describe()}" for cell in self.silent if cell not in self.faults]
+        told = [cell for cell in self.silent if cell not in self.faults]
+        lines += ["", *_described("FAULT", self.faults), *_described("beware", told)]
         for name, section in self.sections.items():
             counts = Counter(c.finding.verdict for c in self.cells if c.section == name)
             found = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
@@ -156,6 +148,18 @@ def examine(sections: Mapping[str, Section] = SECTIONS, *, timeout_s: float = 60
         for (name, check), finding in zip(named, found, strict=True)
     )
     return Report(sections=sections, cells=cells)
+
+
+def _described(word: str, cells: Sequence[Cell]) -> list[str]:
+    """Name the cells and what was seen in them; dtypes in which the same was seen share a line."""
+    found: dict[tuple[str, str, Finding], list[str]] = {}
+    for cell in cells:
+        at = cell.check
+        found.setdefault((at.subject.name, at.transform, cell.finding), []).append(at.dtype)
+    return [
+        f"{word}: {name}, {transform}, {' '.join(dtypes)}: {finding.verdict}: {finding.seen}"
+        for (name, transform, finding), dtypes in found.items()
+    ]
 
 
 def _table(cells: Sequence[Cell], color: bool) -> Iterator[str]:

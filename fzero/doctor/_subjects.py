@@ -71,8 +71,8 @@ class Subject:
 
 OF_FZERO = (
     Subject(name="all_gather", run=fzero.all_gather, kind="gather"),
-    Subject(name="reduce_scatter, psum_scatter", run=fzero.reduce_scatter, kind="scatter"),
-    Subject(name="all_reduce, psum", run=fzero.all_reduce, kind="reduce"),
+    Subject(name="reduce_scatter (psum_scatter)", run=fzero.reduce_scatter, kind="scatter"),
+    Subject(name="all_reduce (psum)", run=fzero.all_reduce, kind="reduce"),
     Subject(name="pmean", run=fzero.pmean, kind="reduce", op="avg"),
 )
 

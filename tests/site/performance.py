@@ -52,6 +52,9 @@ def tables() -> str:
             "## Collectives on gloo",
             "",
             *_shown(measured("collectives_")),
+            "## Virtual ranks",
+            "",
+            *_shown(measured("virtual-ranks_")),
         ]
     )
 

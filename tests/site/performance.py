@@ -85,11 +85,12 @@ def _shown(found: Sequence[Measured], columns: dict[str, str] | None = None) -> 
     """Yield the tables, those of one file after each other; with some of their columns."""
     for path, of_file in itertools.groupby(found, key=lambda one: one.path):
         first, *others = of_file
-        kind, label = re.fullmatch(r"([a-z]+)-?(.*)", path.stem.partition("_")[0]).groups()
-        yield f"### {label or kind}: {first.machine}, {first.date}\n\n    {first.command}\n"
+        label = path.stem.partition("_")[0].removeprefix("step-")
+        yield f"### {label}: {first.machine}, {first.date}\n\n    {first.command}\n"
         yield f"{first.versions} All columns: `benchmarks/results/{path.name}`.\n"
         for one in (first, *others):
             names = columns or dict(zip(one.head, one.head, strict=True))
             places = [one.column(name) for name in names]
-            yield f"**{one.heading}**\n"
+            if one.heading:
+                yield f"**{one.heading}**\n"
             yield table(list(names.values()), [[row[at] for at in places] for row in one.rows])

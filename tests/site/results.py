@@ -60,7 +60,7 @@ def _tables_of(path: Path) -> Iterator[Measured]:
     versions = re.search(r"^Python [\d.]+, .*$", text, re.MULTILINE)
     assert command and versions, path
     parts = re.split(r"^##+ ", text, flags=re.MULTILINE)
-    for part in parts[1:] or [f"all\n{text}"]:  # a file with one table has no headings
+    for part in parts[1:] or [f"\n{text}"]:  # a file with one table has no headings
         heading, _, body = part.partition("\n")
         lines = [line for line in body.splitlines() if line.startswith("|")]
         if len(lines) > 2:

@@ -4,6 +4,7 @@
 #   make test                      lint, types, tests, doctests, notebooks
 #   make train ARGS="--steps 50"   the demo job, in one process
 #   make lint | nightly | notebooks | bench
+#   make docs                      the site, into docs/_build/html; warnings are errors
 #   make test-gpu                  tests/gpu; skipped where there is no GPU
 #   make test-torch-2.11 | test-torch-newest    the tests on the oldest and the newest torch, each
 #                                  in an environment of its own (.venv-2.11, .venv-newest)
@@ -22,6 +23,8 @@ BIN := $(VENV)/bin
 EXTRAS_train := plots
 EXTRAS_test := dev,notebook,plots,examples
 EXTRAS_bench := bench,plots
+EXTRAS_docs := docs,plots
+EXTRAS_nightly := $(EXTRAS_test),docs
 
 # One thread a process: the tests run several at once.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -34,7 +37,7 @@ PYTHON_2.11 := python3.12
 TORCH_newest := torch
 
 .PHONY: test test-gpu test-torch-2.11 test-torch-newest test-with-torch
-.PHONY: lint nightly notebooks train bench clean
+.PHONY: lint nightly notebooks docs train bench clean
 
 test: lint
 	$(PYTEST) -n 2 --dist loadgroup $(ARGS)
@@ -58,12 +61,16 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-nightly: lint
+nightly: lint $(VENV)/.installed-nightly
 	FZERO_HYPOTHESIS_PROFILE=nightly $(PYTEST) -n 2 --dist loadgroup \
 		-m "slow or not slow" --timeout 1200 $(ARGS)
 
 notebooks: $(VENV)/.installed-test
 	$(ONE_THREAD) $(BIN)/jupyter-execute $(if $(ARGS),$(ARGS),notebooks/*.ipynb)
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -E -b html docs docs/_build/html $(ARGS)
+	@echo "The site is in docs/_build/html: open docs/_build/html/index.html."
 
 train: $(VENV)/.installed-train
 	$(BIN)/python -m fzero train $(ARGS)
@@ -73,6 +80,7 @@ bench: $(VENV)/.installed-bench
 
 clean:
 	rm -rf $(VENV) .venv-2.11 .venv-newest .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/notebooks
 
 # bin/pip is the last thing that `python -m venv` writes: where it is, the environment is whole.
 $(BIN)/pip:

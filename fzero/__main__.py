@@ -1,4 +1,4 @@
-"""`python -m fzero train | certify | info`: the job, the matrix, a report of this machine."""
+"""`python -m fzero train | certify | doctor | info`: the job, the matrix, two reports."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from fzero.certify import _command as certifying
+from fzero.doctor import _command as examining
 from fzero.errors import FzeroError
 from fzero.job import info, settings
 from fzero.job.stop import exit_code
@@ -52,13 +53,22 @@ def _parser(*, launched: bool) -> argparse.ArgumentParser:
     )
     certifying.add_options(matrix)
     matrix.set_defaults(run=certifying.run)
+    doctor = commands.add_parser(
+        "doctor",
+        help=examining.SUMMARY,
+        description=examining.DESCRIPTION,
+        epilog=examining.EPILOG,
+        allow_abbrev=False,
+    )
+    examining.add_options(doctor)
+    doctor.set_defaults(run=examining.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code.
 
-    0, 1 where the matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
+    0, 1 where a matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
     """
     launched = dist.is_available() and dist.is_torchelastic_launched()
     parser = _parser(launched=launched)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import spawn_script
+
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
+DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
@@ -22,5 +25,16 @@ def test_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         exec(compile(block, f"{path.name}, block {number}", "exec"), names)
 
 
+@pytest.mark.slow
+def test_the_quickstart_is_a_script_for_torchrun(tmp_path: Path) -> None:
+    blocks = BLOCK.findall((ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8"))[:3]
+    script = tmp_path / "train.py"
+    script.write_text("\n".join([*blocks, "print(f'loss {losses[-1]:.9f}\\n', end='')\n"]))
+    done = spawn_script(script, 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.findall(r"loss ([\d.]+)", done.stdout)
+    assert len(told) == 2 and len(set(told)) == 1  # the mean over ranks, on both
+
+
 def test_there_are_blocks_to_run() -> None:
-    assert sum(len(BLOCK.findall(path.read_text(encoding="utf-8"))) for path in DOCUMENTS) >= 7
+    assert sum(len(BLOCK.findall(path.read_text(encoding="utf-8"))) for path in DOCUMENTS) >= 40

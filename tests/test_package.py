@@ -49,6 +49,8 @@ def test_the_version_has_one_source() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", fzero.__version__)
     assert "version" not in pyproject["project"]
     assert pyproject["tool"]["hatch"]["version"]["path"] == "fzero/__init__.py"
+    citation = (ROOT / "CITATION.cff").read_text()  # a copy: what cites it reads no Python
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [fzero.__version__]
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -1,4 +1,4 @@
-"""What this machine has: versions, backends, cores, GPUs, and whether a launcher started us."""
+"""What this machine has: versions, backends, devices, and what a launcher or a user has set."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from torch.cuda import nccl
 
 import fzero
 
-PACKAGES = ("optree", "einops", "numpy", "matplotlib", "tqdm")
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+REQUIRED = ("optree", "einops", "numpy", "typing_extensions")
+BESIDE = ("matplotlib", "tqdm", "transformers", "accelerate", "deepspeed", "lightning", "triton")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# What is set of these changes how ranks find each other, wait, or compute.
+VARIABLES = ("FZERO_", "NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 
 
 def environment() -> dict[str, Any]:
@@ -28,25 +31,37 @@ def environment() -> dict[str, Any]:
     return {
         "python": {"version": platform.python_version(), "platform": platform.platform()},
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "packages": {"fzero": fzero.__version__, **{name: _version(name) for name in PACKAGES}},
+        "packages": {"fzero": fzero.__version__, **{name: _version(name) for name in REQUIRED}},
+        "beside": {name: found for name in BESIDE if (found := _version(name))},
         "backends": _backends(),
-        "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "cpu": {
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "nccl": _nccl(),
         "torchrun": {name: os.environ.get(name) for name in LAUNCHER} if _launched() else None,
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
+        },
     }
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """Return `report` as one line a fact, for people.
+    """Return `report` as one line a fact, in a block of code that an issue takes as it is.
 
     Example:
-        >>> print(as_text({"cpu": {"cores": 2, "torch_threads": 1}, "gpus": [], "nccl": None}))
-        cpu        cores 2, torch_threads 1
+        >>> print(as_text({"cpu": {"cores": 2, "memory_bytes": 2**34}, "gpus": [], "nccl": None}))
+        ```text
+        cpu        cores 2, memory 16.0 GiB
         gpus       none
         nccl       none
+        ```
     """
-    return "\n".join(f"{name:<10} {_words(value)}" for name, value in report.items())
+    lines = [f"{name:<10} {_words(value)}" for name, value in report.items()]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def show(*, as_json: bool) -> None:
@@ -57,10 +72,16 @@ def show(*, as_json: bool) -> None:
 
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_words(each)}" for key, each in value.items())
+        return ", ".join(_fact(key, each) for key, each in value.items()) or "none"
     if isinstance(value, list):
         return "; ".join(map(_words, value)) or "none"
     return "none" if value is None else str(value)
+
+
+def _fact(name: str, value: Any) -> str:
+    if name == "memory_bytes":
+        return f"memory {value / 2**30:.1f} GiB"
+    return f"{name} {_words(value)}"
 
 
 def _version(package: str) -> str | None:
@@ -77,7 +98,13 @@ def _launched() -> bool:
 def _backends() -> list[str]:
     if not dist.is_available():
         return []
-    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    found = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+        "xccl": dist.is_xccl_available(),
+    }
     return [name for name, is_there in found.items() if is_there]
 
 
@@ -89,4 +116,8 @@ def _nccl() -> str | None:
 
 def _gpu(index: int) -> dict[str, Any]:
     facts = torch.cuda.get_device_properties(index)
-    return {"name": facts.name, "memory_bytes": facts.total_memory}
+    return {
+        "name": facts.name,
+        "capability": f"{facts.major}.{facts.minor}",
+        "memory_bytes": facts.total_memory,
+    }

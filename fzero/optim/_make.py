@@ -82,17 +82,27 @@ def adamw(
 ) -> Optimizer:
     """Adam with p <- (1 - lr weight_decay) p before the step. Same numbers as torch's AdamW.
 
-    Options that every optimizer here has:
+    Args:
+        lr: a number, or a schedule (updates made so far) -> number (see `fzero.optim.schedules`).
+        betas: (b1, b2), how much of the means of g and g^2 an update keeps.
+        eps: is added to the root of the mean of g^2.
+        weight_decay: 0 for none. This and all that follow are options of every optimizer here.
+        decay_mask: (leaf) -> whether weight decay applies to it; `leaf` has path, shape, dtype.
+        groups: ((leaf) -> bool, {option: value}) pairs; the first that matches sets those options.
+        master_weights: keep fp32 copies of 16-bit parameters and update those (4 bytes an element).
+        state_dtype: of the moments: torch.bfloat16 halves them, torch.float32 is for 16-bit
+            parameters without masters. They are computed with as the parameters are. None: no
+            other dtype.
+        stochastic_rounding: bf16 parameters without masters are updated in fp32, and rounded up
+            with the probability of what is cut off: so a sum of small updates is right in the
+            mean. The chance is a function of path, element and number of the update, the same on
+            any ranks.
 
-    lr: a number, or a schedule (updates made so far) -> number (see `fzero.optim.schedules`).
-    decay_mask: (leaf) -> whether weight decay applies to it; `leaf` has path, shape, dtype.
-    groups: ((leaf) -> bool, {option: value}) pairs; the first that matches sets those options.
-    master_weights: keep fp32 copies of 16-bit parameters and update those (4 bytes an element).
-    state_dtype: of the moments: torch.bfloat16 halves them, torch.float32 is for 16-bit parameters
-        without masters. They are computed with as the parameters are. None: no other dtype.
-    stochastic_rounding: bf16 parameters without masters are updated in fp32, and rounded up with
-        the probability of what is cut off: so a sum of small updates is right in the mean. The
-        chance is a function of path, element and number of the update, the same on any ranks.
+    Returns:
+        The optimizer, for `fzero.init` and `step.init`.
+
+    Raises:
+        LayoutError: for an option of another kind.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
 

@@ -20,10 +20,11 @@ _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 class Precision:
     """How an optimizer holds parameters of 16 bits, and its states.
 
-    master_weights: fp32 copies of 16-bit parameters, which are stepped in their place.
-    state_dtype: of the optimizer's states; None: that in which the parameter is stepped.
-    stochastic_rounding: bf16 parameters without masters are stepped in fp32, and rounded up or
-        down by chance, so that small updates are not lost.
+    Attributes:
+        master_weights: fp32 copies of 16-bit parameters, which are stepped in their place.
+        state_dtype: of the optimizer's states; None: that in which the parameter is stepped.
+        stochastic_rounding: bf16 parameters without masters are stepped in fp32, and rounded up or
+            down by chance, so that small updates are not lost.
     """
 
     master_weights: bool = True

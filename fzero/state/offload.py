@@ -21,12 +21,14 @@ class Offload:
 
     Values are copied to the device for as long as a computation needs them, unit by unit.
 
-    optimizer: the optimizer's states and fp32 masters.
-    gradients: reduced gradients, and what waits in a window.
-    params: the shards of parameters; stage 3 only.
-    device: where to compute, if parameters live elsewhere; set when a state is made.
-    folder: for "disk", where the files are made. They have no name there once they are open, so
-        that nothing is left behind when the process ends, however it ends. It may differ by rank.
+    Attributes:
+        optimizer: the optimizer's states and fp32 masters.
+        gradients: reduced gradients, and what waits in a window.
+        params: the shards of parameters; stage 3 only.
+        device: where to compute, if parameters live elsewhere; set when a state is made.
+        folder: for "disk", where the files are made. They have no name there once they are open,
+            so that nothing is left behind when the process ends, however it ends. It may differ by
+            rank.
 
     Raises `LayoutError` for another place, and for "disk" without a folder that exists.
     """

@@ -29,10 +29,11 @@ _OWNERS = "fzero_owners"
 class Autocast:
     """Operators follow torch.autocast; what only safe modules use crosses ranks in `dtype`.
 
-    dtype: torch.bfloat16, torch.float16, or torch.float32 for no autocast.
-    lower_precision_safe_modules: classes of modules (also by qualified name, "torch.nn.Linear" or
-        "torch.nn.modules.linear.Linear"), subclasses included; or path -> whether the parameter is
-        safe. None: Linear, Conv1d, Conv2d and Conv3d.
+    Attributes:
+        dtype: torch.bfloat16, torch.float16, or torch.float32 for no autocast.
+        lower_precision_safe_modules: classes of modules (also by qualified name, "torch.nn.Linear"
+            or "torch.nn.modules.linear.Linear"), subclasses included; or path -> whether the
+            parameter is safe. None: Linear, Conv1d, Conv2d and Conv3d.
 
     Raises `LayoutError` for another dtype, or what names no modules.
     """

@@ -154,10 +154,11 @@ class Plan:
 class Limits:
     """How many elements stage 3 gathers early, and what it never lets go between updates.
 
-    prefetch_numel: gathered before it is needed: the unit that comes next, and those after it while
-        they fit. 0 gathers nothing early.
-    keeps: whether a unit that was gathered stays until the end of the backward, so that it is
-        gathered once; else it goes when another unit is used.
+    Attributes:
+        prefetch_numel: gathered before it is needed: the unit that comes next, and those after it
+            while they fit. 0 gathers nothing early.
+        keeps: whether a unit that was gathered stays until the end of the backward, so that it is
+            gathered once; else it goes when another unit is used.
     """
 
     prefetch_numel: int = 1

@@ -123,6 +123,7 @@ def test_info_reports_this_machine_and_its_launcher(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("FZERO_TIMEOUT_S", "77")
     assert main(["info", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == environment()
@@ -131,7 +132,12 @@ def test_info_reports_this_machine_and_its_launcher(
     assert len(report["gpus"]) == torch.cuda.device_count()
     assert report["packages"]["optree"]
     assert report["torchrun"]["RANK"] == "1"
+    assert report["variables"]["FZERO_TIMEOUT_S"] == "77"
+    assert "gloo" in report["backends"]
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert f"torch      version {torch.__version__}" in text
-    assert f"cores {os.cpu_count()}" in text
+    assert f"cores {os.cpu_count()}" in text and "GiB" in text
+    assert "variables  " in text and "FZERO_TIMEOUT_S 77" in text
+    lines = text.splitlines()  # one block that an issue takes as it is
+    assert (lines[0], lines[-1], lines.count("```")) == ("```text", "```", 1)

@@ -23,9 +23,11 @@ class DeepSpeedEngine(Engine):
 
     An update divides by gradient_accumulation_steps, whichever way the gradients came.
 
-    batch: of the config. lr_scheduler: is stepped after each update; None without one.
-    training_dataloader: of `training_data`; None without it. global_steps: updates that were due,
-    also those that an overflow skipped.
+    Attributes:
+        batch: the batch sizes of the config.
+        lr_scheduler: is stepped after each update; None without one.
+        training_dataloader: of `training_data`; None without it.
+        global_steps: updates that were due, also those that an overflow skipped.
 
     Example:
         >>> from fzero.adapter import initialize

@@ -1,0 +1,105 @@
+"""How Sphinx builds the site: `make docs`. Warnings are errors there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+# Notebooks and code cells run in kernels of their own, which find fzero by this.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import fzero  # noqa: E402
+
+project = "fzero"
+author = "the authors of fzero"
+copyright = f"2026, {author}"
+version = release = fzero.__version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_title = f"fzero {release}"
+exclude_patterns = ["_build", "**/README.md"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 900  # seconds for a cell, also on a machine that does other things
+nb_merge_streams = True
+
+smartquotes = False  # p' and "mean" mean what they say
+default_role = "literal"  # the docstrings write `name`, as Markdown does
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+napoleon_preprocess_types = False
+
+
+def copy_notebooks(app: Any) -> None:
+    """Take the notebooks into the site: Sphinx reads nothing outside of its folder."""
+    target = HERE / "notebooks"
+    target.mkdir(exist_ok=True)
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        shutil.copyfile(path, target / path.name)
+
+
+# What reStructuredText would read as markup, and the docstrings mean as it stands.
+_MARKUP = re.compile(r"[*|\\]|_(?=\W|$)")
+_SPAN = re.compile(r"(`[^`\n]+`)")
+_SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Example):\s*$")
+
+
+def as_restructured_text(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Let a docstring mean in reStructuredText what it says as plain text.
+
+    Markup characters outside of `code` and of examples are escaped; a block that is indented, and
+    belongs to no section, is shown as it is (equations, pictures, tables of names).
+    """
+    done: list[str] = []
+    section = literal = doctest = False
+    for line in lines:
+        bare = line.strip()
+        indented = line.startswith(" ")
+        if _SECTION.match(line):
+            section, literal = True, False
+        elif bare and not indented:
+            section = literal = False
+        if indented and not section and not literal and bare and (not done or not done[-1].strip()):
+            done += ["::", ""]
+            literal = True
+        doctest = bare.startswith(">>>") or (doctest and bool(bare))
+        done.append(line if literal or doctest else _escaped(line))
+    lines[:] = done
+
+
+def _escaped(line: str) -> str:
+    parts = _SPAN.split(line)
+    return "".join(
+        part
+        if part.startswith("`") and part.endswith("`") and len(part) > 1
+        else _MARKUP.sub(lambda found: "\\" + found.group(), part)
+        for part in parts
+    )
+
+
+def setup(app: Any) -> None:
+    """Connect the two: the docstrings before napoleon reads their sections."""
+    app.connect("builder-inited", copy_notebooks)
+    app.connect("autodoc-process-docstring", as_restructured_text, priority=100)

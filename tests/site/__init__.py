@@ -1,0 +1,1 @@
+"""Tests of docs/, and what writes the tables in it: python -m tests.site.tables."""

@@ -1,0 +1,123 @@
+"""What the site says is what the code has: tables, the reference, links. And it can be built."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fzero
+from fzero.__main__ import _parser
+from tests.site.tables import BEGIN, END, ROOT, documents, with_tables
+
+DOCS = ROOT / "docs"
+PAGES = [path for path in DOCS.rglob("*.md") if "_build" not in path.parts]
+TARGET = re.compile(r"^\.\. auto(?:class|exception|function|data|module):: (\S+)$", re.MULTILINE)
+SAME = re.compile(r"^- `(fzero\.\S+)` is `(fzero\.\S+)`$", re.MULTILINE)
+PARTS = ("state", "optim", "adapter", "adapter.deepspeed", "checkpoint", "plot")
+RECORDS = ("certify", "trace", "doctor")  # parts with records that a function of fzero returns
+
+
+def reference() -> str:
+    return "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
+
+
+def look_up(name: str) -> Any:
+    return functools.reduce(getattr, name.split(".")[1:], fzero)
+
+
+def public_names(module: str) -> list[str]:
+    """The names that the `__init__` of a part gives again, `from x import name as name`."""
+    path = importlib.import_module(module).__file__
+    assert path is not None
+    found = [
+        alias.name
+        for node in ast.parse(Path(path).read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    ]
+    assert len(found) > 3
+    return [f"{module}.{name}" for name in found]
+
+
+@pytest.mark.parametrize("path", list(documents()), ids=lambda path: path.name)
+def test_the_tables_of_a_page_are_those_of_the_code(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert text == with_tables(text, documents()[path]()), "run: python -m tests.site.tables"
+
+
+def test_the_reference_has_every_public_name_and_no_other() -> None:
+    text = reference()
+    same = dict(SAME.findall(text))
+    listed = [*TARGET.findall(text), *same]
+    wanted = {f"fzero.{name}" for name in fzero.__all__}
+    for part in PARTS:
+        wanted.update(public_names(f"fzero.{part}"))
+    wanted -= {f"fzero.{part}" for part in PARTS}
+    records = {name for part in RECORDS for name in public_names(f"fzero.{part}")}
+    assert len(listed) == len(set(listed))
+    assert (wanted - set(listed), set(listed) - wanted - records) == (set(), set())
+    for name, other in same.items():
+        assert look_up(name) is look_up(other) and other in listed
+
+
+def test_every_command_is_on_its_page() -> None:
+    commands = next(a for a in _parser(launched=False)._actions if a.choices)
+    assert commands.choices is not None
+    text = (DOCS / "command_line.md").read_text()
+    assert all(f"| `python -m fzero {name}` |" in text for name in commands.choices)
+
+
+def test_every_transform_has_a_page_and_a_row() -> None:
+    from tests.site.support import TRANSFORMS
+
+    index = (DOCS / "transforms" / "index.md").read_text()
+    pages = {path.stem for path in (DOCS / "transforms").glob("*.md")} - {"index"}
+    assert pages == set(TRANSFORMS)
+    assert all(f"| [`{name}`]({name}.md) |" in index for name in pages)
+    keywords = re.findall(r"`Engine\((\w+)=\)`", index)
+    assert len(keywords) == 7
+    assert set(keywords) <= set(inspect.signature(fzero.adapter.Engine).parameters)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_every_link_leads_to_a_page(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))
+    # notebooks are copied into the site when it is built
+    places = [(path.parent / link, ROOT / "notebooks" / Path(link).name) for link in links]
+    assert [place for place, copied in places if not (place.exists() or copied.exists())] == []
+
+
+def test_every_page_is_in_the_contents() -> None:
+    found = set()
+    for path in PAGES:
+        for tree in re.findall(r"^```{toctree}\n(.*?)^```", path.read_text(), re.M | re.S):
+            names = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            found |= {(path.parent / f"{name}.md").resolve() for name in names}
+    missing = [path.relative_to(DOCS).as_posix() for path in PAGES if path.resolve() not in found]
+    assert missing == ["index.md"], "put the page into a toctree, of docs/index.md for instance"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("myst_nb")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-E", "-b", "html"]
+    done = subprocess.run(
+        [*command, str(DOCS), str(tmp_path)], capture_output=True, text=True, timeout=1400
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    page = (tmp_path / "reference" / "transforms.html").read_text()
+    assert "GPipe" in page and "fzero.accumulate" in page
+    assert "cells give the step of one process" in (tmp_path / "invariance.html").read_text()
+    assert (tmp_path / "notebooks" / "01_one_step.html").read_text().count("<img") >= 2

@@ -21,12 +21,14 @@ from fzero.compile._passes import (
     rematerialize,
     wait_late,
     without_writes,
+    write_back,
 )
 from fzero.compile._segments import Action, actions_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
 from fzero.trace import Program, is_collective, record
+from fzero.transforms._donate import give_back, take_over
 from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._pipeline import P, R, Step, require_order
 from fzero.transforms._states import flatten_states, is_state
@@ -53,8 +55,9 @@ def compile(
     where the step starts it, and waited for where its result is read. Other shapes, another
     schedule of stage 3, or options of the step that changed are another graph.
 
-    The state that is given stays good, also for a step that donates. Kernels of a compiler may
-    round otherwise than torch's: on exact inputs the bits are the same.
+    With `shard(..., donate=True)` the new state is written into the memory of the old one, which is
+    used up. Kernels of a compiler may round otherwise than torch's: on exact inputs the bits are
+    the same.
 
     Args:
         fn: (state, *args) -> (state, aux), sharded; outermost but for nothing.
@@ -92,6 +95,7 @@ def compile(
         "compile", fn, never_around=("compile", "simulate"), right="fzero.compile(step), once"
     )
     graphs: list[tuple[Any, Compiled]] = []
+    donate = _donates(fn)
 
     def around(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if is_abstract() or in_transform() or is_recorded(()):
@@ -107,12 +111,28 @@ def compile(
             axis = _axis(arguments)
             program = record(_with_keywords(inner), arguments, axis, axis.rank)
             _optimize(program.graph.graph, bucket_bytes, gather_bytes)
-            found = _compiled(program, axis, backend)
+            if donate:
+                write_back(program.graph.graph, _same_places(program))
+            found = _compiled(program, axis, backend, donate=donate)
             graphs.append((key, found))
         return found(arguments)
 
     options = {} if backend == "inductor" else {"backend": backend}
     return Step("compile", fn, around, options=options)
+
+
+def _donates(fn: Any) -> bool:
+    """Whether the state that the step is given is used up by it: what `shard` says."""
+    if not isinstance(fn, Step):
+        return False
+    return fn.options.get("donate", False) if fn.name == "shard" else _donates(fn.inner)
+
+
+def _same_places(program: Program) -> list[tuple[int, int]]:
+    """Which input and which output are the same buffer of a state, before and after the step."""
+    where = {path: i for i, path in enumerate(program.inputs) if path.startswith("state")}
+    pairs = ((where.get(path), i) for i, path in enumerate(program.outputs))
+    return [(i, k) for i, k in pairs if i is not None]
 
 
 def _with_keywords(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,16 +159,24 @@ class Compiled:
     others: tuple[Any, ...]  # its leaves that are no tensors
     axis: Axis
     said: str  # what ranks must have in common to run it together
+    donate: bool
 
     def __call__(self, arguments: Any) -> Any:
         """Run it on real tensors."""
         channel = channel_of(self.axis)
         if channel is not None:
             channel.call(self.said)
-        env = dict(zip(self.inputs, _tensors(arguments), strict=True))
-        with torch.no_grad():
-            for action in self.actions:
-                action(env)
+        given = arguments[0]
+        taken = take_over(given) if self.donate else given
+        env = dict(zip(self.inputs, _tensors((taken, *arguments[1:])), strict=True))
+        try:
+            with torch.no_grad():
+                for action in self.actions:
+                    action(env)
+        except BaseException:
+            if self.donate:
+                give_back(given, taken)
+            raise
         rest = iter(self.outputs)
         leaves = [env[next(rest)] if x is _TENSOR else x for x in self.others]
         return optree.tree_unflatten(self.result, leaves)
@@ -157,7 +185,7 @@ class Compiled:
 _TENSOR = object()
 
 
-def _compiled(program: Program, axis: Axis, backend: Backend) -> Compiled:
+def _compiled(program: Program, axis: Axis, backend: Backend, *, donate: bool) -> Compiled:
     graph = program.graph
     channel = channel_of(axis)
     over = axis if channel is None else channel.over(axis)
@@ -171,6 +199,7 @@ def _compiled(program: Program, axis: Axis, backend: Backend) -> Compiled:
         result=_on(axis, program),
         others=tuple(_TENSOR if x is None else x for x in program.others),
         axis=axis,
+        donate=donate,
         said=f"compiled step {zlib.crc32(repr(lines).encode())}",
     )
 

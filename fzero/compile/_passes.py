@@ -35,6 +35,38 @@ def without_writes(graph: fx.Graph) -> None:
             node.target = getattr(other, node.target._overloadname)
 
 
+def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
+    """Write output k into the memory of input i, for each (i, k), as soon as nobody reads that.
+
+    Needs: inputs that the caller gives up. Keeps: every value. Spares new memory for the new state.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    output = graph.output_node()
+    outs = list(output.args[0])  # type: ignore
+    for i, k in pairs:
+        old, new = inputs[i], outs[k]
+        alike = old.meta["val"].shape == new.meta["val"].shape
+        if old is new or not alike or old.meta["val"].dtype != new.meta["val"].dtype:
+            continue
+        readers = [user for one in _views(old) for user in one.users if user is not output]
+        last = max([new, *readers], key=lambda node: order.get(node, 0))
+        with graph.inserting_after(last):
+            outs[k] = graph.call_function(aten.copy_.default, (old, new))
+        outs[k].meta["val"] = old.meta["val"]
+        order[outs[k]] = order[last]
+    output.args = (outs,)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """A value, and all that is in its memory."""
+    found = [node]
+    for one in found:
+        found += [user for user in one.users if getattr(user.target, "is_view", False)]
+        found += [user for user in one.users if user.target is aten.detach.default]
+    return found
+
+
 def wait_late(graph: fx.Graph) -> None:
     """Move what depends on the sum of gradients behind what does not: nobody waits early.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero.errors import LayoutError, MismatchError, PhaseError
+from fzero.errors import DonatedError, LayoutError, MismatchError, PhaseError
 from fzero.state import NAMESPACE
 from tests.adapter.on_ranks import on_ranks
 from tests.oracle import square_loss
@@ -157,6 +157,25 @@ def test_what_cannot_be_compiled_says_so() -> None:
     compiled = fzero.compile(step, backend="eager")
     with pytest.raises(LayoutError, match="read from a SGD at each update"):
         compiled(compiled.init({"w": weight}, instance), torch.ones(2))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_donating_step_writes_into_the_memory_that_it_is_given(stage: int) -> None:
+    step = fzero.shard(step_fn, stage=stage, donate=True)
+    compiled = fzero.compile(step, backend="eager")
+    state, other = (compiled.init(params(), RULE) for _ in range(2))
+    xs = torch.tensor([1.0, 3.0])
+    for _ in range(3):
+        before, used = [flat.data_ptr() for flat in other.params.flats], other
+        (state, aux), (other, found) = step(state, xs), compiled(other, xs)
+        same(leaves(other), leaves(state))
+        assert torch.equal(found["loss"], aux["loss"])
+        assert [flat.data_ptr() for flat in other.params.flats] == before
+        with pytest.raises(DonatedError):
+            compiled(used, xs)
+    with pytest.raises(LayoutError, match="it must be one number"):
+        compiled(other, torch.ones(2, 3, 7))  # no graph comes of it, and nothing is used up
+    same(leaves(compiled(other, xs)[0]), leaves(step(state, xs)[0]))
 
 
 def test_a_trace_of_it_is_that_of_the_step() -> None:

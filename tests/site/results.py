@@ -70,7 +70,7 @@ def _tables_of(path: Path) -> Iterator[Measured]:
                 machine=machine,
                 date=date,
                 heading=heading,
-                command=command.group(1),
+                command=re.sub(r" --out \S+", "", command.group(1)),
                 versions=versions.group(),
                 head=cells[0],
                 rows=tuple(cells[2:]),

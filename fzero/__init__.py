@@ -16,6 +16,7 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
+from fzero.diff import Difference, Run, diff
 from fzero.errors import (
     AxisError,
     DonatedError,
@@ -55,6 +56,7 @@ __all__ = [
     "Axis",
     "AxisError",
     "CollectiveLog",
+    "Difference",
     "DonatedError",
     "DynamicScale",
     "FzeroError",
@@ -62,6 +64,7 @@ __all__ = [
     "NonFiniteError",
     "Offload",
     "PhaseError",
+    "Run",
     "TrainState",
     "accumulate",
     "adapter",
@@ -78,6 +81,7 @@ __all__ = [
     "clip",
     "coalesce",
     "count_collectives",
+    "diff",
     "full_gradients",
     "full_params",
     "functionalize",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from fzero.sequence import Sequencer
 from fzero.state import Placement, TrainState, schedule, window
 from fzero.transforms._donate import donates
 from fzero.transforms._finite import FiniteCheck, with_found
+from fzero.transforms._observe import tell
 from fzero.transforms._receive import (
     accumulate,
     feed_back,
@@ -63,6 +65,8 @@ class Pass:
         self.reducer = Reducer(setups, axes, devices)
         self.finite = FiniteCheck(states)
         self.gatherer = Gatherer([setup.layout for setup in setups], axes)
+        if any(setup.policy.observer for setup in setups):
+            self.gatherer.on_gathered = self._saw_gathered
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
         self._lazy = bool(lazy) and self.channel is not None
@@ -250,6 +254,11 @@ class Pass:
         return self._gathered
 
     # How.
+
+    def _saw_gathered(self, group: int, flat: Tensor) -> None:
+        numbered = ((s, i) for s in self.states for i in range(len(s.setup.layout.groups)))
+        for state, index in islice(numbered, group, group + 1):
+            tell("gathered", state, (index, flat))
 
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]

@@ -31,12 +31,14 @@ LEVELS = (
     ("transforms",),
     ("adapter",),
     ("certify",),
+    ("diff",),
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.
 SIDE = ("checkpoint", "plan", "plot")
 TOP = ("__init__", "__main__", "job")
-# adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint.
-ALSO = {"adapter": {"checkpoint"}}
+# adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint. diff takes states of other
+# worlds apart as a checkpoint does.
+ALSO = {"adapter": {"checkpoint"}, "diff": {"checkpoint"}}
 
 COLLECTIVE = re.compile(
     r"(all_gather|all_reduce|all_to_all|reduce|reduce_scatter|gather|scatter|broadcast|barrier"

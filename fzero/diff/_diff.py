@@ -10,22 +10,79 @@ import optree
 import torch
 
 from fzero.diff._bound import DISTURBANCE, SMALLEST_UNIT, first_apart
-from fzero.diff._compare import Apart, Side, Update
+from fzero.diff._compare import Called, compare
 from fzero.diff._difference import GRADIENT, LOSS, START, Difference, Moment
-from fzero.diff._record import Recording, Seen
 from fzero.diff._run import Driven, Run, dtypes_of, require_runs, rows_of
+from fzero.diff._side import Apart
 from fzero.diff._values import Values, disturbed, whole
 from fzero.errors import LayoutError, explain
-from fzero.state import NAMESPACE, TrainState
+from fzero.state import NAMESPACE
 from fzero.transforms._states import is_state
 
 _WIDE = torch.float64
 
 
 def diff(run_a: Run, run_b: Run) -> Difference | None:
-    """Return the first number in which two runs differ by more than the order of sums explains.
+    """Return the first number in which two runs differ by more than another order of sums explains.
 
-    TODO
+    Both make one call after another on virtual ranks in this process. Stage, world, precision and
+    options may differ, the step and the loss may be other versions; the parameters must have the
+    same names, shapes and values, and the batches of all ranks the same examples. Each call of a
+    begins with the parameters, optimizer state, counters, loss scale and random state that b has
+    there, so differences do not grow from call to call; b goes on by itself, so that what it should
+    not have kept shows. In each update are compared, in this order:
+
+        gather                  the full values that a loss reads, and those that ranks hold
+        loss                    L = sum_i s_i mean_r L_ri, i the backwards, s_i what `accumulate`
+                                multiplies by
+        gradient                dL/dp, added up here from each rank's own gradients
+        reduction, norm, clip   the gradient that the update begins with, its norm, and what the
+                                optimizer is given; without the loss scale
+        optimizer state, update     each slot; p' - p, and that of fp32 masters
+        counter, loss scale, state  what was counted, and what the step makes of it after the update
+
+    Each rank's part of a shard, and each replica, is compared by itself. `replica`: a number that
+    is not bit for bit the same on all ranks of one run that have it.
+
+    If both runs have parameters of the same dtypes, they are compared in float64 first, where
+    rounding is small, and then as they are. (Casts to another dtype in the loss stay as they are.)
+    What a difference may be by rounding is computed, see `fzero/diff/_bound.py`: from the terms of
+    sums over ranks and micro-batches, and elsewhere by what a small change of all parameters and
+    inputs makes of the same number. It goes by the coarsest dtype that the options ask for:
+    autocast, `communication_dtype`, quantized blocks.
+
+    Args:
+        run_a: the run that is trusted.
+        run_b: the other one.
+
+    Returns:
+        The first `Difference`; None if there is none. Print it: it says what differs, by how much,
+        what was equal until then, and what usually makes it differ.
+
+    Raises:
+        LayoutError: for what is no run of a sharded step, for other numbers of batches, and for
+            runs of other parameters, which it names.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 4.2.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_of(factor):
+        ...     def loss(p, x):
+        ...         return factor * (p["w"] * x).square().mean()
+        ...     def step_fn(state, x):
+        ...         state, value = fzero.grad_and_reduce(loss, state)(x)
+        ...         return fzero.apply_gradients(state), value
+        ...     return fzero.shard(step_fn, stage=2)
+        >>> def run(step, world_size):
+        ...     x = torch.arange(12.0).view(world_size, -1, 3)
+        ...     return fzero.Run(step=step, params={"w": torch.ones(3)}, batches=[x],
+        ...                      optimizer=fzero.optim.adam(0.1), world_size=world_size)
+        >>> fzero.diff(run(step_of(1), 1), run(step_of(1), 4)) is None
+        True
+        >>> found = fzero.diff(run(step_of(1), 1), run(step_of(2), 4))
+        >>> found.operation, found.ranks, found.at
+        ('loss', (0, 1, 2, 3), Moment(step=1, update=1, backward=1))
     """
     require_runs(run_a, run_b)
     dtypes = [dtypes_of(run) for run in (run_a, run_b)]
@@ -57,7 +114,7 @@ def _blamed(
     except Exception:  # a step for batches of another form
         return found
     alike = named is not None and (named.at.step, named.kind) == (found.at.step, found.kind)
-    return named if alike and named.ranks else found
+    return named if named is not None and alike and named.ranks else found
 
 
 def _lockstep(
@@ -74,7 +131,7 @@ def _lockstep(
     state, at, apart = found
     path = ".".join([x for x in (paths[state], apart.path) if x])
     return Difference(
-        at=at._replace(backward=apart.backward),
+        at=at,
         operation=apart.operation,
         path=path,
         **apart.found._asdict(),
@@ -102,15 +159,21 @@ def _paths(a: Driven, b: Driven) -> list[str]:
     ]
     names = [[".".join(map(str, path)) for path in paths] for paths, _, _ in trees]
     facts = [
-        {f"{name}.{leaf.path} {leaf.shape}": None for name, s in zip(names[k], states, strict=True)
-         for leaf in s.setup.layout.leaves}
+        {
+            f"{name}.{leaf.path} {leaf.shape}": None
+            for name, s in zip(names[k], states, strict=True)
+            for leaf in s.setup.layout.leaves
+        }
         for k, (_, states, _) in enumerate(trees)
     ]
     if list(facts[0]) != list(facts[1]):
-        only = [x.strip(".") for x in (*facts[0], *facts[1]) if x not in facts[0] or x not in facts[1]]
+        only = [
+            x.strip(".") for x in (*facts[0], *facts[1]) if x not in facts[0] or x not in facts[1]
+        ]
+        shown = ", ".join(only[:4]) or "in another order"
         raise LayoutError(
             explain(
-                f"diff: the runs have other parameters: {', '.join(only[:4]) or 'in another order'}.",
+                f"diff: the runs have other parameters: {shown}.",
                 cause="two models, or parameters that were renamed.",
                 fix="give both runs parameters of the same names and shapes, in the same order.",
             )
@@ -134,70 +197,32 @@ def _coarser(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None:
-    """Make one call of both, from b's values; b goes on by itself, so that nothing of it is lost."""
+    """Make one call of both from b's values; b goes on by itself, so that nothing of it is lost."""
     start = b.values()
     a.begin_at(start)
     befores = [run.states for run in (a, b)]
-    rng = torch.get_rng_state()
+    began, rng = a.state, torch.get_rng_state()
     b.state, seen_b = b.call(number)
     rng_after = torch.get_rng_state()
     torch.set_rng_state(rng)
-    before_a = a.state
     a.state, seen_a = a.call(number)
     unit = max(a.unit, b.unit, min(a.coarsest, b.coarsest), SMALLEST_UNIT)
-    torch.set_rng_state(rng)
     size = DISTURBANCE * unit
     other = [disturbed(values, size, seed) for seed, values in enumerate(start)]
-    twin_start = a.state_at(other, before_a)
-    twin, seen_c = a.call(number, state=twin_start, disturbance=size)
+    began = a.state_at(other, began)
+    torch.set_rng_state(rng)
+    ended, seen_twin = a.call(number, state=began, disturbance=size)
     torch.set_rng_state(rng_after)
+    ranks = a.run.world_size
+    twin = Called(before=rows_of(began, ranks), seen=seen_twin, after=rows_of(ended, ranks))
     runs = (
-        _Called(befores[0], seen_a, a.states),
-        _Called(befores[1], seen_b, b.states),
-        _Called(rows_of(twin_start, a.run.world_size), seen_c, rows_of(twin, a.run.world_size)),
+        Called(before=befores[0], seen=seen_a, after=a.states),
+        Called(before=befores[1], seen=seen_b, after=b.states),
+        twin,
     )
     for state in range(len(start)):
-        found = _first(runs, state, unit)
+        found = compare(*runs, state, unit)
         if found is not None:
             update, apart = found
-            return state, Moment(number + 1, update + 1, None), apart
+            return state, Moment(number + 1, update, apart.backward), apart
     return None
-
-
-class _Called:
-    """One call of one run: each state's rows before it, what was seen, the rows that came back."""
-
-    def __init__(
-        self, before: list[list[TrainState]], seen: Recording, after: list[list[TrainState]]
-    ) -> None:
-        self.before, self.seen, self.after = before, seen, after
-
-    def sides(self, state: int) -> list[Side]:
-        """The updates of a state, and what came after the last one."""
-        rows = self.before[state]
-        by_rank = self.seen.updates(state, len(rows))
-        averages = rows[0].setup.reduction.reduce_op == "mean"
-        found = []
-        for number in range(max(map(len, by_rank))):
-            seen = [some[number] if number < len(some) else Seen() for some in by_rank]
-            found.append(Side(before=rows, seen=seen, averages=averages))
-            rows = [one.after or row for one, row in zip(seen, rows, strict=True)]
-        return found
-
-
-def _first(runs: Sequence[_Called], state: int, unit: float) -> tuple[int, Apart] | None:
-    columns = [run.sides(state) for run in runs]
-    empty = [replace(sides[-1], seen=[Seen() for _ in sides[-1].seen]) for sides in columns]
-    last = 0
-    for last in range(max(map(len, columns))):
-        a, b, twin = (
-            sides[last] if last < len(sides) else nothing
-            for sides, nothing in zip(columns, empty, strict=True)
-        )
-        found = Update(a=a, b=b, twin=twin, unit=unit).first()
-        if found is not None:
-            return last, found
-    a, b, twin = empty
-    rows = [run.after[state] for run in runs]
-    found = Update(a=a, b=b, twin=twin, unit=unit).returned(rows)
-    return found and (max(last - 1, 0), found)

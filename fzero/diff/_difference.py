@@ -129,7 +129,7 @@ class Difference:
         step, update, backward = self.at
         ranks = ", ".join(map(str, self.ranks))
         parts = [
-            f"step {step}",
+            f"step {step}" if step else "the start",
             *([f"update {update}"] if update > 1 else []),
             *([f"backward {backward}"] if backward else []),
             *([f"rank{'s' * (len(self.ranks) > 1)} {ranks}"] if ranks else []),

@@ -37,6 +37,11 @@ class Seen:
     norm: float | None = None  # before clipping, if they are clipped
     after: TrainState | None = None  # None: there was no update
 
+    @property
+    def flats(self) -> Rows:
+        """The reduced gradients; none before an update."""
+        return () if self.reduced is None else self.reduced.flats
+
 
 class Recording:
     """All that the states of one call of a step show, for each state and rank.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
 from fzero.diff._bound import DISTURBANCE, SMALLEST_UNIT, first_apart
 from fzero.diff._compare import Called, compare
@@ -89,32 +91,13 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
     if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
         for default in (_WIDE, torch.get_default_dtype()):
             try:
-                found = _blamed(run_a, run_b, _WIDE, default)
+                found = _lockstep(run_a, run_b, _WIDE, default)
             except Exception:  # a dtype is fixed somewhere; what else is wrong is raised below
                 continue
             if found is not None:
                 return found
             break
-    return _blamed(run_a, run_b, None, torch.get_default_dtype())
-
-
-def _blamed(
-    run_a: Run, run_b: Run, wide: torch.dtype | None, default: torch.dtype
-) -> Difference | None:
-    """The first difference; if it is in a sum over ranks, from a's step on the ranks of b.
-
-    That says which rank of b has another term, where the two runs have other ranks.
-    """
-    found = _lockstep(run_a, run_b, wide, default)
-    if found is None or found.ranks or found.kind not in (LOSS, GRADIENT):
-        return found
-    there = replace(run_a, batches=run_b.batches, world_size=run_b.world_size)
-    try:
-        named = _lockstep(there, run_b, wide, default)
-    except Exception:  # a step for batches of another form
-        return found
-    alike = named is not None and (named.at.step, named.kind) == (found.at.step, found.kind)
-    return named if named is not None and alike and named.ranks else found
+    return _lockstep(run_a, run_b, None, torch.get_default_dtype())
 
 
 def _lockstep(
@@ -196,33 +179,63 @@ def _coarser(x: torch.Tensor, y: torch.Tensor) -> float:
     return max(torch.finfo(z.dtype).eps for z in (x, y))
 
 
+class _Trusted(NamedTuple):
+    """A call of run a from b's values, the same disturbed, and the unit by which they round."""
+
+    called: Called
+    twin: Called
+    unit: float
+
+
 def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None:
     """Make one call of both from b's values; b goes on by itself, so that nothing of it is lost."""
-    start = b.values()
-    a.begin_at(start)
-    befores = [run.states for run in (a, b)]
-    began, rng = a.state, torch.get_rng_state()
-    b.state, seen_b = b.call(number)
+    start, before, rng = b.values(), b.states, torch.get_rng_state()
+    b.state, seen = b.call(number)
     rng_after = torch.get_rng_state()
+    called = Called(before=before, seen=seen, after=b.states)
+    trusted = _beside(a, b, start, number, rng)
+    for state in range(len(start)):
+        found = compare(trusted.called, called, trusted.twin, state, trusted.unit)
+        if found is not None:
+            there = _named(a, b, start, number, rng) if _is_sum(found[1]) else None
+            if there is not None:  # a's step on the ranks of b
+                again = compare(there.called, called, there.twin, state, there.unit)
+                alike = again is not None and again[1].operation == found[1].operation
+                found = again if again is not None and alike else found
+            update, apart = found
+            return state, Moment(number + 1, update, apart.backward), apart
+    torch.set_rng_state(rng_after)
+    return None
+
+
+def _beside(a: Driven, b: Driven, start: list[Values], number: int, rng: Tensor) -> _Trusted:
+    """Make a call of run a, and the same disturbed, from what b began it with."""
+    a.begin_at(start)
+    before, began = a.states, a.state
     torch.set_rng_state(rng)
-    a.state, seen_a = a.call(number)
+    a.state, seen = a.call(number)
+    called = Called(before=before, seen=seen, after=a.states)
     unit = max(a.unit, b.unit, min(a.coarsest, b.coarsest), SMALLEST_UNIT)
     size = DISTURBANCE * unit
     other = [disturbed(values, size, seed) for seed, values in enumerate(start)]
     began = a.state_at(other, began)
     torch.set_rng_state(rng)
-    ended, seen_twin = a.call(number, state=began, disturbance=size)
-    torch.set_rng_state(rng_after)
+    ended, seen = a.call(number, state=began, disturbance=size)
     ranks = a.run.world_size
-    twin = Called(before=rows_of(began, ranks), seen=seen_twin, after=rows_of(ended, ranks))
-    runs = (
-        Called(before=befores[0], seen=seen_a, after=a.states),
-        Called(before=befores[1], seen=seen_b, after=b.states),
-        twin,
-    )
-    for state in range(len(start)):
-        found = compare(*runs, state, unit)
-        if found is not None:
-            update, apart = found
-            return state, Moment(number + 1, update, apart.backward), apart
-    return None
+    twin = Called(before=rows_of(began, ranks), seen=seen, after=rows_of(ended, ranks))
+    return _Trusted(called, twin, unit)
+
+
+def _is_sum(apart: Apart) -> bool:
+    return apart.operation in (LOSS, GRADIENT) and not apart.found.ranks
+
+
+def _named(a: Driven, b: Driven, start: list[Values], number: int, rng: Tensor) -> _Trusted | None:
+    """The same by a's step on the ranks of b: it says which rank of b has another term."""
+    if a.run.world_size == b.run.world_size:
+        return None
+    there = replace(a.run, batches=b.run.batches, world_size=b.run.world_size)
+    try:
+        return _beside(Driven(there, a.wide), b, start, number, rng)
+    except Exception:  # a step for batches of another form
+        return None

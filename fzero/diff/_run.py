@@ -83,7 +83,7 @@ class Driven:
     """A run under way: its state, and one call after another."""
 
     def __init__(self, run: Run, wide: torch.dtype | None) -> None:
-        self.run, self._wide = run, wide
+        self.run, self.wide = run, wide
         params = run.params if wide is None else copy_of(run.params, wide)
         self._simulated = simulate(run.step, world_size=run.world_size)
         self.state = self._simulated.init(params, run.optimizer)
@@ -132,8 +132,8 @@ class Driven:
 
         observed = observe(self.run.step, recording.observers())
         batch = self.run.batches[number]
-        if self._wide is not None:
-            batch = cast(batch, self._wide)
+        if self.wide is not None:
+            batch = cast(batch, self.wide)
         if disturbance:
             batch = _disturbed(batch, disturbance)
         new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)

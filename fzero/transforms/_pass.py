@@ -65,8 +65,6 @@ class Pass:
         self.reducer = Reducer(setups, axes, devices)
         self.finite = FiniteCheck(states)
         self.gatherer = Gatherer([setup.layout for setup in setups], axes)
-        if any(setup.policy.observer for setup in setups):
-            self.gatherer.on_gathered = self._saw_gathered
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
         self._lazy = bool(lazy) and self.channel is not None
@@ -263,6 +261,8 @@ class Pass:
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
         self.gatherer.hold_shards(shards, [state.device for state in self.states])
+        if any(state.setup.policy.observer for state in self.states):
+            self.gatherer.on_gathered = self._saw_gathered
 
     def _decide(self) -> None:
         """Whether anything of the next phase crosses ranks, so that they must agree on it."""

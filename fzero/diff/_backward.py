@@ -33,7 +33,7 @@ def _gathers(side: Side, unit: float) -> Iterator[Apart]:
             for leaf, offset in zip(group.leaves, group.offsets, strict=True):
                 if not layout.leaves[leaf].numel:
                     continue
-                own = Copy(rank, 0, flat[offset : offset + layout.leaves[leaf].numel])
+                own = Copy(rank, 0, flat[offset : offset + layout.leaves[leaf].numel].cpu())
                 read = Spread(shape=layout.leaves[leaf].shape, copies=(own,))
                 wanted = held[names[leaf]]
                 bound = TERMS * unit * wanted.full.double().abs().max()

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.certify._compare import worst_over
 from fzero.diff._values import Copy, Spread
 
 SMALLEST_UNIT = 2.0**-44
@@ -75,22 +76,19 @@ def _apart(
     full: Tensor, copies: Sequence[Copy], shape: Sequence[int], bound: Tensor | float
 ) -> Found | None:
     wanted = full.double()
-    allowed = torch.as_tensor(bound, dtype=torch.float64).expand(wanted.shape)
+    given = torch.as_tensor(bound, dtype=torch.float64).expand(wanted.shape)
+    allowed = given.nan_to_num(0.0, posinf=torch.inf)  # of a NaN on both sides
     ranks, first = [], None
     for rank, start, values in copies:
         part = slice(start, start + values.numel())
         mine, theirs, most = values.double(), wanted[part], allowed[part]
-        if bool(((mine - theirs).abs() <= most).all()):
-            continue  # nearly always; a NaN or an infinity is looked at below
-        alike = (mine == theirs) | (mine.isnan() & theirs.isnan())
-        over = torch.where(alike, 0.0, (mine - theirs).abs() - most).nan_to_num(torch.inf)
-        bad = ~alike & (over > 0)
-        if not bool(bad.any()):
+        alike = (mine == theirs) | (mine.isnan() & theirs.isnan())  # an infinity, too
+        k = worst_over(mine.masked_fill(alike, 0.0), theirs.masked_fill(alike, 0.0), most)
+        if k is None:
             continue
         if rank >= 0:
             ranks.append(rank)
         if first is None:
-            k = int(torch.where(bad, over, -1.0).argmax())
             at = torch.unravel_index(torch.tensor(start + k), tuple(shape)) if shape else ()
             index = tuple(int(i) for i in at)
             first = Found((), index, float(theirs[k]), float(mine[k]), float(most[k]))

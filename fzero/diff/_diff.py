@@ -91,16 +91,16 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
     if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
         for default in (_WIDE, torch.get_default_dtype()):
             try:
-                found = _lockstep(run_a, run_b, _WIDE, default)
+                found = _compared(run_a, run_b, _WIDE, default)
             except Exception:  # a dtype is fixed somewhere; what else is wrong is raised below
                 continue
             if found is not None:
                 return found
             break
-    return _lockstep(run_a, run_b, None, torch.get_default_dtype())
+    return _compared(run_a, run_b, None, torch.get_default_dtype())
 
 
-def _lockstep(
+def _compared(
     run_a: Run, run_b: Run, wide: torch.dtype | None, default: torch.dtype
 ) -> Difference | None:
     with _made_in(default):

@@ -81,7 +81,7 @@ class Recording:
     def _loss(self, seen: Seen, state: TrainState, loss: Tensor) -> None:
         policy = state.setup.policy
         self.unit = max(self.unit, unit_of(state))
-        made = Backward(weight=policy.grad_scale, loss=loss.detach().double())
+        made = Backward(weight=policy.grad_scale, loss=loss.detach().double().cpu())
         seen.backwards.append(made)
 
     def _gradient(self, seen: Seen, state: TrainState, value: tuple[int, Tensor]) -> None:
@@ -103,7 +103,7 @@ class Recording:
     def _add(self, seen: Seen, leaf: int, gradient: Tensor, weight: float) -> None:
         if not seen.backwards:  # of a loss that was differentiated before the update
             seen.backwards.append(Backward(weight=0.0, loss=None))
-        own, new = seen.backwards[-1].gradients, gradient.detach().double() * weight
+        own, new = seen.backwards[-1].gradients, gradient.detach().double().cpu() * weight
         own[leaf] = own[leaf] + new if leaf in own else new
 
     def _reduced(self, seen: Seen, state: TrainState, held: Buffers) -> None:

@@ -163,7 +163,7 @@ def _disturbed(batch: Any, size: float) -> Any:
     def of(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        signs = torch.randint(0, 2, x.shape, generator=source).double() * 2 - 1
+        signs = torch.randint(0, 2, x.shape, generator=source).to(x.device).double() * 2 - 1
         return (x.double() * (1 + size * signs)).to(x.dtype)
 
     return optree.tree_map(of, batch, namespace=NAMESPACE)

@@ -50,7 +50,7 @@ class Spread:
 
 def whole(value: Tensor, rank: int = -1) -> Spread:
     """A leaf that one rank has whole, or that is a sum over ranks."""
-    return Spread(shape=tuple(value.shape), copies=(Copy(rank, 0, value.reshape(-1)),))
+    return Spread(shape=tuple(value.shape), copies=(Copy(rank, 0, value.reshape(-1).cpu()),))
 
 
 def spread(
@@ -69,7 +69,7 @@ def spread(
                 high = min(begin + numel - offset, layout.leaves[leaf].numel)
                 if low < high and k < len(some) and some[k].numel():
                     part = some[k][low + offset - begin : high + offset - begin]
-                    copies.append(Copy(rank, low, part))
+                    copies.append(Copy(rank, low, part.detach().cpu()))
             if copies:
                 shape = layout.leaves[leaf].shape
                 found[names[leaf]] = Spread(shape=shape, copies=tuple(copies))
@@ -147,7 +147,7 @@ def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
     return state.replace(
         params=Buffers(flats=tuple(params), placement=setup.params),
         optimizer=optree.tree_unflatten(treespec, new),
-        step=values.state.step.clone(),
+        step=values.state.step.to(state.step, copy=True),
         scale=scale if scale is not None and _same_policy(state, values.state) else state.scale,
     )
 
@@ -194,7 +194,7 @@ def _flat(
     leaves = [of(names[i], old) for i in group.leaves]
     if any(leaf is old for leaf in leaves):
         return like.clone()
-    whole_flat = pack(layout, index, [x.to(like.dtype) for x in leaves])
+    whole_flat = pack(layout, index, [x.to(like) for x in leaves])
     return part_of(whole_flat, Part(1, 0), setup.part(placement, rank)).clone()
 
 

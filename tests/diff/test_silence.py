@@ -47,7 +47,9 @@ def runs(draw: st.DrawFn, factor: float, **same: Any) -> fzero.Run:
     return run(body, draw(stages), draw(worlds), calls=2, micro_batches=3, **options, **same)
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=max(6, settings().max_examples // 10), suppress_health_check=[HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_any_order_of_sums(data: st.DataObject) -> None:
     same = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from tests.diff.runs import batches, loss, parameters, run, step_with, updated
+from tests.diff.runs import batches, loss, run, step_with, updated
 from tests.diff.wrong_reductions import forgets_the_reduction
 from tests.strategies import stages, worlds
 
@@ -131,17 +131,50 @@ def test_masks_that_are_drawn_alike_and_dtypes_that_a_loss_fixes() -> None:
     assert found is not None and found.compared_in is torch.float32
 
 
-def test_gradients_that_cancel_have_no_sign_to_compare() -> None:
-    """Lion moves by the sign of a gradient that is zero but for rounding."""
+@pytest.mark.parametrize("seed", [8, 12])  # in which the two orders give two signs
+def test_a_gradient_that_cancels_has_no_sign_to_compare(seed: int) -> None:
+    """Lion moves by the sign of a gradient; here one of 2000 is zero but for rounding."""
+    source = torch.Generator().manual_seed(seed)
+    x = torch.rand(6, 2000, generator=source, dtype=torch.float64)
+    x[5, 0] = -x[:5, 0].sum()
+    orders = [torch.randperm(6, generator=source) for _ in range(2)]
 
-    def balanced(state: Any, batch: Any) -> Any:
-        x = batch[0]
-        mirrored = [torch.cat([x, -x], 1), torch.cat([batch[1], batch[1]], 1)]
+    def step(state: Any, batch: Tensor) -> Any:
+        for row in batch:  # one example after the other
+            state, _ = fzero.grad_and_reduce(lambda p, row: (p["w"] * row).sum(), state)(row)
+        return fzero.apply_gradients(state), None
 
-        def odd(p: Any, one: Any) -> Tensor:
-            return (one[0] / 3 @ p["first"]["weight"].t()).mean() + p["second"]["bias"].sum()
+    def one(order: Tensor, stage: int, world_size: int) -> fzero.Run:
+        return fzero.Run(
+            step=fzero.shard(step, stage=stage),
+            params={"w": torch.ones(2000, dtype=torch.float64)},
+            optimizer=OPTIMIZERS["lion"],
+            batches=[x[order].view(world_size, -1, 2000) * world_size],
+            world_size=world_size,
+        )
 
-        return updated(state, mirrored, odd)
+    assert fzero.diff(one(orders[0], 0, 1), one(orders[1], 2, 2)) is None
 
-    same = {"optimizer": OPTIMIZERS["lion"], "params": parameters()}
-    assert fzero.diff(run(balanced, **same), run(balanced, 2, 3, **same)) is None
+
+def test_a_chaotic_run_stays_beside_the_other_one() -> None:
+    """p' = 3.9 p (1 - p): alone, the rounding of a sum would be beyond every bound after 30 calls."""
+
+    def energy(p: Any, w: Tensor) -> Tensor:
+        x = p["x"]
+        return (w * (x**2 / 2 - 3.9 * (x**2 / 2 - x**3 / 3))).mean()
+
+    def step(state: Any, w: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(energy, state)(w)
+        return fzero.apply_gradients(state), None
+
+    def chaotic(stage: int, world_size: int) -> fzero.Run:
+        weights = torch.tensor([0.1, 0.7, 1.3, 1.9, 0.3, 1.7], dtype=torch.float64)
+        return fzero.Run(
+            step=fzero.shard(step, stage=stage),
+            params={"x": torch.tensor(0.3, dtype=torch.float64)},
+            optimizer=fzero.optim.sgd(1.0),
+            batches=[weights.view(world_size, -1)] * 30,
+            world_size=world_size,
+        )
+
+    assert fzero.diff(chaotic(0, 1), chaotic(2, 3)) is None

@@ -17,6 +17,7 @@ from fzero.collectives import (
     reduce_scatter,
 )
 from fzero.compile import compile
+from fzero.diff import Difference, Run, diff
 from fzero.errors import (
     AxisError,
     DonatedError,
@@ -57,6 +58,7 @@ __all__ = [
     "Axis",
     "AxisError",
     "CollectiveLog",
+    "Difference",
     "DonatedError",
     "DynamicScale",
     "FzeroError",
@@ -64,6 +66,7 @@ __all__ = [
     "NonFiniteError",
     "Offload",
     "PhaseError",
+    "Run",
     "TrainState",
     "accumulate",
     "adapter",
@@ -82,6 +85,7 @@ __all__ = [
     "coalesce",
     "compile",
     "count_collectives",
+    "diff",
     "full_gradients",
     "full_params",
     "functionalize",

@@ -55,6 +55,7 @@ class Gatherer:
         self.holds: Counter[int] = Counter()  # how many blocks hold a unit now
         self.writable: Counter[int] = Counter()  # how many of them write to it
         self._sources: dict[int, int] = {}  # whose values count in the last one that did
+        self.on_gathered: Callable[[int, Tensor], None] = lambda *_: None  # (group, its full flat)
         self.on_hold: Callable[[Sequence[int]], None] = self._fetch_all
         self.on_written: Callable[[Sequence[int]], None] = lambda _: None
         self._flights: dict[int, InFlight] = {}
@@ -266,6 +267,8 @@ class Gatherer:
 
     def _hold(self, unit: int, flats: list[Tensor], as_blocks: bool) -> None:
         self.flats[unit] = flats
+        for group, flat in zip(self.units[unit], flats, strict=True):
+            self.on_gathered(group, flat)
         self._blocks = self._blocks - {unit} | ({unit} if as_blocks else set())
         self.held[unit] = [
             unpack(self.groups[group].layout, self.groups[group].index, flat)

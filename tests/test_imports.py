@@ -31,12 +31,14 @@ LEVELS = (
     ("transforms",),
     ("adapter", "trace"),
     ("certify", "compile"),
+    ("diff",),
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.
 SIDE = ("checkpoint", "plan", "plot")
 TOP = ("__init__", "__main__", "doctor", "job")
-# adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint.
-ALSO = {"adapter": {"checkpoint"}}
+# adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint. diff takes states of other
+# worlds apart as a checkpoint does.
+ALSO = {"adapter": {"checkpoint"}, "diff": {"checkpoint"}}
 
 # The doctor calls torch's own collectives to say what is wrong with them.
 COMMUNICATING = {"collectives", "doctor"}

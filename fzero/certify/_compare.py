@@ -134,16 +134,26 @@ def _top(params: Mapping[str, Tensor]) -> float:
     return max(float(p.abs().max()) for p in params.values() if p.numel())
 
 
+def worst_over(mine: Tensor, theirs: Tensor, bound: Tensor | float) -> int | None:
+    """The flat index of the element that is furthest over its bound; None if none is.
+
+    A NaN is, on either side.
+    """
+    off = (mine - theirs).abs()
+    if bool((off <= bound).all()):
+        return None
+    return int((off - bound).nan_to_num(torch.inf).flatten().argmax())
+
+
 def _compare(
     number: int, rank: int, path: str, found: Tensor | None, wanted: Tensor, bound: float
 ) -> Difference | None:
     if found is None or found.shape != wanted.shape:
         found = torch.full_like(wanted, torch.nan, dtype=torch.float64)  # it is not there
     mine, theirs = found.double(), wanted.double()
-    off = (mine - theirs).abs()
-    if not off.numel() or bool((off <= bound).all()):
+    worst = worst_over(mine, theirs, bound)
+    if worst is None:
         return None
-    worst = int(off.nan_to_num(torch.inf).flatten().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), wanted.shape))
     return Difference(
         update=number + 1,

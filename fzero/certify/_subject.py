@@ -41,15 +41,11 @@ class Subject:
         """A model of its own, floating tensors in `dtype`; ties and frozen leaves as they are."""
         if isinstance(self.model, nn.Module):
             return copy.deepcopy(self.model).to(dtype)
-        made: dict[int, Tensor] = {}
-        for leaf in optree.tree_leaves(self.model, namespace=NAMESPACE):
-            made.setdefault(id(leaf), _copy_of(leaf, dtype))
-        return optree.tree_map(lambda leaf: made[id(leaf)], self.model, namespace=NAMESPACE)
+        return copy_of(self.model, dtype)
 
     def batch(self, number: int, dtype: torch.dtype) -> Any:
         """Batch `number`, floating tensors in `dtype`."""
-        batch = self.batches(number)
-        return optree.tree_map(lambda leaf: _cast(leaf, dtype), batch, namespace=NAMESPACE)
+        return cast(self.batches(number), dtype)
 
 
 def subject_of(model: Any, loss: Loss, batches: Any) -> Subject:
@@ -120,6 +116,19 @@ def _numbered(batches: Any) -> Callable[[int], Any]:
         )
 
     return batch
+
+
+def copy_of(params: Any, dtype: torch.dtype) -> Any:
+    """A copy of a pytree, floating tensors in `dtype`; ties and frozen leaves as they are."""
+    made: dict[int, Tensor] = {}
+    for leaf in optree.tree_leaves(params, namespace=NAMESPACE):
+        made.setdefault(id(leaf), _copy_of(leaf, dtype))
+    return optree.tree_map(lambda leaf: made[id(leaf)], params, namespace=NAMESPACE)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """A pytree with its floating tensors in `dtype`."""
+    return optree.tree_map(lambda leaf: _cast(leaf, dtype), tree, namespace=NAMESPACE)
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:

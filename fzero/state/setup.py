@@ -115,6 +115,10 @@ class StatefulUpdate(Protocol):
         ...
 
 
+Observer = Callable[[str, Any, Any], None]
+"""(what, state, value): is told what a step makes, beside it; see fzero/transforms/_observe.py."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What the transforms around the running step asked for; neutral between steps."""
@@ -126,6 +130,7 @@ class Policy:
     averages: bool = False  # the update divides by the number of backwards
     autocast: torch.dtype | None = None  # autocast: in which losses are computed
     check_finite: bool = False  # check_finite: an update raises what is not finite
+    observer: Observer | None = field(default=None, repr=False)  # not what ranks compare
 
     @property
     def differentiates_as(self) -> str:

@@ -26,6 +26,7 @@ from fzero.state import TrainState, progress
 from fzero.state.progress import NonFinite
 from fzero.transforms._differentiate import Result
 from fzero.transforms._modes import in_transform, is_recorded
+from fzero.transforms._observe import tell
 
 
 class FiniteCheck:
@@ -41,25 +42,30 @@ class FiniteCheck:
             wanted and state.scale is None
             for wanted, state in zip(self._wanted, states, strict=True)
         ]
+        self._observed = {i: s for i, s in enumerate(states) if s.setup.policy.observer}
         self.losses: list[Tensor] = []  # [2] each: smallest, largest
         self._gradients: list[tuple[int, int, Tensor]] = []  # (state, leaf, [2]) as they were made
 
     @property
     def wanted(self) -> bool:
         """Whether any state is to be looked at."""
-        return any(self._wanted)
+        return any(self._wanted) or bool(self._observed)
 
     def loss(self, x: Any) -> None:
         """A loss is about to be differentiated, without its scale."""
-        if self.wanted and isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+        for state in self._observed.values():
+            tell("loss", state, x)
+        if any(self._wanted) and isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             self.losses.append(_bounds(x))
 
     def looks_at(self, state: int) -> bool:
         """Whether gradients of a state are looked at."""
-        return self._whole[state]
+        return self._whole[state] or state in self._observed
 
     def gradient(self, state: int, leaf: int, gradient: Tensor) -> None:
         """The backward has made the gradient of one leaf of a state."""
+        if state in self._observed:
+            tell("gradient", self._observed[state], (leaf, gradient))
         if self._whole[state] and gradient.numel():
             self._gradients.append((state, leaf, _bounds(gradient)))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from fzero.sequence import Sequencer
 from fzero.state import Placement, TrainState, schedule, window
 from fzero.transforms._donate import donates
 from fzero.transforms._finite import FiniteCheck, with_found
+from fzero.transforms._observe import tell
 from fzero.transforms._receive import (
     accumulate,
     feed_back,
@@ -251,9 +253,16 @@ class Pass:
 
     # How.
 
+    def _saw_gathered(self, group: int, flat: Tensor) -> None:
+        numbered = ((s, i) for s in self.states for i in range(len(s.setup.layout.groups)))
+        for state, index in islice(numbered, group, group + 1):
+            tell("gathered", state, (index, flat))
+
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
         self.gatherer.hold_shards(shards, [state.device for state in self.states])
+        if any(state.setup.policy.observer for state in self.states):
+            self.gatherer.on_gathered = self._saw_gathered
 
     def _decide(self) -> None:
         """Whether anything of the next phase crosses ranks, so that they must agree on it."""

@@ -13,6 +13,7 @@ from fzero.packing import pack
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
 from fzero.transforms._modes import in_transform
+from fzero.transforms._observe import tell_added
 from fzero.transforms._receive import boundary, mean_of, receive
 from fzero.transforms._scaled import times_scale, with_value
 
@@ -58,6 +59,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
         )
     state = with_value(state)
     given = _flats(state, grads)
+    tell_added(state, given, reduced=reduced)
     times = times_scale(state, given)
     local: Any = [x.to(flat.dtype) for x, flat in zip(times, given, strict=True)]
     if not waits:

@@ -24,6 +24,7 @@ from fzero.transforms._donate import (
 from fzero.transforms._finite import report_of
 from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
+from fzero.transforms._observe import tell
 from fzero.transforms._pieces import pieces_of
 from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._scaled import after_update, chosen, found_inf, with_value, without_scale
@@ -117,10 +118,12 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
     after = progress.saw_update(state.progress)
     state = with_value(state)
     reduced = buffers.require_reduced(state.gradients)
+    tell("reduced", state, reduced)
     general = _is_general(state, reduced.flats)
     found = None if state.scale is None else found_inf(state, reduced, state.scale)
     skips = found is not None and not general and _skips(state)
     ready = _prepared(state, reduced, divides=skips)
+    tell("prepared", state, ready)
     try:
         if found is None or skips:
             told = (found, ready.grad_scale) if skips else None
@@ -142,6 +145,7 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
         progress=after,
         **after_update(state, found),
     )
+    tell("updated", new, found)
     return new if general else at_home(new), ready.norm
 
 

@@ -1,0 +1,79 @@
+"""One call of both steps, update by update: the first operation, parameter and rank that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fzero.diff._backward import gathers, gradients, losses
+from fzero.diff._difference import GRADIENT, LOSS
+from fzero.diff._pair import Pair
+from fzero.diff._record import Recording, Seen
+from fzero.diff._side import Apart, Side
+from fzero.diff._update import returned, updates
+from fzero.state import TrainState
+
+Rows = Sequence[Sequence[TrainState]]  # each state of a tree of them, as each rank has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Called:
+    """One call of a step: its states before it, what was seen, and those that came back."""
+
+    before: Rows
+    seen: Recording
+    after: Rows
+
+    def sides(self, state: int) -> list[Side]:
+        """The updates of a state, and last what came after them."""
+        rows = self.before[state]
+        by_rank = self.seen.updates(state, len(rows))
+        averages = rows[0].setup.reduction.reduce_op == "mean"
+        found = []
+        for number in range(max(map(len, by_rank))):
+            seen = [some[number] if number < len(some) else Seen() for some in by_rank]
+            found.append(Side(before=rows, seen=seen, averages=averages))
+            rows = [one.after or row for one, row in zip(seen, rows, strict=True)]
+        return found
+
+
+def compare(
+    a: Called, b: Called, twin: Called, state: int, unit: float
+) -> tuple[int, Apart] | None:
+    """The first difference in a state, and in which update (counted from 1) it is."""
+    runs = (a, b, twin)
+    columns = [run.sides(state) for run in runs]
+    ends = [replace(sides[-1], seen=[Seen() for _ in sides[-1].seen]) for sides in columns]
+    last = max(map(len, columns))
+    for number in range(last):
+        sides = (
+            some[number] if number < len(some) else end
+            for some, end in zip(columns, ends, strict=True)
+        )
+        found = _first(_pair(sides, unit))
+        if found is not None:
+            return number + 1, found
+    found = next(returned(_pair(ends, unit), [run.after[state] for run in runs]), None)
+    return found and (max(last - 1, 1), found)
+
+
+def _pair(sides: Iterator[Side] | Sequence[Side], unit: float) -> Pair:
+    a, b, twin = sides
+    return Pair(a=a, b=b, twin=twin, unit=unit)
+
+
+def _first(pair: Pair) -> Apart | None:
+    found = next(_all(pair), None)
+    differs = found is not None and found.operation in (LOSS, GRADIENT)
+    if differs and pair.a.averages != pair.b.averages:
+        # Losses that are made for another `reduce_op` may differ; what is reduced may not.
+        means = [replace(side, averages=True) for side in pair.sides]
+        return next(_all(_pair(means, pair.unit)), None)
+    return found
+
+
+def _all(pair: Pair) -> Iterator[Apart]:
+    yield from gathers(pair)
+    yield from losses(pair)
+    yield from gradients(pair)
+    yield from updates(pair)

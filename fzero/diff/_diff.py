@@ -1,0 +1,241 @@
+"""`diff`: two runs, call by call from the same values, until they differ by more than rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.diff._bound import DISTURBANCE, SMALLEST_UNIT, first_apart
+from fzero.diff._compare import Called, compare
+from fzero.diff._difference import GRADIENT, LOSS, START, Difference, Moment
+from fzero.diff._run import Driven, Run, dtypes_of, require_runs, rows_of
+from fzero.diff._side import Apart
+from fzero.diff._values import Values, disturbed, whole
+from fzero.errors import LayoutError, explain
+from fzero.state import NAMESPACE
+from fzero.transforms._states import is_state
+
+_WIDE = torch.float64
+
+
+def diff(run_a: Run, run_b: Run) -> Difference | None:
+    """Return the first number in which two runs differ by more than another order of sums explains.
+
+    Both make one call after another on virtual ranks in this process. Stage, world, precision and
+    options may differ, the step and the loss may be other versions; the parameters must have the
+    same names, shapes and values, and the batches of all ranks the same examples. Each call of a
+    begins with the parameters, optimizer state, counters, loss scale and random state that b has
+    there, so differences do not grow from call to call; b goes on by itself, so that what it should
+    not have kept shows. In each update are compared, in this order:
+
+        gather                  the full values that a loss reads, and those that ranks hold
+        loss                    L = sum_i s_i mean_r L_ri, i the backwards, s_i what `accumulate`
+                                multiplies by
+        gradient                dL/dp, added up here from each rank's own gradients
+        reduction, norm, clip   the gradient that the update begins with, its norm, and what the
+                                optimizer is given; without the loss scale
+        optimizer state, update     each slot; p' - p, and that of fp32 masters
+        counter, loss scale, state  what was counted, and what the step makes of it after the update
+
+    Each rank's part of a shard, and each replica, is compared by itself. `replica`: a number that
+    is not bit for bit the same on all ranks of one run that have it.
+
+    If both runs have parameters of the same dtypes, they are compared in float64 first, where
+    rounding is small, and then as they are. (Casts to another dtype in the loss stay as they are.)
+    What a difference may be by rounding is computed, see `fzero/diff/_bound.py`: from the terms of
+    sums over ranks and micro-batches, and elsewhere by what a small change of all parameters and
+    inputs makes of the same number. It goes by the coarsest dtype that the options ask for:
+    autocast, `communication_dtype`, quantized blocks.
+
+    Args:
+        run_a: the run that is trusted.
+        run_b: the other one.
+
+    Returns:
+        The first `Difference`; None if there is none. Print it: it says what differs, by how much,
+        what was equal until then, and what usually makes it differ.
+
+    Raises:
+        LayoutError: for what is no run of a sharded step, for other numbers of batches, and for
+            runs of other parameters, which it names.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 4.2.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_of(factor):
+        ...     def loss(p, x):
+        ...         return factor * (p["w"] * x).square().mean()
+        ...     def step_fn(state, x):
+        ...         state, value = fzero.grad_and_reduce(loss, state)(x)
+        ...         return fzero.apply_gradients(state), value
+        ...     return fzero.shard(step_fn, stage=2)
+        >>> def run(step, world_size):
+        ...     x = torch.arange(12.0).view(world_size, -1, 3)
+        ...     return fzero.Run(step=step, params={"w": torch.ones(3)}, batches=[x],
+        ...                      optimizer=fzero.optim.adam(0.1), world_size=world_size)
+        >>> fzero.diff(run(step_of(1), 1), run(step_of(1), 4)) is None
+        True
+        >>> found = fzero.diff(run(step_of(1), 1), run(step_of(2), 4))
+        >>> found.operation, found.ranks, found.at
+        ('loss', (0, 1, 2, 3), Moment(step=1, update=1, backward=1))
+    """
+    require_runs(run_a, run_b)
+    dtypes = [dtypes_of(run) for run in (run_a, run_b)]
+    if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
+        for default in (_WIDE, torch.get_default_dtype()):
+            try:
+                found = _compared(run_a, run_b, _WIDE, default)
+            except Exception:  # a dtype is fixed somewhere; what else is wrong is raised below
+                continue
+            if found is not None:
+                return found
+            break
+    return _compared(run_a, run_b, None, torch.get_default_dtype())
+
+
+def _compared(
+    run_a: Run, run_b: Run, wide: torch.dtype | None, default: torch.dtype
+) -> Difference | None:
+    with _made_in(default):
+        a, b = Driven(run_a, wide), Driven(run_b, wide)
+        paths = _paths(a, b)
+        found = _starts(a.values(), b.values())
+        for number in range(len(run_a.batches)):
+            found = found or _call(a, b, number)
+    if found is None:
+        return None
+    state, at, apart = found
+    path = ".".join([x for x in (paths[state], apart.path) if x])
+    return Difference(
+        at=at,
+        operation=apart.operation,
+        path=path,
+        **apart.found._asdict(),
+        compared_in=wide or min(dtypes_of(run_a) | dtypes_of(run_b), key=lambda x: x.itemsize),
+    )
+
+
+@contextmanager
+def _made_in(default: torch.dtype) -> Iterator[None]:
+    """New tensors have this dtype by default; the caller's random state stays as it was."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.set_default_dtype(default)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _paths(a: Driven, b: Driven) -> list[str]:
+    """Where each state is in the tree of states. Raises `LayoutError` for other parameters."""
+    trees = [
+        optree.tree_flatten_with_path(run.state, is_leaf=is_state, namespace=NAMESPACE)
+        for run in (a, b)
+    ]
+    names = [[".".join(map(str, path)) for path in paths] for paths, _, _ in trees]
+    facts = [
+        {
+            f"{name}.{leaf.path} {leaf.shape}": None
+            for name, s in zip(names[k], states, strict=True)
+            for leaf in s.setup.layout.leaves
+        }
+        for k, (_, states, _) in enumerate(trees)
+    ]
+    if list(facts[0]) != list(facts[1]):
+        only = [
+            x.strip(".") for x in (*facts[0], *facts[1]) if x not in facts[0] or x not in facts[1]
+        ]
+        shown = ", ".join(only[:4]) or "in another order"
+        raise LayoutError(
+            explain(
+                f"diff: the runs have other parameters: {shown}.",
+                cause="two models, or parameters that were renamed.",
+                fix="give both runs parameters of the same names and shapes, in the same order.",
+            )
+        )
+    return names[0]
+
+
+def _starts(a: Sequence[Values], b: Sequence[Values]) -> tuple[int, Moment, Apart] | None:
+    for number, (mine, other) in enumerate(zip(a, b, strict=True)):
+        for path, x in mine.params.items():
+            y = other.params[path]
+            bound = 0.0 if x.dtype == y.dtype else _coarser(x, y) * x.double().abs().reshape(-1)
+            found = first_apart(whole(x), whole(y), bound)
+            if found is not None:
+                return number, Moment(0, 0, None), Apart(START, path, found)
+    return None
+
+
+def _coarser(x: torch.Tensor, y: torch.Tensor) -> float:
+    return max(torch.finfo(z.dtype).eps for z in (x, y))
+
+
+class _Trusted(NamedTuple):
+    """A call of run a from b's values, the same disturbed, and the unit by which they round."""
+
+    called: Called
+    twin: Called
+    unit: float
+
+
+def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None:
+    """Make one call of both from b's values; b goes on by itself, so that nothing of it is lost."""
+    start, before, rng = b.values(), b.states, torch.get_rng_state()
+    b.state, seen = b.call(number)
+    rng_after = torch.get_rng_state()
+    called = Called(before=before, seen=seen, after=b.states)
+    trusted = _beside(a, b, start, number, rng)
+    for state in range(len(start)):
+        found = compare(trusted.called, called, trusted.twin, state, trusted.unit)
+        if found is not None:
+            there = _named(a, b, start, number, rng) if _is_sum(found[1]) else None
+            if there is not None:  # a's step on the ranks of b
+                again = compare(there.called, called, there.twin, state, there.unit)
+                alike = again is not None and again[1].operation == found[1].operation
+                found = again if again is not None and alike else found
+            update, apart = found
+            return state, Moment(number + 1, update, apart.backward), apart
+    torch.set_rng_state(rng_after)
+    return None
+
+
+def _beside(a: Driven, b: Driven, start: list[Values], number: int, rng: Tensor) -> _Trusted:
+    """Make a call of run a, and the same disturbed, from what b began it with."""
+    a.begin_at(start)
+    before, began = a.states, a.state
+    torch.set_rng_state(rng)
+    a.state, seen = a.call(number)
+    called = Called(before=before, seen=seen, after=a.states)
+    unit = max(a.unit, b.unit, min(a.coarsest, b.coarsest), SMALLEST_UNIT)
+    size = DISTURBANCE * unit
+    other = [disturbed(values, size, seed) for seed, values in enumerate(start)]
+    began = a.state_at(other, began)
+    torch.set_rng_state(rng)
+    ended, seen = a.call(number, state=began, disturbance=size)
+    ranks = a.run.world_size
+    twin = Called(before=rows_of(began, ranks), seen=seen, after=rows_of(ended, ranks))
+    return _Trusted(called, twin, unit)
+
+
+def _is_sum(apart: Apart) -> bool:
+    return apart.operation in (LOSS, GRADIENT) and not apart.found.ranks
+
+
+def _named(a: Driven, b: Driven, start: list[Values], number: int, rng: Tensor) -> _Trusted | None:
+    """The same by a's step on the ranks of b: it says which rank of b has another term."""
+    if a.run.world_size == b.run.world_size:
+        return None
+    there = replace(a.run, batches=b.run.batches, world_size=b.run.world_size)
+    try:
+        return _beside(Driven(there, a.wide), b, start, number, rng)
+    except Exception:  # a step for batches of another form
+        return None

@@ -1,0 +1,138 @@
+"""What `diff` found: the record, and its text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+START, GATHER, LOSS, GRADIENT = "start", "gather", "loss", "gradient"
+REDUCTION, NORM, CLIP, SLOT, UPDATE = "reduction", "norm", "clip", "optimizer state", "update"
+COUNTER, SCALE, STATE, REPLICA = "counter", "loss scale", "state", "replica"
+
+# In the order in which a step makes them: (what is compared, what else makes it differ).
+OPERATIONS = {
+    START: (
+        "the parameters that a run starts from",
+        "another seed, or another version of the model.",
+    ),
+    GATHER: (
+        "the full values that a loss reads, and those that the ranks hold",
+        "a shard in the place of another one, or values from before an update.",
+    ),
+    LOSS: (
+        "the loss, summed as its gradients are",
+        "another model or loss; batches that are missing, counted twice or another rank's; a "
+        "factor or a divisor (of micro-batches, of ranks) too much; other dropout masks.",
+    ),
+    GRADIENT: (
+        "the gradient by a parameter, before it is reduced",
+        "a detached or frozen parameter, a gradient that is changed or zeroed on its way, or a "
+        "micro-batch whose loss was computed and not differentiated.",
+    ),
+    REDUCTION: (
+        "the gradient by a parameter that an update begins with",
+        "a reduction that is missing or was made twice, another divisor, a shard in the place of "
+        "another one, gradients of an earlier step, or a state that was thrown away.",
+    ),
+    NORM: ("the norm of the gradients", "a norm of one rank's shard, or with the loss scale."),
+    CLIP: (
+        "the gradient that the optimizer is given",
+        "another bound of the norm, clipping on one side only, or gradients that were clipped "
+        "before they were reduced, or not divided by the loss scale.",
+    ),
+    SLOT: (
+        "the state that the optimizer keeps for a parameter",
+        "other betas or momentum, weight decay inside of the gradient, or masters that are stale.",
+    ),
+    UPDATE: (
+        "what an update adds to a parameter",
+        "another learning rate, schedule, eps or weight decay, a parameter group that holds other "
+        "parameters, or an update that a rank skips.",
+    ),
+    COUNTER: (
+        "a counter: of updates, of backwards that wait",
+        "an update that is made twice or not at all, or a counter that starts elsewhere.",
+    ),
+    SCALE: ("the loss scale after the update", "another policy, or an overflow on one side only."),
+    STATE: (
+        "the state that the step returns, and that of its last update",
+        "a step that returns an older state, or changes it after the update.",
+    ),
+    REPLICA: (
+        "a number that several ranks of one run must have alike",
+        "a rank that took another branch, or computed from data of its own.",
+    ),
+}
+
+
+class Moment(NamedTuple):
+    """When: all counted from 1."""
+
+    step: int  # which call of the step
+    update: int  # which update in it
+    backward: int | None  # which backward before it; None where all of them are summed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first number of two runs that differs by more than another order of sums explains.
+
+    In a `replica`, a and b are of one run: of the lowest rank that has the number, and of another.
+    """
+
+    at: Moment
+    operation: str  # one of `OPERATIONS`; of a slot with its name: "optimizer state exp_avg"
+    path: str  # of the parameter; "" for what belongs to none
+    ranks: tuple[int, ...]  # that have another number; empty for a sum over ranks
+    index: tuple[int, ...]  # of the element that differs most, on the first of these ranks
+    a: float
+    b: float
+    bound: float  # what rounding may explain of |a - b|
+    compared_in: torch.dtype  # of the parameters while the two were compared
+
+    @property
+    def rank(self) -> int | None:
+        """The first rank that has another number; None for a sum over ranks."""
+        return self.ranks[0] if self.ranks else None
+
+    @property
+    def kind(self) -> str:
+        """The operation, without the name of a slot or counter."""
+        return max((kind for kind in OPERATIONS if self.operation.startswith(kind)), key=len)
+
+    def __str__(self) -> str:
+        compared, cause = OPERATIONS[self.kind]
+        before = [OPERATIONS[kind][0] for kind in list(OPERATIONS)[: self._place]]
+        agree = [f"all of steps 1 to {self.at.step - 1}"] if self.at.step > 1 else []
+        agree += [f"in step {self.at.step}: {'; '.join(before)}"] if before else []
+        lines = [
+            f"{self._where} of {self.operation}: {self.a:.9g} in run a, {self.b:.9g} in run b, "
+            f"{abs(self.a - self.b):.2e} apart; rounding explains at most {self.bound:.1e} "
+            f"(compared in {str(self.compared_in).removeprefix('torch.')}).",
+            f"Compared here: {compared}.",
+            f"Equal until then: {', and '.join(agree) or 'nothing was compared before'}.",
+            f"Usual cause: {cause}",
+        ]
+        if self.kind == REPLICA:
+            lines[0] = lines[0].replace("in run a", "on the lowest rank")
+            lines[0] = lines[0].replace("in run b", "here")
+        return "\n".join(lines)
+
+    @property
+    def _place(self) -> int:
+        return 0 if self.kind == START else list(OPERATIONS).index(self.kind)
+
+    @property
+    def _where(self) -> str:
+        step, update, backward = self.at
+        ranks = ", ".join(map(str, self.ranks))
+        parts = [
+            f"step {step}" if step else "the start",
+            *([f"update {update}"] if update > 1 else []),
+            *([f"backward {backward}"] if backward else []),
+            *([f"rank{'s' * (len(self.ranks) > 1)} {ranks}"] if ranks else []),
+            *([f"parameter {self.path}{list(self.index) if self.index else ''}"] * bool(self.path)),
+        ]
+        return ", ".join(parts)

@@ -1,0 +1,92 @@
+"""Both runs up to one update, and what rounding may explain there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._pieces import leaf_names
+from fzero.diff._bound import TERMS, first_apart, replicas_apart
+from fzero.diff._difference import REPLICA
+from fzero.diff._side import Apart, Side, summed
+from fzero.diff._values import Spread
+
+MOST_CANCELLED = 1000.0  # elements of which more is lost are `unsure`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """Two runs up to one update of one state; `twin` is run a, disturbed."""
+
+    a: Side
+    b: Side
+    twin: Side
+    unit: float  # relative spacing of numbers
+
+    @property
+    def sides(self) -> tuple[Side, Side, Side]:
+        """The three, in this order."""
+        return self.a, self.b, self.twin
+
+    def learning(self) -> Mapping[str, tuple[int, ...]]:
+        """The leaves that learn in either run, with their shapes."""
+        found: dict[str, tuple[int, ...]] = {}
+        for side in (self.a, self.b):
+            layout = side.setup.layout
+            for path, leaf in zip(leaf_names(layout), layout.leaves, strict=True):
+                if leaf.trainable and leaf.numel:
+                    found[path] = leaf.shape
+        return found
+
+    def of_terms(self, terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """What another order of a sum may change: (n + 4) u sum(|terms|)."""
+        count = len(terms) + TERMS
+        return count * self.unit * summed([term.abs() for term in terms], shape)
+
+    def of_sum(self, path: str, shape: Sequence[int]) -> Tensor:
+        """The same of the gradient of a leaf, flat, in both runs."""
+        terms = [x for side in (self.a, self.b) for x in side.gradient_terms.get(path, [])]
+        bound = self.of_terms(terms, shape).reshape(-1)
+        quantized = any(side.setup.quantizes_gradients for side in (self.a, self.b))
+        if quantized:  # of the largest element of a block, which may be of another leaf
+            every = (x for side in (self.a, self.b) for x in side.gradient_terms.values())
+            largest = max((float(x.abs().max()) for some in every for x in some), default=0.0)
+            bound = bound + TERMS * self.unit * largest
+        return bound
+
+    def cancelled(self, path: str) -> float:
+        """How much larger the terms of a gradient are than their sum, at most a thousand times."""
+        terms = self.a.gradient_terms.get(path, [])
+        if not terms:
+            return 1.0
+        size, total = (
+            summed([x.abs() for x in terms], terms[0].shape),
+            summed(terms, terms[0].shape),
+        )
+        lost = float(size.max() / total.abs().max().clamp(min=1e-300))
+        return 1.0 + min(lost, MOST_CANCELLED)
+
+    def unsure(self, path: str) -> Tensor:
+        """Elements whose gradients differ, and are so small that rounding may give their sign."""
+        sides = [side.gradients(True).get(path) for side in (self.a, self.b)]
+        if any(side is None for side in sides):
+            return torch.zeros((), dtype=torch.bool)
+        a, b = (side.full for side in sides if side is not None)
+        bound = self.of_sum(path, a.shape)
+        return (a.abs() <= bound) & (a != b)
+
+
+def of_leaf(
+    operation: str, path: str, a: Spread, b: Spread, bound: Tensor | float
+) -> Iterator[Apart]:
+    """Where a leaf of two runs differs; and then where the replicas of one run do."""
+    found = first_apart(a, b, bound)
+    if found is not None:
+        yield Apart(operation, path, found)
+    for side in (a, b):
+        drifted = replicas_apart(side)
+        if drifted is not None:
+            yield Apart(f"{REPLICA} {operation}", path, drifted)

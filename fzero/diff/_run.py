@@ -1,0 +1,169 @@
+"""A run as `diff` is given it, and as it drives it: call by call, on virtual ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.certify._subject import cast, copy_of
+from fzero.diff._record import Coarsest, Recording, copied
+from fzero.diff._values import Values, same, values_of, with_whole
+from fzero.errors import LayoutError, explain
+from fzero.state import NAMESPACE, TrainState
+from fzero.transforms import simulate
+from fzero.transforms._observe import observe
+from fzero.transforms._pipeline import Step
+from fzero.transforms._states import flatten_states, is_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """A sharded step, what its state is made of, and its batches.
+
+    Args:
+        step: step(state, batch) -> (state, aux), as `fzero.shard` returns it. It is called several
+            times for each batch: by itself it must carry nothing from call to call.
+        params: whole, as for `step.init`; a pytree of models if the step has several.
+        optimizer: as for `step.init`.
+        batches: one for each call. Every tensor in it is [world_size, *t], the ranks first, as
+            `fzero.simulate` takes it.
+        world_size: W, the number of virtual ranks.
+    """
+
+    step: Any
+    params: Any
+    optimizer: Any
+    batches: Sequence[Any]
+    world_size: int = 1
+
+
+def require_runs(a: Run, b: Run) -> None:
+    """Raise `LayoutError` for what `diff` cannot compare."""
+    for name, run in (("run_a", a), ("run_b", b)):
+        if not isinstance(run, Run) or not isinstance(run.step, Step) or not run.step.find_init():
+            got = run.step if isinstance(run, Run) else run
+            raise LayoutError(
+                explain(
+                    f"diff: {name} has {got!r:.80} in the place of a sharded step.",
+                    cause="a step without fzero.shard, or a step in the place of a run.",
+                    fix="give fzero.Run(step=fzero.shard(step_fn, stage=...), params=..., "
+                    "optimizer=..., batches=..., world_size=...).",
+                )
+            )
+        if "simulate" in run.step.names():
+            raise LayoutError(
+                explain(
+                    f"diff: the step of {name} has its own fzero.simulate.",
+                    cause="a step that was made to be called.",
+                    fix="leave it out, and give world_size=... to the run.",
+                )
+            )
+    if len(a.batches) != len(b.batches) or not a.batches:
+        raise LayoutError(
+            explain(
+                f"diff: run_a has {len(a.batches)} batches, run_b {len(b.batches)}.",
+                cause="batches of another number of calls; or none.",
+                fix="give one batch for each call of the step, as many to both.",
+            )
+        )
+
+
+def dtypes_of(run: Run) -> set[torch.dtype]:
+    """The floating dtypes of the parameters that a run starts from."""
+    leaves = optree.tree_leaves(run.params, namespace=NAMESPACE)
+    return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+class Driven:
+    """A run under way: its state, and one call after another."""
+
+    def __init__(self, run: Run, wide: torch.dtype | None) -> None:
+        self.run, self.wide = run, wide
+        params = run.params if wide is None else copy_of(run.params, wide)
+        self._simulated = simulate(run.step, world_size=run.world_size)
+        self.state = self._simulated.init(params, run.optimizer)
+        self.unit = 0.0  # of the coarsest dtype that the states of the last call ask for
+        self.coarsest = 0.0  # that any call computed with
+
+    @property
+    def states(self) -> list[list[TrainState]]:
+        """Each state of the tree, as each rank has it."""
+        return rows_of(self.state, self.run.world_size)
+
+    def values(self) -> list[Values]:
+        """The whole values of each state."""
+        return [values_of(rows) for rows in self.states]
+
+    def begin_at(self, values: Sequence[Values]) -> None:
+        """Go on from values of another run; a state that has them already stays as it is."""
+        if all(same(own, other) for own, other in zip(self.values(), values, strict=True)):
+            return
+        self.state = self.state_at(values, self.state)
+
+    def state_at(self, values: Sequence[Values], state: Any) -> Any:
+        """A stack of states with other values."""
+        made = [
+            _stack([with_whole(row, rank, other) for rank, row in enumerate(rows)])
+            for rows, other in zip(rows_of(state, self.run.world_size), values, strict=True)
+        ]
+        treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
+        return optree.tree_unflatten(treespec, made)
+
+    def call(
+        self, number: int, *, state: Any = None, disturbance: float = 0.0
+    ) -> tuple[Any, Recording]:
+        """Make one call from its own state, or from another one: (the new state, what it showed).
+
+        `disturbance`: change each floating element of the batch by so much of itself.
+        """
+        given = copied(self.state if state is None else state)
+        recording = Recording(len(flatten_states("diff", given)[0]))
+        coarsest = Coarsest()
+
+        def watched(state: Any, batch: Any) -> Any:
+            with coarsest:
+                new, _ = observed(state, batch)
+            return new, None
+
+        observed = observe(self.run.step, recording.observers())
+        batch = self.run.batches[number]
+        if self.wide is not None:
+            batch = cast(batch, self.wide)
+        if disturbance:
+            batch = _disturbed(batch, disturbance)
+        new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)
+        self.unit, self.coarsest = recording.unit, max(self.coarsest, coarsest.unit)
+        return new, recording
+
+
+def rows_of(state: Any, ranks: int) -> list[list[TrainState]]:
+    """Each state of a stacked tree of them, as each rank has it."""
+
+    def row(stacked: Any, rank: int) -> Any:
+        return optree.tree_map(
+            lambda x: x[rank] if isinstance(x, Tensor) else x, stacked, namespace=NAMESPACE
+        )
+
+    stacks = flatten_states("diff", state)[0]
+    return [[row(stacked, rank) for rank in range(ranks)] for stacked in stacks]
+
+
+def _stack(rows: Sequence[Any]) -> Any:
+    return optree.tree_map(lambda *xs: torch.stack(xs), *rows, namespace=NAMESPACE)
+
+
+def _disturbed(batch: Any, size: float) -> Any:
+    source = torch.Generator().manual_seed(0)
+
+    def of(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        signs = torch.randint(0, 2, x.shape, generator=source).to(x.device).double() * 2 - 1
+        return (x.double() * (1 + size * signs)).to(x.dtype)
+
+    return optree.tree_map(of, batch, namespace=NAMESPACE)

@@ -1,0 +1,99 @@
+"""What one run made up to one update; and a number that every rank has, or a leaf, as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._pieces import leaf_names
+from fzero.diff._bound import Found
+from fzero.diff._record import Seen
+from fzero.diff._values import Copy, Spread, params_of, slots_of, spread
+from fzero.state import Setup, TrainState
+
+
+class Apart(NamedTuple):
+    """What differs, of one update of one state."""
+
+    operation: str
+    path: str
+    found: Found
+    backward: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is derived is kept
+class Side:
+    """What one run made up to one update of one state: the state before it, and each rank's."""
+
+    before: Sequence[TrainState]
+    seen: Sequence[Seen]
+    averages: bool  # losses and gradients over ranks; else they are summed
+
+    @property
+    def setup(self) -> Setup:
+        """Of the state."""
+        return self.before[0].setup
+
+    @property
+    def divisor(self) -> int:
+        """What a sum over ranks is divided by."""
+        return len(self.seen) if self.averages else 1
+
+    def loss_terms(self) -> list[Tensor]:
+        """The losses of all ranks and backwards, as they add up to what is differentiated."""
+        return [
+            one.loss.double() * one.weight / self.divisor
+            for seen in self.seen
+            for one in seen.backwards
+            if one.loss is not None
+        ]
+
+    @cached_property
+    def gradient_terms(self) -> dict[str, list[Tensor]]:
+        """Of each leaf, the gradients of all ranks and backwards, flat: what is added up."""
+        names = leaf_names(self.setup.layout)
+        found: dict[str, list[Tensor]] = {}
+        for seen in self.seen:
+            for one in seen.backwards:
+                for leaf, gradient in one.gradients.items():
+                    found.setdefault(names[leaf], []).append(gradient.reshape(-1) / self.divisor)
+        return found
+
+    def gradients(self, given: bool) -> dict[str, Spread]:
+        """The gradients of the update: as they were reduced, or as the optimizer was given them."""
+        setup = self.setup
+        flats = [seen.given if given else seen.flats for seen in self.seen]
+        return spread(setup, setup.layout.trainable, flats, setup.gradients)
+
+    @cached_property
+    def after(self) -> list[TrainState]:
+        """The state after the update, of the ranks that made one."""
+        return [seen.after for seen in self.seen if seen.after is not None]
+
+    @cached_property
+    def params(self) -> tuple[dict[str, Spread], dict[str, Spread]]:
+        """The parameters before the update, and after it."""
+        return params_of(self.before), params_of(self.after) if self.after else {}
+
+    @cached_property
+    def slots(self) -> tuple[dict[tuple[str, str], Spread], dict[tuple[str, str], Spread]]:
+        """The slots of the optimizer before the update, and after it."""
+        return slots_of(self.before), slots_of(self.after) if self.after else {}
+
+
+def of_ranks(values: Sequence[float]) -> Spread:
+    """One number that each rank has."""
+    copies = [Copy(rank, 0, torch.tensor([float(x)]).double()) for rank, x in enumerate(values)]
+    return Spread(shape=(1,), copies=tuple(copies))
+
+
+def summed(terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The sum in float64; zeros of the shape if there is no term."""
+    if not terms:
+        return torch.zeros(tuple(shape), dtype=torch.float64)
+    return torch.stack([term.double() for term in terms]).sum(0)

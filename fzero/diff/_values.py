@@ -1,0 +1,227 @@
+"""The whole values of a state, from what each rank holds; and a state that has other ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._pieces import leaf_names, optimizer_roles
+from fzero.checkpoint._slots import Role, counters_of, with_values
+from fzero.packing import pack, part_of
+from fzero.state import NAMESPACE, Buffers, Part, Placement, Setup, TrainState
+
+MASTERS = "masters"
+Slots = dict[tuple[str, str], Tensor]  # (name of the slot, path)
+
+
+class Copy(NamedTuple):
+    """What one rank has of a leaf: elements from `start` on, flat. rank -1: a sum over ranks."""
+
+    rank: int
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spread:
+    """A leaf as the ranks have it."""
+
+    shape: tuple[int, ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def full(self) -> Tensor:
+        """The leaf, flat; of each element, the copy on the lowest rank. Zero where nobody has it.
+
+        In its own dtype.
+        """
+        numel = torch.Size(self.shape).numel()
+        dtype = self.copies[0].values.dtype if self.copies else torch.float64
+        found = torch.zeros(numel, dtype=dtype)
+        for _, start, values in reversed(self.copies):
+            found[start : start + values.numel()] = values
+        return found
+
+
+def whole(value: Tensor, rank: int = -1) -> Spread:
+    """A leaf that one rank has whole, or that is a sum over ranks."""
+    return Spread(shape=tuple(value.shape), copies=(Copy(rank, 0, value.reshape(-1).cpu()),))
+
+
+def spread(
+    setup: Setup, groups: Sequence[int], flats: Sequence[Sequence[Tensor]], placement: Placement
+) -> dict[str, Spread]:
+    """Cut what each rank has of some groups, flats[rank][k], into leaves: {path: its copies}."""
+    layout, names = setup.layout, leaf_names(setup.layout)
+    found: dict[str, Spread] = {}
+    for k, index in enumerate(groups):
+        group, numel = layout.groups[index], setup.numel(index, placement)
+        for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+            copies = []
+            for rank, some in enumerate(flats):
+                begin = setup.part(placement, rank).index * numel
+                low = max(begin - offset, 0)
+                high = min(begin + numel - offset, layout.leaves[leaf].numel)
+                if low < high and k < len(some) and some[k].numel():
+                    part = some[k][low + offset - begin : high + offset - begin]
+                    copies.append(Copy(rank, low, part.detach().cpu()))
+            if copies:
+                shape = layout.leaves[leaf].shape
+                found[names[leaf]] = Spread(shape=shape, copies=tuple(copies))
+    return found
+
+
+def params_of(states: Sequence[TrainState]) -> dict[str, Spread]:
+    """The parameters that the ranks of a state hold."""
+    setup = states[0].setup
+    flats = [state.params.flats for state in states]
+    return spread(setup, range(len(setup.layout.groups)), flats, setup.params)
+
+
+def slots_of(states: Sequence[TrainState]) -> dict[tuple[str, str], Spread]:
+    """The slots of the optimizer that the ranks of a state hold, masters among them."""
+    setup = states[0].setup
+    roles = optimizer_roles(states[0])
+    trainable = setup.layout.trainable
+    columns = [optree.tree_leaves(state.optimizer, namespace=NAMESPACE) for state in states]
+    found: dict[tuple[str, str], Spread] = {}
+    for place, role in enumerate(roles):
+        if role.position is None:
+            continue
+        flats = [[column[place]] for column in columns]
+        group = trainable[role.position]
+        cut = spread(setup, [group], flats, setup.optimizer_state)
+        found.update({(role.name, path): one for path, one in cut.items()})
+    return found
+
+
+def counters(state: TrainState) -> dict[str, float]:
+    """What a state of one rank counts."""
+    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+    own = {k: float(v) for k, v in counters_of(optimizer_roles(state), leaves).items()}
+    waiting = state.progress.backwards
+    return {"updates": float(state.step), **own, "backwards since the update": float(waiting)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Values:
+    """The whole values of a state; what a run of other ranks can go on from."""
+
+    params: dict[str, Tensor]
+    slots: Slots
+    state: TrainState  # of one rank: its counters and its loss scale
+
+
+def values_of(states: Sequence[TrainState]) -> Values:
+    """The whole values of the states of all ranks."""
+    return Values(
+        params={path: one.full.view(one.shape) for path, one in params_of(states).items()},
+        slots={key: one.full.view(one.shape) for key, one in slots_of(states).items()},
+        state=states[0],
+    )
+
+
+def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
+    """Return the state of a rank with other values; slots that they do not have stay."""
+    setup = state.setup
+    params = [
+        _flat(setup, i, setup.params, rank, lambda path, old: _param(values, path, old), flat)
+        for i, flat in enumerate(state.params.flats)
+    ]
+    roles = optimizer_roles(state)
+    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+    slots = _slots(setup, rank, roles, leaves, values)
+    theirs = optree.tree_leaves(values.state.optimizer, namespace=NAMESPACE)
+    counted = {
+        **counters_of(roles, leaves),
+        **counters_of(optimizer_roles(values.state), theirs),
+    }
+    new = with_values(roles, leaves, slots, counted)
+    treespec = optree.tree_structure(state.optimizer, namespace=NAMESPACE)
+    scale = values.state.scale
+    return state.replace(
+        params=Buffers(flats=tuple(params), placement=setup.params),
+        optimizer=optree.tree_unflatten(treespec, new),
+        step=values.state.step.to(state.step, copy=True),
+        scale=scale if scale is not None and _same_policy(state, values.state) else state.scale,
+    )
+
+
+def _same_policy(a: TrainState, b: TrainState) -> bool:
+    return a.scale is not None and b.scale is not None and a.scale.policy == b.scale.policy
+
+
+def _param(values: Values, path: str, old: Tensor) -> Tensor:
+    """A parameter in the dtype of the old one: from its master, where that is more exact."""
+    found = values.params[path]
+    master = values.slots.get((MASTERS, path))
+    if master is not None and old.dtype != found.dtype:
+        found = master
+    return found.to(old.dtype)
+
+
+def _slots(
+    setup: Setup, rank: int, roles: Sequence[Role], leaves: Sequence[Any], values: Values
+) -> Iterator[Tensor]:
+    def of(name: str, path: str, old: Tensor) -> Tensor:
+        found = values.slots.get((name, path))
+        if found is None and name == MASTERS:
+            found = values.params[path]
+        return old if found is None else found.to(old.dtype)
+
+    for role, leaf in zip(roles, leaves, strict=True):
+        if role.position is not None and leaf.numel():
+            index, name = setup.layout.trainable[role.position], role.name
+
+            def one(path: str, old: Tensor, name: str = name) -> Tensor:
+                return of(name, path, old)
+
+            yield _flat(setup, index, setup.optimizer_state, rank, one, leaf)
+
+
+def _flat(
+    setup: Setup, index: int, placement: Placement, rank: int, of: Any, like: Tensor
+) -> Tensor:
+    """A rank's part of a group whose leaves are of(path, a tensor of the dtype)."""
+    layout, names = setup.layout, leaf_names(setup.layout)
+    group = layout.groups[index]
+    old = like.new_empty(0)
+    leaves = [of(names[i], old) for i in group.leaves]
+    if any(leaf is old for leaf in leaves):
+        return like.clone()
+    whole_flat = pack(layout, index, [x.to(like) for x in leaves])
+    return part_of(whole_flat, Part(1, 0), setup.part(placement, rank)).clone()
+
+
+def disturbed(values: Values, size: float, seed: int) -> Values:
+    """The values with each element changed by `size` of itself, up or down; masters alike."""
+    source = torch.Generator().manual_seed(seed)
+    signs = {
+        path: torch.randint(0, 2, p.shape, generator=source).double() * 2 - 1
+        for path, p in values.params.items()
+    }
+
+    def of(path: str, x: Tensor) -> Tensor:
+        changed = x.double() * (1 + size * signs[path])
+        return changed.to(x.dtype) if x.is_floating_point() else x
+
+    params = {path: of(path, p) for path, p in values.params.items()}
+    slots = {
+        (name, path): of(path, x) if name == MASTERS else x
+        for (name, path), x in values.slots.items()
+    }
+    return replace(values, params=params, slots=slots)
+
+
+def same(a: Values, b: Values) -> bool:
+    """Whether a run that has `a` would have the same bits from `b`."""
+    params = all(torch.equal(x, _param(b, path, x)) for path, x in a.params.items())
+    slots = all(
+        torch.equal(x, b.slots[key].to(x.dtype)) for key, x in a.slots.items() if key in b.slots
+    )
+    return params and slots and counters(a.state) == counters(b.state)

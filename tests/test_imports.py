@@ -36,7 +36,8 @@ LEVELS = (
 SIDE = ("checkpoint", "plan", "plot")
 TOP = ("__init__", "__main__", "job")
 # adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint.
-ALSO = {"adapter": {"checkpoint"}}
+# plot draws traces.
+ALSO = {"adapter": {"checkpoint"}, "plot": {"trace"}}
 
 COLLECTIVE = re.compile(
     r"(all_gather|all_reduce|all_to_all|reduce|reduce_scatter|gather|scatter|broadcast|barrier"

@@ -2,13 +2,16 @@
 
 trace(step)(state, batch) --> Trace
     print(t), t.ops            what runs, in order
-    t.collectives, .wire_bytes, .flops, .live_bytes   counted
+    t.kernels                  what runs at once: the lines of the text
+    t.collectives, .wire_bytes, .flops, .live_bytes   counted; op.alive: by kind
     t.diff(other)              what two ranks, or two stages, do differently
 check_spmd(step, state, args)  do all ranks make the same collectives?
 """
 
 from fzero.trace._api import trace as trace
 from fzero.trace._diff import TraceDiff as TraceDiff
+from fzero.trace._record import Alive as Alive
+from fzero.trace._record import Kernel as Kernel
 from fzero.trace._record import Op as Op
 from fzero.trace._record import Value as Value
 from fzero.trace._spmd import check_spmd as check_spmd

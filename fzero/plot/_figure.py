@@ -178,9 +178,11 @@ def points_wide(ax: Axes) -> float:
 @functools.cache
 def text_points(text: str, size: float) -> float:
     """Return the width of a text in points, at a font size in points."""
-    from matplotlib.textpath import TextPath
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
 
-    return float(TextPath((0, 0), _verbatim(text), size=size).get_extents().width)
+    font = FontProperties(size=size)
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
 
 
 def cut(text: str, size: float, room: float) -> str:

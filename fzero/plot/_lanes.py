@@ -194,16 +194,16 @@ def _draw_lanes(ax: Axes, timeline: StepTimeline) -> None:
         y = below + BAR / 2 + (BAR + GAP if side > 0 else 0)
         middles.append(y)
         ax.barh(y, timeline.total_s, height=BAR, color=ABSENT, zorder=0.5)
-        for event in events:
-            _bar(ax, event, y)
+        ax.broken_barh(
+            [(event.start_s, event.duration_s) for event in events],
+            (y - BAR / 2, BAR),
+            facecolors=[_fill(event) for event in events],
+            edgecolor="white",
+            linewidth=0.3,
+        )
         for some, inside in names:
             _name(ax, some, inside, y, side, room * min(share, 1.0) - 10)
     ax.set_yticks(middles, ["compute", "collectives"])
-
-
-def _bar(ax: Axes, event: StepEvent, y: float) -> None:
-    look: dict[str, Any] = {"height": BAR, "edgecolor": "white", "linewidth": 0.3}
-    ax.barh(y, event.duration_s, left=event.start_s, color=_fill(event), **look)
 
 
 def _fill(event: StepEvent) -> str:

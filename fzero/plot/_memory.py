@@ -129,18 +129,25 @@ def memory_timeline(trace: Trace) -> MemoryTimeline:
         MemoryRow(number=i, name=op.name, phase=op.phase, alive=asdict(op.alive))
         for i, op in enumerate(ops_of(trace, "memory_timeline"))
     ]
+    if not rows:
+        raise LayoutError(
+            explain(
+                "memory_timeline was given a trace without ops.",
+                cause="a step that returns what it is given.",
+                fix="trace a step that computes something.",
+            )
+        )
     return MemoryTimeline(title=trace.title, rows=tuple(rows))
 
 
 def ops_of(trace: Trace, who: str) -> tuple[Op, ...]:
-    """Return the ops of a trace. Raises `LayoutError` for what is none, and for one without ops."""
-    if not isinstance(trace, Trace) or not trace.ops:
-        what = "a trace without ops" if isinstance(trace, Trace) else f"a {type(trace).__name__}"
+    """Return the ops of a trace. Raises `LayoutError` for what is none."""
+    if not isinstance(trace, Trace):
         raise LayoutError(
             explain(
-                f"{who} was given {what}.",
+                f"{who} was given a {type(trace).__name__}.",
                 cause="the step, or its result, in the place of its trace.",
-                fix=f"fzero.plot.{who}(fzero.trace(step)(state, *args)).",
+                fix="give what fzero.trace(step)(state, *args) returns.",
             )
         )
     return trace.ops

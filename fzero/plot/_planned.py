@@ -37,8 +37,8 @@ def step_timeline(
         latency_s: of each collective, in seconds, before its first byte.
 
     Raises:
-        LayoutError: for what is no trace, a trace without ops, and a rate that is no positive
-            number (`latency_s` may be 0).
+        LayoutError: for what is no trace, and a rate that is no positive number (`latency_s` may
+            be 0).
 
     Source: Williams et al., "Roofline", CACM 52(4), 2009: time is the larger of the two bounds.
 

@@ -140,7 +140,7 @@ def schedule_diff(a: Trace, b: Trace) -> ScheduleDiff:
         b: another one.
 
     Raises:
-        LayoutError: for what is no trace, and for a trace without ops.
+        LayoutError: for what is no trace.
 
     Example:
         >>> import torch, fzero

@@ -74,7 +74,7 @@ def measured_timeline(step: Callable[..., Any], *, warmup: int = 2) -> Callable[
             step(state, *args)
             _finish(on_gpu)
         assert profiler is not None  # it is enabled
-        return _timeline(list(profiler.function_events or ()), f"measured: {_named(step)}")
+        return profiled(list(profiler.function_events or ()), f"measured: {_named(step)}")
 
     return measured
 
@@ -88,7 +88,8 @@ def _named(step: Any) -> str:
     return step.__name__ if inspect.isroutine(step) else repr(step)
 
 
-def _timeline(events: list[Any], title: str) -> StepTimeline:
+def profiled(events: list[Any], title: str) -> StepTimeline:
+    """Return what ran when, of the events of torch's profiler."""
     mark = next(e for e in events if e.name == MARK and e.device_type == DeviceType.CPU)
     found = list(_on_device(events)) or list(_on_host(events, mark.thread))
     found += list(_of_backend(events))

@@ -124,7 +124,7 @@ def test_the_views_say_the_same_and_are_legible() -> None:
     assert parsed(memory._repr_html_()).seen.count("tr") == 4
     ax = memory.draw()
     assert len(ax.collections) == len(memory.kinds) == 6
-    tops = [max(y for _, y in c.get_paths()[0].vertices) for c in ax.collections]
+    tops: list[float] = [c.get_paths()[0].get_extents().y1 for c in ax.collections]
     assert max(tops) == memory.peak.total
     assert_legible(ax.figure)
     assert memory.to_dict()["rows"][0]["alive"]["parameters"] == memory.rows[0].alive["parameters"]

@@ -14,10 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 import fzero
 from fzero.plot import StepEvent, StepTimeline, draw_timelines, measured_timeline, step_timeline
 from fzero.plot._lanes import UPRIGHT_POINTS, named
+from fzero.plot._measured import MARK, profiled
 from fzero.trace import Op
 from tests.adapter.on_ranks import on_ranks
 from tests.plot.test_views import parsed
@@ -133,6 +136,31 @@ def test_rates_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
         draw_timelines([])
 
 
+def test_on_a_gpu_the_events_are_its_kernels() -> None:
+    def made(name: str, start: float, stop: float, device: DeviceType, **more: Any) -> Any:
+        told = {"id": 0, "name": name, "thread": 1, "device_type": device, **more}
+        return FunctionEvent(start_us=start, end_us=stop, **told)
+
+    host, gpu = DeviceType.CPU, DeviceType.CUDA
+    events = [
+        made(MARK, 1000.0, 1100.0, host),
+        made("aten::mm", 1010.0, 1020.0, host),
+        made("void at::native::add<4, at::native::F>(int, at::Tensor)", 1050.0, 1080.0, gpu),
+        made("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 1060.0, 1120.0, gpu),
+        made("nccl:all_gather", 1060.0, 1120.0, gpu, is_user_annotation=True),
+    ]
+    timeline = profiled(events, "a step")
+    found = [
+        (e.lane, e.name, round(1e6 * e.start_s), round(1e6 * e.duration_s)) for e in timeline.events
+    ]
+    assert found == [
+        ("compute", "add", 50, 30),
+        ("collectives", "ncclDevKernel_AllGather_RING_LL", 60, 60),
+    ]
+    assert timeline.total_s == pytest.approx(120e-6)
+    assert timeline.exposed_s == pytest.approx(40e-6)
+
+
 @on_ranks(2)
 def test_what_is_measured_on_ranks_has_collectives_and_no_waits_in_compute(rank: int) -> None:
     late, runs = 0.3, []
@@ -199,8 +227,8 @@ def test_pictures_are_legible(copies: int, ratio: float) -> None:
     assert ("the axes differ" in figure.axes[0].get_xlabel()) == (ratio >= 8)
     bars = [path for lane in figure.axes[0].collections for path in lane.get_paths()]
     wanted = sorted((event.start_s, event.end_s) for event in planned.events)
-    ends = sorted((path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in bars)
-    assert ends == [pytest.approx(pair) for pair in wanted]
+    ends = sorted(path.get_extents().intervalx.tolist() for path in bars)
+    assert ends == [pytest.approx(list(pair)) for pair in wanted]
 
 
 def test_the_views_say_the_same() -> None:

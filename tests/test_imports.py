@@ -37,8 +37,8 @@ LEVELS = (
 SIDE = ("checkpoint", "plan", "plot")
 TOP = ("__init__", "__main__", "doctor", "job")
 # adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint. diff takes states of other
-# worlds apart as a checkpoint does.
-ALSO = {"adapter": {"checkpoint"}, "diff": {"checkpoint"}}
+# worlds apart as a checkpoint does. plot draws traces.
+ALSO = {"adapter": {"checkpoint"}, "diff": {"checkpoint"}, "plot": {"trace"}}
 
 # The doctor calls torch's own collectives to say what is wrong with them.
 COMMUNICATING = {"collectives", "doctor"}

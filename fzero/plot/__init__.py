@@ -1,4 +1,4 @@
-"""Pictures and tables of a train state and of its hooks. Plain data first; matplotlib to draw it.
+"""Pictures and tables of train states, hooks and traces. Plain data first; matplotlib to draw it.
 
 partition_map(state) --> PartitionMap: which rank holds which elements of which leaf
     .segments, .to_dict()     the data
@@ -7,6 +7,14 @@ partition_map(state) --> PartitionMap: which rank holds which elements of which 
 shard_table(state) --> ShardTable: every rank's shards, gradients, moments and counters, by value
 hook_timeline(events) --> HookTimeline: what the hook record went through in a backward
     .table(), _repr_html_(), .draw(ax)
+
+Of a trace, which `fzero.trace(step)(state, *args)` gives:
+
+memory_timeline(trace) --> MemoryTimeline: bytes alive at each op, by kind
+step_timeline(trace, link_bytes_per_s=...) --> StepTimeline: compute and collectives, planned
+measured_timeline(step)(state, *args) --> StepTimeline: the same of a step that runs, measured
+    .to_perfetto(path), draw_timelines   for Perfetto; several in one figure
+schedule_diff(a, b) --> ScheduleDiff: the collectives of two traces side by side
 """
 
 from fzero.plot._extra import MissingExtraError as MissingExtraError
@@ -15,6 +23,17 @@ from fzero.plot._map import PartitionMap as PartitionMap
 from fzero.plot._map import Segment as Segment
 from fzero.plot._map import Span as Span
 from fzero.plot._map import partition_map as partition_map
+from fzero.plot._measured import measured_timeline as measured_timeline
+from fzero.plot._memory import MemoryRow as MemoryRow
+from fzero.plot._memory import MemoryTimeline as MemoryTimeline
+from fzero.plot._memory import memory_timeline as memory_timeline
+from fzero.plot._planned import step_timeline as step_timeline
+from fzero.plot._schedule import ScheduleDiff as ScheduleDiff
+from fzero.plot._schedule import ScheduleRow as ScheduleRow
+from fzero.plot._schedule import schedule_diff as schedule_diff
+from fzero.plot._step import StepEvent as StepEvent
+from fzero.plot._step import StepTimeline as StepTimeline
+from fzero.plot._step import draw_timelines as draw_timelines
 from fzero.plot._table import ShardRow as ShardRow
 from fzero.plot._table import ShardTable as ShardTable
 from fzero.plot._table import shard_table as shard_table

@@ -1,7 +1,8 @@
-"""The partition map as a matplotlib figure; the only file that imports matplotlib."""
+"""The partition map as a matplotlib figure, and what all pictures share."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +32,24 @@ def draw(partition: PartitionMap, ax: Axes | None, *, legend: bool) -> Axes:
         return _compose([partition], legend=legend).axes[0]
     _draw_bars(ax, partition)
     if legend:
-        below_inches = 0.55  # the ticks and the name of the x axis
-        handles = _legend([partition])
-        ax.legend(
-            handles=handles,
-            loc="upper left",
-            bbox_to_anchor=(0, -below_inches * ax.figure.dpi / ax.get_window_extent().height),
-            ncols=_columns(handles, ax.get_window_extent().width / ax.figure.dpi),
-            frameon=False,
-            fontsize=LEGEND_POINTS,
-        )
+        legend_below(ax, _legend([partition]))
     return ax
+
+
+def legend_below(ax: Axes, handles: Sequence[Any], *, title: str = "") -> None:
+    """Put a legend below the axes, in as many columns as there is room for."""
+    below_inches = 0.55  # the ticks and the name of the x axis
+    ax.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0, -below_inches * ax.figure.dpi / ax.get_window_extent().height),
+        ncols=_columns(handles, ax.get_window_extent().width / ax.figure.dpi),
+        frameon=False,
+        fontsize=LEGEND_POINTS,
+        title=title or None,
+        title_fontsize=LEGEND_POINTS,
+        alignment="left",
+    )
 
 
 def side_by_side(maps: Sequence[PartitionMap]) -> Figure:
@@ -162,10 +170,31 @@ def _name_groups(ax: Axes, partition: PartitionMap) -> None:
                 break
 
 
+def points_wide(ax: Axes) -> float:
+    """Return the width of the axes in points."""
+    return ax.get_window_extent().width * 72 / ax.figure.dpi
+
+
+@functools.cache
+def text_points(text: str, size: float) -> float:
+    """Return the width of a text in points, at a font size in points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=size)
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
+
+
+def cut(text: str, size: float, room: float) -> str:
+    """Return as much of a text as there is room for, in points; "..." stands for the rest."""
+    while len(text) > 4 and text_points(text, size) > room:
+        text = f"{text.removesuffix('...')[:-1]}..."
+    return text
+
+
 def _room(ax: Axes, partition: PartitionMap, length: int) -> float:
     """Return how many characters fit into `length` elements."""
-    points = ax.get_window_extent().width * 72 / ax.figure.dpi
-    return length / max(partition.total, 1) * points / (WIDE * FONT_POINTS)
+    return length / max(partition.total, 1) * points_wide(ax) / (WIDE * FONT_POINTS)
 
 
 def _draw_segment(

@@ -230,7 +230,7 @@ def _legend(ax: Axes) -> int:
     """Put what the marks mean above the axes; return in how many lines."""
     names = ax.get_legend_handles_labels()[1]
     points = sum(len(name) + 6 for name in names) * _figure.WIDE * (FONT_POINTS + 0.5)
-    lines = math.ceil(points / _points(ax))
+    lines = math.ceil(points / _figure.points_wide(ax))
     look: dict[str, Any] = {"frameon": False, "fontsize": FONT_POINTS + 0.5, "handletextpad": 0.4}
     columns = math.ceil(len(names) / lines)
     ax.legend(loc="lower left", bbox_to_anchor=(-0.005, 1.0), ncols=columns, **look)
@@ -286,14 +286,10 @@ def _bar(ax: Axes, start: float, stop: float, y: float, fill: str, names: tuple[
     """Draw a bar one lane high, with the first of `names` that fits into it."""
     ax.barh(y + 0.5, stop - start, left=start, height=0.84, color=fill, edgecolor="white")
     left, right = ax.get_xlim()
-    points = (stop - start) / (right - left) * _points(ax)
+    points = (stop - start) / (right - left) * _figure.points_wide(ax)
     if fit := [name for name in names if len(name) * _figure.WIDE * FONT_POINTS <= points]:
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": FONT_POINTS}
         ax.text((start + stop) / 2, y + 0.5, fit[0], color=ink(fill), **look)
-
-
-def _points(ax: Axes) -> float:
-    return ax.get_window_extent().width * 72 / ax.figure.dpi
 
 
 def _states(events: Sequence[HookEvent]) -> list[HookState]:

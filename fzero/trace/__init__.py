@@ -2,7 +2,8 @@
 
 trace(step)(state, batch) --> Trace
     print(t), t.ops            what runs, in order
-    t.collectives, .wire_bytes, .flops, .live_bytes   counted
+    t.kernels                  what runs at once: the lines of the text
+    t.collectives, .wire_bytes, .flops, .live_bytes   counted; op.alive: by kind
     t.diff(other)              what two ranks, or two stages, do differently
 check_spmd(step, state, args)  do all ranks make the same collectives?
 """
@@ -13,6 +14,8 @@ from fzero.trace._ops import in_backward as in_backward
 from fzero.trace._ops import is_collective as is_collective
 from fzero.trace._program import Program as Program
 from fzero.trace._program import record as record
+from fzero.trace._record import Alive as Alive
+from fzero.trace._record import Kernel as Kernel
 from fzero.trace._record import Op as Op
 from fzero.trace._record import Value as Value
 from fzero.trace._spmd import check_spmd as check_spmd

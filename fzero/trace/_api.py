@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
@@ -135,6 +136,7 @@ def _of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
                     fix="give what the simulated step is given.",
                 )
             )
-        return x[rank]
+        # In memory of its own: what is counted is what one rank holds.
+        return torch.empty_like(x[rank], requires_grad=x.requires_grad)
 
     return optree.tree_map(mine, arguments, namespace=NAMESPACE)

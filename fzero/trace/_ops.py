@@ -1,10 +1,10 @@
-"""From a recorded graph to the ops of a trace: names, phases, counts, and what is alive."""
+"""From a recorded graph to the ops of a trace: names, phases, counts. `_alive`: what is alive."""
 
 from __future__ import annotations
 
 import itertools
 import string
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from fzero.collectives._log import CollectiveEvent
+from fzero.trace._alive import alive_at, inputs_of, is_item, is_op, kinds_of
 from fzero.trace._program import BACKWARD, Program
-from fzero.trace._record import Op, Phase, Value
+from fzero.trace._record import Alive, Op, Phase, Value
 
 COLLECTIVES = "fzero"
 """The namespace of the ops that communicate."""
@@ -28,21 +29,23 @@ def ops_of(program: Program) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[V
     names = dict(zip(nodes, _names(nodes), strict=True))
     phases = _phases(nodes, program.inputs)
     events = deque(event for event in program.log.of(program.rank) if event.op != "agree")
-    ops = []
+    ops, of_parameters = [], set[fx.Node]()
     for node in nodes:
-        if node.op == "call_function" and not _is_item(node):
+        if is_op(node):
             about = [events.popleft() for _ in node.args[0]] if is_collective(node) else []
             ops.append(_op(node, names, phases[node], about))
+            if any(event.paths for event in about):
+                of_parameters.add(node)
     inputs = tuple(
         replace(_values(node, names)[0], path=path)
-        for node, path in zip(_inputs(nodes), program.inputs, strict=True)
+        for node, path in zip(inputs_of(nodes), program.inputs, strict=True)
     )
     outputs = tuple(
         replace(_values(node, names)[0], path=path)
         for node, path in zip(nodes[-1].args[0], program.outputs, strict=True)
     )
-    live = _live_bytes(nodes)
-    return inputs, tuple(map(_with_live, ops, live)), outputs
+    alive = alive_at(nodes, kinds_of(program, phases, of_parameters))
+    return inputs, tuple(map(_with_alive, ops, alive)), outputs
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -55,17 +58,8 @@ def in_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("custom", {}).get(BACKWARD))
 
 
-def _with_live(op: Op, live_bytes: int) -> Op:
-    return replace(op, live_bytes=live_bytes)
-
-
-def _inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if node.op == "placeholder"]
-
-
-def _is_item(node: fx.Node) -> bool:
-    """Whether a node only takes one of several results of another one."""
-    return getattr(node.target, "__name__", "") == "getitem"
+def _with_alive(op: Op, alive: Alive) -> Op:
+    return replace(op, alive=alive)
 
 
 def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:
@@ -75,13 +69,13 @@ def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:
         for n in itertools.count(1)
     )
     for node in nodes:
-        several = any(map(_is_item, node.users)) and not _is_item(node)
+        several = any(map(is_item, node.users)) and not is_item(node)
         yield "" if several or node.op == "output" else next(letters)
 
 
 def _values(node: fx.Node, names: dict[fx.Node, str]) -> list[Value]:
     """What a node gives: one value, or those that are taken from it."""
-    items = [user for user in node.users if _is_item(user)]
+    items = [user for user in node.users if is_item(user)]
     made = items or [node]
     return [
         Value(name=names[one], shape=tuple(one.meta["val"].shape), dtype=one.meta["val"].dtype)
@@ -143,7 +137,7 @@ def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Pha
     last = max((i for i, inside in enumerate(marked) if inside), default=-1)
     of_gradient: set[fx.Node] = set()
     of_state = {
-        node for node, path in zip(_inputs(nodes), paths, strict=True) if path.startswith("state")
+        node for node, path in zip(inputs_of(nodes), paths, strict=True) if path.startswith("state")
     }
     phases: dict[fx.Node, Phase] = {}
     updates = False
@@ -166,37 +160,3 @@ def _flops(node: fx.Node) -> int:
 
 def _value(x: Any) -> Any:
     return x.meta.get("val") if isinstance(x, fx.Node) else x
-
-
-def _live_bytes(nodes: Sequence[fx.Node]) -> list[int]:
-    """Bytes alive while each op runs: a storage lives from its op to its last reader.
-
-    The inputs, and what is an output, live to the end.
-    """
-    order = {node: i for i, node in enumerate(nodes)}
-    size: dict[int, int] = {}
-    born: dict[int, int] = {}
-    dies: dict[int, int] = defaultdict(int)
-    for node in nodes:
-        for key, nbytes in _storages(node.meta.get("val")):
-            size[key] = nbytes
-            born[key] = min(born.get(key, order[node]), order[node])
-            readers = [order[user] for user in node.users]
-            end = len(nodes) if node.op in ("placeholder", "get_attr") else order[node]
-            dies[key] = max(dies[key], end, *readers, 0)
-    changes = [0] * (len(nodes) + 2)
-    for key, nbytes in size.items():
-        changes[0 if nodes[born[key]].op == "placeholder" else born[key]] += nbytes
-        changes[min(dies[key], len(nodes)) + 1] -= nbytes
-    alive = list(itertools.accumulate(changes))
-    return [
-        alive[i]
-        for i, node in enumerate(nodes)
-        if node.op == "call_function" and not _is_item(node)
-    ]
-
-
-def _storages(val: Any) -> list[tuple[int, int]]:
-    tensors = val if isinstance(val, list | tuple) else [val]
-    found = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
-    return [(storage._cdata, storage.nbytes()) for storage in found]

@@ -1,8 +1,9 @@
-"""The records of a trace: values and ops."""
+"""The records of a trace: values, ops, kernels, and what is alive while an op runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -19,8 +20,38 @@ class Value:
     dtype: torch.dtype
     path: str = ""  # where an input or an output is in the arguments or the result
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Bytes that are alive at one moment, by what they are. Each storage is of one kind.
+
+    parameters, optimizer (with masters): of the state, and what becomes those of the new state.
+    gradients: of parameters; whole on the rank, reduced, or waiting in a window.
+    gathered: full parameters that collectives give, and what is made of parameters alone, in the
+    forward and the backward: a cast, a dequantized one.
+    activations: all else that the forward and the backward make.
+    other: the batch, counters, what an update makes on its way.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +70,41 @@ class Op:
     wire_bytes: int = 0  # that this rank sends
     flops: int = 0
     kind: Literal["compute", "pointwise", "view", "collective"] = "compute"
-    live_bytes: int = 0  # of all tensors, while it runs
+    alive: Alive = Alive()  # all tensors, while it runs
 
     @property
     def is_collective(self) -> bool:
         """Whether ranks do it together."""
         return self.kind == "collective"
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all tensors that are alive while it runs."""
+        return self.alive.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What runs at once: one op, or many pointwise ones in a row, which a compiler makes one of.
+
+    reads: names of the values that it reads from outside; of a view, that of the whole value.
+    gives: the values that others need. nbytes: that it reads and writes.
+    """
+
+    ops: tuple[Op, ...]
+    reads: tuple[str, ...]
+    gives: tuple[Value, ...]
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """The name of the op, or how many there are."""
+        return self.ops[0].name if len(self.ops) == 1 else f"{len(self.ops)} pointwise ops"
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all of its ops."""
+        return sum(op.flops for op in self.ops)
 
 
 def short(dtype: torch.dtype) -> str:

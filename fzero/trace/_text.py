@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from fzero.trace._record import Op, Value
+from fzero.trace._record import Kernel, Op, Value
 
 _PHASES = ("forward", "backward", "update")
 _MANY = 4
@@ -16,11 +16,10 @@ def text(title: str, inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequen
     """Return the lines. Views have none: who reads one is shown to read what it is a view of."""
     lines = [title, "inputs"]
     lines += [f"    {value.name}:{value} = {value.path}" for value in inputs]
-    seen = _bases(ops)
-    needed = _needed(ops, seen) | {seen.get(value.name, value.name) for value in outputs}
+    seen, every = _bases(ops), kernels(inputs, ops, outputs)
     for phase in _PHASES:
-        some = [op for op in ops if op.phase == phase and op.kind != "view"]
-        lines += [phase, *_lines(some, seen, needed)] if some else []
+        some = [kernel for kernel in every if kernel.ops[0].phase == phase]
+        lines += [phase, *map(_line, some)] if some else []
     lines += ["outputs"]
     lines += [f"    {value.path} = {seen.get(value.name, value.name)}" for value in outputs]
     return "\n".join([*lines, _counts(ops)])
@@ -46,42 +45,46 @@ def runs(ops: Sequence[Op]) -> Iterator[list[Op]]:
             yield from ([op] for op in run)
 
 
-def _needed(ops: Sequence[Op], seen: dict[str, str]) -> set[str]:
-    """The values that are read in another line than they are made in."""
+def kernels(
+    inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Value]
+) -> tuple[Kernel, ...]:
+    """Return what runs at once, in the order of the program; no views."""
+    seen = _bases(ops)
     shown = [op for op in ops if op.kind != "view"]
-    found: set[str] = set()
-    for run in runs(shown):
+    phases = [list(some) for _, some in groupby(shown, key=lambda op: op.phase)]
+    found = [tuple(run) for some in phases for run in runs(some)]
+    needed = {seen.get(value.name, value.name) for value in outputs}
+    for run in found:
         made = {value.name for op in run for value in op.gives}
-        found |= {seen.get(name, name) for op in run for name in op.reads} - made
-    return found
+        needed |= {seen.get(name, name) for op in run for name in op.reads} - made
+    size = {value.name: value.nbytes for value in inputs}
+    size.update((value.name, value.nbytes) for op in ops for value in op.gives)
+    return tuple(_kernel(run, seen, needed, size) for run in found)
 
 
-def _lines(ops: Sequence[Op], seen: dict[str, str], needed: set[str]) -> Iterator[str]:
-    for run in runs(ops):
-        yield _line(run[0], seen) if len(run) == 1 else _fused(run, seen, needed)
+def _kernel(
+    run: tuple[Op, ...], seen: dict[str, str], needed: set[str], size: dict[str, int]
+) -> Kernel:
+    made = {value.name: value for op in run for value in op.gives}
+    gives = [value for name, value in made.items() if len(run) == 1 or name in needed]
+    reads = dict.fromkeys(name for op in run for name in op.reads)
+    reads = {name: seen.get(name, name) for name in reads if seen.get(name, name) not in made}
+    # An expanded view has more elements than there are in memory. A constant has no size here.
+    moved = sum(min(size.get(name, 0), size.get(whole, 0)) for name, whole in reads.items())
+    return Kernel(
+        ops=run,
+        reads=tuple(dict.fromkeys(reads.values())),
+        gives=tuple(gives),
+        nbytes=moved + sum(value.nbytes for value in gives),
+    )
 
 
-def _line(op: Op, seen: dict[str, str]) -> str:
-    gives = " ".join(f"{value.name}:{value}" for value in op.gives)
-    reads = " ".join(_named(op.reads, seen))
+def _line(kernel: Kernel) -> str:
+    op, reads = kernel.ops[0], " ".join(kernel.reads)
+    gives = " ".join(f"{value.name}:{value}" for value in kernel.gives)
     if op.is_collective:
         return f"  * {gives} = {op.name} {reads}   <{op.detail}> {op.wire_bytes:,} bytes sent"
-    return f"    {gives} = {op.name} {reads}".rstrip()
-
-
-def _fused(some: Sequence[Op], seen: dict[str, str], needed: set[str]) -> str:
-    """Some pointwise ops as one: what they read from outside, and give to others."""
-    made = {value.name: value for op in some for value in op.gives}
-    gives = [value for name, value in made.items() if name in needed]
-    shown = " ".join(f"{value.name}:{value}" for value in gives)
-    reads = [
-        name for name in _named((n for op in some for n in op.reads), seen) if name not in made
-    ]
-    return f"    {shown} = {len(some)} pointwise ops {' '.join(reads)}"
-
-
-def _named(names: Iterable[str], seen: dict[str, str]) -> list[str]:
-    return list(dict.fromkeys(seen.get(name, name) for name in names))
+    return f"    {gives} = {kernel.name} {reads}".rstrip()
 
 
 def _counts(ops: Sequence[Op]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -9,8 +10,8 @@ from torch import fx
 
 from fzero.collectives import CollectiveLog
 from fzero.trace._diff import TraceDiff, diff
-from fzero.trace._record import Op, Value
-from fzero.trace._text import text
+from fzero.trace._record import Kernel, Op, Value
+from fzero.trace._text import kernels, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,11 @@ class Trace:
     outputs: tuple[Value, ...]  # with the name of the value that comes out, and its path
     log: CollectiveLog = field(repr=False)
     graph: fx.GraphModule = field(repr=False, compare=False)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What runs at once, in the order of the program: the lines of the text, without views."""
+        return kernels(self.inputs, self.ops, self.outputs)
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -80,3 +86,14 @@ class Trace:
         return text(self.title, self.inputs, self.ops, self.outputs)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        lines = []
+        for line in map(html.escape, str(self).splitlines()):
+            head = line and not line.startswith(" ")
+            lines.append(f"<b>{line}</b>" if head else _marked(line))
+        return "<pre style='line-height:1.3'>" + "\n".join(lines) + "</pre>"
+
+
+def _marked(line: str) -> str:
+    return f"<mark>{line}</mark>" if line.startswith("  * ") else line

@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,18 @@ from fzero.plot import (
     HookEvent,
     MissingExtraError,
     hook_timeline,
+    memory_timeline,
     partition_map,
+    schedule_diff,
     shard_table,
     side_by_side,
+    step_timeline,
 )
 from fzero.state import TrainState
 from fzero.state.hooks import HookState
+from fzero.trace import Op, Value
 from tests.plot.states import Case, cases, stacked_states
+from tests.plot.traces import by_hand
 
 A, C = torch.arange(3, dtype=torch.float64), torch.arange(3, 6, dtype=torch.float64)
 CASE = Case({"a<b>": A, "c": C}, 3, 2, 4096)  # two numbers on rank 0, one and padding on rank 1
@@ -129,13 +135,23 @@ def test_maps_of_different_models_do_not_share_a_legend() -> None:
         side_by_side([])
 
 
-@pytest.mark.parametrize("kind", ["map", "timeline"])
+@pytest.mark.parametrize("kind", ["map", "timeline", "memory", "step", "schedule"])
 def test_without_matplotlib_only_figures_fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     event = HookEvent(name="note", before=HookState(), after=HookState())
-    found = partition_map(stacked_states(CASE)[0]) if kind == "map" else hook_timeline([event])
+    gives = (Value(name="b", shape=(2,), dtype=torch.float32),)
+    told: dict[str, Any] = {"phase": "forward", "reads": ("a",), "gives": gives}
+    trace = by_hand([Op(name="all_gather", kind="collective", wire_bytes=4, **told)])
+    rates = {"link_bytes_per_s": 1, "flops_per_s": 1, "memory_bytes_per_s": 1}
+    found = {
+        "map": lambda: partition_map(stacked_states(CASE)[0]),
+        "timeline": lambda: hook_timeline([event]),
+        "memory": lambda: memory_timeline(trace),
+        "step": lambda: step_timeline(trace, **rates),
+        "schedule": lambda: schedule_diff(trace, trace),
+    }[kind]()
     assert found.table() and "<table>" in found._repr_html_()
     with pytest.raises(MissingExtraError, match=r"pip install 'fzero\[plots\]'") as raised:
         found.draw()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from typing import Any
 
 import optree
@@ -182,3 +184,25 @@ def test_what_cannot_be_traced_says_so() -> None:
         fzero.trace(step)()
     with pytest.raises(LayoutError, match="called already"):
         fzero.trace(torch.ones(2))  # type: ignore
+
+
+def test_a_notebook_shows_the_text_with_its_collectives_marked() -> None:
+    step, state, x = simulated(3, 4)
+    trace = fzero.trace(step)(state, x)
+    shown = trace._repr_html_()
+    assert shown.startswith("<pre") and shown.endswith("</pre>")
+    assert shown.count("<mark>") == sum(op.is_collective for op in trace.ops) == 5
+    assert "<b>forward</b>" in shown and "&lt;dp: 0.weight, 0.bias&gt;" in shown
+    plain = re.sub("<[^>]*>", "", shown)
+    assert html.unescape(plain) == str(trace)
+
+
+def test_a_simulated_rank_has_the_memory_of_one() -> None:
+    apply, params = two_layers()
+    step = fzero.shard(train(apply), stage=3)
+    alone = fzero.trace(step)(step.init(params, fzero.optim.adamw(1e-3)), torch.randn(ROWS, INS))
+    among = fzero.trace(*simulated(3, 1)[:1])(*simulated(3, 1)[1:])
+    assert alone.live_bytes == among.live_bytes
+    first = fzero.trace(*simulated(3, 4)[:1])(*simulated(3, 4)[1:]).ops[0].alive
+    assert (first.parameters, first.optimizer) == (4 * (36 + 20), 4 * 2 * (36 + 20) + 8)
+    assert first.other == 4 * ROWS * INS + 8  # the batch of one rank, and the count of steps

@@ -157,7 +157,7 @@ def test_a_gradient_that_cancels_has_no_sign_to_compare(seed: int) -> None:
 
 
 def test_a_chaotic_run_stays_beside_the_other_one() -> None:
-    """p' = 3.9 p (1 - p): alone, the rounding of a sum would be beyond every bound after 30 calls."""
+    """p' = 3.9 p (1 - p): alone, the rounding of a sum is far too large after 30 calls."""
 
     def energy(p: Any, w: Tensor) -> Tensor:
         x = p["x"]

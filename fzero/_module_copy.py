@@ -150,7 +150,9 @@ class Template:
             cls=type(module),
             shared=shared,
             owned=owned,
-            children={k: m and position[id(m)] for k, m in module._modules.items()},
+            children={
+                k: None if m is None else position[id(m)] for k, m in module._modules.items()
+            },
             parameters={
                 k: None if p is None else names[id(p)] for k, p in module._parameters.items()
             },

@@ -238,12 +238,8 @@ class Gatherer:
     def _started(self, unit: int, *, exact: bool) -> InFlight:
         shards = [self.groups[group].sent(exact=exact) for group in self.units[unit]]
         as_blocks = not exact and self._is_quantized(unit)
-        with about(lambda: self._paths(unit)):
+        with about(lambda: [x for group in self.units[unit] for x in self.groups[group].paths]):
             return start_gather(shards, self._axes[unit].shards, as_blocks=as_blocks)
-
-    def _paths(self, unit: int) -> list[tuple[str, ...]]:
-        groups = [self.groups[group] for group in self.units[unit]]
-        return [path for one in groups for path in one.layout.paths([one.index])]
 
     def _is_quantized(self, unit: int) -> bool:
         groups = [self.groups[group] for group in self.units[unit]]

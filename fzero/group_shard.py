@@ -19,6 +19,11 @@ class GroupShard(NamedTuple):
     shard: Tensor
     device: torch.device
 
+    @property
+    def paths(self) -> list[tuple[str, ...]]:
+        """The paths of its leaves; of an empty group nothing."""
+        return self.layout.paths([self.index])
+
     def sent(self, *, exact: bool) -> Tensor:
         """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
         lower = self.layout.groups[self.index].communication_dtype

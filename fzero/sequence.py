@@ -229,8 +229,9 @@ class Sequencer:
     def let_go(self) -> None:
         """The backward is over: what is kept for it alone goes."""
         if not self.stays:
-            self.gatherer.kept.intersection_update(self._persistent)
-            self._seen.intersection_update(self._persistent)
+            stay = {*self._persistent, *(+self.gatherer.holds)}
+            self.gatherer.kept.intersection_update(stay)
+            self._seen.intersection_update(stay)
         self.gatherer.release()
 
     def changed(self) -> None:

@@ -183,7 +183,7 @@ class Sequencer:
         self._hear()
         self._end_plan()
         if left := self.reducer.left():
-            self._recording.add(*[~unit for unit in left])
+            self._recording.add(*[~unit for unit in left if not self.reducer.is_complete(unit)])
             self._asked = True
             self._ask(What.REDUCE, left)
         self._others_give_way()

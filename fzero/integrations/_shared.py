@@ -42,6 +42,18 @@ def only_model(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     return found[0]
 
 
+def backward(engines: Sequence[Engine], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Differentiate a loss of these engines; only one alone may have a loss scale."""
+    if not engines:
+        raise refused("a backward before the setup", "set up the model and its optimizer first")
+    if len(engines) > 1 and any(engine.needs_scaler() for engine in engines):
+        raise refused(
+            f"a loss of {len(engines)} models, each of which has a loss scale of its own",
+            "say whose loss it is: engine_of(model).backward(loss)",
+        )
+    engines[0].backward(loss, *args, **kwargs)
+
+
 def save_engines(folder: Any, engines: Sequence[Engine]) -> None:
     """Save engines to `folder`/fzero, fzero_1, ... without random generators. A collective."""
     for path, engine in _paths(folder, engines):

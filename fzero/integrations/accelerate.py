@@ -210,20 +210,13 @@ class FzeroAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate loss / gradient_accumulation_steps, by `engine.backward`."""
-        engines = self.engines
-        if not engines:
-            raise shared.refused("backward() before prepare()", "call prepare(model, optimizer)")
         if "learning_rate" in kwargs:
             raise shared.refused("backward(learning_rate=...), of LOMO", "use another optimizer")
-        if len(engines) > 1 and any(engine.needs_scaler() for engine in engines):
-            raise shared.refused(
-                f"one loss scale for {len(engines)} models, each of which has its own",
-                "call backward of the loss's own engine: accelerator.engine_of(model)",
-            )
         with ExitStack() as stack:
-            for engine in engines if self._coalesces else ():
+            for engine in self.engines if self._coalesces else ():
                 stack.enter_context(self.no_sync(engine.module))
-            engines[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
+            share = loss / self.gradient_accumulation_steps
+            shared.backward(self.engines, share, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2

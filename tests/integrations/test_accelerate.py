@@ -27,7 +27,7 @@ def make() -> nn.Module:
     return model.double()
 
 
-def data() -> list[Tensor]:
+def data() -> Any:
     g = torch.Generator().manual_seed(1)
     return list(torch.randn(BATCHES * SIZE, 3, generator=g, dtype=torch.float64))
 
@@ -78,7 +78,7 @@ class Loop:
                 self.optimizer.zero_grad()
         return self.norms
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> Any:
         return self.accelerator.get_state_dict(self.model)
 
 

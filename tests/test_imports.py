@@ -34,7 +34,7 @@ LEVELS = (
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.
 SIDE = ("checkpoint", "plan", "plot")
-TOP = ("__init__", "__main__", "job")
+TOP = ("__init__", "__main__", "integrations", "job")
 # adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint.
 ALSO = {"adapter": {"checkpoint"}}
 

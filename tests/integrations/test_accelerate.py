@@ -88,7 +88,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
 
 
-@on_ranks(1, 2)
+@on_ranks(pytest.param(1, marks=pytest.mark.slow), 2, timeout_s=200)
 def test_the_loop_of_accelerate_trains_as_one_process_with_one_reduction_a_step(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
@@ -113,7 +113,7 @@ def test_the_loop_of_accelerate_trains_as_one_process_with_one_reduction_a_step(
             engine.close()
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=200)
 def test_a_saved_state_goes_on_at_another_stage_and_one_rank_saves_the_model(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_saved_state_goes_on_at_another_stage_and_one_rank_saves_the_model(
             loop.accelerator.engines[0].close()
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=200)
 def test_an_overflow_on_one_rank_skips_the_update_and_the_scheduler_on_all(
     rank: int, world_size: int
 ) -> None:
@@ -170,7 +170,7 @@ def test_an_overflow_on_one_rank_skips_the_update_and_the_scheduler_on_all(
         loop.accelerator.engines[0].close()
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=200)
 def test_bf16_is_computed_in_the_forward_and_comes_out_in_fp32(rank: int, world_size: int) -> None:
     from fzero.integrations.accelerate import FzeroAccelerator
 
@@ -204,9 +204,10 @@ def refusals(loop: Loop) -> dict[str, Any]:
     }
 
 
-def test_what_another_backend_does_is_refused_by_name() -> None:
-    with launched(0, 1):
-        loop = Loop(2, 1)
+@on_ranks(2, timeout_s=200)
+def test_what_another_backend_does_is_refused_by_name(rank: int, world_size: int) -> None:
+    with launched(rank, world_size):
+        loop = Loop(2, world_size)
         for words, attempt in refusals(loop).items():
             with pytest.raises(LayoutError, match=words):
                 attempt()

@@ -15,6 +15,7 @@ from torch import nn
 from fzero.errors import LayoutError
 from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import started
+from tests.ranks import spawn_script
 
 pytest.importorskip("lightning_fabric")
 
@@ -61,7 +62,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Non
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
-@on_ranks(1, 2)
+@on_ranks(pytest.param(1, marks=pytest.mark.slow), 2, timeout_s=200)
 def test_manual_optimization_of_two_models_goes_on_from_a_checkpoint_of_another_stage(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
@@ -89,7 +90,7 @@ def test_manual_optimization_of_two_models_goes_on_from_a_checkpoint_of_another_
             same(parameters(again), parameters(plain))
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=200)
 def test_a_raw_state_dict_is_loaded_and_mixed_precision_is_the_engines(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
@@ -110,9 +111,10 @@ def test_a_raw_state_dict_is_loaded_and_mixed_precision_is_the_engines(
         assert engine.state.setup.policy.autocast is torch.bfloat16
 
 
-def test_what_the_engine_cannot_do_is_refused_by_name() -> None:
-    with started(0, 1):
-        fabric = fabric_of(strategy_of(2), 1)
+@on_ranks(2, timeout_s=200)
+def test_what_the_engine_cannot_do_is_refused_by_name(rank: int, world_size: int) -> None:
+    with started(rank, world_size):
+        fabric = fabric_of(strategy_of(2), world_size)
         model, other = nn.Linear(2, 1), nn.Linear(2, 1)
         first, second = (torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, other))
         half = torch.optim.SGD([model.bias], lr=0.1)
@@ -140,3 +142,13 @@ def test_what_the_engine_cannot_do_is_refused_by_name() -> None:
             with pytest.raises(LayoutError, match=words):
                 attempt()
         optimizer.step()  # nothing was changed
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_goes_on_as_if_it_had_not_stopped(ranks: int, tmp_path: Path) -> None:
+    args = ("--stage", "3", "--folder", str(tmp_path))
+    done = spawn_script("examples/fabric_gan.py", ranks, args)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert f"{ranks} rank(s), stage 3" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
 import importlib
 import sys
@@ -18,8 +19,9 @@ import fzero
 from fzero.errors import LayoutError
 from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import launched
+from tests.ranks import spawn_script
 
-for name in ("accelerate", "datasets", "sentence_transformers", "transformers", "trl"):
+for name in ("accelerate", "datasets", "lightning_fabric", "sentence_transformers", "trl"):
     pytest.importorskip(name, exc_type=ImportError)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -58,7 +60,14 @@ def close(found: Any, wanted: Any, tol: float = 1e-6) -> None:
 
 
 def check_trainer(
-    rank: int, world_size: int, tmp_path: Path, make: Any, batch: int, tol: float, own: Any
+    rank: int,
+    world_size: int,
+    tmp_path: Path,
+    make: Any,
+    batch: int,
+    tol: float,
+    stages: tuple[int, ...] = STAGES,
+    **own: Any,
 ) -> None:
     """Losses, norms, rates; resumed at another stage; saved whole; evaluated."""
     short: Any = {"use_cpu": True, "max_steps": 4, "save_steps": 2}
@@ -67,7 +76,7 @@ def check_trainer(
                      **short)  # fmt: skip
         wanted = trained(alone)
         values = {name: x.clone() for name, x in alone.model.state_dict().items()}
-    for stage, other in zip(STAGES, (3, 0, 2), strict=True):
+    for stage, other in zip(stages, (*stages[1:], (stages[0] + 1) % 4), strict=True):
         folder = tmp_path / str(stage)
         with launched(rank, world_size):
             trainer = make(stage, folder, **short)
@@ -106,27 +115,63 @@ def test_the_trainer_gives_the_losses_of_one_process_and_resumes_at_other_stages
 ) -> None:
     with example("hf_trainer") as module:
         make = functools.partial(module.make_trainer, "hf")
-        check_trainer(rank, world_size, tmp_path, make, 16, 1e-9, {})
+        check_trainer(rank, world_size, tmp_path, make, 16, 1e-9)
 
 
 @on_ranks(2, timeout_s=200)
-def test_so_does_the_trainer_of_trl(rank: int, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 2), marks=pytest.mark.slow)])
+def test_so_does_the_trainer_of_trl(
+    rank: int, world_size: int, tmp_path: Path, stages: tuple[int, ...]
+) -> None:
     with example("hf_trainer") as module:  # its head computes in float32
         make = functools.partial(module.make_trainer, "sft")
-        check_trainer(rank, world_size, tmp_path, make, 16, 1e-5, {})
+        check_trainer(rank, world_size, tmp_path, make, 16, 1e-5, stages)
 
 
 @on_ranks(2, timeout_s=200)
+@pytest.mark.parametrize("stages", [(2,), pytest.param((0, 3), marks=pytest.mark.slow)])
 def test_so_does_that_of_sentence_transformers_with_a_cached_loss(
-    rank: int, world_size: int, tmp_path: Path
+    rank: int, world_size: int, tmp_path: Path, stages: tuple[int, ...]
 ) -> None:
     with example("st_trainer") as module:
-        own = {"gather": False}
-        check_trainer(rank, world_size, tmp_path, module.make_trainer, module.BATCH, 1e-9, own)
+        make, batch = module.make_trainer, module.BATCH
+        check_trainer(rank, world_size, tmp_path, make, batch, 1e-9, stages, gather=False)
 
 
-def test_only_a_class_of_trainers_is_sharded() -> None:
+@pytest.mark.slow
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("script", "args", "claim"),
+    [
+        ("hf_trainer.py", ("--stage", "3"), "when resumed; generated"),
+        ("hf_trainer.py", ("--stage", "2", "--trainer", "sft"), "when resumed; generated"),
+        ("st_trainer.py", ("--stage", "3"), "gradients cross"),
+    ],
+)
+def test_an_example_does_what_it_says(
+    script: str, args: tuple[str, ...], claim: str, ranks: int, tmp_path: Path
+) -> None:
+    done = spawn_script(f"examples/{script}", ranks, (*args, "--folder", str(tmp_path)), 280)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert f"{ranks} rank(s)" in done.stdout and claim in done.stdout
+    if script == "st_trainer.py" and ranks == 2:
+        assert "gradients cross 1.00 x a step" in done.stdout
+
+
+@on_ranks(2, timeout_s=200)
+def test_only_a_class_of_trainers_is_sharded(rank: int) -> None:
     from fzero.integrations.transformers import sharded
 
     with pytest.raises(LayoutError, match="in the place of its class"):
         sharded(torch.nn.Linear, stage=2)
+
+
+@on_ranks(2, timeout_s=200)
+def test_what_the_docstrings_show(rank: int, world_size: int) -> None:
+    from fzero.integrations import accelerate, fabric, transformers
+
+    with launched(rank, world_size):
+        for module in (accelerate, fabric, transformers):
+            found = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+            assert found.attempted and not found.failed, module

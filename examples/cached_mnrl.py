@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import re
 import tempfile
 import warnings
-from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from pairs import Pairs, read_pairs
 from torch import Tensor
+from words import VOCABULARY, make_tokenizer, texts_of
 
 import fzero
 from fzero.adapter import Engine
@@ -34,38 +33,17 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
 LENGTH = 256  # bytes of a docstring, and of a function, that are read
 TOKENS = 32  # of each, that the model sees
-WORDS = re.compile(r"[A-Za-z]+")
-VOCABULARY, WIDTH, LAYERS, HEADS = 4000, 64, 2, 4
+WIDTH, LAYERS, HEADS = 64, 2, 4
 TOLERANCE = 1e-10  # of the cached gradient, relative, in float64
 
 disable_progress_bar()  # of writing and reading the small model
 # sentence-transformers gathers embeddings by a name that torch is about to drop.
 warnings.filterwarnings("ignore", message=r"torch\.distributed\.nn\.functional\.all_gather is")
-
-
-def texts_of(rows: Tensor) -> list[str]:
-    """Return bytes [n, length] as the words of n texts: `read_pairs` gives "read pairs"."""
-    decoded = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
-    return [" ".join(WORDS.findall(text)).lower() for text in decoded]
-
-
-def make_tokenizer(texts: list[str]) -> Any:
-    """Return a tokenizer of the commonest words of `texts`: the same on every rank."""
-    words = Counter(word for text in texts for word in text.split())
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    ranked = sorted(words, key=lambda word: (-words[word], word))[: VOCABULARY - len(special)]
-    vocabulary = {word: i for i, word in enumerate(special + ranked)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = dict(zip(["pad_token", "unk_token", "cls_token", "sep_token"], special, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=TOKENS, **names)
 
 
 def make_model(texts: list[str]) -> SentenceTransformer:
@@ -85,7 +63,7 @@ def make_model(texts: list[str]) -> SentenceTransformer:
     )
     with tempfile.TemporaryDirectory() as folder:  # the library wants to load from somewhere
         BertModel(config, add_pooling_layer=False).save_pretrained(folder)
-        make_tokenizer(texts).save_pretrained(folder)
+        make_tokenizer(texts, TOKENS).save_pretrained(folder)
         transformer = Transformer(folder, model_kwargs={"add_pooling_layer": False})
     pooling = Pooling(transformer.get_embedding_dimension())
     return SentenceTransformer(modules=[transformer, pooling], device="cpu")

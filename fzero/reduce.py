@@ -109,7 +109,7 @@ class Reducer:
         state, indices = self._units[unit]
         if self._stays or self.keeps[state] or not group.full:
             return
-        if len(indices) == 1 or all(self._groups[state][i].full for i in indices):
+        if len(indices) == 1 or self.is_complete(unit):
             self.on_full(unit)
 
     def is_bounded(self, unit: int) -> bool:
@@ -210,6 +210,11 @@ class Reducer:
             for unit, (state, indices) in enumerate(self._units)
             if not self.keeps[state] and any(self._groups[state][i].some for i in indices)
         ]
+
+    def is_complete(self, unit: int) -> bool:
+        """Whether all of a unit's gradients are here; `on_full` was called for it then."""
+        state, indices = self._units[unit]
+        return all(self._groups[state][i].full for i in indices)
 
     def local(self, state: int, *, to_write: bool = False) -> dict[int, Tensor]:
         """Return, and forget, this rank's own gradients that are still here: {group: [W l]}.

@@ -183,7 +183,7 @@ class Sequencer:
         self._hear()
         self._end_plan()
         if left := self.reducer.left():
-            self._recording.add(*[~unit for unit in left])
+            self._recording.add(*[~unit for unit in left if not self.reducer.is_complete(unit)])
             self._asked = True
             self._ask(What.REDUCE, left)
         self._others_give_way()
@@ -229,8 +229,9 @@ class Sequencer:
     def let_go(self) -> None:
         """The backward is over: what is kept for it alone goes."""
         if not self.stays:
-            self.gatherer.kept.intersection_update(self._persistent)
-            self._seen.intersection_update(self._persistent)
+            stay = {*self._persistent, *(+self.gatherer.holds)}
+            self.gatherer.kept.intersection_update(stay)
+            self._seen.intersection_update(stay)
         self.gatherer.release()
 
     def changed(self) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +17,31 @@ from tests.ranks import spawn_script
 ROOT = Path(__file__).parent.parent
 PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
+# Pages on libraries that take seconds to import, or start a process group: a process each.
+APART = {"huggingface.md": ("accelerate", "transformers"), "fabric.md": ("lightning_fabric",)}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
+    if path.name in APART:
+        run_apart(blocks, APART[path.name], tmp_path)
+        return
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": f"document_{path.stem}"}
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"{path.name}, block {number}", "exec"), names)
+
+
+def run_apart(blocks: list[str], needs: tuple[str, ...], folder: Path) -> None:
+    for name in needs:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    command = [sys.executable, "-c", "\n".join(blocks)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ LEVELS = (
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.
 SIDE = ("checkpoint", "plan", "plot")
-TOP = ("__init__", "__main__", "doctor", "job")
+TOP = ("__init__", "__main__", "doctor", "integrations", "job")
 # adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint. diff takes states of other
 # worlds apart as a checkpoint does. plot draws traces.
 ALSO = {"adapter": {"checkpoint"}, "diff": {"checkpoint"}, "plot": {"trace"}}

@@ -168,6 +168,8 @@ class Engine(Access, Scaling):
         its module's buffers.
         """
         self._driver.require_not_closed()
+        if self._driver.gradients.gone and not self._driver.events.inside():
+            self._driver.drop_if_user_did()
         self._driver.masters.follow(self._driver.state)  # what was written since the last update
         return self._driver.state
 

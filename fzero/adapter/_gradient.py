@@ -124,6 +124,11 @@ class Gradients:
             )
         return bool(others)
 
+    @property
+    def gone(self) -> bool:
+        """Whether every `p.grad` is None where stand-ins were."""
+        return self._standing and all(p.grad is None for p, _ in self._learning)
+
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there."""
         self.forget()

@@ -97,22 +97,25 @@ class Pass:
     # The pass, in its order.
 
     def begin_forward(self) -> None:
-        """Below stage 3 nothing is gathered; at stage 3 announce what will be."""
+        """Below stage 3 nothing is gathered; at stage 3 announce what will be.
+
+        Nothing is where all parameters are held: ranks may then run as many forwards as they like.
+        """
         self._dropped, self.gatherer.rounds = False, True
         self.put_aside()
         self.finite.drop()  # a loss whose backward brought nothing
-        self._decide()
+        reads = self._decide()
         if self.channel is not None:  # an error of the pass before does not concern this one
             self.channel.ended_in_error = False
         self.reducer.keep([True for _ in self.states])  # what comes inside of it is put aside
-        if self._lazy and self._speaks:
+        if self._speaks and reads:
             self._hold_shards()
             self._gathered = True
             self._announce(0)
 
     def end_forward(self) -> None:
         """What the forward gathered is not kept for the backward, unless that is asked for."""
-        if self.sequencer is not None and self._lazy and self._speaks:
+        if self.sequencer is not None and self._gathered:
             self.sequencer.end_forward()
         self.gatherer.rounds = False
 
@@ -217,7 +220,7 @@ class Pass:
 
     def finish_forward(self) -> list[TrainState]:
         """A forward is over that no backward follows: what is gathered goes."""
-        if self.sequencer is not None and self._lazy and self._speaks:
+        if self.sequencer is not None and self._gathered:
             self._with_programs(self.sequencer.finish())
         self._gathered = self.gatherer.rounds = False
         return self.states
@@ -264,8 +267,11 @@ class Pass:
         if any(state.setup.policy.observer for state in self.states):
             self.gatherer.on_gathered = self._saw_gathered
 
-    def _decide(self) -> None:
-        """Whether anything of the next phase crosses ranks, so that they must agree on it."""
+    def _decide(self) -> bool:
+        """Whether anything of the next phase crosses ranks, so that they must agree on it.
+
+        Return whether parameters do.
+        """
         waits = [state.window.is_open for state in self.states]
         if self.sequencer is not None:
             state = self.states[self._owner]
@@ -274,6 +280,7 @@ class Pass:
         reads = self._lazy and not self.gatherer.has_everything
         reads = reads or self._gathered  # what this forward has gathered is finished with it
         self._speaks = self.channel is not None and (reads or not all(waits))
+        return reads
 
     def _announce(self, phase: int) -> None:
         assert self.sequencer is not None

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from fzero import count_collectives, world
 from fzero.adapter import gathered
+from fzero.collectives import all_reduce
 from fzero.errors import LayoutError, PhaseError
 from tests.adapter.nets import Odd, Tied
 from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import Reference, adamw_of, engine_of, same, update
+from tests.adapter.plain import Draw, Reference, adamw_of, back, engine_of, same, update
 
 each_kind = pytest.mark.parametrize("kind", ["module", "parameter", "list"])
 
@@ -130,4 +132,46 @@ def test_blocks_of_gathered_inside_each_other_end_one_by_one(
                 gathered(weight, modify=True, from_rank=last).__enter__()
             with pytest.raises(LayoutError, match="modify=True"), torch.no_grad():
                 bias.zero_()
+    assert not engine.memory_report().live_parameters
+
+
+def as_many_forwards_as_ranks(engine: Any, rank: int) -> list[torch.Tensor]:
+    """What a model that generates does: another number of forwards on each rank."""
+    x = torch.ones(2, 3, dtype=torch.float64)
+    return [engine.module(x).detach().clone() for _ in range(2 * rank + 1)]
+
+
+@on_ranks(1, 2, 3)
+@each_stage
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_in_gathered_ranks_make_other_numbers_of_forwards(
+    rank: int, world_size: int, stage: int, options: dict[str, Any]
+) -> None:
+    engine = engine_of(Odd, stage, adamw_of, **options)
+    reference = Reference(Odd, world_size, adamw_of)
+    for number in range(3):
+        with torch.no_grad(), gathered(engine.module):
+            outputs = as_many_forwards_as_ranks(engine, rank)
+            ranks = all_reduce(torch.ones(()), world())  # of the user's, between them
+        wanted = reference.module(torch.ones(2, 3, dtype=torch.float64))
+        assert ranks == world_size
+        assert all(torch.allclose(x, wanted, rtol=1e-9) for x in outputs)
+        assert not engine.memory_report().live_parameters
+        update(engine, reference, rank, number, tol=1e-9)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_backwards_in_gathered_gather_nothing_and_leave_what_it_holds(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    engine = engine_of(Odd, 3, adamw_of, **options)
+    reference = Reference(Odd, world_size, adamw_of)
+    with gathered(engine.module):
+        back(engine, Draw(rank, 0))
+        with count_collectives() as log:
+            back(engine, Draw(rank, 0))
+        assert not [e for e in log.of() if e.op == "all_gather"]
+    gradients = reference.run(back, 0)
+    same(engine.full_gradients(), {path: 2 * g for path, g in gradients.items()}, 1e-9)
     assert not engine.memory_report().live_parameters

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from fzero.adapter import Engine
+from fzero.checkpoint import save
 from fzero.errors import FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import Net, linear
 from tests.adapter.on_ranks import each_stage, on_ranks
@@ -165,3 +168,18 @@ def test_a_gradient_written_by_hand_or_dropped_in_part_raises_at_every_use_until
     assert int(e.state.step) == 0
     e.zero_grad()
     update(e, plain, rank, 2)
+
+
+@on_ranks(1, 2)
+@each_stage
+@pytest.mark.parametrize("window", [False, True])
+def test_the_state_has_no_gradients_after_zero_grad_of_an_optimizer_and_is_saved(
+    rank: int, world_size: int, stage: int, window: bool, tmp_path: Path
+) -> None:
+    e, plain = engine_of(Net, stage), Reference(Net, world_size)
+    with e.no_sync() if window else nullcontext():
+        back(e, Draw(rank, 0))
+    torch.optim.SGD(params(e), lr=LR).zero_grad()
+    save(tmp_path / "state", e)  # it refuses gradients
+    assert not e.state.gradients.held and not e.state.window.pending.held
+    update(e, plain, rank, 1)

@@ -154,3 +154,23 @@ def test_managed_and_unmanaged_accumulation_update_from_the_sum_or_the_mean(
         same(e.full_gradients(), wanted, label="gradients")
         assert e.step() is True
         same(e.full_parameters(), plain.step(wanted), label="updated")
+
+
+@on_ranks(2, 3)
+@each_stage
+@pytest.mark.parametrize("bucket_bytes", [8, 2**22])
+def test_accumulation_by_no_sync_costs_one_reduction_at_every_update(
+    rank: int, stage: int, bucket_bytes: int
+) -> None:
+    e, draw = engine_of(Net, stage, bucket_bytes=bucket_bytes), Draw(rank, 0)
+
+    def accumulate() -> None:
+        with e.no_sync():
+            back(e, draw)
+        back(e, draw)
+
+    costs = []
+    for _ in range(4):  # the first one records what the others replay
+        costs.append(counted(accumulate))
+        e.step()
+    assert costs == [counted(lambda: back(e, draw))] * 4

@@ -1,0 +1,123 @@
+"""`sharded`: a trainer of transformers, TRL or sentence-transformers over the engine.
+
+    Trainer = sharded(transformers.Trainer, stage=3)
+
+The rest of a training script stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from fzero.adapter import gathered
+from fzero.errors import LayoutError, explain
+from fzero.integrations._shared import FOLDER, load_engines, save_engines
+from fzero.integrations.accelerate import FzeroAccelerator
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+T = TypeVar("T", bound=type)
+
+
+def sharded(trainer: T, *, stage: int, coalesce: bool = False, **engine: Any) -> T:
+    """Return the trainer class with an accelerator that shards models by ZeRO.
+
+    Losses, learning rates and checkpoints are those of the class itself on one process with the
+    batches of all ranks. A checkpoint has a folder `fzero` in the place of optimizer.pt, which any
+    number of ranks resumes at any stage. See docs/huggingface.md.
+
+    Args:
+        trainer: `transformers.Trainer` or a class derived from it.
+        stage: of `Engine`.
+        coalesce: of `FzeroAccelerator`: one reduction for a loss that runs backwards of its own.
+        **engine: more options of `Engine`.
+
+    Returns:
+        A class derived from `trainer`, of the same name.
+
+    Raises:
+        LayoutError: for what is no such class. When a trainer is made: see `FzeroAccelerator`.
+
+    Example:
+        >>> import transformers
+        >>> from fzero.integrations.transformers import sharded
+        >>> Trainer = sharded(transformers.Trainer, stage=3)
+        >>> issubclass(Trainer, transformers.Trainer)
+        True
+    """
+    if not isinstance(trainer, type) or not hasattr(trainer, "create_accelerator_and_postprocess"):
+        raise LayoutError(
+            explain(
+                f"sharded got {trainer!r}.",
+                cause="a trainer in the place of its class, or a trainer of another library.",
+                fix="pass transformers.Trainer, or a class derived from it.",
+            )
+        )
+    own = {"_fzero": {"stage": stage, "coalesce": coalesce, "engine": engine}}
+    made: Any = type(trainer.__name__, (_Sharded, trainer), own)
+    made.__module__, made.__doc__ = trainer.__module__, trainer.__doc__
+    return made
+
+
+class _Sharded(Base):
+    """What a trainer does in another way when its model is sharded."""
+
+    _fzero: ClassVar[dict[str, Any]]
+    accelerator: FzeroAccelerator
+    model: Any
+    lr_scheduler: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Put an accelerator with the same settings in the place of the trainer's."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = FzeroAccelerator.of(self.accelerator, **self._fzero)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """To generate, ranks run as many forwards as their texts need: parameters are whole."""
+        with ExitStack() as stack:
+            if getattr(self.args, "predict_with_generate", False):
+                stack.enter_context(gathered(self.model))
+            return super().prediction_step(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save whole values on one rank. A collective, as it is for the trainer."""
+        with self.accelerator.whole(self.model):
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_engines(output_dir, self.accelerator.engines)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME)):
+            raise LayoutError(
+                explain(
+                    f"{checkpoint} has the optimizer's state in {OPTIMIZER_NAME}.",
+                    cause="a checkpoint of a trainer that was not sharded.",
+                    fix="resume it with that one; or begin with its model alone, by "
+                    "from_pretrained.",
+                )
+            )
+        if os.path.isdir(os.path.join(checkpoint, FOLDER)):  # not with save_only_model
+            load_engines(checkpoint, self.accelerator.engines)
+            where = os.path.join(checkpoint, SCHEDULER_NAME)
+            self.lr_scheduler.load_state_dict(torch.load(where, weights_only=True))
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.accelerator.whole(self.model, modify=True):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with self.accelerator.whole(self.model, modify=True):
+            super()._load_best_model()

@@ -27,7 +27,8 @@ from fzero.compile._segments import Action, actions_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
-from fzero.trace import Program, is_collective, record
+from fzero.trace._ops import is_collective
+from fzero.trace._program import Program, record
 from fzero.transforms._donate import give_back, take_over
 from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._pipeline import P, R, Step, require_order

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fzero.trace import in_backward, is_collective
+from fzero.trace._ops import in_backward, is_collective
 
 aten = torch.ops.aten
 GATHER, SCATTER, REDUCE = (

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fzero.collectives import InFlight, start_all_to_all, start_gather, start_reduce, start_scatter
 from fzero.mesh import Axis
-from fzero.trace import is_collective
+from fzero.trace._ops import is_collective
 
 Env = dict[str, Any]  # values by the name of their node
 

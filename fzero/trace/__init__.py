@@ -10,10 +10,6 @@ check_spmd(step, state, args)  do all ranks make the same collectives?
 
 from fzero.trace._api import trace as trace
 from fzero.trace._diff import TraceDiff as TraceDiff
-from fzero.trace._ops import in_backward as in_backward
-from fzero.trace._ops import is_collective as is_collective
-from fzero.trace._program import Program as Program
-from fzero.trace._program import record as record
 from fzero.trace._record import Alive as Alive
 from fzero.trace._record import Kernel as Kernel
 from fzero.trace._record import Op as Op

@@ -26,6 +26,7 @@ from fzero.errors import (
 )
 from fzero.functional import functionalize
 from fzero.mesh import Axis, axis_index, axis_size, world
+from fzero.plan import plan
 from fzero.state import DynamicScale, TrainState, state_bytes
 from fzero.state.offload import Offload
 from fzero.transforms import (
@@ -87,6 +88,7 @@ __all__ = [
     "init",
     "offload",
     "optim",
+    "plan",
     "plot",
     "pmean",
     "psum",

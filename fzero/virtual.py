@@ -41,7 +41,7 @@ class Here(NamedTuple):
     size: int
     exchange: Callable[[str, Any], list[Any]]
     kept: dict[Any, Any]  # what is to live as long as this run of the rank
-    is_abstract: bool = False  # the others do not run: see `abstract_rank`
+    stands_for: str | None = None  # of an abstract rank: the kind of device that meta stands for
 
 
 def current_ranks() -> Here | None:
@@ -50,14 +50,15 @@ def current_ranks() -> Here | None:
 
 
 @contextmanager
-def abstract_rank(rank: int, size: int) -> Iterator[None]:
+def abstract_rank(rank: int, size: int, *, device: str = "cuda") -> Iterator[None]:
     """Be rank `rank` of `size` in this block, without the others: each is taken to do the same.
 
     What ranks tell each other is then what this one says. What a collective gives has a shape and
-    no values: inside of a trace, or with fake tensors, it is an op.
+    no values: inside of a trace, or with fake tensors, it is an op. Tensors on the meta device
+    stand for tensors on `device`, "cpu" or "cuda", which communicate over gloo or nccl.
     """
     before = current_ranks()
-    _LOCAL.here = Here(rank, size, lambda _, value: [value] * size, {}, is_abstract=True)
+    _LOCAL.here = Here(rank, size, lambda _, value: [value] * size, {}, stands_for=device)
     try:
         yield
     finally:
@@ -67,7 +68,14 @@ def abstract_rank(rank: int, size: int) -> Iterator[None]:
 def is_abstract() -> bool:
     """Whether this is an abstract rank."""
     here = current_ranks()
-    return here is not None and here.is_abstract
+    return here is not None and here.stands_for is not None
+
+
+def kind_of(device: torch.device) -> str:
+    """The type of a device; of meta, on an abstract rank, that of what it stands for."""
+    here = current_ranks()
+    stands_for = None if here is None else here.stands_for
+    return stands_for if stands_for is not None and device.type == "meta" else device.type
 
 
 def require_no_trace(op: str) -> None:

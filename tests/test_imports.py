@@ -30,10 +30,10 @@ LEVELS = (
     ("sequence",),
     ("transforms",),
     ("adapter",),
-    ("certify",),
+    ("certify", "plan"),
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.
-SIDE = ("checkpoint", "plan", "plot")
+SIDE = ("checkpoint", "plot")
 TOP = ("__init__", "__main__", "job")
 # adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint.
 ALSO = {"adapter": {"checkpoint"}}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives._backend import Started as Started
 from fzero.collectives._backend import (
@@ -69,7 +70,7 @@ def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
     shards = [shard.contiguous() for shard in shards]
     if is_abstract():
         outs = _as_op("all_gather", shards, axis)
-        started = given(outs, axis)
+        started = Started("all_gather", axis, (), lambda: outs, shards)
     elif axis.runtime is Runtime.VIRTUAL:
         outs = [torch.cat(per_rank) for per_rank in _swap("all_gather", shards, axis)]
         started = given(outs, axis)
@@ -86,9 +87,9 @@ def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) 
     fulls = [full.contiguous() for full in fulls]
     for full in fulls:
         note("reduce_scatter", axis, full.numel(), full.dtype)
-    if is_abstract():
+    if _is_op(fulls):
         return given(_as_op("reduce_scatter", fulls, axis, ordered), axis)
-    if axis.runtime is Runtime.VIRTUAL:
+    if _swaps(axis):
         per_buffer = _swap("reduce_scatter", fulls, axis)
         rows = [
             slice(
@@ -100,11 +101,10 @@ def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) 
             sum_in_order([x[row] for x in xs]) for xs, row in zip(per_buffer, rows, strict=True)
         ]
         return given(sums, axis)
-    group = axis.group()
-    if ordered or any(is_gloo(group, full.device) for full in fulls):
+    if ordered or any(is_gloo(axis, full.device) for full in fulls):
         return begin_scatter_by_exchange(fulls, axis, "reduce_scatter")
     outs = [full.new_empty(full.shape[0] // axis.size, *full.shape[1:]) for full in fulls]
-    works = in_one_go("reduce_scatter", list(zip(outs, fulls, strict=True)), group)
+    works = in_one_go("reduce_scatter", list(zip(outs, fulls, strict=True)), axis)
     return Started("reduce_scatter", axis, works, lambda: outs, fulls)
 
 
@@ -112,9 +112,9 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
     """Start to give each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
     for full in fulls:
         note("all_to_all", axis, full.numel(), full.dtype)
-    if is_abstract():
+    if _is_op(fulls):
         return given(_as_op("all_to_all", fulls, axis), axis)
-    if axis.runtime is Runtime.VIRTUAL:
+    if _swaps(axis):
         per_buffer = _swap("all_to_all", fulls, axis)
         outs = [torch.cat([x.chunk(axis.size)[axis.rank] for x in xs]) for xs in per_buffer]
         return given(outs, axis)
@@ -127,17 +127,18 @@ def begin_all_reduce(
     """Start `all_reduce`. Summed by exchange, its gather is communicated when it is waited for."""
     for value in values:
         note("all_reduce", axis, value.numel(), value.dtype)
-    if is_abstract():
+    if _is_op(values):
         return given(_as_op("all_reduce", values, axis, ordered), axis)
-    if axis.runtime is Runtime.VIRTUAL:
+    if _swaps(axis):
         return given([sum_in_order(xs) for xs in _swap("all_reduce", values, axis)], axis)
-    group = axis.group()
-    if ordered or any(v.dtype in SIXTEEN_BIT and is_gloo(group, v.device) for v in values):
+    if ordered or any(v.dtype in SIXTEEN_BIT and is_gloo(axis, v.device) for v in values):
         return begin_reduce_by_exchange(values, axis)
     outs = list(values)
     if not owned:
         outs = [value.clone(memory_format=torch.contiguous_format) for value in values]
-    works = [dist.all_reduce(out, group=group, async_op=True) for out in outs]
+    if is_abstract():
+        return given(outs, axis)
+    works = [dist.all_reduce(out, group=axis.group(), async_op=True) for out in outs]
     return Started("all_reduce", axis, works, lambda: outs)
 
 
@@ -146,11 +147,11 @@ def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
     for full in fulls:
         note("all_gather", axis, full.numel(), full.dtype)
     shards = [full.chunk(axis.size)[axis.rank] for full in fulls]
-    if is_abstract():
+    if _is_op(fulls):
         for full, whole in zip(fulls, _as_op("all_gather", shards, axis), strict=True):
             full.copy_(whole)
         return given(fulls, axis)
-    if axis.runtime is Runtime.VIRTUAL:
+    if _swaps(axis):
         for full, per_rank in zip(fulls, _swap("all_gather", shards, axis), strict=True):
             full.copy_(torch.cat(per_rank))
         return given(fulls, axis)
@@ -215,6 +216,19 @@ def _swap(op: str, values: Sequence[Tensor], axis: Axis) -> list[tuple[Tensor, .
     handed = [v.clone() for v in values]
     per_rank = _exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), handed, axis)
     return list(zip(*per_rank, strict=True))
+
+
+def _swaps(axis: Axis) -> bool:
+    """Whether the ranks are threads that hand each other what they have."""
+    return axis.runtime is Runtime.VIRTUAL and not is_abstract()
+
+
+def _is_op(xs: Sequence[Tensor]) -> bool:
+    """Whether a collective of an abstract rank is one op, to be recorded; values are refused by it.
+
+    Of tensors without values it takes the memory that it takes on a real rank, and sends nothing.
+    """
+    return is_abstract() and (get_proxy_mode() is not None or not all(x.is_meta for x in xs))
 
 
 def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, ordered: bool = False) -> list[Tensor]:

@@ -47,7 +47,7 @@ def _by_home(state: Any, kinds: dict[str, Any], total: int) -> dict[str, int]:
         for x in optree.tree_leaves(tree, namespace=NAMESPACE):
             if isinstance(x, Tensor) and x.ndim:
                 numel_bytes = x.numel() * x.element_size()
-                disk += numel_bytes * is_on_disk(x)
+                disk += numel_bytes * (is_on_disk(x) or (x.is_meta and home == "disk"))
                 host += numel_bytes * (home == "cpu")
     return {"on device": total - disk - host, "in host memory": host, "on disk": disk}
 

@@ -1,4 +1,4 @@
-"""`python -m fzero train | certify | info`: the job, the matrix, a report of this machine."""
+"""`python -m fzero train | certify | plan | info`: the job, the matrix, a plan, the machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fzero.errors import FzeroError
 from fzero.job import info, settings
 from fzero.job.stop import exit_code
 from fzero.job.train import train
+from fzero.plan import _command as planning
 
 
 def _parser(*, launched: bool) -> argparse.ArgumentParser:
@@ -52,6 +53,16 @@ def _parser(*, launched: bool) -> argparse.ArgumentParser:
     )
     certifying.add_options(matrix)
     matrix.set_defaults(run=certifying.run)
+    plan = commands.add_parser(
+        "plan",
+        help=planning.SUMMARY,
+        description=planning.DESCRIPTION,
+        epilog=planning.EPILOG,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    planning.add_options(plan)
+    plan.set_defaults(run=planning.run)
     return parser
 
 

@@ -19,6 +19,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero._ambient import Ambient
 from fzero.errors import AxisError, PeerFailedError, PhaseError, explain
@@ -76,6 +77,16 @@ def kind_of(device: torch.device) -> str:
     here = current_ranks()
     stands_for = None if here is None else here.stands_for
     return stands_for if stands_for is not None and device.type == "meta" else device.type
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Tensors that are made here only describe others: what watches an abstract rank sees none."""
+    if not is_abstract() or get_proxy_mode() is not None:
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 def require_no_trace(op: str) -> None:

@@ -16,6 +16,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from fzero.plan import _constants as constants
+
 
 class AsOn(TorchFunctionMode):
     """In this block, and in what it recomputes in a backward, meta tensors are as on `device`.
@@ -44,9 +46,9 @@ class AsOn(TorchFunctionMode):
             with AsOn(self._device):
                 return torch.autograd.backward(*args, **kwargs)
         if func in _device_constructors() and kwargs.get("device") is None:
-            return func(*args, **kwargs | {"device": "meta"})
+            kwargs["device"] = "meta"
         if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
+            return constants.run(func, args, kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
         return _fused(given) if self._fuses(given) else func(*args, **kwargs)

@@ -37,7 +37,7 @@ def run(
             state = subject.step.init(
                 subject.params, optimizer, initializer=lambda _, leaf: torch.empty_like(leaf)
             )
-            watch, log = Watch(), CollectiveLog()
+            watch, log = Watch(device), CollectiveLog()
             # What the step itself makes without saying where is with its arguments, too.
             with AsOn(device):
                 state, _ = subject.step(state, *subject.args)

@@ -42,9 +42,10 @@ class Watch(TorchDispatchMode):
     was there before is told by `mark`.
     """
 
-    def __init__(self) -> None:
-        """Start with nothing seen."""
+    def __init__(self, device: str) -> None:
+        """Start with nothing seen; `device` is the kind that meta tensors stand for."""
         super().__init__()
+        self._here = (None, "cpu") if device == "cpu" else (None,)  # homes that are on the device
         self._refs: dict[int, Any] = {}
         self._tape: list[tuple[Memory, int]] = []  # (storage, + or - its bytes), in order
         self._live = self._peak = self._peak_at = 0
@@ -99,7 +100,7 @@ class Watch(TorchDispatchMode):
         known = getattr(storage, "memory", None)
         if known is not None:
             return known
-        on_device = getattr(storage, "home", None) is None
+        on_device = getattr(storage, "home", None) in self._here
         memory = Memory(storage.nbytes(), kind, on_device=on_device)
         storage.memory = memory
         key = id(memory)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -42,7 +43,7 @@ class Here(NamedTuple):
     size: int
     exchange: Callable[[str, Any], list[Any]]
     kept: dict[Any, Any]  # what is to live as long as this run of the rank
-    stands_for: str | None = None  # of an abstract rank: the kind of device that meta stands for
+    stands_for: str | None = None  # of an abstract rank: the kind of device it is planned for
 
 
 def current_ranks() -> Here | None:
@@ -55,8 +56,8 @@ def abstract_rank(rank: int, size: int, *, device: str = "cuda") -> Iterator[Non
     """Be rank `rank` of `size` in this block, without the others: each is taken to do the same.
 
     What ranks tell each other is then what this one says. What a collective gives has a shape and
-    no values: inside of a trace, or with fake tensors, it is an op. Tensors on the meta device
-    stand for tensors on `device`, "cpu" or "cuda", which communicate over gloo or nccl.
+    no values: inside of a trace it is an op. Tensors on the meta device, or fake ones, stand for
+    tensors on `device`, "cpu" or "cuda", which communicate over gloo or nccl.
     """
     before = current_ranks()
     _LOCAL.here = Here(rank, size, lambda _, value: [value] * size, {}, stands_for=device)
@@ -73,10 +74,14 @@ def is_abstract() -> bool:
 
 
 def kind_of(device: torch.device) -> str:
-    """The type of a device; of meta, on an abstract rank, that of what it stands for."""
+    """The type of a device; on an abstract rank, that of the device that it is planned for."""
     here = current_ranks()
-    stands_for = None if here is None else here.stands_for
-    return stands_for if stands_for is not None and device.type == "meta" else device.type
+    return device.type if here is None or here.stands_for is None else here.stands_for
+
+
+def has_no_values(x: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 @contextmanager

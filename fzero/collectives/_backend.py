@@ -92,9 +92,7 @@ def native(op: str) -> Any:
     raise AttributeError(f"torch.distributed has neither of {names}; fzero supports torch >= 2.11")
 
 
-def in_one_go(
-    op: str, pairs: Sequence[tuple[Tensor, Tensor]], axis: Axis
-) -> list[Any]:
+def in_one_go(op: str, pairs: Sequence[tuple[Tensor, Tensor]], axis: Axis) -> list[Any]:
     """Start one of torch's tensor collectives for all (output, input), as one launch."""
     if is_abstract():
         return []

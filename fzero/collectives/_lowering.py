@@ -40,7 +40,7 @@ from fzero.collectives._exchange import (
 from fzero.collectives._log import note
 from fzero.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.virtual import current_ranks, is_abstract, require_no_trace
+from fzero.virtual import current_ranks, has_no_values, is_abstract, require_no_trace
 
 
 def all_gather(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
@@ -228,7 +228,7 @@ def _is_op(xs: Sequence[Tensor]) -> bool:
 
     Of tensors without values it takes the memory that it takes on a real rank, and sends nothing.
     """
-    return is_abstract() and (get_proxy_mode() is not None or not all(x.is_meta for x in xs))
+    return is_abstract() and (get_proxy_mode() is not None or not all(map(has_no_values, xs)))
 
 
 def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, ordered: bool = False) -> list[Tensor]:

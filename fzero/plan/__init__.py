@@ -11,10 +11,10 @@ The step is run, on one rank whose peers are taken to do the same, on tensors wi
 """
 
 from fzero.plan._api import Planner as Planner
+from fzero.plan._ranks import RankShare as RankShare
 from fzero.plan._record import Comparison as Comparison
 from fzero.plan._record import Plan as Plan
 from fzero.plan._record import Traffic as Traffic
-from fzero.plan._ranks import RankShare as RankShare
 from fzero.plan._time import Rates as Rates
 from fzero.plan._time import Time as Time
 

@@ -19,11 +19,13 @@ from fzero.plan._subject import (
     Subject,
     device_of,
     from_config,
+    maker,
     subject_of,
-    tree_on_meta,
+    tree_emptied,
 )
 from fzero.plan._time import Rates
 from fzero.state.offload import Offload
+from fzero.transforms._pipeline import names_inside
 
 World = int | tuple[int, int]
 
@@ -107,9 +109,10 @@ class Planner:
         kind = _checked_device(device or device_of(module))
         if isinstance(world, tuple):
             options["mesh"] = world
+        make = maker(autocasts=autocast is not None)
         subject = subject_of(
             module,
-            tree_on_meta(batch),
+            tree_emptied(batch, make),
             loss=loss,
             micro_batches=micro_batches,
             coalesced=coalesced,
@@ -117,6 +120,7 @@ class Planner:
             lowered=autocast,
             away=offload,
             options={"stage": stage, **options},
+            make=make,
         )
         return _run(subject, optimizer, size, rank, kind, rates)
 
@@ -174,8 +178,9 @@ class Planner:
                 )
             )
         kind = _checked_device(device or device_of(params))
-        given = tree_on_meta(args)
-        subject = Subject(repr(step), step, tree_on_meta(params), given, [])
+        make = maker(autocasts="autocast" in names_inside(step))
+        given = tree_emptied(params, make), tree_emptied(args, make)
+        subject = Subject(repr(step), step, *given, [])
         return _run(subject, optimizer, size, rank, kind, rates)
 
     def compare(
@@ -274,6 +279,21 @@ class Planner:
             else:
                 last = middle
         return plan
+
+
+def _too_large(plan: Plan, fits_bytes: float) -> LayoutError:
+    seen = "a peak that is not known"
+    if plan.peak_bytes is not None:
+        seen = f"a peak of {plan.peak_bytes:,} bytes"
+    most = max(plan.peak, key=lambda kind: plan.peak[kind])
+    return LayoutError(
+        explain(
+            f"plan.smallest_world: {seen} on {plan.world:,} ranks, and {fits_bytes:,.0f} fit.",
+            cause=f"what does not shrink with the number of ranks; most of it is {most!r}.",
+            fix="use a higher stage, a smaller batch, micro_batches, activation checkpoints in "
+            "the model, or donate=True.",
+        )
+    )
 
 
 def _run(

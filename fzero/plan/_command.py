@@ -14,7 +14,7 @@ from fzero.errors import LayoutError, explain
 from fzero.plan import _text, plan
 from fzero.plan._api import size_of
 from fzero.plan._record import Comparison, Plan
-from fzero.plan._subject import tokens
+from fzero.plan._subject import from_config, tokens
 from fzero.plan._time import Rates
 
 SUMMARY = "what a step takes on any number of ranks: bytes, collectives, the peak"
@@ -76,28 +76,21 @@ def _of_params(given: dict[str, Any]) -> Plan | Comparison:
     numel = int(_number("params", given["params"]))
     model = _OneParameter(numel, _DTYPES[given.get("dtype", "bf16")])
     batch = torch.empty((), device="meta")
-    stages = _stages(given)
-    plans = tuple(
-        _without_activations(
-            plan(
-                model,
-                batch,
-                world=_world(given),
-                stage=stage,
-                loss=lambda model, _: model(),
-                donate=True,
-            )
-        )
-        for stage in stages
-    )
-    return plans[0] if len(plans) == 1 else Comparison(plans=plans)
+    world = _world(given)
+    plans = [
+        plan(model, batch, world=world, stage=stage, loss=lambda model, _: model(), donate=True)
+        for stage in _stages(given)
+    ]
+    known = tuple(map(_without_activations, plans))
+    return known[0] if len(known) == 1 else Comparison(plans=known)
 
 
 class _OneParameter(torch.nn.Module):
+    weight: torch.nn.Parameter
+
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
-        self.name = f"{numel / 1e9:g} billion parameters"
 
     def forward(self) -> torch.Tensor:
         """Use it in the forward and in the backward, as a layer does."""
@@ -124,11 +117,11 @@ _OF_MODELS = (
 
 
 def _of_config(given: dict[str, Any]) -> Plan | Comparison:
-    from fzero.plan._subject import from_config
-
     model = from_config(given["hf_config"]).to(_DTYPES[given.get("dtype", "bf16")]).train()
     if given.get("checkpoint"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        language_model: Any = model
+        newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
+        (newer or language_model.gradient_checkpointing_enable)({"use_reentrant": False})
     batch = tokens(given.get("batch", 1), given.get("length", 4096))
     rates = {
         name: given[key]
@@ -171,13 +164,13 @@ def _require_one(given: dict[str, Any]) -> None:
         )
 
 
-def _stages(given: dict[str, Any]) -> tuple[int, ...]:
+def _stages(given: dict[str, Any]) -> list[int]:
     text = given.get("stage", "3")
     if text == "all":
-        return 0, 1, 2, 3
+        return [0, 1, 2, 3]
     if text not in ("0", "1", "2", "3"):
         raise _wrong(f"--stage {text}", "a stage that does not exist.", "give 0, 1, 2, 3 or all.")
-    return (int(text),)
+    return [int(text)]
 
 
 def _world(given: dict[str, Any]) -> int | tuple[int, int]:

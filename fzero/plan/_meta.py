@@ -106,4 +106,3 @@ def _fused(given: Mapping[str, Any]) -> Tensor:
         scale=given.get("scale"),
     )
     return out
-

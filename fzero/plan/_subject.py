@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import LayoutError, explain
@@ -30,6 +31,10 @@ from fzero.transforms import (
 
 Loss = Callable[[Any, Any], Tensor]
 """(model, batch) -> a scalar, as `fzero.certify` takes it. `model` is called like the module."""
+
+
+Make = Callable[[Tensor], Tensor]
+"""A tensor -> one of its shape and dtype, without values."""
 
 
 class Subject(NamedTuple):
@@ -53,11 +58,12 @@ def subject_of(
     lowered: torch.dtype | None,
     away: Offload | None,
     options: Mapping[str, Any],
+    make: Make,
 ) -> Subject:
     """Return the step of a training loop: forward, backward, update, with what was asked for."""
     compute = loss or mean_output
     marks: list[Any] = []
-    apply, params = functionalize(on_meta(model))
+    apply, params = functionalize(emptied(model, make))
 
     def loss_of(params: Any, batch: Any) -> Tensor:
         return compute(lambda *args, **kwargs: apply(params, *args, **kwargs), batch)
@@ -108,39 +114,61 @@ def mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
     return first.mean()
 
 
-class _ToMeta(TorchFunctionMode):
-    """Inside, copying a tensor gives one of the same shape on the meta device."""
+class _Emptying(TorchFunctionMode):
+    """Inside, a copy of a tensor has no values."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self._make = make
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
             x, memo = args
-            memo[id(x)] = memo.get(id(x), torch.empty_like(x, device="meta"))
+            memo[id(x)] = memo[id(x)] if id(x) in memo else self._make(x)
             return memo[id(x)]
         return func(*args, **(kwargs or {}))
 
 
-def on_meta(model: nn.Module) -> nn.Module:
+def emptied(model: nn.Module, make: Make) -> nn.Module:
     """Return a copy of a module without values. Nothing of the size of the module is allocated."""
-    memo: dict[int, Any] = {id(p): _without_values(p) for p in model.parameters()}
-    with _ToMeta():
+    memo: dict[int, Any] = {id(p): _parameter(p, make) for p in model.parameters()}
+    with _Emptying(make):
         return copy.deepcopy(model, memo)
 
 
-def tree_on_meta(tree: Any) -> Any:
+def tree_emptied(tree: Any, make: Make) -> Any:
     """Return a pytree with tensors without values in the place of its tensors, tied as they are."""
     memo: dict[int, Tensor] = {}
 
     def moved(x: Any) -> Any:
-        return memo.setdefault(id(x), _without_values(x)) if isinstance(x, Tensor) else x
+        if isinstance(x, Tensor) and id(x) not in memo:
+            memo[id(x)] = _parameter(x, make)
+        return memo[id(x)] if isinstance(x, Tensor) else x
 
     return optree.tree_map(moved, tree, namespace=NAMESPACE)
 
 
-def _without_values(x: Tensor) -> Tensor:
-    empty = torch.empty_like(x, device="meta", requires_grad=False)
+def _parameter(x: Tensor, make: Make) -> Tensor:
+    """Without values; a parameter if it is one, and with what is noted of it."""
+    made = make(x.detach())
     if isinstance(x, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=x.requires_grad)
-    return empty.requires_grad_(x.requires_grad)
+        made = nn.Parameter(made, requires_grad=x.requires_grad)
+    else:
+        made.requires_grad_(x.requires_grad)
+    vars(made).update(vars(x))  # which modules own it, as `functionalize` notes it
+    return made
+
+
+def maker(*, autocasts: bool) -> Make:
+    """Return what makes tensors without values: on the meta device, where operations are fastest.
+
+    Autocast does nothing there; it does with fake tensors of a CPU, which take longer.
+    """
+    if not autocasts:
+        return lambda x: torch.empty_like(x, device="meta")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    here = torch.device("cpu")
+    return lambda x: FakeTensor(mode, torch.empty_like(x, device="meta"), here)
 
 
 def from_config(config: Any) -> nn.Module:

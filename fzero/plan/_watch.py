@@ -11,14 +11,16 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fzero.state import NAMESPACE
+from fzero.virtual import has_no_values
 
 REST = "activations and temporaries"
 GATHERED = "gathered parameters"
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _GATHER = torch.ops.fzero.all_gather.default
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -62,7 +64,7 @@ class Watch(TorchDispatchMode):
     def mark(self, kind: str, tree: Any) -> None:
         """The tensors of a pytree of records are of that kind."""
         for x in optree.tree_leaves(tree, namespace=NAMESPACE):
-            if isinstance(x, Tensor) and x.is_meta:
+            if isinstance(x, Tensor) and has_no_values(x):
                 storage = x.untyped_storage()
                 self._memory(storage, kind).kind = kind
 
@@ -87,7 +89,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def _follow(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        fresh = [x.untyped_storage() for x in made if x.is_meta]
+        fresh = [x.untyped_storage() for x in made if has_no_values(x)]
         fresh = [storage for storage in fresh if not hasattr(storage, "memory")]
         if not fresh:
             return

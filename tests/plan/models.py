@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fzero
+from fzero.plan import Plan
 
 
 class Block(nn.Module):
@@ -53,7 +54,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         *,
-        layers: int = 3,
+        layers: int = 2,
         dim: int = 64,
         heads: int = 4,
         kv_heads: int = 2,
@@ -86,7 +87,7 @@ def mlp() -> nn.Module:
     made = nn.Sequential(
         nn.Linear(50, 37), nn.Tanh(), nn.Linear(37, 37), nn.GELU(), nn.Linear(37, 37)
     )
-    made[4].weight = made[2].weight  # type: ignore[assignment]
+    made[4].weight = made[2].weight
     made[0].bias.requires_grad_(False)
     made.register_parameter("scalar", nn.Parameter(torch.ones(())))
     return made
@@ -131,7 +132,7 @@ class Case:
             return fzero.optim.adamw(1e-3)
         return fzero.optim.from_torch(lambda params: torch.optim.AdamW(params, lr=1e-3))
 
-    def plan(self, world: int, **options: Any) -> fzero.plan.Plan:
+    def plan(self, world: int, **options: Any) -> Plan:
         return fzero.plan(
             self.module(),
             self.batch(),

@@ -219,7 +219,7 @@ FIELDS = "".join(f"    a{i}: int\n" for i in range(10))
         ("state.hooks", "if TYPE_CHECKING:\n    from fzero.adapter import Engine", {"adapter"}),
         ("transforms.shard", "from fzero import shard", {"__init__"}),
         ("transforms.shard", "from fzero.job.gpt import Gpt", {"job"}),
-        ("plan.fake", "import fzero.partition, fzero.transforms.a", {"transforms"}),
+        ("plot.fake", "import fzero.partition, fzero.transforms.a", {"transforms"}),
         ("job.main", "import fzero, fzero.plot\nfrom fzero.checkpoint import save", set()),
         ("adapter.engine", "import numpy\nfrom fzero.transforms import shard", set()),
     ],

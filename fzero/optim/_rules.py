@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.virtual import kind_of
+from fzero.virtual import has_no_values, kind_of
 
 Options = dict[str, Any]  # lr, weight_decay, betas, ... of one set of leaves
 Slots = tuple[list[Tensor], ...]  # the rule's moments, each a list parallel to the parameters
@@ -159,8 +159,11 @@ def sgd_fuses(tensors: Sequence[Tensor]) -> bool:
     """Whether torch's fused SGD is right for these tensors.
 
     On a CPU it is not for 16-bit ones: up to torch 2.13 it leaves most elements as they are, and
-    takes the momentum from other memory (pytorch issue 191763).
+    takes the momentum from other memory (pytorch issue 191763). Of tensors without values torch
+    has no such kernel.
     """
+    if any(map(has_no_values, tensors)):
+        return False
     return not any(t.dtype in SIXTEEN_BIT and kind_of(t.device) == "cpu" for t in tensors)
 
 

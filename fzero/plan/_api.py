@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from fzero.errors import AxisError, LayoutError, explain
+from fzero.errors import LayoutError, explain
 from fzero.optim import adamw
+from fzero.plan._checks import (
+    World,
+    check_device,
+    check_positive,
+    check_rank,
+    module_of,
+    size_of,
+    too_large,
+)
 from fzero.plan._record import Comparison, Plan
 from fzero.plan._run import run
 from fzero.plan._subject import (
     Loss,
     Subject,
     device_of,
-    from_config,
     maker,
     subject_of,
     tree_emptied,
@@ -26,8 +32,6 @@ from fzero.plan._subject import (
 from fzero.plan._time import Rates
 from fzero.state.offload import Offload
 from fzero.transforms._pipeline import names_inside
-
-World = int | tuple[int, int]
 
 
 class Planner:
@@ -105,8 +109,8 @@ class Planner:
             {'all_gather': 1, 'reduce_scatter': 1}
         """
         size = size_of(world)
-        module = _module_of(model)
-        kind = _checked_device(device or device_of(module))
+        module = module_of(model)
+        kind = check_device(device or device_of(module))
         if isinstance(world, tuple):
             options["mesh"] = world
         make = maker(autocasts=autocast is not None)
@@ -177,7 +181,7 @@ class Planner:
                     "world=...); fzero.plan(module, batch, ...) plans a module.",
                 )
             )
-        kind = _checked_device(device or device_of(params))
+        kind = check_device(device or device_of(params))
         make = maker(autocasts="autocast" in names_inside(step))
         given = tree_emptied(params, make), tree_emptied(args, make)
         subject = Subject(repr(step), step, *given, [])
@@ -208,7 +212,7 @@ class Planner:
             >>> [plan.bytes["optimizer"] for plan in comparison.plans]
             [33288, 4168, 4168, 4168]
         """
-        module = _module_of(model)
+        module = module_of(model)
         return Comparison(
             plans=tuple(self(module, batch, stage=stage, **options) for stage in stages)
         )
@@ -250,16 +254,8 @@ class Planner:
             >>> plan.world, plan.peak_bytes < 800e3
             (5, True)
         """
-        for name, value in (("fits_bytes", fits_bytes), ("multiple_of", multiple_of)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise LayoutError(
-                    explain(
-                        f"plan.smallest_world: {name}={value!r}.",
-                        cause="a bound that is no positive number.",
-                        fix="give bytes, 80e9 for 80 GB, and a count of ranks.",
-                    )
-                )
-        module = _module_of(model)
+        check_positive(fits_bytes=fits_bytes, multiple_of=multiple_of)
+        module = module_of(model)
 
         def of(count: int) -> Plan:
             return self(module, batch, world=count * multiple_of, **options)
@@ -270,7 +266,7 @@ class Planner:
             last, count = count, min(count * 2, most)
             plan = of(count)
         if not plan.fits(fits_bytes):
-            raise _too_large(plan, fits_bytes)
+            raise too_large(plan, fits_bytes)
         while count - last > 1:
             middle = math.floor((count + last) / 2)
             tried = of(middle)
@@ -281,73 +277,9 @@ class Planner:
         return plan
 
 
-def _too_large(plan: Plan, fits_bytes: float) -> LayoutError:
-    seen = "a peak that is not known"
-    if plan.peak_bytes is not None:
-        seen = f"a peak of {plan.peak_bytes:,} bytes"
-    most = max(plan.peak, key=lambda kind: plan.peak[kind])
-    return LayoutError(
-        explain(
-            f"plan.smallest_world: {seen} on {plan.world:,} ranks, and {fits_bytes:,.0f} fit.",
-            cause=f"what does not shrink with the number of ranks; most of it is {most!r}.",
-            fix="use a higher stage, a smaller batch, micro_batches, activation checkpoints in "
-            "the model, or donate=True.",
-        )
-    )
-
-
 def _run(
     subject: Subject, optimizer: Any, size: int, rank: int, device: str, rates: Rates | None
 ) -> Plan:
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
-        raise AxisError(
-            explain(
-                f"plan: rank={rank!r} of {size}.",
-                cause="ranks are counted from 0.",
-                fix=f"give a rank in range({size}).",
-            )
-        )
+    check_rank(rank, size)
     chosen = adamw(3e-4) if optimizer is None else optimizer
     return run(subject, chosen, world=size, rank=rank, device=device, rates=rates or Rates())
-
-
-def size_of(world: Any) -> int:
-    """Return the number of ranks of W, or of (R, S); raise `AxisError` for another value."""
-    sizes = world if isinstance(world, tuple) else (1, world)
-    good = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
-    if not good:
-        raise AxisError(
-            explain(
-                f"plan: world={world!r}.",
-                cause="a number of ranks that is no positive integer, or a mesh of other dims.",
-                fix="give W, or (R, S) for R replicas of S ranks: world=1024, world=(8, 128).",
-            )
-        )
-    return sizes[0] * sizes[1]
-
-
-def _checked_device(device: str) -> str:
-    if device not in ("cpu", "cuda"):
-        raise LayoutError(
-            explain(
-                f"plan: device={device!r}.",
-                cause="a device that fzero does not run on, or one with an index.",
-                fix='give "cpu" (with gloo) or "cuda" (with nccl).',
-            )
-        )
-    return device
-
-
-def _module_of(model: Any) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, str | os.PathLike | dict) or hasattr(model, "model_type"):
-        return from_config(model)
-    raise LayoutError(
-        explain(
-            f"plan was given a {type(model).__name__}.",
-            cause="parameters, a class of modules, or a step in the place of a model.",
-            fix="give an nn.Module (it may be on the meta device) or the config.json of one; "
-            "fzero.plan.of_step(step, params, optimizer, *args, world=...) plans a step.",
-        )
-    )

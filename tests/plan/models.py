@@ -106,13 +106,9 @@ class Case:
     stage: int = 3
     mesh: tuple[int, int] | None = None
     dtype: torch.dtype = torch.float32
-    micro_batches: int = 1
-    coalesced: bool = False
-    max_norm: float | None = None
-    autocast: torch.dtype | None = None
-    offload: fzero.Offload | None = None
     torch_optimizer: bool = False
-    shard: dict[str, Any] = field(default_factory=dict)
+    shard: dict[str, Any] = field(default_factory=dict)  # options of fzero.shard
+    around: dict[str, Any] = field(default_factory=dict)  # options of fzero.plan for transforms
 
     def module(self) -> nn.Module:
         torch.manual_seed(0)
@@ -140,12 +136,7 @@ class Case:
             stage=self.stage,
             optimizer=self.optimizer(),
             loss=self.loss(),
-            micro_batches=self.micro_batches,
-            coalesced=self.coalesced,
-            max_norm=self.max_norm,
-            autocast=self.autocast,
-            offload=self.offload,
-            **{**self.shard, **options},
+            **{**self.shard, **self.around, **options},
         )
 
     def step(self, seen: Any) -> tuple[Any, Any]:
@@ -160,12 +151,12 @@ class Case:
             seen(state)
             return fzero.apply_gradients(state), loss
 
-        step: Any = step_fn
-        step = fzero.accumulate(step, steps=self.micro_batches)
-        step = fzero.coalesce(step) if self.coalesced else step
-        step = fzero.clip(step, max_norm=self.max_norm)
-        step = fzero.autocast(step, dtype=self.autocast) if self.autocast else step
-        away = self.offload
-        step = fzero.offload(step, **away.homes, folder=away.folder) if away else step
+        given = self.around
+        step: Any = fzero.accumulate(step_fn, steps=given.get("micro_batches", 1))
+        step = fzero.coalesce(step) if "coalesced" in given else step
+        step = fzero.clip(step, max_norm=given.get("max_norm"))
+        step = fzero.autocast(step, dtype=given["autocast"]) if "autocast" in given else step
+        if "offload" in given:
+            step = fzero.offload(step, **given["offload"].homes)
         options: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
         return fzero.shard(step, stage=self.stage, **options, **self.shard), params

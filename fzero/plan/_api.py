@@ -167,10 +167,10 @@ class Planner:
             ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
             ...     return fzero.apply_gradients(state), loss
             >>> step = fzero.shard(step_fn, stage=0)
-            >>> params, x = {"w": torch.ones(100)}, torch.ones(100)
+            >>> params, x = {"w": torch.ones(128)}, torch.ones(128)
             >>> plan = fzero.plan.of_step(step, params, fzero.optim.sgd(0.1), x, world=4)
             >>> [one.wire_bytes for one in plan.traffic if one.op == "all_reduce"]
-            [600]
+            [768]
         """
         size = size_of(world)
         if not callable(getattr(step, "init", None)):

@@ -28,6 +28,7 @@ from fzero.errors import (
 )
 from fzero.functional import functionalize
 from fzero.mesh import Axis, axis_index, axis_size, world
+from fzero.plan import plan
 from fzero.state import DynamicScale, TrainState, state_bytes
 from fzero.state.offload import Offload
 from fzero.trace import check_spmd, trace
@@ -95,6 +96,7 @@ __all__ = [
     "init",
     "offload",
     "optim",
+    "plan",
     "plot",
     "pmean",
     "psum",

@@ -1,4 +1,4 @@
-"""`python -m fzero train | certify | doctor | info`: the job, the matrix, two reports."""
+"""`python -m fzero train | certify | plan | doctor | info`: the job, what holds, what it costs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fzero.errors import FzeroError
 from fzero.job import info, settings
 from fzero.job.stop import exit_code
 from fzero.job.train import train
+from fzero.plan import _command as planning
 
 
 def _parser(*, launched: bool) -> argparse.ArgumentParser:
@@ -62,6 +63,16 @@ def _parser(*, launched: bool) -> argparse.ArgumentParser:
     )
     examining.add_options(doctor)
     doctor.set_defaults(run=examining.run)
+    plan = commands.add_parser(
+        "plan",
+        help=planning.SUMMARY,
+        description=planning.DESCRIPTION,
+        epilog=planning.EPILOG,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    planning.add_options(plan)
+    plan.set_defaults(run=planning.run)
     return parser
 
 

@@ -64,14 +64,17 @@ class Bucket:
         if gradients and flat is None:
             count = len(self.layout.groups[self.index].leaves)
             flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
-            is_view = to_write and _is_shared(
-                flat, {gradients.popitem()[1].untyped_storage()._cdata}
-            )
+            is_view = to_write and _is_view(flat, gradients.popitem()[1])
             if (is_view and waited is None) or (written is not None and _is_shared(flat, written)):
                 flat = flat.clone()
         if flat is None or waited is None:
             return waited if flat is None else flat
         return lent(waited, flat.device) + flat
+
+
+def _is_view(flat: Tensor, gradient: Tensor) -> bool:
+    """Whether nothing was packed: `flat` is the memory of the gradient itself."""
+    return flat.untyped_storage()._cdata == gradient.untyped_storage()._cdata
 
 
 def _is_shared(flat: Tensor, written: set[int]) -> bool:

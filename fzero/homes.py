@@ -26,12 +26,15 @@ from torch import Tensor
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.offload import Home, Offload, is_on_disk
+from fzero.virtual import has_no_values, kind_of
 
 _WILL_NEED, _PAGE_OUT = 3, 21  # of Linux, for madvise: read ahead; write, and drop from memory
 
 
 def empty_at(home: Home, like: Tensor, offload: Offload) -> Tensor:
     """Return a tensor of the shape and dtype of `like` that lives at `home`, with any values."""
+    if has_no_values(like):
+        return _standing_at(home, like)
     if home == "disk" and like.numel():
         return _in_file(like, os.fspath(offload.folder or ""))
     if home is None or like.device.type == "cpu":
@@ -55,6 +58,8 @@ def placed(home: Home, x: Tensor, offload: Offload) -> Tensor:
 
 def is_at(home: Home, x: Tensor) -> bool:
     """Return whether a tensor lives at `home`, "cpu" or "disk"."""
+    if has_no_values(x):
+        return home_of_empty(x) == home
     if home == "disk":
         return is_on_disk(x) or not x.numel()
     return x.device.type == "cpu"
@@ -62,6 +67,8 @@ def is_at(home: Home, x: Tensor) -> bool:
 
 def empty_where(x: Tensor) -> Tensor:
     """Return a tensor like `x`, with any values, that lives where `x` does."""
+    if has_no_values(x):
+        return _standing_at(home_of_empty(x), x)
     if is_on_disk(x):
         return _in_file(x, os.path.dirname(str(x.untyped_storage().filename)))
     pinned = x.device.type == "cpu" and x.numel() > 0 and x.is_pinned()
@@ -73,8 +80,28 @@ def cloned(x: Tensor) -> Tensor:
     return _filled(empty_where(x), x) if is_on_disk(x) else empty_where(x).copy_(x)
 
 
+def is_here(x: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is in the memory of `device`."""
+    if has_no_values(x):
+        return home_of_empty(x) is None or (home_of_empty(x) == kind_of(device) == "cpu")
+    return x.device == device and not is_on_disk(x)
+
+
+def home_of_empty(x: Tensor) -> Home:
+    """Return where what a tensor without values stands for would live."""
+    return getattr(x.untyped_storage(), "home", None)
+
+
+def _standing_at(home: Home, like: Tensor) -> Tensor:
+    made = torch.empty_like(like)
+    made.untyped_storage().home = home  # type: ignore[attr-defined]
+    return made
+
+
 def lent(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x` on `device`, in `dtype`: itself if it is there so."""
+    if has_no_values(x) and kind_of(device) == "cuda" and not is_here(x, device):
+        return x.to(dtype=dtype or x.dtype, copy=True)
     return x.to(device=device, dtype=dtype or x.dtype, non_blocking=True)
 
 

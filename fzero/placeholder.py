@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero._compiled import Read, Traced
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.layout import Leaf
-from fzero.virtual import in_forward_mode
+from fzero.virtual import in_forward_mode, unseen
 
 _View = Callable[[Tensor], Tensor]
 
@@ -205,7 +205,8 @@ class LazyParam(torch.Tensor):
             return first._seen(meta, *(() if same else (_Replay(func, rest, kwargs),)))
         if func is torch.ops.aten._to_copy.default and _by_autocast(args[0], kwargs):
             cast = _Cast(args[0].gatherer, kwargs["dtype"])
-            return args[0]._seen(args[0].meta.to(cast.dtype), cast)
+            with unseen():
+                return args[0]._seen(args[0].meta.to(cast.dtype), cast)
         result = func(*map(_filled, args), **{name: _filled(x) for name, x in kwargs.items()})
         for placeholder in written:
             placeholder.gatherer.end_write(placeholder)
@@ -238,7 +239,8 @@ def _traced(inner: Any, context: Any, shape: Any, stride: Any) -> LazyParam:
 def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:
     """Return the shape and strides of a view of it; a graph that is traced is not to have this."""
     if not isinstance(placeholder.gatherer, Traced):
-        return func(placeholder.meta, *args, **kwargs)
+        with unseen():
+            return func(placeholder.meta, *args, **kwargs)
     with _disable_current_modes():
         return func(placeholder.meta, *args, **kwargs)
 
@@ -321,5 +323,6 @@ def _is_view(func: Any) -> bool:
 def placeholders(gatherer: Gathers, group: int) -> list[LazyParam]:
     """Return a placeholder for each leaf of a group."""
     leaves = gatherer.leaves_of(group)
-    metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+    with unseen():
+        metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
     return [LazyParam(gatherer, (group, i), meta) for i, meta in enumerate(metas)]

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero._ambient import Ambient
 from fzero.errors import AxisError, PeerFailedError, PhaseError, explain
@@ -48,7 +50,7 @@ class Here(NamedTuple):
     size: int
     exchange: Callable[[str, Any, Make], Any]
     kept: dict[Any, Any]  # what is to live as long as this run of the rank
-    is_abstract: bool = False  # the others do not run: see `abstract_rank`
+    stands_for: str | None = None  # of an abstract rank: the kind of device it is planned for
 
 
 def current_ranks() -> Here | None:
@@ -57,14 +59,15 @@ def current_ranks() -> Here | None:
 
 
 @contextmanager
-def abstract_rank(rank: int, size: int) -> Iterator[None]:
+def abstract_rank(rank: int, size: int, *, device: str = "cuda") -> Iterator[None]:
     """Be rank `rank` of `size` in this block, without the others: each is taken to do the same.
 
     What ranks tell each other is then what this one says. What a collective gives has a shape and
-    no values: inside of a trace, or with fake tensors, it is an op.
+    no values: inside of a trace it is an op. Tensors on the meta device, or fake ones, stand for
+    tensors on `device`, "cpu" or "cuda", which communicate over gloo or nccl.
     """
     before = current_ranks()
-    _LOCAL.here = Here(rank, size, _alone(size), {}, is_abstract=True)
+    _LOCAL.here = Here(rank, size, _alone(size), {}, stands_for=device)
     try:
         yield
     finally:
@@ -78,7 +81,28 @@ def _alone(size: int) -> Callable[[str, Any, Make], Any]:
 def is_abstract() -> bool:
     """Whether this is an abstract rank."""
     here = current_ranks()
-    return here is not None and here.is_abstract
+    return here is not None and here.stands_for is not None
+
+
+def kind_of(device: torch.device) -> str:
+    """The type of a device; on an abstract rank, that of the device that it is planned for."""
+    here = current_ranks()
+    return device.type if here is None or here.stands_for is None else here.stands_for
+
+
+def has_no_values(x: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Tensors that are made here only describe others: what watches an abstract rank sees none."""
+    if not is_abstract() or get_proxy_mode() is not None:
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 def require_no_trace(op: str) -> None:

@@ -69,6 +69,15 @@ class LiveBytes(TorchDispatchMode):
         self._bound, peak = math.inf, self._peak
         assert peak <= bound, f"{what}: {peak:,} bytes, at most {bound:,.0f} were promised"
 
+    def begin(self) -> None:
+        """Begin to look for the most that is alive: `peak`."""
+        self._bound, self._peak = math.inf, 0
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were alive after an operation since `begin`."""
+        return self._peak
+
     def alive(self) -> int:
         """Bytes that are alive now."""
         total = 0

@@ -30,11 +30,11 @@ LEVELS = (
     ("sequence",),
     ("transforms",),
     ("adapter", "trace"),
-    ("certify", "compile"),
+    ("certify", "compile", "plan"),
     ("diff",),
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.
-SIDE = ("checkpoint", "plan", "plot")
+SIDE = ("checkpoint", "plot")
 TOP = ("__init__", "__main__", "doctor", "integrations", "job")
 # adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint. diff takes states of other
 # worlds apart as a checkpoint does. plot draws traces.
@@ -223,7 +223,7 @@ FIELDS = "".join(f"    a{i}: int\n" for i in range(10))
         ("state.hooks", "if TYPE_CHECKING:\n    from fzero.adapter import Engine", {"adapter"}),
         ("transforms.shard", "from fzero import shard", {"__init__"}),
         ("transforms.shard", "from fzero.job.gpt import Gpt", {"job"}),
-        ("plan.fake", "import fzero.partition, fzero.transforms.a", {"transforms"}),
+        ("plot.fake", "import fzero.partition, fzero.transforms.a", {"transforms"}),
         ("job.main", "import fzero, fzero.plot\nfrom fzero.checkpoint import save", set()),
         ("adapter.engine", "import numpy\nfrom fzero.transforms import shard", set()),
     ],

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis
+from fzero.virtual import is_abstract, kind_of
 
 
 class Started(NamedTuple):
@@ -66,9 +67,11 @@ def explained(op: str, axis: Axis) -> Iterator[None]:
         ) from error
 
 
-def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on `device` go over gloo."""
-    return backend_of(group, device) == "gloo"
+def is_gloo(axis: Axis, device: torch.device) -> bool:
+    """Whether tensors on `device` go over gloo; those of an abstract rank would."""
+    if is_abstract():
+        return kind_of(device) == "cpu"
+    return backend_of(axis.group(), device) == "gloo"
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -89,10 +92,11 @@ def native(op: str) -> Any:
     raise AttributeError(f"torch.distributed has neither of {names}; fzero supports torch >= 2.11")
 
 
-def in_one_go(
-    op: str, pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup
-) -> list[Any]:
+def in_one_go(op: str, pairs: Sequence[tuple[Tensor, Tensor]], axis: Axis) -> list[Any]:
     """Start one of torch's tensor collectives for all (output, input), as one launch."""
+    if is_abstract():
+        return []
+    group = axis.group()
     with dist._coalescing_manager(group, async_ops=True) as manager:
         for out, x in pairs:
             native(op)(out, x, group=group)

@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero.collectives._backend import Started, as_bytes, explained, in_one_go, is_gloo
 from fzero.mesh import Axis
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.virtual import is_abstract
 
 
 def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> Started:
@@ -24,7 +25,7 @@ def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> S
     On gloo by single sends: an all_to_all would also copy a rank's own shard to itself, which takes
     more memory and is no faster. On nccl by an all_to_all, which is one launch.
     """
-    if not all(is_gloo(axis.group(), full.device) for full in fulls):
+    if not all(is_gloo(axis, full.device) for full in fulls):
         works, received = _all_to_all(fulls, axis)
         parts = [got.chunk(axis.size) if got.numel() else [got] for got in received]
         return Started(op, axis, works, lambda: [sum_in_order(some) for some in parts], fulls)
@@ -38,7 +39,7 @@ def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> S
 
 def begin_all_to_all_by_exchange(fulls: Sequence[Tensor], axis: Axis) -> Started:
     """Each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
-    if all(is_gloo(axis.group(), full.device) for full in fulls):
+    if all(is_gloo(axis, full.device) for full in fulls):
         works, parts = _sends(fulls, axis, "all_to_all")
         return Started("all_to_all", axis, works, lambda: list(map(torch.cat, parts)), fulls)
     works, received = _all_to_all(fulls, axis)
@@ -47,23 +48,32 @@ def begin_all_to_all_by_exchange(fulls: Sequence[Tensor], axis: Axis) -> Started
 
 def _sends(fulls: Sequence[Tensor], axis: Axis, op: str) -> tuple[list[Any], list[list[Tensor]]]:
     """Send each other rank its shard: the works, and of each full the shards that come here."""
-    group, rank = axis.group(), axis.rank
-    peers = [dist.get_global_rank(group, r) for r in range(axis.size)]
     pieces = [list(full.chunk(axis.size)) if full.numel() else [full] * axis.size for full in fulls]
     works, parts = [], []
     for own in pieces:
-        got = [x if r == rank else torch.empty_like(x) for r, x in enumerate(own)]
+        got = [x if r == axis.rank else torch.empty_like(x) for r, x in enumerate(own)]
         parts.append(got)
-        with explained(op, axis):  # after a timeout it raises where it starts
-            for r in range(axis.size) if own[0].numel() else ():
-                if r != rank:
-                    works.append(dist.isend(as_bytes(own[r]), peers[r], group=group))
-                    works.append(dist.irecv(as_bytes(got[r]), peers[r], group=group))
+        if own[0].numel() and not is_abstract():
+            works += _sent(own, got, axis, op)
     return works, parts
+
+
+def _sent(own: Sequence[Tensor], got: Sequence[Tensor], axis: Axis, op: str) -> list[Any]:
+    """Send own[r] to each other rank r, and receive got[r] from it."""
+    group, works = axis.group(), []
+    with explained(op, axis):  # after a timeout it raises where it starts
+        for r in range(axis.size):
+            if r != axis.rank:
+                peer = dist.get_global_rank(group, r)
+                works.append(dist.isend(as_bytes(own[r]), peer, group=group))
+                works.append(dist.irecv(as_bytes(got[r]), peer, group=group))
+    return works
 
 
 def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Tensor]]:
     received = [torch.empty_like(full) for full in fulls]
+    if is_abstract():
+        return [], received
     works = [
         dist.all_to_all_single(got, full, group=axis.group(), async_op=True)
         for got, full in zip(received, fulls, strict=True)
@@ -91,12 +101,14 @@ def begin_reduce_by_exchange(values: Sequence[Tensor], axis: Axis) -> Started:
 
 def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis) -> Started:
     """Gather each [l] into its [r l], which it may be a part of: on gloo one broadcast a rank."""
+    if is_abstract():
+        return Started("all_gather", axis, (), lambda: list(outs), shards)
     group = axis.group()
     works, native = [], []
     for out, shard in zip(outs, shards, strict=True):
         if not out.numel():
             continue
-        if not is_gloo(group, out.device):
+        if not is_gloo(axis, out.device):
             native.append((out, shard))
             continue
         for rank, piece in enumerate(out.chunk(axis.size)):
@@ -105,7 +117,7 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
             source = dist.get_global_rank(group, rank)
             works.append(dist.broadcast(as_bytes(piece), source, group=group, async_op=True))
     if native:
-        works += in_one_go("all_gather", native, group)
+        works += in_one_go("all_gather", native, axis)
     return Started("all_gather", axis, works, lambda: list(outs), shards)
 
 

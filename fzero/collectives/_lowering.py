@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives._backend import Started as Started
 from fzero.collectives._backend import (
@@ -39,7 +40,7 @@ from fzero.collectives._exchange import (
 from fzero.collectives._log import note
 from fzero.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.virtual import current_ranks, is_abstract, require_no_trace
+from fzero.virtual import current_ranks, has_no_values, is_abstract, require_no_trace
 
 
 def all_gather(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
@@ -69,7 +70,7 @@ def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
     shards = [shard.contiguous() for shard in shards]
     if is_abstract():
         outs = _as_op("all_gather", shards, axis)
-        started = given(outs, axis)
+        started = Started("all_gather", axis, (), lambda: outs, shards)
     elif axis.runtime is Runtime.VIRTUAL:
         outs = _swap("all_gather", shards, axis, torch.cat)
         started = Started("all_gather", axis, (), lambda: [out.clone() for out in outs])
@@ -86,16 +87,15 @@ def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) 
     fulls = [full.contiguous() for full in fulls]
     for full in fulls:
         note("reduce_scatter", axis, full.numel(), full.dtype)
-    if is_abstract():
+    if _is_op(fulls):
         return given(_as_op("reduce_scatter", fulls, axis, ordered), axis)
-    if axis.runtime is Runtime.VIRTUAL:
+    if _swaps(axis):
         sums = _swap("reduce_scatter", fulls, axis, sum_in_order)
         return given([_own_rows(x, axis).clone() for x in sums], axis)
-    group = axis.group()
-    if ordered or any(is_gloo(group, full.device) for full in fulls):
+    if ordered or any(is_gloo(axis, full.device) for full in fulls):
         return begin_scatter_by_exchange(fulls, axis, "reduce_scatter")
     outs = [full.new_empty(full.shape[0] // axis.size, *full.shape[1:]) for full in fulls]
-    works = in_one_go("reduce_scatter", list(zip(outs, fulls, strict=True)), group)
+    works = in_one_go("reduce_scatter", list(zip(outs, fulls, strict=True)), axis)
     return Started("reduce_scatter", axis, works, lambda: outs, fulls)
 
 
@@ -103,9 +103,9 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
     """Start to give each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
     for full in fulls:
         note("all_to_all", axis, full.numel(), full.dtype)
-    if is_abstract():
+    if _is_op(fulls):
         return given(_as_op("all_to_all", fulls, axis), axis)
-    if axis.runtime is Runtime.VIRTUAL:
+    if _swaps(axis):
         every = _swap("all_to_all", fulls, axis, torch.stack)  # [from, to l]
         mine = [x.unflatten(1, (axis.size, -1))[:, axis.rank] for x in every]
         form = torch.contiguous_format
@@ -119,18 +119,19 @@ def begin_all_reduce(
     """Start `all_reduce`. Summed by exchange, its gather is communicated when it is waited for."""
     for value in values:
         note("all_reduce", axis, value.numel(), value.dtype)
-    if is_abstract():
+    if _is_op(values):
         return given(_as_op("all_reduce", values, axis, ordered), axis)
-    if axis.runtime is Runtime.VIRTUAL:
+    if _swaps(axis):
         sums = _swap("all_reduce", values, axis, sum_in_order)
         return given([x.clone() for x in sums], axis)
-    group = axis.group()
-    if ordered or any(v.dtype in SIXTEEN_BIT and is_gloo(group, v.device) for v in values):
+    if ordered or any(v.dtype in SIXTEEN_BIT and is_gloo(axis, v.device) for v in values):
         return begin_reduce_by_exchange(values, axis)
     outs = list(values)
     if not owned:
         outs = [value.clone(memory_format=torch.contiguous_format) for value in values]
-    works = [dist.all_reduce(out, group=group, async_op=True) for out in outs]
+    if is_abstract():
+        return given(outs, axis)
+    works = [dist.all_reduce(out, group=axis.group(), async_op=True) for out in outs]
     return Started("all_reduce", axis, works, lambda: outs)
 
 
@@ -139,11 +140,11 @@ def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
     for full in fulls:
         note("all_gather", axis, full.numel(), full.dtype)
     shards = [_own_rows(full, axis) for full in fulls]
-    if is_abstract():
+    if _is_op(fulls):
         for full, whole in zip(fulls, _as_op("all_gather", shards, axis), strict=True):
             full.copy_(whole)
         return given(fulls, axis)
-    if axis.runtime is Runtime.VIRTUAL:
+    if _swaps(axis):
         for full, whole in zip(fulls, _swap("all_gather", shards, axis, torch.cat), strict=True):
             full.copy_(whole)
         return given(fulls, axis)
@@ -228,6 +229,19 @@ def _own_rows(full: Tensor, axis: Axis) -> Tensor:
     """[r l, *t] -> [l, *t]: the rows of this rank, a view."""
     length = full.shape[0] // axis.size
     return full.narrow(0, axis.rank * length, length)
+
+
+def _swaps(axis: Axis) -> bool:
+    """Whether the ranks are threads that hand each other what they have."""
+    return axis.runtime is Runtime.VIRTUAL and not is_abstract()
+
+
+def _is_op(xs: Sequence[Tensor]) -> bool:
+    """Whether a collective of an abstract rank is one op, to be recorded; values are refused by it.
+
+    Of tensors without values it takes the memory that it takes on a real rank, and sends nothing.
+    """
+    return is_abstract() and (get_proxy_mode() is not None or not all(map(has_no_values, xs)))
 
 
 def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, ordered: bool = False) -> list[Tensor]:

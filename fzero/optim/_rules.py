@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.virtual import has_no_values, kind_of
 
 Options = dict[str, Any]  # lr, weight_decay, betas, ... of one set of leaves
 Slots = tuple[list[Tensor], ...]  # the rule's moments, each a list parallel to the parameters
@@ -158,14 +159,17 @@ def sgd_fuses(tensors: Sequence[Tensor]) -> bool:
     """Whether torch's fused SGD is right for these tensors.
 
     On a CPU it is not for 16-bit ones: up to torch 2.13 it leaves most elements as they are, and
-    takes the momentum from other memory (pytorch issue 191763).
+    takes the momentum from other memory (pytorch issue 191763). Of tensors without values torch
+    has no such kernel.
     """
-    return not any(t.dtype in SIXTEEN_BIT and t.device.type == "cpu" for t in tensors)
+    if any(map(has_no_values, tensors)):
+        return False
+    return not any(t.dtype in SIXTEEN_BIT and kind_of(t.device) == "cpu" for t in tensors)
 
 
 def has_kernel(tensors: Sequence[Tensor]) -> bool:
     """Whether torch's fused kernels take these tensors."""
-    return all(t.device.type in ("cpu", "cuda") for t in tensors)
+    return all(kind_of(t.device) in ("cpu", "cuda") for t in tensors)
 
 
 SGD = Rule(name="sgd", moments=(), formula=_sgd_formula, kernel=_sgd_kernel, skips=sgd_fuses)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.homes import Lane, give_back, is_on_disk
+from fzero.homes import Lane, give_back, is_here
 from fzero.optim._masters import as_stepped
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
@@ -109,7 +109,7 @@ def _is_here(flats: Flats, precision: Precision, device: torch.device | None) ->
         return True
     slots = [x for some in flats.slots.values() for x in some]
     every = [*flats.params, *flats.grads, *flats.masters, *slots]
-    return all(x.device == device and not is_on_disk(x) for x in every if x.numel())
+    return all(is_here(x, device) for x in every if x.numel())
 
 
 def _lent(

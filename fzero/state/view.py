@@ -11,6 +11,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from fzero.state._record import NAMESPACE
 from fzero.state.offload import is_on_disk
+from fzero.virtual import has_no_values
 
 
 def state_bytes(state: Any) -> dict[str, int]:
@@ -47,7 +48,7 @@ def _by_home(state: Any, kinds: dict[str, Any], total: int) -> dict[str, int]:
         for x in optree.tree_leaves(tree, namespace=NAMESPACE):
             if isinstance(x, Tensor) and x.ndim:
                 numel_bytes = x.numel() * x.element_size()
-                disk += numel_bytes * is_on_disk(x)
+                disk += numel_bytes * (is_on_disk(x) or (has_no_values(x) and home == "disk"))
                 host += numel_bytes * (home == "cpu")
     return {"on device": total - disk - host, "in host memory": host, "on disk": disk}
 

@@ -33,8 +33,12 @@ def require_autograd(name: str) -> None:
 
 
 def is_recorded(tensors: Iterable[Any]) -> bool:
-    """Whether this call is being traced (make_fx, fake tensors)."""
-    return get_proxy_mode() is not None or any(isinstance(t, FakeTensor) for t in tensors)
+    """Whether this call is being traced (make_fx, fake tensors).
+
+    On an abstract rank fake tensors are what real ones are elsewhere.
+    """
+    fake = (isinstance(t, FakeTensor) for t in tensors)
+    return get_proxy_mode() is not None or (not is_abstract() and any(fake))
 
 
 def needs_func(tensors: Iterable[Any]) -> bool:

@@ -18,6 +18,7 @@ from fzero.state import Gathering, Layout, OptimizerOver, Reduction, Setup
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, owners_of
 from fzero.transforms._options import check_quantized
+from fzero.virtual import is_abstract
 
 COMPARED = "the layout of the parameters"
 """What ranks compare before a state is made, and what an error before that is told as."""
@@ -87,7 +88,8 @@ def _checked(setup: Setup) -> Setup:
 
 def _device(named: Mapping[str, Tensor]) -> torch.device:
     """Where the model computes: where its parameters are, before any of them is offloaded."""
-    return next((p.device for p in named.values() if not p.is_meta), torch.get_default_device())
+    real = (p.device for p in named.values() if is_abstract() or not p.is_meta)
+    return next(real, torch.get_default_device())
 
 
 def _small(named: Mapping[str, Tensor], most: int, stage: int, axis: Axis) -> set[str]:

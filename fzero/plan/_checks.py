@@ -1,0 +1,100 @@
+"""What `fzero.plan` is given, checked before anything runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from fzero.errors import AxisError, LayoutError, explain
+from fzero.plan._record import Plan
+from fzero.plan._subject import from_config
+
+World = int | tuple[int, int]
+"""W, or (R, S): R replicas of S ranks."""
+
+
+def size_of(world: Any) -> int:
+    """Return the number of ranks of W, or of (R, S); raise `AxisError` for another value."""
+    sizes = world if isinstance(world, tuple) else (1, world)
+    good = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    if not good:
+        raise AxisError(
+            explain(
+                f"plan: world={world!r}.",
+                cause="a number of ranks that is no positive integer, or a mesh of other dims.",
+                fix="give W, or (R, S) for R replicas of S ranks: world=1024, world=(8, 128).",
+            )
+        )
+    return sizes[0] * sizes[1]
+
+
+def check_device(device: str) -> str:
+    """Return the kind of device; raise `LayoutError` for another one than fzero runs on."""
+    if device not in ("cpu", "cuda"):
+        raise LayoutError(
+            explain(
+                f"plan: device={device!r}.",
+                cause="a device that fzero does not run on, or one with an index.",
+                fix='give "cpu" (with gloo) or "cuda" (with nccl).',
+            )
+        )
+    return device
+
+
+def module_of(model: Any) -> nn.Module:
+    """Return the module that is planned, or that of a config; raise `LayoutError` for others."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, str | os.PathLike | dict) or hasattr(model, "model_type"):
+        return from_config(model)
+    raise LayoutError(
+        explain(
+            f"plan was given a {type(model).__name__}.",
+            cause="parameters, a class of modules, or a step in the place of a model.",
+            fix="give an nn.Module (it may be on the meta device) or the config.json of one; "
+            "fzero.plan.of_step(step, params, optimizer, *args, world=...) plans a step.",
+        )
+    )
+
+
+def check_rank(rank: Any, size: int) -> None:
+    """Raise `AxisError` for a rank that is not among `size`."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+        raise AxisError(
+            explain(
+                f"plan: rank={rank!r} of {size}.",
+                cause="ranks are counted from 0.",
+                fix=f"give a rank in range({size}).",
+            )
+        )
+
+
+def check_positive(**values: Any) -> None:
+    """Raise `LayoutError`, naming the option, for what is no positive number."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise LayoutError(
+                explain(
+                    f"plan.smallest_world: {name}={value!r}.",
+                    cause="a bound that is no positive number.",
+                    fix="give bytes, 80e9 for 80 GB, and a count of ranks.",
+                )
+            )
+
+
+def too_large(plan: Plan, fits_bytes: float) -> LayoutError:
+    """Return the error for a world that is large enough, and not found."""
+    seen = "a peak that is not known"
+    if plan.peak_bytes is not None:
+        seen = f"a peak of {plan.peak_bytes:,} bytes"
+    most = max(plan.peak, key=lambda kind: plan.peak[kind])
+    return LayoutError(
+        explain(
+            f"plan.smallest_world: {seen} on {plan.world:,} ranks, and {fits_bytes:,.0f} fit.",
+            cause=f"what does not shrink with the number of ranks; most of it is {most!r}.",
+            fix="use a higher stage, a smaller batch, micro_batches, activation checkpoints in "
+            "the model, or donate=True.",
+        )
+    )

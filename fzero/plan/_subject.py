@@ -1,0 +1,249 @@
+"""What is planned: a model on the meta device, and the step that is run with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from fzero.errors import LayoutError, explain
+from fzero.functional import functionalize
+from fzero.state import NAMESPACE
+from fzero.state.offload import Offload
+from fzero.transforms import (
+    accumulate,
+    apply_gradients,
+    autocast,
+    clip,
+    coalesce,
+    grad_and_reduce,
+    offload,
+    shard,
+)
+
+Loss = Callable[[Any, Any], Tensor]
+"""(model, batch) -> a scalar, as `fzero.certify` takes it. `model` is called like the module."""
+
+
+Make = Callable[[Tensor], Tensor]
+"""A tensor -> one of its shape and dtype, without values."""
+
+
+class Subject(NamedTuple):
+    """A step, what its state is made of, and what it is called with; without values."""
+
+    name: str
+    step: Any
+    params: Any
+    args: tuple[Any, ...]
+    marks: list[Callable[[Any], None]]  # called with each state that has a gradient
+
+
+def subject_of(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None,
+    micro_batches: int,
+    coalesced: bool,
+    max_norm: float | None,
+    lowered: torch.dtype | None,
+    away: Offload | None,
+    options: Mapping[str, Any],
+    make: Make,
+) -> Subject:
+    """Return the step of a training loop: forward, backward, update, with what was asked for."""
+    compute = loss or mean_output
+    marks: list[Any] = []
+    apply, params = functionalize(emptied(model, make))
+
+    def loss_of(params: Any, batch: Any) -> Tensor:
+        return compute(lambda *args, **kwargs: apply(params, *args, **kwargs), batch)
+
+    def step_fn(state: Any, batch: Any) -> tuple[Any, Tensor]:
+        state, value = grad_and_reduce(loss_of, state)(batch)
+        for mark in marks:
+            mark(state)
+        return apply_gradients(state), value
+
+    step: Any = step_fn
+    if micro_batches != 1:
+        step = accumulate(step, steps=micro_batches)
+    if coalesced:
+        step = coalesce(step)
+    if max_norm is not None:
+        step = clip(step, max_norm=max_norm)
+    if lowered is not None:
+        step = autocast(step, dtype=lowered)
+    if away is not None:
+        step = offload(step, **away.homes, folder=away.folder)
+    step = shard(step, **options)
+    return Subject(type(model).__name__, step, params, (batch,), marks)
+
+
+def mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
+    """The loss that is planned where none is given: `.loss` of what the model returns, or a mean.
+
+    A batch that is a dict is given by name, a tuple or list by position.
+    """
+    if isinstance(batch, dict):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    leaves = (x for x in _leaves(out) if isinstance(x, Tensor))
+    first = next((x for x in leaves if x.is_floating_point()), None)
+    if first is None:
+        raise LayoutError(
+            explain(
+                f"the model returned a {type(out).__name__} without a floating tensor.",
+                cause="an output that needs a loss of its own.",
+                fix="give loss=lambda model, batch: ..., which returns a scalar.",
+            )
+        )
+    return first.mean()
+
+
+class _Emptying(TorchFunctionMode):
+    """Inside, a copy of a tensor has no values."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self._make = make
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            x, memo = args
+            memo[id(x)] = memo[id(x)] if id(x) in memo else self._make(x)
+            return memo[id(x)]
+        return func(*args, **(kwargs or {}))
+
+
+def emptied(model: nn.Module, make: Make) -> nn.Module:
+    """Return a copy of a module without values. Nothing of the size of the module is allocated."""
+    memo: dict[int, Any] = {id(p): _parameter(p, make) for p in model.parameters()}
+    with _Emptying(make):
+        return copy.deepcopy(model, memo)
+
+
+def tree_emptied(tree: Any, make: Make) -> Any:
+    """Return a pytree with tensors without values in the place of its tensors, tied as they are."""
+    memo: dict[int, Tensor] = {}
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, Tensor) and id(x) not in memo:
+            memo[id(x)] = _parameter(x, make)
+        return memo[id(x)] if isinstance(x, Tensor) else x
+
+    return optree.tree_map(moved, tree, namespace=NAMESPACE)
+
+
+def _parameter(x: Tensor, make: Make) -> Tensor:
+    """Without values; a parameter if it is one, and with what is noted of it."""
+    made = make(x.detach())
+    if isinstance(x, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=x.requires_grad)
+    else:
+        made.requires_grad_(x.requires_grad)
+    vars(made).update(vars(x))  # which modules own it, as `functionalize` notes it
+    return made
+
+
+def maker(*, autocasts: bool) -> Make:
+    """Return what makes tensors without values: on the meta device, where operations are fastest.
+
+    Autocast does nothing there; it does with fake tensors of a CPU, which take longer.
+    """
+    if not autocasts:
+        return lambda x: torch.empty_like(x, device="meta")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    here = torch.device("cpu")
+    return lambda x: FakeTensor(mode, torch.empty_like(x, device="meta"), here)
+
+
+def from_config(config: Any) -> nn.Module:
+    """Return the causal language model of a Hugging Face config, on the meta device.
+
+    `config`: the path of a config.json, or of the folder with it; a dict; a `PretrainedConfig`.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise LayoutError(
+            explain(
+                "a Hugging Face config was given, and transformers is not installed.",
+                cause="transformers is no dependency of fzero.",
+                fix="pip install transformers; or give the nn.Module itself.",
+            )
+        ) from error
+    if isinstance(config, str | os.PathLike):
+        config = _read(os.fspath(config))
+    if isinstance(config, dict):
+        config = dict(config)
+        kind = config.pop("model_type", None)
+        known = transformers.CONFIG_MAPPING
+        if kind not in known:
+            raise LayoutError(
+                explain(
+                    f"the config has model_type {kind!r}.",
+                    cause="no config of transformers, or a model that needs its own code.",
+                    fix="give the config.json of a model that this transformers has, or the "
+                    "nn.Module itself.",
+                )
+            )
+        config = transformers.AutoConfig.for_model(kind, **config)
+    config.use_cache = False  # a step of training has no use for it
+    dtype = getattr(config, "dtype", None) or torch.float32
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _read(path: str) -> dict[str, Any]:
+    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    try:
+        with open(file, encoding="utf-8") as opened:
+            found = json.load(opened)
+    except (OSError, ValueError) as error:
+        raise LayoutError(
+            explain(
+                f"{file!r} could not be read as a config: {error}.",
+                cause="another path, or a file that is no JSON.",
+                fix="give the path of a model's config.json, or of the folder that has it.",
+            )
+        ) from error
+    if not isinstance(found, dict):
+        raise LayoutError(
+            explain(
+                f"{file!r} has a {type(found).__name__}, not an object.",
+                cause="another JSON file.",
+                fix="give the path of a model's config.json.",
+            )
+        )
+    return found
+
+
+def device_of(tree: Any) -> str:
+    """Return the kind of device that parameters are on; of meta ones "cuda"."""
+    leaves = tree.parameters() if isinstance(tree, nn.Module) else _leaves(tree)
+    kinds = {x.device.type for x in leaves if isinstance(x, Tensor)} - {"meta"}
+    return kinds.pop() if len(kinds) == 1 else "cuda"
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def tokens(batch_size: int, length: int) -> dict[str, Tensor]:
+    """Return a batch of a causal language model of Hugging Face: [b, t] tokens and labels."""
+    ids = torch.empty(batch_size, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids.clone()}

@@ -108,6 +108,9 @@ def draw(timeline: StepTimeline, ax: Axes | None) -> Axes:
     if ax is None:
         return stacked([timeline]).axes[0]
     _frame(ax, timeline, timeline.total_s)
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
     _draw_lanes(ax, timeline)
     return ax
 
@@ -117,7 +120,11 @@ def stacked(timelines: Sequence[StepTimeline]) -> Figure:
     longest = max(timeline.total_s for timeline in timelines)
     shares = longest <= MOST_RATIO * min(timeline.total_s for timeline in timelines)
     spans = [longest if shares else timeline.total_s for timeline in timelines]
-    heights = [_height(*pair) for pair in zip(timelines, spans, strict=True)]
+    pairs = zip(timelines, spans, strict=True)
+    heights = [
+        _height(timeline, AXES_INCHES * 72 / (span or 1.0)) + AROUND_INCHES
+        for timeline, span in pairs
+    ]
     figure = _figure._new_figure((WIDE_INCHES, sum(heights)))
     every = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for timeline, span, ax in zip(timelines, spans, every, strict=True):
@@ -129,6 +136,7 @@ def stacked(timelines: Sequence[StepTimeline]) -> Figure:
     if max(missing) > 0:
         figure.set_figheight(sum(heights) + len(timelines) * max(missing))
         figure.draw_without_rendering()
+    figure.set_layout_engine("none")
     for timeline, ax in zip(timelines, every, strict=True):
         _draw_lanes(ax, timeline)
     return figure
@@ -142,26 +150,21 @@ def _lanes(timeline: StepTimeline) -> list[tuple[list[StepEvent], int]]:
     ]
 
 
-def _height(timeline: StepTimeline, span: float) -> float:
-    """How high a picture must be for its upright names, in inches."""
-    points = 2 * BAR + GAP
-    for events, _ in _lanes(timeline):
-        names = named(events, AXES_INCHES * 72 / (span or 1.0))
-        points += 12 + max(
-            (_points(_upright(n, MOST_POINTS)) for n, s in names if not s), default=0
-        )
-    return points / 72 + AROUND_INCHES
+def _height(timeline: StepTimeline, points_per_s: float) -> float:
+    """How high the axes must be for their upright names, in inches."""
+    names = [named(events, points_per_s) for events, _ in _lanes(timeline)]
+    return (2 * BAR + GAP + sum(map(_beside, names))) / 72
 
 
 def _beside(names: Sequence[tuple[Named, str]]) -> float:
     """How many points the names beside the bars of a lane are high, with what is around them."""
     upright = (_upright(some, MOST_POINTS) for some, inside in names if not inside)
-    return 12.0 + max(map(_points, upright), default=0.0)
+    return 16.0 + max(map(_points, upright), default=0.0)
 
 
 def _missing(ax: Axes, timeline: StepTimeline) -> float:
     """How many inches the axes are too low for what is drawn."""
-    wanted = _height(timeline, ax.get_xlim()[1]) - AROUND_INCHES
+    wanted = _height(timeline, _figure.points_wide(ax) / ax.get_xlim()[1])
     return wanted - ax.get_window_extent().height / ax.figure.dpi
 
 
@@ -202,7 +205,7 @@ def _draw_lanes(ax: Axes, timeline: StepTimeline) -> None:
             linewidth=0.3,
         )
         for some, inside in names:
-            _name(ax, some, inside, y, side, room * min(share, 1.0) - 10)
+            _name(ax, some, inside, y, side, room * min(share, 1.0) - 12)
     ax.set_yticks(middles, ["compute", "collectives"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -27,7 +28,11 @@ FILLS: dict[Mark, str] = {
 }
 FONT_POINTS = 7.5
 INCHES_A_ROW = 0.24
+PHASE_POINTS = 52.0  # for the names of phases, on the left
 FEW = 2  # equal rows that are drawn at each end of a long stretch of them
+
+
+_PHASES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +184,17 @@ def _rows(a: Sequence[Op], b: Sequence[Op]) -> Iterator[ScheduleRow]:
             if alike:
                 yield from (ScheduleRow(a=x, b=y) for x, y in zip(mine, theirs, strict=True))
             else:
-                yield from (ScheduleRow(a=op, b=None) for op in mine)
-                yield from (ScheduleRow(a=None, b=op) for op in theirs)
+                yield from _alone(mine, theirs)
+
+
+def _alone(a: Sequence[Op], b: Sequence[Op]) -> Iterator[ScheduleRow]:
+    """Rows of one op each, those of an earlier phase first; each of both in its order."""
+    left, right = deque(a), deque(b)
+    while left or right:
+        if left and (not right or _PHASES.index(left[0].phase) <= _PHASES.index(right[0].phase)):
+            yield ScheduleRow(a=left.popleft(), b=None)
+        else:
+            yield ScheduleRow(a=None, b=right.popleft())
 
 
 def _aligned(
@@ -219,9 +233,11 @@ def _draw(found: ScheduleDiff, ax: Axes | None) -> Axes:
     if ax is None:
         inches = (11.0, 1.3 + INCHES_A_ROW * max(len(rows), 1))
         ax = _figure._new_figure(inches).add_subplot()
-    ax.set_xlim(-0.16, 2.1)
+    points = _figure.points_wide(ax) - PHASE_POINTS  # of 2.1 units of x
+    start = -PHASE_POINTS * 2.1 / points
+    ax.set_xlim(start, 2.1)
     ax.set_ylim(max(len(rows), 1) - 0.4, -0.6)
-    room = _figure.points_wide(ax) / 2.26 - 6.0
+    room = points / 2.1 - 6.0
     before = ""
     for y, row in enumerate(rows):
         if isinstance(row, int):
@@ -229,7 +245,7 @@ def _draw(found: ScheduleDiff, ax: Axes | None) -> Axes:
             ax.text(1.05, y, words, ha="center", va="center", fontsize=FONT_POINTS, color=EDGE)
             continue
         if row.phase != before:
-            ax.text(-0.15, y, row.phase, va="center", fontsize=FONT_POINTS, fontweight="bold")
+            ax.text(start, y, row.phase, va="center", fontsize=FONT_POINTS, fontweight="bold")
         before = row.phase
         _draw_row(ax, row, y, room)
     ax.set_title("\n".join(map(_figure._verbatim, found.headings())), loc="left", fontsize="small")

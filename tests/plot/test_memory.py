@@ -135,3 +135,20 @@ def test_what_is_no_trace_is_refused() -> None:
         memory_timeline(lambda state: state)  # type: ignore[arg-type]
     with pytest.raises(fzero.LayoutError, match="without ops"):
         memory_timeline(by_hand([]))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_cast_of_a_parameter_counts_with_the_gathered_ones(stage: int) -> None:
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["w"].to(torch.bfloat16)).sum()
+
+    step = fzero.shard(lambda s, x: fzero.grad_and_reduce(loss_fn, s)(x), stage=stage)
+    step = fzero.simulate(step, world_size=2)
+    state = step.init({"w": torch.ones(8, 4)}, fzero.optim.sgd(0.5))
+    rows = memory_timeline(fzero.trace(step)(state, torch.ones(2, 3, 8).bfloat16())).rows
+    product = next(row for row in rows if row.name == "mm")
+    cast = next(row for row in rows if row.name == "_to_copy")
+    full = 4 * 8 * 4 if stage == 3 else 0
+    assert cast.alive["gathered"] == full + 2 * 8 * 4
+    assert product.alive["gathered"] == 2 * 8 * 4
+    assert product.alive["activations"] == 2 * 3 * 4

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +18,8 @@ from fzero.job import info, settings
 from fzero.job.stop import exit_code
 from fzero.job.train import train
 from fzero.plan import _command as planning
+
+_COMMANDS: dict[str, Any] = {"certify": certifying, "doctor": examining, "plan": planning}
 
 
 def _parser(*, launched: bool) -> argparse.ArgumentParser:
@@ -44,35 +47,17 @@ def _parser(*, launched: bool) -> argparse.ArgumentParser:
     )
     settings.add_options(job)
     job.set_defaults(run=lambda given: exit_code(train(given) or 0, launched=launched))
-    matrix = commands.add_parser(
-        "certify",
-        help=certifying.SUMMARY,
-        description=certifying.DESCRIPTION,
-        epilog=certifying.EPILOG,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    certifying.add_options(matrix)
-    matrix.set_defaults(run=certifying.run)
-    doctor = commands.add_parser(
-        "doctor",
-        help=examining.SUMMARY,
-        description=examining.DESCRIPTION,
-        epilog=examining.EPILOG,
-        allow_abbrev=False,
-    )
-    examining.add_options(doctor)
-    doctor.set_defaults(run=examining.run)
-    plan = commands.add_parser(
-        "plan",
-        help=planning.SUMMARY,
-        description=planning.DESCRIPTION,
-        epilog=planning.EPILOG,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    planning.add_options(plan)
-    plan.set_defaults(run=planning.run)
+    for name, command in _COMMANDS.items():
+        one = commands.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.DESCRIPTION,
+            epilog=command.EPILOG,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+        command.add_options(one)
+        one.set_defaults(run=command.run)
     return parser
 
 

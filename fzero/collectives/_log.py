@@ -12,7 +12,7 @@ from itertools import cycle
 import torch
 
 from fzero.mesh import Axis
-from fzero.virtual import current_ranks
+from fzero.virtual import current_ranks, is_abstract
 
 _LOGS: list[CollectiveLog] = []
 """Open logs: of the process, for a backward runs in a thread of autograd's own on a GPU."""
@@ -92,9 +92,9 @@ def count_collectives() -> Iterator[CollectiveLog]:
 def _open_logs() -> list[CollectiveLog]:
     """Those that see what is issued here. What an abstract rank does is issued nowhere."""
     here = current_ranks()
-    if here is not None and here.is_abstract:
-        return here.kept.setdefault(CollectiveLog, [])
-    return _LOGS
+    if here is None or not is_abstract():
+        return _LOGS
+    return here.kept.setdefault(CollectiveLog, [])
 
 
 @contextmanager

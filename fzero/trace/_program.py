@@ -29,7 +29,7 @@ from fzero.errors import PhaseError, explain
 from fzero.mesh import Axis
 from fzero.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
-from fzero.transforms._states import flatten_states, is_state, map_states
+from fzero.transforms._states import flatten_states, is_state
 from fzero.virtual import abstract_rank
 
 BACKWARD = "backward"
@@ -65,8 +65,7 @@ def record(step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, ran
     with abstract_rank(rank, axis.size), _explained():
         with faked:
             arguments = _faked(faked, _on_abstract(arguments))
-            arguments = _scheduled(step, arguments)
-        return _recorded(step, arguments, rank)
+        return _recorded(step, _scheduled(step, arguments, rank), rank)
 
 
 def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:
@@ -134,22 +133,19 @@ def _faked(mode: FakeTensorMode, arguments: Any) -> Any:
     return optree.tree_map(fake, arguments, namespace=NAMESPACE)
 
 
-def _scheduled(step: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _scheduled(step: Callable[..., Any], arguments: Any, rank: int) -> Any:
     """The arguments with the schedule that a first step records."""
     states, treespec = flatten_states("trace", arguments[0])
     if not any(one.setup.gathers_by_unit and not one.schedule.passes for one in states):
         return arguments
-    returned = step(map_states("trace", _copied, arguments[0]), *arguments[1:])
-    after = flatten_states("trace", returned[0])[0]
-    pairs = zip(states, after, strict=True)
+    result = _recorded(step, arguments, rank).result
+    leaves: Any = [0] * result.num_leaves
+    returned: Any = optree.tree_unflatten(result, leaves)
+    pairs = zip(states, flatten_states("trace", returned[0])[0], strict=True)
     known: Any = optree.tree_unflatten(
         treespec, [one.replace(schedule=new.schedule) for one, new in pairs]
     )
     return (known, *arguments[1:])
-
-
-def _copied(state: Any) -> Any:
-    return optree.tree_map(torch.clone, state, namespace=NAMESPACE)
 
 
 class _MarkBackward(TorchDispatchMode):

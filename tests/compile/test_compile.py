@@ -85,7 +85,8 @@ def test_on_several_ranks_it_has_the_bits_of_the_step_and_sends_its_bytes(
     places = itertools.product((0, 3), WRAPS) if world_size == 2 else [(1, "plain"), (2, "clipped")]
     for stage, wrap in places:
         log, other = check(stage, wrap, rank)
-        assert log.wire_bytes(ops=SENT) == other.wire_bytes(ops=SENT) > 0
+        sent = [one.wire_bytes(ops=SENT) for one in (log, other)]
+        assert min(sent) > 0 and abs(sent[0] - sent[1]) <= 8  # each buffer's are rounded down
         assert other.counts()["agree"] == 1 <= log.counts()["agree"]
         calls, merged = (sum(one.counts().get(k, 0) for k in SENT) for one in (log, other))
         assert merged < calls or (stage == 0 and wrap == "coalesced")

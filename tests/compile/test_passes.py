@@ -14,8 +14,8 @@ import fzero
 from fzero.compile import gather_early, merge_collectives, rematerialize
 from fzero.compile._passes import wait_late, without_writes
 from fzero.state import NAMESPACE
-from fzero.trace._ops import is_collective
 from fzero.trace._api import program_of
+from fzero.trace._ops import is_collective
 
 
 def recorded(stage: int, world_size: int, layers: int = 4) -> tuple[fx.GraphModule, list[Tensor]]:

@@ -23,7 +23,12 @@ PAGES = [path for path in DOCS.rglob("*.md") if "_build" not in path.parts]
 TARGET = re.compile(r"^\.\. auto(?:class|exception|function|data|module):: (\S+)$", re.MULTILINE)
 SAME = re.compile(r"^- `(fzero\.\S+)` is `(fzero\.\S+)`$", re.MULTILINE)
 PARTS = ("state", "optim", "adapter", "adapter.deepspeed", "checkpoint", "plot")
-RECORDS = ("certify", "trace", "doctor")  # parts with records that a function of fzero returns
+RECORDS = (
+    "certify",
+    "trace",
+    "doctor",
+    "plan",
+)  # parts with records that a function of fzero returns
 
 
 def reference() -> str:

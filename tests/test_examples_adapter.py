@@ -45,7 +45,7 @@ def numbers(pattern: str, text: str) -> list[float]:
 @pytest.mark.parametrize(
     ("stage", "model", "checkpointing"),
     [
-        (3, "gpt2", "reentrant"),
+        pytest.param(3, "gpt2", "reentrant", marks=slow),
         pytest.param(0, "gpt2", "none", marks=slow),
         pytest.param(1, "gpt2", "nonreentrant", marks=slow),
         pytest.param(2, "llama", "reentrant", marks=slow),
@@ -130,8 +130,9 @@ def test_cut_off_from_its_parameters_a_discriminator_sends_no_gradient_for_the_g
         assert found == pytest.approx({"zero_grad": 2, "cut": 1}, rel=0.01)
 
 
+@slow  # tests/integrations has the cached loss under a trainer
 @needs_libraries
-@pytest.mark.parametrize("stage", [2, *(pytest.param(other, marks=slow) for other in (0, 1, 3))])
+@pytest.mark.parametrize("stage", range(4))
 def test_the_cached_loss_of_sentence_transformers_has_one_reduction_and_the_uncached_gradient(
     stage: int,
 ) -> None:

@@ -119,7 +119,8 @@ def test_the_trainer_gives_the_losses_of_one_process_and_resumes_at_other_stages
 
 
 @on_ranks(2, timeout_s=200)
-@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [(3,), (0, 2)])
 def test_so_does_the_trainer_of_trl(
     rank: int, world_size: int, tmp_path: Path, stages: tuple[int, ...]
 ) -> None:

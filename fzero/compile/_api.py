@@ -30,7 +30,7 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.trace._ops import is_collective
 from fzero.trace._program import Program, record
 from fzero.transforms._donate import give_back, take_over
-from fzero.transforms._modes import in_transform, is_recorded
+from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._pipeline import P, R, Step, require_order
 from fzero.transforms._states import flatten_states, is_state
 from fzero.virtual import current_ranks, is_abstract
@@ -73,8 +73,9 @@ def compile(
 
     Raises:
         LayoutError: for bad options; for an optimizer whose options are read from a torch.optim
-            instance, which a graph would hold fast.
-        PhaseError: in a call, on virtual ranks, and if the step reads values (`.item()`).
+            instance, which a graph would hold fast; for a loss that writes through a view.
+        PhaseError: in a call, on virtual ranks, and if the step reads values: `.item()`, or an
+            optimizer whose lr is a schedule.
         MismatchError: in a call, on every rank, if the ranks run other graphs.
 
     Source: Reed et al., "torch.fx", arXiv 2112.08429; Ansel et al., "PyTorch 2", ASPLOS 2024.
@@ -99,10 +100,10 @@ def compile(
     donate = _donates(fn)
 
     def around(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if is_abstract() or in_transform() or is_recorded(()):
+        arguments: Any = (*args, kwargs)
+        if is_abstract() or in_transform() or is_recorded(()) or wants_graph(_leaves(arguments)):
             return inner(*args, **kwargs)
         _require_real_ranks()
-        arguments: Any = (*args, kwargs)
         key = _key(arguments)
         found = next((one for known, one in graphs if known == key), None)
         if found is None and len(graphs) >= max_graphs:
@@ -170,12 +171,14 @@ class Compiled:
         given = arguments[0]
         taken = take_over(given) if self.donate else given
         env = dict(zip(self.inputs, _tensors((taken, *arguments[1:])), strict=True))
+        whole = True  # nothing was written into the old state
         try:
             with torch.no_grad():
                 for action in self.actions:
+                    whole = whole and not getattr(action, "writes", False)
                     action(env)
         except BaseException:
-            if self.donate:
+            if self.donate and whole:
                 give_back(given, taken)
             raise
         rest = iter(self.outputs)
@@ -238,8 +241,11 @@ _COMPILERS: dict[Backend, Any] = {"inductor": _by_inductor, "eager": _by_ops}
 
 
 def _tensors(arguments: Any) -> list[Tensor]:
-    leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
-    return [x.detach() for x in leaves if isinstance(x, Tensor)]
+    return [x.detach() for x in _leaves(arguments) if isinstance(x, Tensor)]
+
+
+def _leaves(arguments: Any) -> list[Any]:
+    return optree.tree_leaves(arguments, namespace=NAMESPACE)
 
 
 def _key(arguments: Any) -> Any:
@@ -272,7 +278,7 @@ def _axis(arguments: Any) -> Axis:
                     f"{type(groups.instance).__name__} at each update.",
                     cause="fzero.optim.from_torch(instance): a scheduler would change them, and a "
                     "graph would not see it.",
-                    fix="use a rule of fzero.optim, with a schedule as its lr.",
+                    fix="use a rule of fzero.optim with a number as its lr.",
                 )
             )
     return axes.pop()

@@ -7,12 +7,15 @@ on every rank but for the rank's own offsets: so all ranks still make the same c
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fzero.errors import LayoutError, explain
+from fzero.trace._alive import inputs_of, is_item, storages
 from fzero.trace._ops import in_backward, is_collective
 
 aten = torch.ops.aten
@@ -25,14 +28,34 @@ GATHER, SCATTER, REDUCE = (
 def without_writes(graph: fx.Graph) -> None:
     """Put `div` in the place of `div_`, and so on: the other passes may then move ops.
 
-    Needs: ops that write to a result of this graph, and whose result is what is read from then on,
-    as a recorded step has them. Keeps: every value.
+    Needs: writes that nobody sees but who reads their result. Keeps: every value.
+
+    Raises `LayoutError` for another write, such as x[:, 0] = 1: who reads x then reads what was
+    written through a view of it, and no edge of the graph says so.
     """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for key, _ in storages(node):
+            sharing[key].append(node)
     for node in list(graph.nodes):
-        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-        other = getattr(aten, name[:-1], None) if name.endswith("_") else None
-        if other is not None and hasattr(other, node.target._overloadname):
-            node.target = getattr(other, node.target._overloadname)
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        name, overload = node.target.overloadpacket.__name__, node.target._overloadname
+        other = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
+        before = [x for key, _ in storages(node) for x in sharing[key] if order[x] < order[node]]
+        seen = any(order[user] > order[node] for x in before for user in x.users)
+        if seen or other is None or any(x.op != "call_function" for x in before):
+            raise LayoutError(
+                explain(
+                    f"compile: the step writes to a tensor in place ({node.target}), and reads it "
+                    "by another name, or it is an argument.",
+                    cause="x[:, 0] = 1, masked_fill_ or copy_ on a view of x, in a loss.",
+                    fix="make a new tensor (torch.where, masked_fill, torch.cat), or run the step "
+                    "without fzero.compile.",
+                )
+            )
+        node.target = other
 
 
 def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
@@ -41,7 +64,7 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
     Needs: inputs that the caller gives up. Keeps: every value. Spares new memory for the new state.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = inputs_of(list(graph.nodes))
     output = graph.output_node()
     outs = list(output.args[0])  # type: ignore
     for i, k in pairs:
@@ -130,7 +153,7 @@ def merge_collectives(graph: fx.Graph, *, bucket_bytes: int) -> None:
                 _merge(graph, run)
                 run = []
             run += [node] if node.target in (GATHER, SCATTER, REDUCE) else []
-        elif any(_base(x) in run for x in node.all_input_nodes) and not _is_item(node):
+        elif any(_base(x) in run for x in node.all_input_nodes) and not is_item(node):
             _merge(graph, run)
             run = []
     _merge(graph, run)
@@ -183,13 +206,9 @@ def _items(node: fx.Node) -> Sequence[fx.Node]:
     return items
 
 
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
-
-
 def _base(node: fx.Node) -> fx.Node:
     """The collective that gives a value, if one does."""
-    return node.args[0] if _is_item(node) else node  # type: ignore
+    return node.args[0] if is_item(node) else node  # type: ignore
 
 
 def _chain(node: fx.Node) -> list[fx.Node] | None:

@@ -6,7 +6,6 @@ stands in the graph and waited for where its result is read first: what lies bet
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from torch import Tensor, fx
 
 from fzero.collectives import InFlight, start_all_to_all, start_gather, start_reduce, start_scatter
 from fzero.mesh import Axis
+from fzero.trace._alive import is_item
 from fzero.trace._ops import is_collective
 
 Env = dict[str, Any]  # values by the name of their node
@@ -36,6 +36,7 @@ class Segment:
     run: Callable[..., Any]
     reads: tuple[str, ...]
     gives: tuple[str, ...]
+    writes: bool  # into an argument of the step, which is given up
 
     def __call__(self, env: Env) -> None:
         """Run them."""
@@ -117,9 +118,9 @@ def actions_of(
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        if _is_item(node) and is_collective(node.args[0]):
+        if is_item(node) and is_collective(node.args[0]):
             continue
-        needed = [x.args[0] for x in node.all_input_nodes if _is_item(x) and x.args[0] in pending]
+        needed = [x.args[0] for x in node.all_input_nodes if is_item(x) and x.args[0] in pending]
         if is_collective(node) or needed or node.op == "output":
             flush()
         rest = [x for x in graph.graph.nodes if x in pending] if node.op == "output" else needed
@@ -131,10 +132,6 @@ def actions_of(
         elif node.op != "output":
             run.append(node)
     return _with_drops(actions, {x.name for x in graph.graph.output_node().all_input_nodes})
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
 
 
 def _start(node: fx.Node, axes: dict[str, Axis]) -> Start:
@@ -177,7 +174,10 @@ def _segment(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler
     part.output(tuple(copies[node] for node in gives))
     module = fx.GraphModule(graph, part)
     run = compiler(module, [x.meta["val"] for x in reads])
-    return Segment(run, tuple(x.name for x in reads), tuple(node.name for node in gives))
+    writes = any(node.target is torch.ops.aten.copy_.default for node in nodes)
+    return Segment(
+        run, tuple(x.name for x in reads), tuple(node.name for node in gives), writes=writes
+    )
 
 
 def _is_value(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ number of ranks, and each collective is one op of the graph.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -187,14 +187,9 @@ def _explained() -> Iterator[None]:
         raise PhaseError(
             explain(
                 f"the step reads values of a tensor while it is traced ({error}).",
-                cause=".item(), float(x), `if x > 0:`, or a result whose shape depends on values "
-                "(x[mask], nonzero).",
+                cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values "
+                "(x[mask], nonzero), or an optimizer whose lr is a schedule.",
                 fix="use torch.where, keep it a tensor, or pass the number as an argument of the "
-                "step.",
+                "step; give the optimizer a number as its lr.",
             )
         ) from error
-
-
-def tensors_of(tree: Any) -> Sequence[Tensor]:
-    """Return the tensors of a pytree, in the order of a program's inputs."""
-    return [x for x in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(x, Tensor)]

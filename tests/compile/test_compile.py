@@ -180,6 +180,43 @@ def test_a_donating_step_writes_into_the_memory_that_it_is_given(stage: int) -> 
     same(leaves(compiled(other, xs)[0]), leaves(step(state, xs)[0]))
 
 
+def test_a_write_that_no_edge_of_the_graph_shows_is_refused_and_others_are_right() -> None:
+    def through_a_view(p: Any, x: Tensor) -> Tensor:
+        h = p["w0"] * x
+        h[:, 0] = 0
+        return h.sum()
+
+    def in_place(p: Any, x: Tensor) -> Tensor:
+        return (p["w0"] * x).mul_(2).relu_().sum()
+
+    def train(loss: Any) -> Any:
+        def one(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+            state, value = fzero.grad_and_reduce(loss, state)(x)
+            return fzero.apply_gradients(state), value
+
+        return fzero.shard(one, stage=0)
+
+    x = torch.tensor(2.0)
+    compiled = fzero.compile(train(through_a_view), backend="eager")
+    with pytest.raises(LayoutError, match=r"writes to a tensor in place (?s:.*) by another name"):
+        compiled(compiled.init(params(), RULE), x)
+    step = train(in_place)
+    state = step.init(params(), RULE)
+    same(leaves(fzero.compile(step, backend="eager")(state, x)), leaves(step(state, x)))
+
+
+def test_a_schedule_is_refused_and_a_caller_can_differentiate() -> None:
+    rule = fzero.optim.sgd(lambda step: 2.0**-8 * (step + 1))
+    step = fzero.shard(step_fn, stage=0)
+    compiled = fzero.compile(step, backend="eager")
+    with pytest.raises(PhaseError, match="whose lr is a schedule"):
+        compiled(step.init(params(), rule), torch.ones(1))
+    xs = torch.tensor([1.0], requires_grad=True)
+    moved = fzero.full_params(compiled(step.init(params(), RULE), xs)[0])["w0"]
+    (slope,) = torch.autograd.grad(moved.sum(), xs)
+    assert slope.abs().sum() > 0
+
+
 def test_a_trace_of_it_is_that_of_the_step() -> None:
     step = fzero.shard(step_fn, stage=0)
     compiled = fzero.compile(step, backend="eager")

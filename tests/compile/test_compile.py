@@ -92,6 +92,17 @@ def test_on_several_ranks_it_has_the_bits_of_the_step_and_sends_its_bytes(
         assert merged < calls or (stage == 0 and wrap == "coalesced")
 
 
+@on_ranks(4)
+def test_on_a_mesh_of_two_dims_it_has_the_bits_of_the_step(rank: int) -> None:
+    step = fzero.shard(step_fn, stage=3, mesh=(2, 2), optimizer_over="all")
+    compiled = fzero.compile(step, backend="eager")
+    state = other = step.init(params(), RULE)
+    for number in range(2):
+        xs = torch.tensor([number + rank, 2 * rank]).float()
+        (state, _), (other, _) = step(state, xs), compiled(other, xs)
+        same(leaves(other), leaves(state))
+
+
 @on_ranks(2)
 def test_ranks_that_run_other_graphs_are_told(rank: int) -> None:
     def other_fn(state: Any, xs: Tensor) -> tuple[Any, Any]:

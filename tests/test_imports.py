@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("errors", "_ambient"),
     ("_compiled", "_launch", "_module_copy", "virtual"),
-    ("_groups",),
+    ("_groups", "_modes"),
     ("axis",),
     ("mesh",),
     ("state",),

@@ -30,10 +30,7 @@ def build(
     away: Sequence[str] = (),
     compiled: bool = False,
 ) -> Step:
-    """One donated, sharded step, computed in `dtype`; the parts of the state in `away` on disk.
-
-    A `compiled` one is not donated: its graph is out of place.
-    """
+    """One donated, sharded step, computed in `dtype`; the parts of the state in `away` on disk."""
     apply, params = fzero.functionalize(setup.task.module())
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fzero._modes import in_transform
 from fzero.adapter._autograd import autograd_has_callbacks
 from fzero.adapter._pytree import count_leaves_below, tensors_in
 from fzero.errors import PhaseError, explain
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
-from fzero.transforms._modes import in_transform
 
 Learning = tuple[Tensor, int]
 """A parameter object that learns, and the leaf that it is."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fzero._modes import require_autograd
 from fzero.adapter._driver import OWNERS
 from fzero.adapter._module import require_one_device, require_plain
 from fzero.adapter._options import Options, compared, require_options
@@ -22,7 +23,6 @@ from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
 from fzero.state import Policy, Setup
 from fzero.state.precision import as_autocast, owners_in
 from fzero.state.scale import ScalePolicy, as_policy, dynamic
-from fzero.transforms._modes import require_autograd
 from fzero.transforms._options import check_stage
 from fzero.transforms._plan import COMPARED, plan
 from fzero.transforms.scale_loss import Scale

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._modes import in_transform
 from fzero.adapter import Engine
 from fzero.certify._axes import Cell, Facts
 from fzero.certify._reference import OptimizerOf, Task
@@ -21,7 +22,6 @@ from fzero.functional import functionalize
 from fzero.optim import from_torch
 from fzero.state import NAMESPACE
 from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
-from fzero.transforms._modes import in_transform
 
 StepOf = Callable[..., Any]
 """(loss_fn, **options) -> step_fn(state, batches) -> (state, aux)."""

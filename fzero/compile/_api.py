@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import optree
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fzero._modes import in_transform, is_recorded, wants_graph
 from fzero.collectives import channel_of
 from fzero.compile._passes import (
     gather_early,
@@ -30,7 +30,6 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.trace._ops import is_collective
 from fzero.trace._program import Program, record
 from fzero.transforms._donate import give_back, take_over
-from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._pipeline import P, R, Step, require_order
 from fzero.transforms._states import flatten_states, is_state
 from fzero.virtual import current_ranks, is_abstract
@@ -57,8 +56,9 @@ def compile(
     schedule of stage 3, or options of the step that changed are another graph.
 
     With `shard(..., donate=True)` the new state is written into the memory of the old one, which is
-    used up. Kernels of a compiler may round otherwise than torch's: on exact inputs the bits are
-    the same.
+    used up. The update is the kernel that the step itself runs, the learning rate of a schedule is
+    asked for in each call. Kernels of a compiler may round otherwise than torch's: on exact inputs
+    the bits are the same.
 
     Args:
         fn: (state, *args) -> (state, aux), sharded; outermost but for nothing.
@@ -73,9 +73,8 @@ def compile(
 
     Raises:
         LayoutError: for bad options; for an optimizer whose options are read from a torch.optim
-            instance, which a graph would hold fast; for a loss that writes through a view.
-        PhaseError: in a call, on virtual ranks, and if the step reads values: `.item()`, or an
-            optimizer whose lr is a schedule.
+            instance, which a graph would hold fast; for a loss that writes into its arguments.
+        PhaseError: in a call, on virtual ranks, and if the step reads values (`.item()`).
         MismatchError: in a call, on every rank, if the ranks run other graphs.
 
     Source: Reed et al., "torch.fx", arXiv 2112.08429; Ansel et al., "PyTorch 2", ASPLOS 2024.
@@ -112,6 +111,7 @@ def compile(
         if found is None:
             axis = _axis(arguments)
             program = record(_with_keywords(inner), arguments, axis, axis.rank)
+            program = replace(program, graph=without_writes(program.graph))
             _optimize(program.graph.graph, bucket_bytes, gather_bytes)
             if donate:
                 write_back(program.graph.graph, _same_places(program))
@@ -142,7 +142,6 @@ def _with_keywords(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _optimize(graph: fx.Graph, bucket_bytes: int, gather_bytes: int) -> None:
-    without_writes(graph)
     gather_early(graph, most_bytes=gather_bytes)
     wait_late(graph)
     merge_collectives(graph, bucket_bytes=bucket_bytes)
@@ -216,19 +215,21 @@ def _on(axis: Axis, program: Program) -> Any:
     def moved(node: Any) -> Any:
         if not is_state(node):
             return node
-        return node.replace(setup=dataclasses.replace(node.setup, axis=axis))
+        return node.replace(setup=replace(node.setup, axis=axis))
 
     real: Any = optree.tree_map(moved, tree, is_leaf=is_state, namespace=NAMESPACE)
     return optree.tree_structure(real, namespace=NAMESPACE)
 
 
 def _by_inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     made = [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in examples
     ]
-    with torch.no_grad(), _disable_current_modes():  # which the compiler would see its tensors in
+    # The modes are off, in which the compiler would see its tensors; dropout is that of torch.
+    with torch.no_grad(), _disable_current_modes(), config.patch(fallback_random=True):
         run: Any = compile_fx(graph, made)
     return run
 

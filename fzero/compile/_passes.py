@@ -7,16 +7,18 @@ on every rank but for the rank's own offsets: so all ranks still make the same c
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.errors import LayoutError, explain
-from fzero.trace._alive import inputs_of, is_item, storages
-from fzero.trace._ops import in_backward, is_collective
+from fzero.trace._alive import inputs_of, is_item
+from fzero.trace._ops import UPDATE, in_backward, is_collective
+from fzero.trace._program import without_unused
 
 aten = torch.ops.aten
 GATHER, SCATTER, REDUCE = (
@@ -25,69 +27,109 @@ GATHER, SCATTER, REDUCE = (
 )
 
 
-def without_writes(graph: fx.Graph) -> None:
-    """Put `div` in the place of `div_`, and so on: the other passes may then move ops.
+OWNED = "owned"
+"""Under which name the meta of an update says which of its arguments it may write to."""
 
-    Needs: writes that nobody sees but who reads their result. Keeps: every value.
 
-    Raises `LayoutError` for another write, such as x[:, 0] = 1: who reads x then reads what was
-    written through a view of it, and no edge of the graph says so.
+def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
+    """Put ops that make new values in the place of ops that write: the passes may then move ops.
+
+    Needs: no write into an argument of the step. Keeps: every value. A compiler writes in place
+    again where it can. Raises `LayoutError` where an argument is written to.
     """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        for key, _ in storages(node):
-            sharing[key].append(node)
-    for node in list(graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-            continue
-        name, overload = node.target.overloadpacket.__name__, node.target._overloadname
-        other = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
-        before = [x for key, _ in storages(node) for x in sharing[key] if order[x] < order[node]]
-        seen = any(order[user] > order[node] for x in before for user in x.users)
-        if seen or other is None or any(x.op != "call_function" for x in before):
-            raise LayoutError(
-                explain(
-                    f"compile: the step writes to a tensor in place ({node.target}), and reads it "
-                    "by another name, or it is an argument.",
-                    cause="x[:, 0] = 1, masked_fill_ or copy_ on a view of x, in a loss.",
-                    fix="make a new tensor (torch.where, masked_fill, torch.cat), or run the step "
-                    "without fzero.compile.",
-                )
+    if not any(map(_writes, graph.graph.nodes)):
+        return graph
+    inputs = [node.meta["val"] for node in inputs_of(list(graph.graph.nodes))]
+
+    def run(*values: Tensor) -> Any:
+        return fx.Interpreter(graph).run(*values)
+
+    with fx_traceback.preserve_node_meta(), inputs[0].fake_mode:
+        pure: Any = torch.func.functionalize(run, remove="mutations")
+        made = make_fx(pure, _allow_non_fake_inputs=True)(*inputs)
+    found = next(filter(_writes, made.graph.nodes), None)
+    if found is not None:
+        raise LayoutError(
+            explain(
+                f"compile: the step writes into one of its arguments ({found.target}).",
+                cause="an op with a trailing underscore on the batch, or on a view of it.",
+                fix="clone it first, or run the step without fzero.compile.",
             )
-        node.target = other
+        )
+    return without_unused(made)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
     """Write output k into the memory of input i, for each (i, k), as soon as nobody reads that.
 
-    Needs: inputs that the caller gives up. Keeps: every value. Spares new memory for the new state.
+    Needs: inputs that the caller gives up. Keeps: every value. Spares new memory for the new state:
+    the kernel of an update writes where its arguments are, other values are copied.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = inputs_of(list(graph.nodes))
+    given_up = {inputs[i] for i, _ in pairs}
     output = graph.output_node()
     outs = list(output.args[0])  # type: ignore
+    for node in graph.nodes:
+        if node.target is UPDATE:
+            node.meta[OWNED] = [
+                _root(x) in given_up and _last_reader(x, order) <= order[node]
+                for x in held_by(node)
+            ]
+    at = list(order)
     for i, k in pairs:
         old, new = inputs[i], outs[k]
         alike = old.meta["val"].shape == new.meta["val"].shape
         if old is new or not alike or old.meta["val"].dtype != new.meta["val"].dtype:
             continue
-        readers = [user for one in _views(old) for user in one.users if user is not output]
-        last = max([new, *readers], key=lambda node: order.get(node, 0))
-        with graph.inserting_after(last):
+        last = max(order[new], _last_reader(old, order))
+        if last >= order[output] or _is_written(_root(new)):
+            continue
+        with graph.inserting_after(at[last]):
             outs[k] = graph.call_function(aten.copy_.default, (old, new))
         outs[k].meta["val"] = old.meta["val"]
-        order[outs[k]] = order[last]
     output.args = (outs,)
 
 
-def _views(node: fx.Node) -> list[fx.Node]:
-    """A value, and all that is in its memory."""
-    found = [node]
+def held_by(update: fx.Node) -> list[fx.Node]:
+    """What an update makes anew: the parameters, and each moment of all of them."""
+    params, moments = update.args[2], update.args[4]
+    return [*params, *moments]  # type: ignore
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether a value is there already where it is to be: an update wrote it in place."""
+    source: Any = _base(node)
+    return source is not node and source.target is UPDATE and source.meta[OWNED][node.args[1]]
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value that a node is a view of."""
+    while getattr(node.target, "is_view", False) or node.target is aten.detach.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """Where the memory of a value is read last: for a collective, where its result is waited for.
+
+    What the step returns is read at the end.
+    """
+    found, last = [_root(node)], 0
     for one in found:
-        found += [user for user in one.users if getattr(user.target, "is_view", False)]
-        found += [user for user in one.users if user.target is aten.detach.default]
-    return found
+        for user in one.users:
+            if _root(user) is not user:
+                found.append(user)
+            elif is_collective(user):
+                readers = (order[reader] for item in user.users for reader in item.users)
+                last = max(last, min(readers, default=len(order)))
+            else:
+                last = max(last, order[user])
+    return last
 
 
 def wait_late(graph: fx.Graph) -> None:

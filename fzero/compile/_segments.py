@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, fx
 
 from fzero.collectives import InFlight, start_all_to_all, start_gather, start_reduce, start_scatter
+from fzero.compile._passes import OWNED, held_by
 from fzero.mesh import Axis
+from fzero.optim._recorded import SCHEDULES, update_in_place
 from fzero.trace._alive import is_item
-from fzero.trace._ops import is_collective
+from fzero.trace._ops import RATE, UPDATE, is_collective
 
 Env = dict[str, Any]  # values by the name of their node
 
@@ -83,6 +85,57 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Update:
+    """The kernel of an optimizer, in the memory of those arguments that are given up."""
+
+    rule: str
+    options: str
+    held: tuple[str, ...]  # parameters, then moments
+    owned: tuple[bool, ...]
+    grads: tuple[str, ...]
+    count: str
+    lr: str | None
+    items: tuple[tuple[str, int], ...]
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes into an argument of the step."""
+        return any(self.owned)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What it is given."""
+        return (*self.held, *self.grads, self.count, *([] if self.lr is None else [self.lr]))
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """What it makes."""
+        return tuple(name for name, _ in self.items)
+
+    def __call__(self, env: Env) -> None:
+        """Run it."""
+        pairs = zip(self.held, self.owned, strict=True)
+        held = [env[name] if own else env[name].clone() for name, own in pairs]
+        grads, lr = [env[name] for name in self.grads], None if self.lr is None else env[self.lr]
+        update_in_place(self.rule, self.options, held, grads, env[self.count], lr)
+        env.update((name, held[at]) for name, at in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The number that a schedule gives after so many updates."""
+
+    schedule: Callable[[int], float]
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+
+    def __call__(self, env: Env) -> None:
+        """Ask the schedule."""
+        lr = float(self.schedule(int(env[self.reads[0]])))
+        env[self.gives[0]] = torch.tensor(lr, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Values that nobody reads any more."""
 
@@ -94,7 +147,7 @@ class Drop:
             del env[name]
 
 
-Action = Segment | Start | Wait | Drop
+Action = Segment | Start | Wait | Update | Rate | Drop
 
 
 def actions_of(
@@ -112,16 +165,15 @@ def actions_of(
 
     def wait(node: fx.Node) -> None:
         pending.discard(node)
-        items = tuple((user.name, int(user.args[1])) for user in node.users)  # type: ignore
-        actions.append(Wait(node.name, items))
+        actions.append(Wait(node.name, _items(node)))
 
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        if is_item(node) and is_collective(node.args[0]):
+        if is_item(node) and _is_apart(node.args[0]):
             continue
         needed = [x.args[0] for x in node.all_input_nodes if is_item(x) and x.args[0] in pending]
-        if is_collective(node) or needed or node.op == "output":
+        if _is_apart(node) or needed or node.op == "output":
             flush()
         rest = [x for x in graph.graph.nodes if x in pending] if node.op == "output" else needed
         for one in dict.fromkeys(rest):
@@ -129,9 +181,39 @@ def actions_of(
         if is_collective(node):
             actions.append(_start(node, axes))
             pending.add(node)
+        elif node.target is UPDATE:
+            actions.append(_update(node))
+        elif node.target is RATE:
+            count, number = node.args
+            actions.append(Rate(SCHEDULES[number], (count.name,), (node.name,)))
         elif node.op != "output":
             run.append(node)
     return _with_drops(actions, {x.name for x in graph.graph.output_node().all_input_nodes})
+
+
+def _is_apart(node: fx.Node) -> bool:
+    """Whether a node is no part of a segment."""
+    return is_collective(node) or node.target in (UPDATE, RATE)
+
+
+def _items(node: fx.Node) -> tuple[tuple[str, int], ...]:
+    """(name, place) of each result of a node that is read."""
+    return tuple((user.name, int(user.args[1])) for user in node.users)  # type: ignore
+
+
+def _update(node: fx.Node) -> Update:
+    rule, options, _, grads, _, count, lr = cast("Any", node.args)
+    held = held_by(node)
+    return Update(
+        rule=rule,
+        options=options,
+        held=tuple(x.name for x in held),
+        owned=tuple(node.meta.get(OWNED, [False] * len(held))),
+        grads=tuple(x.name for x in grads),
+        count=count.name,
+        lr=None if lr is None else lr.name,
+        items=_items(node),
+    )
 
 
 def _start(node: fx.Node, axes: dict[str, Axis]) -> Start:
@@ -201,6 +283,6 @@ def _names(action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What an action reads, and what it gives; what is on the way is waited for later."""
     if isinstance(action, Wait):
         return (action.reads,), tuple(name for name, _ in action.gives)
-    if isinstance(action, Segment):
+    if isinstance(action, Segment | Update | Rate):
         return action.reads, action.gives
     return (action.reads, ()) if isinstance(action, Start) else ((), ())

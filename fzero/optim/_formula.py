@@ -1,4 +1,4 @@
-"""One update by formulas, which torch.func differentiates, maps and traces."""
+"""One update out of place: by formulas, which torch.func maps, or recorded as one op."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.homes import lent
 from fzero.optim._precision import Precision
+from fzero.optim._recorded import is_one_op, update_by_op
 from fzero.optim._rules import Rule
 from fzero.optim._stream import Flats
 
@@ -32,8 +33,6 @@ def step_by_formula(
 
     by_options: the options, and what is updated by them. count: updates before this one.
     """
-    # A tensor, so that a traced step does not freeze it; fp64, as Python's own numbers are.
-    number = (count + 1).double()
     stepped = [precision.stepped(p.dtype) for p in flats.params]
 
     def here(some: Sequence[Tensor]) -> list[Tensor]:
@@ -42,14 +41,14 @@ def step_by_formula(
 
     work = here([flats.steps(i) for i in range(len(flats.params))])
     grads, moments = here(flats.grads), [here(some) for some in flats.slots.values()]
+    update = update_by_op if is_one_op(rule, [*work, *grads]) else _update_each
     parts: list[list[tuple[int, Tensor, tuple[Tensor, ...]]]] = [[] for _ in work]
     for options, spans in by_options:
-        for i, start, stop in spans:
-            every = [work[i], grads[i], *(some[i] for some in moments)]
-            if stop - start < work[i].numel():
-                every = [x[start:stop] for x in every]
-            p, g, *ms = every
-            parts[i].append((start, *rule.formula(p, g, tuple(ms), number, options)))
+        every = (work, grads, *moments)
+        ps, gs, *ms = ([_cut(some[i], start, stop) for i, start, stop in spans] for some in every)
+        new_ps, new_ms = update(rule, ps, gs, ms, count, options)
+        for k, (i, start, _) in enumerate(spans):
+            parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
     joined = [
         _join(part) if part else (w, tuple(some[i] for some in moments))
         for i, (part, w) in enumerate(zip(parts, work, strict=True))
@@ -63,6 +62,27 @@ def step_by_formula(
         n.to(m.device) if m.numel() else m for (n, _), m in zip(joined, flats.masters, strict=True)
     )
     return new, after, masters
+
+
+def _update_each(
+    rule: Rule,
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
+    count: Tensor,
+    options: dict[str, Any],
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    # A tensor, so that a traced step does not freeze it; fp64, as Python's own numbers are.
+    number = (count + 1).double()
+    made = [
+        rule.formula(p, g, tuple(ms), number, options)
+        for p, g, *ms in zip(params, grads, *moments, strict=True)
+    ]
+    return [p for p, _ in made], [[ms[k] for _, ms in made] for k in range(len(moments))]
+
+
+def _cut(x: Tensor, start: int, stop: int) -> Tensor:
+    return x if stop - start == x.numel() else x[start:stop]
 
 
 def _join(parts: list[tuple[int, Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, tuple[Tensor, ...]]:

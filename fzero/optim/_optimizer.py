@@ -17,6 +17,7 @@ from fzero.optim._formula import step_by_formula
 from fzero.optim._masters import Place, make_masters, stay, work_tensors
 from fzero.optim._piece import Piece, pieces_in
 from fzero.optim._precision import Precision
+from fzero.optim._recorded import lacks_value, lr_by_op
 from fzero.optim._rules import Rule, Scaled, has_kernel
 from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
 from fzero.partition import named_leaves
@@ -206,7 +207,7 @@ class Optimizer:
         Of a schedule they compare what it gives at `step`.
         """
         lines = [f"optimizer {self!r}"]
-        if step is not None:
+        if step is not None and not lacks_value(step):
             given = [dict(self.options), *(dict(changes) for _, changes in self.overrides)]
             schedules = [options for options in given if callable(options.get("lr"))]
             lines += [f"lr({int(step)}) = {_at(options, step)['lr']}" for options in schedules]
@@ -248,6 +249,8 @@ def _at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
     lr = options["lr"]
     if not callable(lr):
         return options
+    if lacks_value(count):
+        return {**options, "lr": lr_by_op(options["lr"], count)}
     step = int(count)
     now: Any = lr(step)
     try:

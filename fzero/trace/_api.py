@@ -9,13 +9,13 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE
 from fzero.trace._ops import ops_of
 from fzero.trace._program import Program, record
 from fzero.trace._trace import Trace
-from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._pipeline import Step, describe
 from fzero.transforms._states import flatten_states
 
@@ -28,8 +28,8 @@ def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[...,
     without a schedule is given that of its first step, so that the program is that of a steady one.
 
     The ranks are those of the state: one process, the processes of a group, or, of a simulated
-    step with a stacked state, its virtual ranks. The update is traced as formulas of the optimizer,
-    out of place, which run as one fused kernel otherwise.
+    step with a stacked state, its virtual ranks. The update of a rule of `fzero.optim` is one op,
+    out of place, unless the step differentiates it.
 
     Args:
         step: (state, *args) -> (state, aux), sharded or not; or `fzero.simulate` of one.

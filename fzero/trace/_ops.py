@@ -22,6 +22,12 @@ from fzero.trace._record import Alive, Op, Phase, Value
 COLLECTIVES = "fzero"
 """The namespace of the ops that communicate."""
 
+UPDATE = torch.ops.fzero_optim.update.default
+"""The op that is the kernel of an optimizer."""
+
+RATE = torch.ops.fzero_optim.schedule.default
+"""The op that asks a schedule for its number."""
+
 
 def ops_of(program: Program) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[Value, ...]]:
     """Return the inputs, the ops and the outputs of a program."""
@@ -98,8 +104,9 @@ def _op(
         kind = "view"
     elif torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE:
         kind = "pointwise"
+    name = target._schema.name.split("::")[1]
     return Op(
-        name=target._schema.name.split("::")[1],
+        name=str(node.args[0]) if target is UPDATE else name,
         phase=phase,
         reads=tuple(names[one] for one in node.all_input_nodes),
         gives=tuple(_values(node, names)),

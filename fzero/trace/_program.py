@@ -85,7 +85,7 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:
 
     with count_collectives() as log, fx_traceback.preserve_node_meta():
         record: Any = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
-        graph = _without_unused(record(*inputs))
+        graph = without_unused(record(*inputs))
     return Program(
         graph=graph,
         log=log,
@@ -98,7 +98,7 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:
     )
 
 
-def _without_unused(graph: fx.GraphModule) -> fx.GraphModule:
+def without_unused(graph: fx.GraphModule) -> fx.GraphModule:
     """The graph without ops that nobody reads. A collective stays: the other ranks take part."""
     for node in reversed(graph.graph.nodes):
         may_go = node.op == "get_attr" or (node.op == "call_function" and _may_go(node.target))
@@ -188,8 +188,8 @@ def _explained() -> Iterator[None]:
             explain(
                 f"the step reads values of a tensor while it is traced ({error}).",
                 cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values "
-                "(x[mask], nonzero), or an optimizer whose lr is a schedule.",
+                "(x[mask], nonzero).",
                 fix="use torch.where, keep it a tensor, or pass the number as an argument of the "
-                "step; give the optimizer a number as its lr.",
+                "step.",
             )
         ) from error

@@ -9,11 +9,11 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._modes import in_transform, is_recorded, wants_graph
 from fzero.errors import DonatedError, explain
 from fzero.homes import add_to
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.state.offload import Home
-from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 
 
 def donates(state: TrainState) -> bool:

@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._modes import in_transform, is_recorded
 from fzero.collectives import Channel
 from fzero.errors import NonFiniteError, PhaseError, explain
 from fzero.mesh import world
@@ -25,7 +26,6 @@ from fzero.packing import unpack
 from fzero.state import TrainState, progress
 from fzero.state.progress import NonFinite
 from fzero.transforms._differentiate import Result
-from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._observe import tell
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fzero._modes import in_transform
 from fzero.packing import unpack
 from fzero.state import TrainState
 from fzero.state.setup import Observer
-from fzero.transforms._modes import in_transform
 from fzero.transforms._pipeline import Step, returned_pair
 from fzero.transforms._states import map_states
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fzero._modes import in_transform, is_recorded, needs_func
 from fzero.collectives import channel_of, cut, gather_parts, sum_parts
 from fzero.errors import PhaseError, explain
 from fzero.homes import lent, placed
@@ -16,7 +17,6 @@ from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
 from fzero.transforms._finite import Report, first_of
-from fzero.transforms._modes import in_transform, is_recorded, needs_func
 
 
 def receive(state: TrainState, flats: Sequence[Tensor]) -> TrainState:

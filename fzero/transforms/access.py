@@ -9,13 +9,13 @@ import optree
 from torch import Tensor
 from torch.nn import Parameter
 
+from fzero._modes import in_transform
 from fzero.collectives import gather_parts
 from fzero.homes import lent
 from fzero.packing import unpack
 from fzero.partition import assemble
 from fzero.state import Group, Placement, TrainState, progress
 from fzero.transforms._donate import check_alive, without_donation
-from fzero.transforms._modes import in_transform
 from fzero.transforms._receive import boundary, place, reduce_pending
 from fzero.transforms._scaled import without_scale
 from fzero.transforms._states import flatten_states

@@ -7,12 +7,12 @@ from typing import Any
 import optree
 import torch
 
+from fzero._modes import in_transform
 from fzero.collectives import cut
 from fzero.errors import LayoutError, explain
 from fzero.packing import pack
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
-from fzero.transforms._modes import in_transform
 from fzero.transforms._observe import tell_added
 from fzero.transforms._receive import boundary, mean_of, receive
 from fzero.transforms._scaled import times_scale, with_value

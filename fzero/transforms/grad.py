@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fzero._ambient import computed_in
 from fzero._compiled import DISABLED_FRAMES
+from fzero._modes import needs_func, require_autograd, wants_graph
 from fzero.collectives import FUNCTIONAL, Channel, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.homes import lent
@@ -32,7 +33,6 @@ from fzero.transforms._differentiate import (
 )
 from fzero.transforms._donate import check_alive
 from fzero.transforms._finite import found_at_once, require_values, with_found
-from fzero.transforms._modes import needs_func, require_autograd, wants_graph
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
 from fzero.transforms._receive import mean_of, not_differentiable, receive

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._modes import in_transform, require_autograd
 from fzero.collectives import broadcast_from_first, cut, told_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.homes import placed
@@ -35,7 +36,6 @@ from fzero.state.offload import Offload
 from fzero.state.precision import Autocast, as_autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of
-from fzero.transforms._modes import in_transform, require_autograd
 from fzero.transforms._options import (
     InitOptions,
     Stages,

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
+from fzero._modes import in_transform, is_recorded
 from fzero.errors import PhaseError, explain
 from fzero.homes import at_home
 from fzero.state import TrainState
 from fzero.state.offload import Home, Offload, as_offload
-from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order
 from fzero.transforms._states import map_states
 

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any, Unpack, overload
 
 from fzero._compiled import DISABLED_FRAMES
+from fzero._modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, Runtime, axis_of
 from fzero.state import Reduction, TrainState
 from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._models import stages_of
-from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._options import (
     BUCKET_BYTES,
     InitOptions,

@@ -10,10 +10,10 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state import NAMESPACE
 from fzero.transforms._donate import empty
-from fzero.transforms._modes import in_transform, is_recorded
 from fzero.transforms._pipeline import P, R, Step, Transform, require_order
 from fzero.transforms._states import is_state
 from fzero.virtual import current_ranks, run_ranks

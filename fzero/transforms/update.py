@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._modes import in_transform, is_recorded, wants_graph
 from fzero.collectives import about, cut, gather_parts, gather_parts_in_place
 from fzero.homes import at_home, change, lent, placed
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
@@ -22,7 +23,6 @@ from fzero.transforms._donate import (
     without_donation,
 )
 from fzero.transforms._finite import report_of
-from fzero.transforms._modes import in_transform, is_recorded, wants_graph
 from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._observe import tell
 from fzero.transforms._pieces import pieces_of

@@ -16,7 +16,7 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
-from fzero.compile import compile
+from fzero.compile import compile, export
 from fzero.diff import Difference, Run, diff
 from fzero.errors import (
     AxisError,
@@ -87,6 +87,7 @@ __all__ = [
     "compile",
     "count_collectives",
     "diff",
+    "export",
     "full_gradients",
     "full_params",
     "functionalize",

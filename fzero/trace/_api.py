@@ -96,7 +96,7 @@ def program_of(step: Callable[..., Any], arguments: tuple[Any, ...], rank: int |
     axis = states[0].setup.axis
     if isinstance(step, Step) and step.name == "simulate":
         rank = _checked(0 if rank is None else rank, axis)
-        return record(step.inner, _of_rank(arguments, rank, axis), axis, rank)
+        return record(step.inner, of_rank(arguments, rank, axis), axis, rank)
     if axis.group_name or axis.size == 1:
         return record(step, arguments, axis, _checked(axis.rank if rank is None else rank, axis))
     raise AxisError(
@@ -121,8 +121,8 @@ def _checked(rank: int, axis: Axis) -> int:
     )
 
 
-def _of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
-    """What virtual rank `rank` is given of stacked arguments."""
+def of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
+    """Return what virtual rank `rank` is given of stacked arguments."""
 
     def mine(x: Any) -> Any:
         if not isinstance(x, Tensor):

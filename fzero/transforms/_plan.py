@@ -75,8 +75,8 @@ def plan(
             gathering=replace(gathering, persistent=_units_of(layout, small)),
             offload=as_offload(offload, stage, _device(named)),
         )
-        facts = _facts(_checked(setup), autocast)
-    assert_same_everywhere(facts, axis, what=COMPARED)
+        said = facts(_checked(setup), autocast)
+    assert_same_everywhere(said, axis, what=COMPARED)
     return setup
 
 
@@ -112,8 +112,8 @@ def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> Any:
     return chosen
 
 
-def _facts(setup: Setup, autocast: Autocast | None) -> list[str]:
-    """What all ranks must have in common."""
+def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
+    """Return what all ranks must have in common, a line for each fact."""
     options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}"
     mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}"
     leaves = setup.layout.leaves

@@ -1,0 +1,181 @@
+"""A graph as what runs, and what stands around it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fzero.collectives import channel_of
+from fzero.compile._passes import (
+    gather_early,
+    merge_collectives,
+    rematerialize,
+    wait_late,
+    without_writes,
+    write_back,
+)
+from fzero.compile._segments import Action, actions_of
+from fzero.mesh import Axis
+from fzero.state import NAMESPACE
+from fzero.trace._alive import inputs_of
+from fzero.trace._ops import is_collective
+from fzero.trace._program import Program, record
+from fzero.transforms._donate import give_back, take_over
+from fzero.transforms._pipeline import Step
+from fzero.transforms._states import is_state
+
+Backend = Literal["inductor", "eager"]
+BUCKET_BYTES = 2**20
+GATHER_BYTES = 8 * 2**20
+Returns = Callable[[Any, list[Tensor]], Any]
+"""(the states that were given, the tensors that the graph gives) -> what the step returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What the graph of a step is changed by."""
+
+    bucket_bytes: int
+    gather_bytes: int
+    donate: bool
+
+
+def donates(fn: Any) -> bool:
+    """Whether the state that a step is given is used up by it: what `shard` says."""
+    if not isinstance(fn, Step):
+        return False
+    return fn.options.get("donate", False) if fn.name == "shard" else donates(fn.inner)
+
+
+def recorded(
+    step: Callable[..., Any], arguments: Any, axis: Axis, rank: int, passes: Passes
+) -> Program:
+    """Return the program of a rank, changed by the passes. The last argument has the keywords."""
+
+    def with_keywords(*given: Any) -> Any:
+        return step(*given[:-1], **given[-1])
+
+    program = record(with_keywords, arguments, axis, rank)
+    program = replace(program, graph=without_writes(program.graph))
+    graph = program.graph.graph
+    gather_early(graph, most_bytes=passes.gather_bytes)
+    wait_late(graph)
+    merge_collectives(graph, bucket_bytes=passes.bucket_bytes)
+    rematerialize(graph)
+    if passes.donate:
+        write_back(graph, _same_places(program))
+    graph.lint()
+    return program
+
+
+def _same_places(program: Program) -> list[tuple[int, int]]:
+    """Which input and which output are the same buffer of a state, before and after the step."""
+    where = {path: i for i, path in enumerate(program.inputs) if path.startswith("state")}
+    pairs = ((where.get(path), i) for i, path in enumerate(program.outputs))
+    return [(i, k) for i, k in pairs if i is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A graph as actions."""
+
+    actions: tuple[Action, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    returns: Returns
+    axis: Axis
+    said: str  # what ranks must have in common to run it together
+    donate: bool
+
+    def __call__(self, arguments: Any) -> Any:
+        """Run it on real tensors."""
+        channel = channel_of(self.axis)
+        if channel is not None:
+            channel.call(self.said)
+        given = arguments[0]
+        taken = take_over(given) if self.donate else given
+        env = dict(zip(self.inputs, _tensors((taken, *arguments[1:])), strict=True))
+        whole = True  # nothing was written into the old state
+        try:
+            with torch.no_grad():
+                for action in self.actions:
+                    whole = whole and not getattr(action, "writes", False)
+                    action(env)
+        except BaseException:
+            if self.donate and whole:
+                give_back(given, taken)
+            raise
+        return self.returns(taken, [env[name] for name in self.outputs])
+
+
+def compiled(
+    graph: fx.GraphModule, returns: Returns, axis: Axis, backend: Backend, *, donate: bool
+) -> Compiled:
+    """Return what runs a graph on the ranks of an axis."""
+    channel = channel_of(axis)
+    over = axis if channel is None else channel.over(axis)
+    axes = {one.name: one for one in (over.replicas, over.shards, over)}
+    nodes = list(graph.graph.nodes)
+    lines = [f"{node.target} {node.args[1:]}" for node in nodes if is_collective(node)]
+    return Compiled(
+        actions=actions_of(graph, axes, COMPILERS[backend]),
+        inputs=tuple(node.name for node in inputs_of(nodes)),
+        outputs=tuple(node.name for node in nodes[-1].args[0]),
+        returns=returns,
+        axis=axis,
+        said=f"compiled step {zlib.crc32(repr(lines).encode())}",
+        donate=donate,
+    )
+
+
+def returned_by(program: Program, axis: Axis) -> Returns:
+    """Return what makes the result of a recorded step, its states on the ranks that run it."""
+    leaves: Any = [0] * program.result.num_leaves
+    tree: Any = optree.tree_unflatten(program.result, leaves)
+
+    def moved(node: Any) -> Any:
+        if not is_state(node):
+            return node
+        return node.replace(setup=replace(node.setup, axis=axis))
+
+    real: Any = optree.tree_map(moved, tree, is_leaf=is_state, namespace=NAMESPACE)
+    treespec: Any = optree.tree_structure(real, namespace=NAMESPACE)
+
+    def returns(_: Any, tensors: list[Tensor]) -> Any:
+        rest = iter(tensors)
+        filled = [next(rest) if x is None else x for x in program.others]
+        return optree.tree_unflatten(treespec, filled)
+
+    return returns
+
+
+def _by_inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    made = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in examples
+    ]
+    # The modes are off, in which the compiler would see its tensors; dropout is that of torch.
+    with torch.no_grad(), _disable_current_modes(), config.patch(fallback_random=True):
+        run: Any = compile_fx(graph, made)
+    return run
+
+
+def _by_ops(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+    return graph
+
+
+COMPILERS: dict[Backend, Any] = {"inductor": _by_inductor, "eager": _by_ops}
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
+    return [x.detach() for x in leaves if isinstance(x, Tensor)]

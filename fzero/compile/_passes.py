@@ -42,7 +42,7 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
     inputs = [node.meta["val"] for node in inputs_of(list(graph.graph.nodes))]
 
     def run(*values: Tensor) -> Any:
-        return fx.Interpreter(graph).run(*values)
+        return _InMemoryOrder(graph).run(*values)
 
     with fx_traceback.preserve_node_meta(), inputs[0].fake_mode:
         pure: Any = torch.func.functionalize(run, remove="mutations")
@@ -57,6 +57,22 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
             )
         )
     return without_unused(made)
+
+
+class _InMemoryOrder(fx.Interpreter):
+    """Draws random numbers in the order of the memory that they were written to.
+
+    A new tensor is contiguous: without this a transposed one would have other numbers in it.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if not draws or not target._schema.is_mutable or not isinstance(args[0], Tensor):
+            return super().call_function(target, args, kwargs)
+        x, *rest = args
+        order = sorted(range(x.ndim), key=x.stride, reverse=True)
+        super().call_function(target, (x.permute(order), *rest), kwargs)
+        return x
 
 
 def _writes(node: fx.Node) -> bool:

@@ -97,3 +97,22 @@ def test_a_cheap_activation_is_computed_again_where_the_backward_reads_it() -> N
     leaves = optree.tree_leaves(given, namespace=NAMESPACE)
     made: Any = step_fn(*given)
     assert all(map(torch.equal, graph(*leaves), optree.tree_leaves(made, namespace=NAMESPACE)))
+
+
+def test_random_numbers_of_a_transposed_tensor_stay() -> None:
+    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        def loss(p: Any, x: Tensor) -> Tensor:
+            h = torch.nn.functional.dropout((p["0"] * x).t(), 0.5)
+            return (h * torch.rand_like(h) * h.detach().bernoulli(0.5)).sum()
+
+        return fzero.grad_and_reduce(loss, state)(x)
+
+    state = fzero.init({"0": torch.ones(3, 4)}, fzero.optim.sgd(0.5), stage=0)
+    given = (state, torch.ones(3, 4))
+    leaves = [x.detach() for x in optree.tree_leaves(given, namespace=NAMESPACE)]
+    graph = program_of(step_fn, given, None).graph
+    made = []
+    for one in (graph, without_writes(graph)):
+        torch.manual_seed(0)
+        made.append(one(*leaves))
+    assert all(map(torch.equal, *made)) and made[0][-1] != 0

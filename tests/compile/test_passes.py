@@ -108,7 +108,7 @@ def test_random_numbers_of_a_transposed_tensor_stay() -> None:
         return fzero.grad_and_reduce(loss, state)(x)
 
     state = fzero.init({"0": torch.ones(3, 4)}, fzero.optim.sgd(0.5), stage=0)
-    given = (state, torch.ones(3, 4))
+    given: Any = (state, torch.ones(3, 4))
     leaves = [x.detach() for x in optree.tree_leaves(given, namespace=NAMESPACE)]
     graph = program_of(step_fn, given, None).graph
     made = []

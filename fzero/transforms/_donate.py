@@ -112,7 +112,7 @@ def _take(tensor: Any, empties: dict[Any, Tensor]) -> Any:
 
 def _message(what: str, group: str) -> str:
     return explain(
-        f"this state was donated: the {what} of {group} belong to a newer state now.",
+        f"this state was donated: a newer state has the {what} of {group} now.",
         cause="a state was used again after a step made with shard(..., donate=True), or "
         "engine.step(), took it.",
         fix="go on with the state that the step returned, or keep a copy before it: "

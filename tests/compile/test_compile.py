@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
+from fzero.compile import _segments
 from fzero.errors import DonatedError, LayoutError, MismatchError, PhaseError
 from fzero.state import NAMESPACE
 from tests.adapter.on_ranks import on_ranks
@@ -205,6 +206,32 @@ def test_a_donating_step_writes_into_the_memory_that_it_is_given(stage: int) -> 
     with pytest.raises(LayoutError, match="it must be one number"):
         compiled(other, torch.ones(2, 3, 7))  # no graph comes of it, and nothing is used up
     same(leaves(compiled(other, xs)[0]), leaves(step(state, xs)[0]))
+
+
+def test_a_state_comes_back_from_an_error_unless_it_was_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong: list[str] = []
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError(f"{wrong[0]} is wrong")
+
+    rule = fzero.optim.sgd(lambda count: fail() if wrong == ["lr"] else 2.0**-8)
+    step = fzero.shard(step_fn, stage=0, donate=True)
+    compiled = fzero.compile(step, backend="eager")
+    state, _ = compiled(compiled.init(params(), rule), torch.ones(1))
+    wrong.append("lr")
+    with pytest.raises(RuntimeError, match="lr is wrong"):
+        compiled(state, torch.ones(1))
+    wrong.clear()
+    state, _ = compiled(state, torch.ones(1))
+    wrong.append("update")
+    monkeypatch.setattr(_segments, "update_in_place", fail)
+    compiled = fzero.compile(step, backend="eager")
+    with pytest.raises(RuntimeError, match="update is wrong"):
+        compiled(state, torch.ones(1))
+    with pytest.raises(DonatedError):
+        compiled(state, torch.ones(1))
 
 
 def test_writes_in_a_loss_are_right_and_one_into_the_batch_is_refused() -> None:

@@ -23,7 +23,8 @@ def facts_of(arguments: Any) -> list[str]:
     for state in flatten_states("export", arguments[0])[0]:
         setup = state.setup
         lines += facts(replace(setup, axis=setup.axis.as_virtual()))
-        lines += [f"{setup.policy}", f"{state.phase.value}, loss scale {type(state.scale)}"]
+        scale = None if state.scale is None else state.scale.policy
+        lines += [f"{setup.policy}", f"{state.phase.value}, loss scale {scale}"]
     leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
     accessors = optree.tree_accessors(arguments, namespace=NAMESPACE)
     last = len(arguments) - 1

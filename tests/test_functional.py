@@ -19,9 +19,6 @@ from torch.nn.utils import parametrizations, parametrize
 from fzero.errors import LayoutError
 from fzero.functional import functionalize, unit_of
 
-# torch itself uses torch.jit.script when forward mode is first used in a process.
-FIRST_JVP = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-
 
 class TiedGPT(nn.Module):
     """Embedding and head are one tensor; a constant causal mask is a buffer."""
@@ -146,7 +143,6 @@ def test_params_share_memory_once_per_tie_and_mark_the_frozen() -> None:
     assert functools.wraps(apply)(lambda: None).__name__ == "apply"
 
 
-@FIRST_JVP
 def test_apply_takes_any_tensor_and_any_order() -> None:
     module = nn.Linear(2, 2)
     apply, params = functionalize(module)
@@ -280,7 +276,6 @@ def compiled() -> nn.Module:
     return module
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch.compile
 @pytest.mark.parametrize(
     ("make", "message"),
     [

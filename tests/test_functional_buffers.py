@@ -11,9 +11,6 @@ from torch.nn.utils import parametrizations
 from fzero.errors import LayoutError
 from fzero.functional import functionalize
 
-# torch itself uses torch.jit.script when forward mode is first used in a process.
-FIRST_JVP = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-
 Tensors = dict[str, Tensor]
 Loss = Callable[[Tensors], tuple[Tensor, Any]]
 
@@ -64,7 +61,6 @@ RUNS: dict[str, Callable[[Loss, Tensors], Any]] = {
 }
 
 
-@FIRST_JVP
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("how", RUNS)
 def test_buffers_in_and_out_equal_those_of_batchnorm_run_directly(training: bool, how: str) -> None:

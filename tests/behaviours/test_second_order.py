@@ -36,9 +36,6 @@ from tests.behaviours.networks import (
     virtual,
 )
 
-# torch itself uses torch.jit.script when forward mode is first used in a process.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-
 APPLY, PARAMS = fzero.functionalize(mlp(3, 5, 5, 2))
 PARAMS = {name: p.clone() for name, p in PARAMS.items()}
 LOSS = squared_loss(APPLY)

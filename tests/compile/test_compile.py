@@ -18,10 +18,6 @@ from tests.adapter.on_ranks import on_ranks
 from tests.oracle import square_loss
 from tests.strategies import same
 
-# torch warns where inductor is first imported
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)
 RULE = fzero.optim.sgd(2.0**-8, momentum=0.5)
 
 

@@ -13,11 +13,7 @@ from tests.behaviours.networks import PLACES, Tensors, mean_gradient, per_rank, 
 from tests.behaviours.test_second_order import INSIDE, PARAMS
 from tests.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.xdist_group("gloo"),
-    # torch itself uses torch.jit.script when forward mode is first used in a process.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-]
+pytestmark = pytest.mark.xdist_group("gloo")
 
 
 def inside_everywhere(rank: int, world_size: int) -> dict[Any, Tensors]:

@@ -133,6 +133,8 @@ def test_a_fault_in_fzero_is_found_by_both_drivers(
 def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    options: dict[str, Any] = PLAIN | {"wires": "int8"}
+
     def run() -> Report:
         return fzero.certify(
             {"w": torch.linspace(-1, 1, 99)},
@@ -149,7 +151,7 @@ def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
             buckets="64",
             windows="each",
             offload="none",
-            **PLAIN | {"wires": "int8"},
+            **options,
         )
 
     assert run()

@@ -121,7 +121,7 @@ def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {
         **_masters(values),
         "accumulate_dtype": values["data_types.grad_accum_dtype"] or dtype,
-        "bucket_bytes": dtype.itemsize * min(buckets),
+        "bucket_bytes": dtype.itemsize * max(1, min(buckets)),  # 0: each parameter by itself
     }
 
 

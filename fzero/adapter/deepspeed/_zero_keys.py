@@ -43,13 +43,13 @@ ZERO = tuple(
         read(
             "reduce_bucket_size",
             500_000_000,
-            "some",
+            "numel",
             "bucket_bytes: the smaller of this and the next",
         ),
         read(
             "allgather_bucket_size",
             500_000_000,
-            "some",
+            "numel",
             "bucket_bytes: the smaller of this and the one before",
         ),
         option("stage3_prefetch_bucket_size", 50_000_000, "numel", "prefetch_numel"),

@@ -98,8 +98,7 @@ def test_a_harmless_key_may_say_anything() -> None:
 
 WRONG = {
     "count": (0, -1, 1.5, True, "two", float("inf"), [1]),
-    "some": (0, -1, 1.5, True, "5e8"),
-    "numel": (-1, 0.5, False, float("nan"), {}),
+    "numel": (-1, 0.5, False, float("nan"), {}, "5e8"),
     "whole": (-1, 0.5, True, "16.0"),
     "number": (-0.5, True, "x", float("inf"), [1.0]),
     "norm": (-0.5, True, "x", float("nan")),

@@ -90,9 +90,10 @@ def initialize(
     DeepSpeed.
 
     "Adam" is AdamW unless adam_w_mode is false, and neither decays weights unless weight_decay
-    is given (with torch_adam: torch's default). With fp16.enabled an overflow skips the update and
-    the scheduler; without, nothing looks for one. Gradients are divided by the scale that they were
-    made with, where DeepSpeed halves them when it grows. The model stays on its device.
+    is given (with torch_adam: torch's default). With fp16.enabled, or bf16.enabled
+    and its check_grad_overflow, an overflow skips the update and the scheduler; else nothing looks
+    for one. Gradients are divided by the scale that they were made with, where DeepSpeed halves
+    them when it grows. The model stays on its device.
 
     Args:
         model: as for `Engine`; bf16.enabled, fp16.enabled and data_types.buffer_dtype convert it

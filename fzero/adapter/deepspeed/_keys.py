@@ -110,7 +110,9 @@ PRECISION = (
     read("fp16.enabled", False, "bool", "parameters to fp16, fp32 masters, a loss scale"),
     read("fp16.loss_scale", 0.0, "number", "loss_scale; 0: it adapts itself"),
     read("fp16.initial_scale_power", 16, "whole", "init_scale = 2 to that"),
-    read("fp16.loss_scale_window", 1000, "count", "growth_interval"),
+    read(
+        "fp16.loss_scale_window", 1000, "count", "growth_interval; DeepSpeed's first is one longer"
+    ),
     read("fp16.hysteresis", 2, "count", "hysteresis: filled up when the scale grows"),
     read("fp16.min_loss_scale", 1.0, "number", "min_scale"),
     refused("fp16.auto_cast", False, "convert the inputs: engine(x.half())"),
@@ -123,11 +125,7 @@ PRECISION = (
     harmless(
         "bf16.immediate_grad_update", False, "it says when bf16 gradients are added to fp32 ones"
     ),
-    refused(
-        "bf16.check_grad_overflow",
-        False,
-        "leave it out, and look at engine.global_grad_norm before engine.step()",
-    ),
+    read("bf16.check_grad_overflow", True, "bool", "an overflow skips the update, at stage 3 too"),
     read("torch_autocast.enabled", False, "bool", "autocast"),
     read("torch_autocast.dtype", None, "dtype", "its dtype; default bf16; fp16 scales losses"),
     read(

@@ -88,6 +88,8 @@ ZERO = tuple(
             False,
             "units in another order than before are right, and slower",
         ),
+        harmless("compute_grad_norm", True, "the norm is computed where gradients are clipped"),
+        harmless("parameter_alignment", False, "it says where in memory parameters begin"),
         harmless("enable_sanity_checks", False, "ranks always check"),
         harmless("elastic_checkpoint", False, "fzero.checkpoint loads on any number of ranks"),
         harmless("save_muon_momentum_buffer_in_memory", False, "there is no offloaded Muon"),

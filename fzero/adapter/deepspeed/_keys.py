@@ -91,6 +91,7 @@ TRAINING = (
     harmless(
         "disable_allgather", False, "an option of the first DeepSpeed, which does nothing with it"
     ),
+    harmless("disable_python_gc", False, "Python's collector is left to the program"),
     harmless("graph_harvesting", False, "it replays CUDA graphs: the numbers are the same"),
     harmless("vocabulary_size", None, "it warns of a size that is no multiple of 8"),
     harmless("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
@@ -134,6 +135,11 @@ PRECISION = (
     read("data_types.grad_accum_dtype", None, "dtype", "accumulate_dtype; default the model's"),
     read("data_types.param_dtype", None, "dtype", "checked: it must agree with bf16, fp16"),
     read("data_types.buffer_dtype", None, "dtype", "buffers are converted"),
+    refused(
+        "data_types.keep_in_fp32_modules",
+        "auto",
+        "leave it out: buffers keep their dtype, unless data_types.buffer_dtype says otherwise",
+    ),
     section("amp", "enabled", False, "use torch_autocast, or bf16.enabled"),
 )
 

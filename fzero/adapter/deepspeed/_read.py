@@ -110,7 +110,7 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str,
         elif key is None:
             known = ", ".join(near(path)) or "nothing"
             reading.problems.append(f"{said} = {value!r:.60}: unknown (near: {known}).")
-        elif _is_auto(value) and key.use is not Use.HARMLESS:
+        elif _is_auto(value) and key.use is not Use.HARMLESS and value != key.default:
             reading.autos.append(path)
         elif path in reading.given:
             reading.problems.append(f"{said} = {value!r}: it is there twice, by two names.")

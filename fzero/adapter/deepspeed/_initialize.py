@@ -141,7 +141,7 @@ def initialize(
     axis = axis_of(mesh)
     asked = _asked(_config_of(config, args), auto, model, (optimizer, lr_scheduler), axis)
     values, batch, schedule = asked.values, asked.batch, asked.scheduler
-    options, loader = engine_options(asked.given, values, model, batch), None
+    options, loader = asked.options, None
     if training_data is not None:
         drop_last = values["dataloader_drop_last"]
         loader = loader_of(training_data, batch, axis, drop_last=drop_last, collate_fn=collate_fn)
@@ -163,9 +163,9 @@ def initialize(
 class _Asked(NamedTuple):
     """What the config and the user ask for, together."""
 
-    given: dict[str, Any]  # what the config says
-    values: dict[str, Any]  # with defaults
+    values: dict[str, Any]  # what the config says, with defaults
     batch: Batch
+    options: dict[str, Any]  # of the engine
     optimizer: Any
     scheduler: Any
 
@@ -193,11 +193,12 @@ def _asked(
     if scheduler is None:
         scheduler, wrong = _scheduler.described(values, optimizer)
         problems += wrong
-    require_none(problems)
+    options, errors = engine_options(given, values, model, batch)
+    require_none(problems, errors)
     _scheduler.check_schedule(scheduler, optimizer)
     lines = [f"{path} = {value}" for path, value in sorted(given.items())]
     assert_same_everywhere(lines, axis, what="the config")
-    return _Asked(given, values, batch, optimizer, scheduler)
+    return _Asked(values, batch, options, optimizer, scheduler)
 
 
 def _config_of(config: Any, args: Any) -> Any:

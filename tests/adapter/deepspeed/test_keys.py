@@ -210,6 +210,22 @@ def test_all_that_is_wrong_is_in_one_error_and_the_model_is_as_it_was() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_keys_that_contradict_each_other_are_in_the_same_error() -> None:
+    config = {
+        "gradient_cliping": 1,
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
+    }
+    with pytest.raises(LayoutError) as error:
+        initialize(linear(), config=config)
+    _, *lines, _, _ = str(error.value).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        *("gradient_cliping", "bf16.enabled", "zero_optimization.offload_param"),
+    ]
+    assert all(": " in line for line in lines)
+
+
 def test_what_a_switched_off_section_says_is_not_looked_at() -> None:
     for section, (switch, off) in SWITCHES.items():
         assert not problems_of(nested(section, {switch: off, "what": 1, "loss_scale": "x"}))

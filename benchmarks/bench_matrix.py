@@ -82,6 +82,9 @@ def measure(name: str, backwards: int, axes: dict[str, Any]) -> tuple[CellResult
             loss_scales="1",
             buckets="64",
             offload="none",
+            meshes="flat",
+            reductions="mean",
+            wires="own",
             **driver,
             **axes,
         )

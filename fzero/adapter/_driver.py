@@ -29,7 +29,7 @@ from fzero.collectives import broadcast_from_first, channel_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.placeholder import placeholders
 from fzero.state import Buffers, Setup, TrainState, progress
-from fzero.state.scale import ScalePolicy, carried
+from fzero.state.scale import LossScale, ScalePolicy, carried, multiplier
 from fzero.state.window import forget
 from fzero.transforms._pass import Pass
 from fzero.transforms._scaled import with_policy, with_value
@@ -170,7 +170,7 @@ class Driver:
         """A parameter got a gradient."""
         outer = self.events.hooks.post_backward_callback_graph_task_id
         try:
-            self.losses.require(outer, self.state.scale)
+            self.losses.require(outer, self.multiplier)
         except PhaseError:
             self._refuse(p)
             raise
@@ -219,11 +219,16 @@ class Driver:
 
     # Losses.
 
+    @property
+    def multiplier(self) -> LossScale | None:
+        """The scale of the state, if losses must be multiplied by it."""
+        return multiplier(self.state.scale)
+
     def scaled(self, loss: Any) -> Tensor:
         """Return a loss times the scale of the state."""
         self.require_not_closed()
         self.put(with_value(self.state))
-        made = self.losses.scaled(loss, self.state.scale)
+        made = self.losses.scaled(loss, self.multiplier)
         if made is not loss and made.requires_grad and self.running.finite.wanted:
             value = loss.detach()
             made.register_hook(lambda _: self.running.finite.loss(value))
@@ -232,7 +237,7 @@ class Driver:
     def backward(self, loss: Any, gradient: Any, **options: Any) -> None:
         """Call torch.autograd.backward with what is scaled, and scales what is not."""
         several = isinstance(loss, list | tuple)
-        if self.state.scale is not None:
+        if self.multiplier is not None:
             found = [self._as_root(x) for x in (loss if several else (loss,))]
             loss = found if several else found[0]
         else:

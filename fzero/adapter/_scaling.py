@@ -32,8 +32,8 @@ class Scaling:
         return self._driver.scaled(loss)
 
     def needs_scaler(self) -> bool:
-        """Whether a plain loss.backward() raises: whether there is a loss scale."""
-        return self._driver.state.scale is not None
+        """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
+        return self._driver.multiplier is not None
 
     def scale_if_loss(self, x: Any) -> Any:
         """Return `scale(x)` of one floating number that has a graph; anything else as it is.

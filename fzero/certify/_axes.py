@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ class Facts:
     """What a value may need to know of the cell that it is in."""
 
     stage: int
+    world: int
     micro_batches: int
+    replicas: int  # 1: a mesh of one dim
     max_norm: float | None  # None where nothing is clipped
 
 
@@ -34,6 +36,9 @@ class Precision:
     low: torch.dtype
     autocast: torch.dtype | None = None
     masters: bool = True  # fp32 copies of 16-bit parameters
+
+
+Options = Callable[[Facts], Mapping[str, Any]]
 
 
 def _no_options(facts: Facts) -> dict[str, Any]:
@@ -50,9 +55,9 @@ class Value:
 
     name: str
     fact: Any = None  # what the runner reads: a count, a `Precision`, the name of a driver
-    engine: Callable[[Facts], Mapping[str, Any]] = _no_options  # -> keywords of Engine
+    engine: Options = _no_options  # -> keywords of Engine
     wrap: Callable[[Any, Facts], Any] = _unchanged  # a transform around the functional step
-    shard: Mapping[str, Any] = field(default_factory=dict)  # keywords of fzero.shard
+    shard: Options = _no_options  # -> keywords of fzero.shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,20 +107,33 @@ def count(number: int) -> Value:
     return Value(name=str(number), fact=number)
 
 
+def _both(name: str, options: Options, fact: Any = None) -> Value:
+    """A value that is the same keywords of Engine and of fzero.shard."""
+    return Value(name=name, fact=fact, engine=options, shard=options)
+
+
 def _stage(number: int) -> Value:
-    return Value(
-        name=str(number), fact=number, engine=lambda _: {"stage": number}, shard={"stage": number}
-    )
+    return _both(str(number), lambda _: {"stage": number}, number)
 
 
-def _bucket(name: str, **options: int) -> Value:
-    return Value(name=name, engine=lambda _: options, shard=options)
+def _in_two_dims(facts: Facts) -> dict[str, Any]:
+    return {"mesh": (facts.replicas, facts.world // facts.replicas)}
+
+
+def _as_int8(facts: Facts) -> dict[str, Any]:
+    """Where it may be: stage 0 and a mesh of two dims do not have it."""
+    return {"quantized_gradients": True} if facts.stage > 0 and facts.replicas == 1 else {}
 
 
 def _on_disk(facts: Facts) -> dict[str, Any]:
     """All that may be there. The files have no name once they are open: nothing is left."""
     params = {"params": "disk"} if facts.stage == 3 else {}
     return {"optimizer": "disk", "gradients": "disk", "folder": tempfile.gettempdir(), **params}
+
+
+def replicas_in_two_dims(world: int) -> int:
+    """R of R x W / R ranks: two, or all where they cannot be halved."""
+    return world if world % 2 else 2
 
 
 _FULL, _SINGLE, _HALF = torch.float64, torch.float32, torch.bfloat16
@@ -195,7 +213,7 @@ AXES = (
     Axis(
         name="buckets",
         head="bucket",
-        values=(_bucket("64", bucket_bytes=64), _bucket("default")),
+        values=(_both("64", lambda _: {"bucket_bytes": 64}), Value(name="default")),
     ),
     Axis(
         name="offload",
@@ -207,6 +225,37 @@ AXES = (
                 engine=lambda facts: {"offload": Offload(**_on_disk(facts))},
                 wrap=lambda step, facts: offload(step, **_on_disk(facts)),
             ),
+        ),
+    ),
+    Axis(
+        name="meshes",
+        head="mesh",
+        values=(
+            Value(name="flat", fact=lambda world: 1),
+            _both("replicas", _in_two_dims, replicas_in_two_dims),
+            _both(
+                "replicas-all",
+                lambda facts: {**_in_two_dims(facts), "optimizer_over": "all"},
+                replicas_in_two_dims,
+            ),
+        ),
+    ),
+    Axis(
+        name="reductions",
+        head="reduce",
+        values=(
+            Value(name="mean", fact=False),
+            _both("sum", lambda _: {"reduce_op": "sum"}, True),
+        ),
+    ),
+    Axis(
+        name="wires",
+        head="wire",
+        values=(
+            Value(name="own"),
+            _both("predivided", lambda _: {"gradient_predivide_factor": 2.0}),
+            _both("bf16", lambda _: {"communication_dtype": _HALF}, _HALF),
+            _both("int8", _as_int8, torch.int8),
         ),
     ),
 )
@@ -235,11 +284,11 @@ class Cell:
             options |= value.engine(facts)
         return options
 
-    def shard_options(self) -> dict[str, Any]:
+    def shard_options(self, facts: Facts) -> dict[str, Any]:
         """The keywords of `fzero.shard(step, ...)`."""
         options: dict[str, Any] = {}
         for value in self.values:
-            options |= value.shard
+            options |= value.shard(facts)
         return options
 
     def around(self, step: Any, facts: Facts) -> Any:

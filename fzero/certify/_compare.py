@@ -54,10 +54,6 @@ class Wanted:
     disturbed: Sequence[Update]
     task: Task
 
-    @property
-    def _eps(self) -> float:
-        return torch.finfo(self.task.precision.low).eps
-
     def check_params(self, what: str, ranks: Sequence[Sequence[Seen]]) -> Check:
         """Compare the parameters after each update."""
         first, largest = None, 0.0
@@ -75,11 +71,12 @@ class Wanted:
 
     def check_losses(self, ranks: Sequence[Sequence[Seen]]) -> Check:
         """Compare the mean loss of each rank in each update."""
+        low = self.task.precision.low
         first, largest = None, 0.0
         for number, (update, other) in enumerate(zip(self.updates, self.disturbed, strict=True)):
             size = float(update.losses.abs().max())
             moved = float((update.losses - other.losses).abs().max())
-            bound = 0.0 if update.exact_losses else self._sum_bound(size) + MARGIN * moved
+            bound = 0.0 if update.exact_losses else self._rounded(size, low) + MARGIN * moved
             largest = max(largest, bound / max(size, 1e-300))
             for rank, seen in enumerate(ranks):
                 losses = seen[number].losses
@@ -92,7 +89,8 @@ class Wanted:
         """Compare the norms that the driver tells."""
         first, largest, told = None, 0.0, False
         for number, (update, other) in enumerate(zip(self.updates, self.disturbed, strict=True)):
-            bound = self._sum_bound(update.norm) + MARGIN * abs(update.norm - other.norm)
+            bound = self._rounded(update.norm, self.task.low)
+            bound += MARGIN * abs(update.norm - other.norm)
             for rank, seen in enumerate(ranks):
                 norm = seen[number].norm
                 if norm is None:
@@ -102,9 +100,9 @@ class Wanted:
                 first = first or _compare(number, rank, "", found, wanted, bound)
         return Check(what="norm", compared=told, bound=largest, difference=first)
 
-    def _sum_bound(self, size: float) -> float:
-        low = self.task.precision.low
-        return size * self._eps * (4 if low in SIXTEEN_BIT else 64 * self.task.summands)
+    def _rounded(self, size: float, low: torch.dtype) -> float:
+        terms = 4 if low in SIXTEEN_BIT else 64 * self.task.summands
+        return size * torch.finfo(low).eps * terms
 
 
 def _bound(wanted: Tensor, twin: Tensor, moved: float) -> float:

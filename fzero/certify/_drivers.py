@@ -110,7 +110,7 @@ def _made_step(job: Job, loss_fn: Callable[..., Tensor]) -> Any:
         step = job.step(loss_fn, **options)
         if hasattr(step, "init"):
             return step
-    return shard(job.cell.around(step, job.facts), **job.cell.shard_options())
+    return shard(job.cell.around(step, job.facts), **job.cell.shard_options(job.facts))
 
 
 def _plain_step(loss_fn: Callable[..., Tensor], *, tells_norm: bool) -> Callable[..., Any]:

@@ -50,14 +50,16 @@ def certify(
     For every cell, W virtual ranks take `updates` updates, each rank of N batches of its own, by
     the functional step or by the engine. They must have what one process has that takes all W N
     batches, with torch.autograd and torch.optim alone: the losses, the gradient that the optimizer
-    is given (the mean over ranks and micro-batches, clipped where the cell clips), its norm before
-    clipping, and the parameters. Unused parameters have gradient zero.
+    is given (the mean over ranks and micro-batches, or W times it where the cell sums; clipped
+    where the cell clips), its norm before clipping, and the parameters. Unused parameters have
+    gradient zero.
 
     What is compared bit for bit is read from the bits of the numbers: where each sum over ranks and
     micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound is what
     re-ordering these sums may change, 16 eps times the number of terms times their size (in 16 bits
-    2 eps, or 4 where a loss is divided by other than a power of two), and what such a change
-    does to the same quantity in the one process, times 3.
+    2 eps, or 4 where a loss is divided by other than a power of two; in int8 1/127 of the largest
+    gradient, which the next update makes up for), and what such a change does to the same quantity
+    in the one process, times 3.
 
     Args:
         model: a module, or a pytree of tensors (for functional steps alone). It is copied.
@@ -82,7 +84,8 @@ def certify(
         full: all cells; else every combination of three values of any axes occurs in some cell.
         on_ranks: on_ranks(body, W) -> [body(0), ..., body(W - 1)]; default virtual ranks.
         **axes: the values to take, by name: drivers=, stages=, worlds=, micro_batches=,
-            precisions=, clipping=, loss_scales=, windows=, buckets=, offload=.
+            precisions=, clipping=, loss_scales=, windows=, buckets=, offload=, meshes=,
+            reductions=, wires=.
 
     Returns:
         A `Report`: true if no cell failed, and printed as a table.
@@ -174,6 +177,8 @@ class _Matrix:
             micro_batches=cell.fact("micro_batches"),
             updates=self.updates,
             precision=precision,
+            wire=cell.fact("wires"),
+            sums=cell.fact("reductions"),
             whole_loss=precision.autocast is None or cell.fact("drivers") == "step",
         )
 
@@ -186,7 +191,11 @@ class _Matrix:
             task=task,
             cell=cell,
             facts=Facts(
-                stage=cell.fact("stages"), micro_batches=task.micro_batches, max_norm=max_norm
+                stage=cell.fact("stages"),
+                world=task.world,
+                micro_batches=task.micro_batches,
+                replicas=cell.fact("meshes")(task.world),
+                max_norm=max_norm,
             ),
             step=self.step,
             engine=self.engine,

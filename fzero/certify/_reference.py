@@ -30,12 +30,29 @@ class Task:
     micro_batches: int
     updates: int
     precision: Precision
+    wire: torch.dtype | None  # bf16 or int8, in which gradients cross ranks; None: their own
+    sums: bool  # over ranks; else the mean
     whole_loss: bool  # autocast is around the loss, not around the module's forward alone
 
     @property
     def summands(self) -> int:
-        """How many gradients one update is the mean of."""
+        """How many gradients one update is made of."""
         return self.world * self.micro_batches
+
+    @property
+    def divisor(self) -> int:
+        """What their sum is divided by."""
+        return self.micro_batches if self.sums else self.summands
+
+    @property
+    def low(self) -> torch.dtype:
+        """The coarsest floating dtype that a gradient passes through."""
+        return torch.bfloat16 if self.wire is torch.bfloat16 else self.precision.low
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether gradients cross ranks as int8 blocks."""
+        return self.wire is torch.int8 and self.world > 1
 
     def batch_number(self, update: int, rank: int, micro_batch: int) -> int:
         """Which batch a rank takes: no two take the same."""
@@ -94,16 +111,17 @@ def one_process(
         LayoutError: for a loss that is no finite scalar, or that differs from call to call.
     """
     run = _Run(subject, task, optimizer)
-    found, good = [], frozenset(run.masters) if max_norm is None else frozenset()
+    rounds = max_norm is not None or task.quantizes
+    found, good = [], frozenset() if rounds else frozenset(run.masters)
     exact = frozenset(run.tensors)
     for update in range(task.updates):
         losses, parts = run.backwards(update)
         same = len(exact) == len(run.tensors)  # the losses are of equal parameters
-        good = frozenset(p for p in good if is_exact(parts[p], _divisor(task), task.precision.low))
-        mean = {path: torch.stack(terms).sum(0) / len(terms) for path, terms in parts.items()}
+        good = frozenset(p for p in good if is_exact(parts[p], _divisor(task), task.low))
+        mean = {path: torch.stack(terms).sum(0) / task.divisor for path, terms in parts.items()}
         norm = float(torch.stack([g.square().sum() for g in mean.values()]).sum().sqrt())
         if disturbed:
-            _disturb(mean, parts, good, task)
+            _disturb(mean, parts, good, task, update)
             norm *= 1 + _rounding(task)  # not that of the disturbed gradients: it would hide them
         factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
         before = {path: master.detach().clone() for path, master in run.masters.items()}
@@ -231,31 +249,37 @@ def _disturb(
     parts: Mapping[str, Sequence[Tensor]],
     exact: frozenset[str],
     task: Task,
+    update: int,
 ) -> None:
-    """Change each gradient, with changing signs, by what another order of its sum could."""
-    sizes = {path: float(_mean_size(terms)) for path, terms in parts.items()}
+    """Change each gradient by what another order of its sum could.
+
+    Towards zero: so the loss moves most, and what is nearly zero changes its sign.
+    """
+    sizes = {path: float(_size(terms, task.divisor)) for path, terms in parts.items()}
     largest, scale = max(sizes.values()), _rounding(task)
     for path, gradient in mean.items():
         if path not in exact and gradient.numel():
-            signs = torch.ones_like(gradient).flatten()
-            signs[::2] = -1.0
             # what cancels inside of a backward leaves rounding of the size of other gradients
             size = scale * (sizes[path] + largest / 16)
-            mean[path] = gradient + size * signs.view_as(gradient)
+            if task.quantizes:  # what one update loses is made up for in the next: e, -2e, 2e, ...
+                size = scale * largest * (-1) ** update * (2 if update else 1)
+            mean[path] = gradient - size * torch.where(gradient > 0, 1.0, -1.0)
 
 
 def _rounding(task: Task) -> float:
     """What another order of a sum may change, relative to the size of its terms."""
-    low = task.precision.low
+    low = task.low
+    if task.quantizes:  # twice the half of a level
+        return 1 / 127
     if low not in SIXTEEN_BIT:  # each sum rounds
         return torch.finfo(low).eps * 16 * task.summands
     # a term is rounded once or twice on its way; divided by 3, its whole backward rounds otherwise
     return torch.finfo(low).eps * (2 if _is_power_of_two(task.micro_batches) else 4)
 
 
-def _mean_size(terms: Sequence[Tensor]) -> Tensor:
-    mean = torch.stack([term.abs() for term in terms]).mean(0)
-    return mean.max() if mean.numel() else mean.sum()
+def _size(terms: Sequence[Tensor], divisor: int) -> Tensor:
+    total = torch.stack([term.abs() for term in terms]).sum(0) / divisor
+    return total.max() if total.numel() else total.sum()
 
 
 def _exact_params(

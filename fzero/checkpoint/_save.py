@@ -223,7 +223,7 @@ def write(draft: Draft) -> None:
     finally:
         for lock in held:
             let_go(lock)  # a sweep may remove the folder now, if it did not become the checkpoint
-        if ranks.axis.rank == 0 and path.is_dir():
+        if ranks.axis.rank == 0 and os.path.isdir(path):  # False for a name that cannot be
             sweep(path)
 
 

@@ -51,11 +51,6 @@ class Numbers:
     accumulate: torch.dtype | None = None  # in which its gradients add up; None: as by default
     communication: torch.dtype | None = None  # in which they cross ranks; None: that of `param`
 
-    @property
-    def has_master(self) -> bool:
-        """Whether there is an fp32 copy of it."""
-        return self.precision.master_weights and self.param in SIXTEEN_BIT
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:

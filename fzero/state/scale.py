@@ -71,7 +71,7 @@ class DynamicScale:
 
 @dataclass(frozen=True, slots=True)
 class StaticScale:
-    """A scale that stays as it is. An overflow is skipped all the same."""
+    """A scale that stays as it is. An overflow is skipped all the same: by one of 1, that alone."""
 
     value: float
 
@@ -125,8 +125,8 @@ def as_policy(name: str, scale: Any) -> ScalePolicy | None:
 
     Args:
         name: of the call or option, for the error.
-        scale: a number, "dynamic", a `DynamicScale`, a tensor of one element or a function
-            without arguments.
+        scale: a number, "dynamic", a `DynamicScale`, a `StaticScale`, a tensor of one element or
+            a function without arguments.
 
     Raises:
         LayoutError: for anything else.
@@ -135,7 +135,7 @@ def as_policy(name: str, scale: Any) -> ScalePolicy | None:
         >>> as_policy("loss_scale", 1) is None, as_policy("loss_scale", 128)
         (True, StaticScale(value=128.0))
     """
-    if scale is None or isinstance(scale, DynamicScale):
+    if scale is None or isinstance(scale, DynamicScale | StaticScale):
         return scale
     if isinstance(scale, str) and scale == "dynamic":
         return dynamic()
@@ -181,6 +181,11 @@ def begin(policy: ScalePolicy, device: torch.device) -> LossScale:
         policy=policy,
         is_read=not isinstance(policy, ExternalScale),
     )
+
+
+def multiplier(scale: LossScale | None) -> LossScale | None:
+    """Return the scale if losses are multiplied by it, and gradients divided; None if by 1."""
+    return None if scale is None or scale.policy == StaticScale(1.0) else scale
 
 
 def read(scale: LossScale) -> LossScale:

@@ -57,7 +57,7 @@ def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
 
     In fp32 if they are of 16 bits, which may not hold them with it.
     """
-    held = state.scale
+    held = scale.multiplier(state.scale)
     if held is None:
         return flats
     wide = [flat.to(torch.promote_types(flat.dtype, torch.float32)) for flat in flats]
@@ -66,8 +66,8 @@ def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def without_scale(state: TrainState, flat: Tensor) -> Tensor:
     """Return a gradient that a state holds divided by its scale; in fp32 for one of 16 bits."""
-    here = lent(flat, state.device)
-    return here if state.scale is None else unscaled(here, state.scale.scale)
+    here, held = lent(flat, state.device), scale.multiplier(state.scale)
+    return here if held is None else unscaled(here, held.scale)
 
 
 def scales_of(states: Sequence[TrainState]) -> tuple[Tensor | None, list[Tensor | None]]:

@@ -15,6 +15,7 @@ from fzero.collectives import about, cut, gather_parts, gather_parts_in_place
 from fzero.homes import at_home, change, lent, placed
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.scale import multiplier
 from fzero.transforms._donate import (
     check_alive,
     donates,
@@ -240,10 +241,11 @@ def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
     max_norm, norm = state.setup.policy.max_norm, None
     gradients, in_place, grad_scale = held, True, None
     factor: Any = 1.0
-    if state.scale is not None and divides and max_norm is None:
-        grad_scale = state.scale.scale
-    elif state.scale is not None:
-        factor = state.scale.scale.double().reciprocal()
+    by = multiplier(state.scale)
+    if by is not None and divides and max_norm is None:
+        grad_scale = by.scale
+    elif by is not None:
+        factor = by.scale.double().reciprocal()
         in_place = all(flat.dtype not in SIXTEEN_BIT for flat in held.flats)
         if in_place:
             gradients = scaled(state, held, factor)

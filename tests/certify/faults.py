@@ -298,7 +298,25 @@ def _shards_are_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(update, "gather_parts_in_place", swapped_in_place)
 
 
+def _replicas_are_not_reduced(patch: pytest.MonkeyPatch) -> None:
+    def start(local: Sequence[Tensor], axis: Any, *, ordered: bool) -> Any:
+        return SimpleNamespace(wait=lambda: [*local])
+
+    patch.setattr(reduce, "start_reduce", start)
+
+
+def _divides_always_by_the_ranks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Setup, "divisor", property(lambda setup: setup.axis.size))
+
+
 PATCHES = {
     f.__name__.strip("_"): f
-    for f in (_norm_is_local, _mean_is_a_sum, _nothing_is_reduced, _shards_are_swapped)
+    for f in (
+        _norm_is_local,
+        _mean_is_a_sum,
+        _nothing_is_reduced,
+        _shards_are_swapped,
+        _replicas_are_not_reduced,
+        _divides_always_by_the_ranks,
+    )
 }

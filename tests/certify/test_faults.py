@@ -12,10 +12,16 @@ from torch import Tensor
 
 import fzero
 from fzero.certify import Report
+from fzero.quantize import ErrorFeedback
 from tests.certify import faults
 
 SGD = functools.partial(torch.optim.SGD, lr=2.0**-4, momentum=0.5)
 CLIPPED = {"unclipped", "norm_is_local"}  # faults that show where gradients are clipped, only
+WIRED: dict[str, dict[str, Any]] = {  # and faults that show in other cells than the plainest
+    "replicas_are_not_reduced": {"meshes": "replicas", "worlds": 4},
+    "divides_always_by_the_ranks": {"reductions": "sum", "wires": "predivided"},
+}
+PLAIN: dict[str, Any] = {"meshes": "flat", "reductions": "mean", "wires": "own"}
 QUIET = {"keeps_a_stale_batch", "Stale"}  # whose first gradient is right
 
 
@@ -26,13 +32,12 @@ def matrix(stages: Any = (0, 2), clipping: str = "off", **options: Any) -> Repor
         faults.batch,
         optimizer=SGD,
         stages=stages,
-        worlds=2,
         micro_batches=2,
         precisions="fp64",
         loss_scales="1",
         buckets="64",
         clipping=clipping,
-        **{"windows": "each", "offload": "none", **options},
+        **PLAIN | {"worlds": 2, "windows": "each", "offload": "none"} | options,
     )
 
 
@@ -41,6 +46,13 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     report = matrix(windows=("each", "accumulate"), offload=("none", "disk"), stages=3, **both)
     assert report and all(cell.exact and cell.agrees("loss") for cell in report.cells)
     assert {cell.at["drivers"] for cell in report.cells} == {"step", "engine"}
+
+
+def test_nothing_is_found_on_other_meshes_and_wires() -> None:
+    every = {"meshes": ("flat", "replicas", "replicas-all"), "reductions": ("mean", "sum")}
+    report = matrix(3, worlds=4, wires=("own", "predivided", "bf16", "int8"), **every)
+    assert report, report
+    assert {cell.at["wires"] for cell in report.cells if cell.exact} == {"own", "predivided"}
 
 
 def test_a_sum_in_another_order_is_no_fault() -> None:
@@ -58,6 +70,7 @@ def test_a_sum_in_another_order_is_no_fault() -> None:
         loss_scales="1",
         buckets="64",
         offload="none",
+        **PLAIN,
     )
     assert report, report
     assert not any(cell.exact for cell in report.cells)
@@ -108,13 +121,82 @@ def test_a_fault_in_fzero_is_found_by_both_drivers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults.PATCHES[name](monkeypatch)
-    clipping = "on" if name in CLIPPED else "off"
-    report = matrix(stages=2, clipping=clipping)
+    options = {"clipping": "on" if name in CLIPPED else "off", **WIRED.get(name, {})}
+    report = matrix(stages=2, **options)
     assert {cell.at["drivers"] for cell in report.failures} == {"step", "engine"}
     for cell in report.failures:
         assert cell.agrees("update") is False
     monkeypatch.undo()
-    assert matrix(stages=2, clipping=clipping)
+    assert matrix(stages=2, **options)
+
+
+def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = PLAIN | {"wires": "int8"}
+
+    def run() -> Report:
+        return fzero.certify(
+            {"w": torch.linspace(-1, 1, 99)},
+            lambda params, x: (params["w"] * x).sum(),
+            lambda number: torch.cat([torch.full((98,), 1.4 / 127), torch.ones(1)]),
+            optimizer=functools.partial(torch.optim.SGD, lr=2.0**-4),
+            updates=40,  # 0.4 of a level is lost in each
+            stages=2,
+            worlds=2,
+            micro_batches=1,
+            precisions="fp64",
+            clipping="off",
+            loss_scales="1",
+            buckets="64",
+            windows="each",
+            offload="none",
+            **options,
+        )
+
+    assert run()
+    begin = ErrorFeedback.begin
+    monkeypatch.setattr(
+        ErrorFeedback,
+        "begin",
+        lambda self, held, factor: begin(
+            self, {index: torch.zeros_like(x) for index, x in held.items()}, factor
+        ),
+    )
+    (cell,) = run().failures
+    assert "w[" in cell.describe()
+
+
+class Stalls(fzero.adapter.Engine):
+    """Masters are what they were before the update."""
+
+    def step(self) -> bool:
+        before = [master.clone() for master in self.state.optimizer.masters]
+        done = super().step()
+        for master, old in zip(self.state.optimizer.masters, before, strict=True):
+            master.copy_(old)
+        return done
+
+
+def test_masters_that_do_not_move_are_found_by_a_small_learning_rate() -> None:
+    slow = functools.partial(torch.optim.SGD, lr=2.0**-14)
+    few: dict[str, Any] = PLAIN | {
+        "loss_scales": "1",
+        "buckets": "64",
+        "windows": "each",
+        "offload": "none",
+    }
+    few |= {"stages": (1, 2), "worlds": 2, "micro_batches": 1, "clipping": "off"}
+    few |= {"precisions": "bf16"}
+
+    def run(engine: Any) -> Report:
+        return fzero.certify(
+            faults.Net(), faults.loss, faults.batch, engine=engine, optimizer=slow, **few
+        )
+
+    assert run(fzero.adapter.Engine)
+    report = run(Stalls)
+    assert len(report.failures) == len(report.cells) == 2
 
 
 def test_a_cell_that_a_factory_does_not_have_neither_passes_nor_fails() -> None:
@@ -145,7 +227,7 @@ def test_a_pytree_of_parameters_is_certified_by_steps() -> None:
 
     batches = [torch.tensor([1.0, 2.0, i]) for i in range(12)]
     few: dict[str, Any] = {"stages": (0, 3), "worlds": 3, "micro_batches": 2, "precisions": "fp64"}
-    few |= {"windows": "each", "clipping": "off", "offload": "none"}
+    few |= {"windows": "each", "clipping": "off", "offload": "none", **PLAIN}
     report = fzero.certify(params, loss, batches, optimizer=SGD, **few)
     assert report and any(cell.exact for cell in report.cells)
     assert not fzero.certify(params, loss, batches, optimizer=SGD, step=wrong, **few)

@@ -167,7 +167,7 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     assert issubclass(CheckpointError, FzeroError) and issubclass(CheckpointError, OSError)
 
 
-def test_an_empty_path_is_refused_and_not_the_current_folder(
+def test_paths_that_cannot_be_are_refused_and_an_empty_one_is_not_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -177,6 +177,9 @@ def test_an_empty_path_is_refused_and_not_the_current_folder(
         load("", state_of())
     with pytest.raises(LayoutError, match="read_extra: the path is empty"):
         read_extra("")
+    for name in ("x" * 5000, "a\0b"):
+        with pytest.raises(CheckpointError, match=f"could not make {name[:1]}"):
+            save(name, state_of())
     assert list(tmp_path.iterdir()) == []
     save(".", state_of())  # the current folder, by its name
     assert read_extra(".") == {}

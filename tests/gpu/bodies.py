@@ -84,6 +84,26 @@ def bf16_with_masters(rank: int, size: int, device: str, stage: int) -> None:
         t.check_moved(by(task, rank, device), wanted, start, bound=0.1)
 
 
+def fp16_with_overflows(rank: int, size: int, device: str, stage: int) -> None:
+    """The scale begins too high, no step waits for it, and the rest is GradScaler's training."""
+    task = Task(stage=stage, dtype=torch.float16, steps=14, max_norm=1.0)
+    start = t.on_cpu(dict(t.make_model(task, device).named_parameters()))
+    wanted, scale = t.by_grad_scaler(task, range(size), device)
+    with on_device(device) as watched:
+        engine = t.make_engine(task, watched.put(t.make_model(task, device)))
+        step, state = t.make_step(task, watched.put(t.make_model(task, device)))
+        for number in range(task.steps):
+            batch = watched.put(t.batches_of(task, device, step=number, rank=rank))
+            with watched.no_waits() if number >= 3 else nullcontext():
+                t.engine_step(engine, batch)
+                state, _ = step(state, batch)
+    for one in (engine.state, state):
+        assert 3 < int(one.step) < task.steps - 3, "the first overflow, and some later"
+        assert one.scale is not None and float(one.scale.scale) == scale
+        t.check_moved(t.on_cpu(fzero.full_params(one)), wanted, start, bound=0.1)
+    engine.close()
+
+
 def offloaded(rank: int, size: int, device: str, task: Task, kinds: str, folder: Path) -> None:
     """What lives in host memory or on disk is trained with the bits of what does not."""
     for home in ("cpu", "disk"):

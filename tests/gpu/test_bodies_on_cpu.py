@@ -51,6 +51,10 @@ def test_bf16_with_masters(stage: int) -> None:
     on_cpu(bodies.bf16_with_masters, stage)
 
 
+def test_fp16_with_overflows() -> None:
+    on_cpu(bodies.fp16_with_overflows, 3)
+
+
 @pytest.mark.parametrize(("stage", "kinds"), [(2, "o"), (3, "ogp")])
 def test_offload(stage: int, kinds: str, tmp_path: Path) -> None:
     on_cpu(bodies.offloaded, Task(stage=stage, backwards=2, max_norm=0.5), kinds, tmp_path)

@@ -94,6 +94,13 @@ def test_bf16_with_masters_and_clipping(world: World, stage: int) -> None:
     world(bodies.bf16_with_masters, stage)
 
 
+@every_stage
+def test_fp16_skips_overflows_without_a_wait_as_grad_scaler_skips_them(
+    nccl: World, stage: int
+) -> None:
+    nccl(bodies.fp16_with_overflows, stage)
+
+
 @pytest.mark.parametrize(("stage", "kinds"), [(0, "o"), (2, "o"), (2, "og"), (3, "ogp")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_offload_changes_no_bit(

@@ -42,6 +42,12 @@ class Task:
     accumulates: bool = False  # the backwards are parts of one batch, and in no window
     offload: fzero.Offload = field(default_factory=fzero.Offload)
 
+    @property
+    def scale(self) -> fzero.DynamicScale | None:
+        """Of fp16, in which losses are computed by autocast; it begins too high."""
+        policy = fzero.DynamicScale(init_scale=2.0**21, growth_interval=4)
+        return policy if self.dtype is torch.float16 else None
+
 
 class Block(nn.Module):
     """A residual feed-forward of odd width, so that no shard ends where a parameter does."""
@@ -78,7 +84,7 @@ class Net(nn.Module):
 
 def make_model(task: Task, device: str) -> nn.Module:
     torch.manual_seed(3)
-    return Net(task.checkpoint).to(device, task.dtype)
+    return Net(task.checkpoint).to(device, torch.float32 if task.scale else task.dtype)
 
 
 def make_batch(device: str, *, step: int, at: int, rank: int) -> Tensor:
@@ -133,14 +139,22 @@ def make_engine(task: Task, model: nn.Module, mesh: Any = None) -> Engine:
         max_norm=task.max_norm,
         gradient_accumulation_steps=task.backwards if task.accumulates else 1,
         offload=task.offload,
+        autocast=torch.float16 if task.scale else None,
+        loss_scale=task.scale,
+        gradient_predivide_factor=_predivisor(task),
     )
+
+
+def _predivisor(task: Task) -> float:
+    """In fp16 no sum over two ranks overflows that their gradients do not."""
+    return 1.0 if task.scale is None else 2.0
 
 
 def engine_step(engine: Engine, batches: list[Tensor]) -> None:
     """One update; of several batches in a window."""
     with engine.coalesce() if len(batches) > 1 else nullcontext():
         for batch in batches:
-            loss_of(engine, batch).backward()
+            engine.scale(loss_of(engine, batch)).backward()
     assert engine.step()
 
 
@@ -181,8 +195,16 @@ def make_step(
         step = fzero.coalesce(step)
     if task.max_norm is not None:
         step = fzero.clip(step, max_norm=task.max_norm)
+    if task.scale is not None:
+        step = fzero.scale_loss(fzero.autocast(step, dtype=torch.float16), task.scale)
     step = fzero.offload(step, **task.offload.homes, folder=task.offload.folder)
-    sharded = fzero.shard(step, stage=task.stage, mesh=mesh, donate=True)
+    sharded = fzero.shard(
+        step,
+        stage=task.stage,
+        mesh=mesh,
+        donate=True,
+        gradient_predivide_factor=_predivisor(task),
+    )
     return sharded, sharded.init(params, rule(task))
 
 
@@ -204,6 +226,30 @@ def by_hand(
     params = dict(model.named_parameters())
     optimizer = partial(torch_optimizer, task)
     return on_cpu(oracle.train(loss, params, given, optimizer, task.max_norm))
+
+
+def by_grad_scaler(task: Task, ranks: Sequence[int], device: str) -> tuple[Params, float]:
+    """The parameters, and the scale, of one process in fp16 autocast with torch's GradScaler."""
+    assert task.scale is not None and task.max_norm is not None
+    model, policy = make_model(task, device), task.scale
+    params = list(model.parameters())
+    optimizer = torch_optimizer(task, params)
+    scaler = torch.amp.GradScaler(
+        device, init_scale=policy.init_scale, growth_interval=policy.growth_interval
+    )
+    for step in range(task.steps):
+        optimizer.zero_grad()
+        for rank in ranks:
+            with torch.autocast(device, dtype=torch.float16):
+                loss = loss_of(model, make_batch(device, step=step, at=0, rank=rank))
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        for p in params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad / len(ranks)
+        nn.utils.clip_grad_norm_(params, task.max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+    return on_cpu(dict(model.named_parameters())), scaler.get_scale()
 
 
 def on_cpu(params: Params) -> Params:

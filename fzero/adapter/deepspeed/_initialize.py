@@ -90,9 +90,10 @@ def initialize(
     DeepSpeed.
 
     "Adam" is AdamW unless adam_w_mode is false, and neither decays weights unless weight_decay
-    is given (with torch_adam: torch's default). With fp16.enabled an overflow skips the update and
-    the scheduler; without, nothing looks for one. Gradients are divided by the scale that they were
-    made with, where DeepSpeed halves them when it grows. The model stays on its device.
+    is given (with torch_adam: torch's default). With fp16.enabled, or bf16.enabled
+    and its check_grad_overflow, an overflow skips the update and the scheduler; else nothing looks
+    for one. Gradients are divided by the scale that they were made with, where DeepSpeed halves
+    them when it grows. The model stays on its device.
 
     Args:
         model: as for `Engine`; bf16.enabled, fp16.enabled and data_types.buffer_dtype convert it
@@ -140,7 +141,7 @@ def initialize(
     axis = axis_of(mesh)
     asked = _asked(_config_of(config, args), auto, model, (optimizer, lr_scheduler), axis)
     values, batch, schedule = asked.values, asked.batch, asked.scheduler
-    options, loader = engine_options(asked.given, values, model, batch), None
+    options, loader = asked.options, None
     if training_data is not None:
         drop_last = values["dataloader_drop_last"]
         loader = loader_of(training_data, batch, axis, drop_last=drop_last, collate_fn=collate_fn)
@@ -162,9 +163,9 @@ def initialize(
 class _Asked(NamedTuple):
     """What the config and the user ask for, together."""
 
-    given: dict[str, Any]  # what the config says
-    values: dict[str, Any]  # with defaults
+    values: dict[str, Any]  # what the config says, with defaults
     batch: Batch
+    options: dict[str, Any]  # of the engine
     optimizer: Any
     scheduler: Any
 
@@ -192,11 +193,12 @@ def _asked(
     if scheduler is None:
         scheduler, wrong = _scheduler.described(values, optimizer)
         problems += wrong
-    require_none(problems)
+    options, errors = engine_options(given, values, model, batch)
+    require_none(problems, errors)
     _scheduler.check_schedule(scheduler, optimizer)
     lines = [f"{path} = {value}" for path, value in sorted(given.items())]
     assert_same_everywhere(lines, axis, what="the config")
-    return _Asked(given, values, batch, optimizer, scheduler)
+    return _Asked(values, batch, options, optimizer, scheduler)
 
 
 def _config_of(config: Any, args: Any) -> Any:

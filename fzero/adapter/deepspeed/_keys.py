@@ -91,6 +91,7 @@ TRAINING = (
     harmless(
         "disable_allgather", False, "an option of the first DeepSpeed, which does nothing with it"
     ),
+    harmless("disable_python_gc", False, "Python's collector is left to the program"),
     harmless("graph_harvesting", False, "it replays CUDA graphs: the numbers are the same"),
     harmless("vocabulary_size", None, "it warns of a size that is no multiple of 8"),
     harmless("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
@@ -110,7 +111,9 @@ PRECISION = (
     read("fp16.enabled", False, "bool", "parameters to fp16, fp32 masters, a loss scale"),
     read("fp16.loss_scale", 0.0, "number", "loss_scale; 0: it adapts itself"),
     read("fp16.initial_scale_power", 16, "whole", "init_scale = 2 to that"),
-    read("fp16.loss_scale_window", 1000, "count", "growth_interval"),
+    read(
+        "fp16.loss_scale_window", 1000, "count", "growth_interval; DeepSpeed's first is one longer"
+    ),
     read("fp16.hysteresis", 2, "count", "hysteresis: filled up when the scale grows"),
     read("fp16.min_loss_scale", 1.0, "number", "min_scale"),
     refused("fp16.auto_cast", False, "convert the inputs: engine(x.half())"),
@@ -123,11 +126,7 @@ PRECISION = (
     harmless(
         "bf16.immediate_grad_update", False, "it says when bf16 gradients are added to fp32 ones"
     ),
-    refused(
-        "bf16.check_grad_overflow",
-        False,
-        "leave it out, and look at engine.global_grad_norm before engine.step()",
-    ),
+    read("bf16.check_grad_overflow", True, "bool", "an overflow skips the update, at stage 3 too"),
     read("torch_autocast.enabled", False, "bool", "autocast"),
     read("torch_autocast.dtype", None, "dtype", "its dtype; default bf16; fp16 scales losses"),
     read(
@@ -136,6 +135,11 @@ PRECISION = (
     read("data_types.grad_accum_dtype", None, "dtype", "accumulate_dtype; default the model's"),
     read("data_types.param_dtype", None, "dtype", "checked: it must agree with bf16, fp16"),
     read("data_types.buffer_dtype", None, "dtype", "buffers are converted"),
+    refused(
+        "data_types.keep_in_fp32_modules",
+        "auto",
+        "leave it out: buffers keep their dtype, unless data_types.buffer_dtype says otherwise",
+    ),
     section("amp", "enabled", False, "use torch_autocast, or bf16.enabled"),
 )
 

@@ -15,7 +15,7 @@ import torch
 _DTYPES = {
     **{name: torch.float32 for name in ("fp32", "float32", "torch.float32", "float")},
     **{name: torch.float16 for name in ("fp16", "float16", "torch.float16", "half")},
-    **{name: torch.bfloat16 for name in ("bf16", "bfloat16", "torch.bfloat16")},
+    **{name: torch.bfloat16 for name in ("bf16", "bfp16", "bfloat16", "torch.bfloat16")},
 }
 _BOOLS = {
     **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
@@ -138,7 +138,6 @@ def _names(value: Any) -> tuple[str, ...]:
 KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "bool": (as_bool, "true or false"),
     "count": (_at_least(1, as_int), "a whole number of 1 or more"),
-    "some": (_at_least(1, as_int), "a number of elements, 1 or more"),
     "whole": (_at_least(0, as_int), "a whole number of 0 or more"),
     "numel": (_at_least(0, as_int), "a number of elements, 0 or more"),
     "number": (_at_least(0, as_number), "a number of 0 or more"),

@@ -9,7 +9,7 @@ from torch import nn
 
 from fzero.adapter.deepspeed._batch import Batch
 from fzero.adapter.deepspeed._precision import autocast_of, dtypes_of, loss_scale
-from fzero.adapter.deepspeed._read import config_error, options_of
+from fzero.adapter.deepspeed._read import ConfigError, config_error, options_of
 from fzero.adapter.deepspeed._zero_keys import MOE_CLASSES
 from fzero.state.leaf_modules import LeafSpec, class_name
 from fzero.state.offload import Offload
@@ -19,22 +19,30 @@ _ZERO = "zero_optimization."
 
 def engine_options(
     given: Mapping[str, Any], values: Mapping[str, Any], model: nn.Module, batch: Batch
-) -> dict[str, Any]:
-    """Return the options of `Engine`; raise `LayoutError` for keys that contradict each other."""
-    return {
+) -> tuple[dict[str, Any], list[ConfigError]]:
+    """Return the options of `Engine`, and an error for each group of keys that contradict."""
+    options = {
         **options_of(values),
         "stage": values[_ZERO + "stage"],
-        **dtypes_of(values, model),
-        **_accumulation(values, batch.steps),
         "gradient_predivide_factor": values["gradient_predivide_factor"]
         if values["prescale_gradients"]
         else 1.0,
-        "loss_scale": loss_scale(given, values),
-        "autocast": autocast_of(given, values),
         "leaf_modules": _leaf_modules(values, model),
-        "offload": _offload(values),
         "reshard_after_forward": not _fits_whole(values, model),
     }
+    errors = []
+    for part in (
+        lambda: dtypes_of(values, model),
+        lambda: _accumulation(values, batch.steps),
+        lambda: {"loss_scale": loss_scale(given, values)},
+        lambda: {"autocast": autocast_of(given, values)},
+        lambda: {"offload": _offload(values)},
+    ):
+        try:
+            options |= part()
+        except ConfigError as error:
+            errors.append(error)
+    return options, errors
 
 
 def _offload(values: Mapping[str, Any]) -> Offload:

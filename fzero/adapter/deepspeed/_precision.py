@@ -13,6 +13,7 @@ from fzero.errors import LayoutError
 from fzero.placeholder import LazyParam
 from fzero.state import DynamicScale
 from fzero.state.precision import Autocast
+from fzero.state.scale import StaticScale
 
 
 def low_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
@@ -31,8 +32,10 @@ def low_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
     return torch.bfloat16 if values["bf16.enabled"] else None
 
 
-def loss_scale(given: Mapping[str, Any], values: Mapping[str, Any]) -> float | DynamicScale | None:
-    """Return the scale of fp16: a number, or one that adapts itself; None without fp16.
+def loss_scale(
+    given: Mapping[str, Any], values: Mapping[str, Any]
+) -> StaticScale | DynamicScale | None:
+    """Return the scale of fp16; of bf16 1, by which an overflow is skipped; None without both.
 
     Raises `LayoutError` for keys of a section that is off, and for numbers out of range.
 
@@ -45,9 +48,10 @@ def loss_scale(given: Mapping[str, Any], values: Mapping[str, Any]) -> float | D
     """
     if not values["fp16.enabled"]:
         _require_on("fp16", given)
-        return None
+        skips = values["bf16.enabled"] and values["bf16.check_grad_overflow"]
+        return StaticScale(1.0) if skips else None
     if values["fp16.loss_scale"]:
-        return values["fp16.loss_scale"]
+        return StaticScale(values["fp16.loss_scale"])
     try:
         return DynamicScale(
             init_scale=2.0 ** min(values["fp16.initial_scale_power"], 128),  # which is too large
@@ -121,7 +125,7 @@ def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {
         **_masters(values),
         "accumulate_dtype": values["data_types.grad_accum_dtype"] or dtype,
-        "bucket_bytes": dtype.itemsize * min(buckets),
+        "bucket_bytes": dtype.itemsize * max(1, min(buckets)),  # 0: each parameter by itself
     }
 
 

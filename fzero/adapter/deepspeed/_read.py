@@ -77,10 +77,12 @@ def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key.says: values[key.path] for key in keys if values[key.path] is not None}
 
 
-def require_none(problems: Sequence[Problem]) -> None:
-    """Raise `LayoutError` with all problems, if there are any."""
-    if problems:
-        lines = "\n".join(f"  {one}" for one in problems)
+def require_none(problems: Sequence[Problem], errors: Sequence[ConfigError] = ()) -> None:
+    """Raise `LayoutError` with all problems and what is in `errors`, if there are any."""
+    if len(errors) == 1 and not problems:
+        raise errors[0]
+    if problems or errors:
+        lines = "\n".join(f"  {one}" for one in [*problems, *(one.problem for one in errors)])
         raise config_error(
             f"config: fzero cannot do what these keys say:\n{lines}",
             cause="a config for DeepSpeed, or for the Hugging Face Trainer; no key is ignored.",
@@ -110,7 +112,7 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str,
         elif key is None:
             known = ", ".join(near(path)) or "nothing"
             reading.problems.append(f"{said} = {value!r:.60}: unknown (near: {known}).")
-        elif _is_auto(value) and key.use is not Use.HARMLESS:
+        elif _is_auto(value) and key.use is not Use.HARMLESS and value != key.default:
             reading.autos.append(path)
         elif path in reading.given:
             reading.problems.append(f"{said} = {value!r}: it is there twice, by two names.")
@@ -267,6 +269,14 @@ def _refuse(seen: str, *, cause: str, fix: str) -> NoReturn:
     raise config_error(seen, cause=cause, fix=fix) from None
 
 
-def config_error(seen: str, *, cause: str, fix: str) -> LayoutError:
+class ConfigError(LayoutError):
+    """A config that cannot be followed."""
+
+    problem: Problem = ""  # it, as a line of an error that has several
+
+
+def config_error(seen: str, *, cause: str, fix: str) -> ConfigError:
     """The error of a config that cannot be followed."""
-    return LayoutError(explain(seen, cause=cause, fix=fix))
+    error = ConfigError(explain(seen, cause=cause, fix=fix))
+    error.problem = f"{seen.removeprefix('config: ').removesuffix('.')}: {fix}"
+    return error

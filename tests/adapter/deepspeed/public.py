@@ -251,6 +251,16 @@ FOLLOWED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "2020": (OLD, {}, {"stage": 1, "steps": 1, "norm": 1.0, "lr": 0.1, "dtype": torch.bfloat16}),
     "torch_autocast": (AUTOCAST, {}, {"stage": 3, "steps": 1, "norm": 1.0, "lr": 1e-3}),
+    "buckets of no elements, and a dtype by the name that DeepSpeed had": (
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "communication_data_type": "bfp16",
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 0},
+        },
+        {"optimizer": torch.optim.AdamW},
+        {"stage": 2, "steps": 1, "norm": 1.0, "lr": 1e-3, "dtype": torch.bfloat16},
+    ),
     "OneCycle": (CYCLE, {}, {"stage": 1, "steps": 1, "norm": 1.0, "lr": 1e-4}),
 }
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from fzero.adapter import DynamicScale, initialize
 from fzero.errors import LayoutError
+from fzero.state.scale import StaticScale
 from tests.adapter.deepspeed.configs import SGD, linear, merged
 
 DEEPSPEED = DynamicScale(init_scale=2.0**16, growth_interval=1000, hysteresis=2, min_scale=1.0)
@@ -25,7 +26,7 @@ def config(**fp16: Any) -> dict[str, Any]:
     [
         ({}, DEEPSPEED),
         ({"loss_scale": 0}, DEEPSPEED),
-        ({"loss_scale": 128}, 128.0),
+        ({"loss_scale": 128}, StaticScale(128.0)),
         ({"initial_scale_power": 4}, replace(DEEPSPEED, init_scale=16.0)),
         ({"loss_scale_window": 50}, replace(DEEPSPEED, growth_interval=50)),
         ({"hysteresis": 1}, replace(DEEPSPEED, hysteresis=1)),
@@ -102,4 +103,35 @@ def test_an_overflow_skips_the_update_and_the_scheduler(stage: int, optimizer: s
         rates.append(engine.optimizer.param_groups[0]["lr"])
         scales.append(engine.loss_scale)
     assert rates == [0.25, 0.25, 0.125] and scales == [256.0, 128.0, 128.0]
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"bf16": {"enabled": True}},
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        {"fp16": {"enabled": True, "loss_scale": 1}},
+    ],
+)
+def test_without_a_scale_an_overflow_skips_the_update_too_and_a_plain_backward_does(
+    given: dict[str, Any], stage: int
+) -> None:
+    looks = "check_grad_overflow" not in given.get("bf16", {})
+    engine = initialize(
+        linear(), config=merged(SGD, given, {"zero_optimization": {"stage": stage}})
+    )
+    assert not engine.needs_scaler() and engine.loss_scale == 1.0
+    for bad in (False, True, False):
+        before = engine.full_parameters()
+        dtype = next(engine.module.parameters()).dtype
+        x = torch.full((1, 3), float("inf") if bad else 1.0, dtype=dtype)
+        engine(x).float().sum().backward()
+        assert engine.step() and engine.was_step_applied() is not (bad and looks)
+        after = engine.full_parameters()
+        assert all(torch.equal(after[k], v) for k, v in before.items()) is (bad and looks)
+        if not looks and bad:
+            break
+        assert all(value.isfinite().all() for value in after.values())
     engine.close()

@@ -98,8 +98,7 @@ def test_a_harmless_key_may_say_anything() -> None:
 
 WRONG = {
     "count": (0, -1, 1.5, True, "two", float("inf"), [1]),
-    "some": (0, -1, 1.5, True, "5e8"),
-    "numel": (-1, 0.5, False, float("nan"), {}),
+    "numel": (-1, 0.5, False, float("nan"), {}, "5e8"),
     "whole": (-1, 0.5, True, "16.0"),
     "number": (-0.5, True, "x", float("inf"), [1.0]),
     "norm": (-0.5, True, "x", float("nan")),
@@ -209,6 +208,22 @@ def test_all_that_is_wrong_is_in_one_error_and_the_model_is_as_it_was() -> None:
         assert sum(line.startswith(path) for line in lines) == 1, path
     assert len(lines) == 1 + 11 + 2
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_keys_that_contradict_each_other_are_in_the_same_error() -> None:
+    config = {
+        "gradient_cliping": 1,
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
+    }
+    with pytest.raises(LayoutError) as error:
+        initialize(linear(), config=config)
+    _, *lines, _, _ = str(error.value).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        *("gradient_cliping", "bf16.enabled", "zero_optimization.offload_param"),
+    ]
+    assert all(": " in line for line in lines)
 
 
 def test_what_a_switched_off_section_says_is_not_looked_at() -> None:

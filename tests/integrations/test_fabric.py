@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, PhaseError
 from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import started
 from tests.ranks import spawn_script
@@ -115,16 +115,15 @@ def test_a_raw_state_dict_is_loaded_and_mixed_precision_is_the_engines(
 def test_what_the_engine_cannot_do_is_refused_by_name(rank: int, world_size: int) -> None:
     with started(rank, world_size):
         fabric = fabric_of(strategy_of(2), world_size)
-        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        model, other, third = (nn.Linear(2, 1) for _ in range(3))
         first, second = (torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, other))
-        half = torch.optim.SGD([model.bias], lr=0.1)
+        half = torch.optim.SGD([other.bias], lr=0.1)
         attempts: dict[str, Any] = {
             "find_unused_parameters": lambda: strategy_of(2, find_unused_parameters=True),
             "stage=5": lambda: strategy_of(5),
-            "without its optimizer": lambda: fabric.setup(other),
-            "with 2 optimizers": lambda: fabric.setup(model, first, half),
-            "not all of one model": lambda: fabric.setup(model, second),
-            "before the setup": lambda: fabric.backward(model(torch.ones(1, 2)).sum()),
+            "optimizer was not set up": lambda: fabric.setup(third)(torch.ones(1, 2)),
+            "of the 1 that wait": lambda: fabric.setup_optimizers(first),
+            "are not all of one model": lambda: fabric.setup(other, second, half),
         }
         for words, attempt in attempts.items():
             with pytest.raises(LayoutError, match=words):
@@ -132,7 +131,6 @@ def test_what_the_engine_cannot_do_is_refused_by_name(rank: int, world_size: int
         shared, optimizer = fabric.setup(model, first)
         fabric.backward(shared(torch.ones(1, 2)).sum())
         attempts = {
-            "clip_val": lambda: fabric.clip_gradients(shared, optimizer, clip_val=1.0),
             "norm_type": lambda: fabric.clip_gradients(shared, optimizer, max_norm=1, norm_type=1),
             "closure": lambda: optimizer.step(lambda: 1.0),
             "alone": lambda: fabric.save("nowhere", {"optimizer": optimizer}),
@@ -141,6 +139,8 @@ def test_what_the_engine_cannot_do_is_refused_by_name(rank: int, world_size: int
         for words, attempt in attempts.items():
             with pytest.raises(LayoutError, match=words):
                 attempt()
+        with pytest.raises(PhaseError, match="clamp"):
+            fabric.clip_gradients(shared, optimizer, clip_val=1.0)
         optimizer.step()  # nothing was changed
 
 

@@ -15,7 +15,7 @@ from fzero.state import Setup
 
 
 class Guard:
-    """What step, state_dict and load_state_dict do while an engine has the optimizer: they raise."""
+    """While an engine has an optimizer, its step, state_dict and load_state_dict raise."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._steps = False
@@ -72,7 +72,7 @@ def _refuse_load(optimizer: Optimizer, _: Any) -> None:
     raise PhaseError(
         explain(
             "optimizer.load_state_dict() of an optimizer that an engine runs.",
-            cause="resuming in the usual way: the state is sharded over the ranks, in engine.state.",
+            cause="resuming in the usual way: its state is sharded, in engine.state.",
             fix="load what fzero.checkpoint.save has saved with fzero.checkpoint.load; or write "
             "whole values with engine.set_full_optimizer_state(path, name, value).",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,10 +76,20 @@ def clip(engine: Engine, max_norm: float, norm_type: float) -> Tensor:
     return engine.clip_grad_norm_(max_norm)
 
 
+def save(path: Any, engine: Engine) -> None:
+    """Save a model and its optimizer as a script expects it: gradients that wait are left out.
+
+    So are random generators, which the libraries save themselves. A collective.
+    """
+    idle: Any = SimpleNamespace(module=engine.module, optimizer=engine.optimizer)
+    idle.state = engine.state.without_gradients()
+    checkpoint.save(path, idle, rng=False)
+
+
 def save_engines(folder: Any, engines: Sequence[Engine]) -> None:
-    """Save engines to `folder`/fzero, fzero_1, ... without random generators. A collective."""
+    """Save engines to `folder`/fzero, fzero_1, ... A collective."""
     for path, engine in _paths(folder, engines):
-        checkpoint.save(path, engine, rng=False)
+        save(path, engine)
 
 
 def load_engines(folder: Any, engines: Sequence[Engine]) -> None:

@@ -123,7 +123,7 @@ class FzeroStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save to the folder `path`; a sharded model with its optimizer. A collective.
+        """Save to the folder `path`; a model with its optimizer, no gradients. A collective.
 
         `load_checkpoint` restores them at any stage, on any number of ranks.
         """
@@ -135,7 +135,7 @@ class FzeroStrategy(DDPStrategy):
             if engine is None:
                 rest[name] = x
             elif isinstance(x, nn.Module):
-                checkpoint.save(folder / name, engine, rng=False)
+                shared.save(folder / name, engine)
             elif not any(engine is self.engine_of(y) for y in state.values() if y is not x):
                 raise shared.refused(f"fabric.save of {name} alone", "save it with its model")
         plain = self._convert_stateful_objects_in_state(rest, filter={})

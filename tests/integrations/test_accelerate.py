@@ -177,7 +177,8 @@ def test_bf16_is_computed_in_the_forward_and_comes_out_in_fp32(rank: int, world_
     with launched(rank, world_size):
         accelerator = FzeroAccelerator(cpu=True, stage=3, mixed_precision="bf16")
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model = accelerator.prepare(model)  # in two calls
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
         seen = []
         model[1].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
         assert model(torch.ones(2, 3)).dtype is torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import warnings
@@ -109,6 +110,38 @@ def test_a_raw_state_dict_is_loaded_and_mixed_precision_is_the_engines(
         assert seen == [torch.bfloat16]
         (engine,) = fabric.strategy.engines
         assert engine.state.setup.policy.autocast is torch.bfloat16
+
+
+@on_ranks(2, timeout_s=200)
+def test_a_loss_of_a_derivative_and_a_checkpoint_while_gradients_wait(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+    def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+        return slope.square().sum(1).mean() + model(rows).mean()
+
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        model = copy.deepcopy(plain)
+        with started(rank, world_size):
+            fabric = fabric_of(strategy_of(stage), world_size)
+            ready = fabric.setup_module(model)
+            adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+            optimizer = fabric.setup_optimizers(adam)  # after its model
+            loss_of(ready, x[rank : rank + 1]).backward()
+            fabric.save(tmp_path / str(stage), {"model": ready, "optimizer": optimizer})
+            optimizer.step()
+            before = {name: value.clone() for name, value in plain.state_dict().items()}
+            loss_of(plain, x).backward()
+            torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+            found = fabric.strategy.get_module_state_dict(model)
+            torch.testing.assert_close(found, dict(plain.state_dict()))
+            fabric.load(tmp_path / str(stage), {"model": ready, "optimizer": optimizer})
+            same(fabric.strategy.get_module_state_dict(model), before)
 
 
 @on_ranks(2, timeout_s=200)

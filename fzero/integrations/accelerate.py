@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,11 +24,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero import checkpoint
-from fzero.adapter import DynamicScale, Engine
+from fzero.adapter import DynamicScale, Engine, gathered
 from fzero.integrations import _shared as shared
 from fzero.transforms._options import check_stage
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`model.generate` with whole parameters: ranks run as many forwards as their texts need."""
+    with gathered(model):
+        return type(model).generate(model, *args, **kwargs)
 
 
 class FzeroOptimizer(AcceleratedOptimizer):
@@ -177,6 +184,8 @@ class FzeroAccelerator(Accelerator):
             model = self._waiting.pop(optimizer)
             engine = Engine(model, optimizer, stage=self._stage, **self._options)
             self._sharded.add(engine)
+            if engine.stage == 3 and hasattr(model, "generate"):
+                vars(model)["generate"] = MethodType(_generate, model)
             optimizer = FzeroOptimizer(engine)
         self._optimizers.append(optimizer)
         return optimizer

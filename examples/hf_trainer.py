@@ -79,9 +79,8 @@ def main() -> None:
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
-    with fzero.adapter.gathered(trainer.model), torch.no_grad():  # ranks may generate at length
-        prompt = torch.tensor([[2]], device=trainer.args.device)
-        made = trainer.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_length=9)
+    prompt = torch.tensor([[2]], device=trainer.args.device)
+    made = trainer.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_length=9)
     trainer.save_model()
     resumed = make_trainer(args.trainer, args.stage, args.folder)
     resumed.train(resume_from_checkpoint=str(args.folder / "checkpoint-10"))

@@ -28,9 +28,8 @@ from fzero.adapter._scale import ScaledLosses
 from fzero.collectives import broadcast_from_first, channel_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.placeholder import placeholders
-from fzero.state import Buffers, Setup, TrainState, progress
+from fzero.state import Setup, TrainState
 from fzero.state.scale import LossScale, ScalePolicy, carried, multiplier
-from fzero.state.window import forget
 from fzero.transforms._pass import Pass
 from fzero.transforms._scaled import with_policy, with_value
 from fzero.transforms.init import fill
@@ -263,8 +262,8 @@ class Driver:
 
     def clear(self) -> None:
         """Forget every gradient, also what an open window adds to."""
-        self.put(_cleared(self.state))
-        self.outside = self.outside and _cleared(self.outside)
+        self.put(self.state.without_gradients())
+        self.outside = self.outside and self.outside.without_gradients()
 
     def drop_if_user_did(self) -> None:
         """Forget every gradient if somebody has set `p.grad` to None."""
@@ -316,10 +315,3 @@ def _form(setup: Setup) -> tuple[Any, ...]:
 def _named(setup: Setup) -> str:
     groups = f"stage {setup.stage} with {len(setup.layout.groups)} groups on {setup.axis}"
     return f"{groups}, its optimizer {setup.optimizer_state.value}"
-
-
-def _cleared(state: TrainState) -> TrainState:
-    """The state without any gradient; an open window stays open."""
-    return state.replace(
-        gradients=Buffers(), window=forget(state.window), progress=progress.Progress()
-    )

@@ -15,7 +15,7 @@ from fzero.state import Setup
 
 
 class Guard:
-    """What `step` and `state_dict` of an optimizer do while an engine has it: they raise."""
+    """While an engine has an optimizer, its step, state_dict and load_state_dict raise."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._steps = False
@@ -25,6 +25,7 @@ class Guard:
             else [
                 optimizer.register_step_pre_hook(self._require_engine),
                 optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+                optimizer.register_load_state_dict_pre_hook(_refuse_load),
             ]
         )
 
@@ -63,6 +64,17 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
             "engine.state, and one rank's part is no checkpoint.",
             fix="save with fzero.checkpoint.save(path, engine.state), or take whole values: "
             "engine.full_optimizer_states().",
+        )
+    )
+
+
+def _refuse_load(optimizer: Optimizer, _: Any) -> None:
+    raise PhaseError(
+        explain(
+            "optimizer.load_state_dict() of an optimizer that an engine runs.",
+            cause="resuming in the usual way: its state is sharded, in engine.state.",
+            fix="load what fzero.checkpoint.save has saved with fzero.checkpoint.load; or write "
+            "whole values with engine.set_full_optimizer_state(path, name, value).",
         )
     )
 

@@ -82,8 +82,10 @@ def require_idle(state: TrainState) -> None:
         explain(
             f"save: the state is between gradient and update ({state.phase.value!r}, "
             f"{state.progress.backwards} backwards, window {window}).",
-            cause="save was called inside a step, or before apply_gradients.",
-            fix="save the state that fzero.apply_gradients, or the whole step, returned.",
+            cause="save was called inside a step, or before apply_gradients; or, under an engine, "
+            "after a loss of several models of which one was not stepped.",
+            fix="save the state that fzero.apply_gradients, or the whole step, returned; an engine "
+            "after its step(), or after zero_grad() where its gradients are not wanted.",
         )
     )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fzero import checkpoint
 from fzero.adapter import Engine, gathered
@@ -18,46 +21,75 @@ FOLDER = "fzero"
 """What the first model and its optimizer are saved to, inside of the folder of a checkpoint."""
 
 
-def model_of(model: nn.Module) -> nn.Module:
-    """Return the module itself of one that torch.compile has wrapped."""
-    return getattr(model, "_orig_mod", model)
+def engine_of(engines: Iterable[Engine], x: Any) -> Engine | None:
+    """Return the open engine of a model, which may be compiled, or of an optimizer, or None."""
+    x = getattr(x, "_orig_mod", x)
+    found = (e for e in engines if not e.closed and (x is e.module or x is e.optimizer))
+    return next(found, None)
 
 
-def parameters_of(model: nn.Module) -> tuple[set[int], set[int]]:
-    """Return the ids of all parameters, and of those that learn."""
-    every = list(model.parameters())
-    return {id(p) for p in every}, {id(p) for p in every if p.requires_grad}
+class Waiting:
+    """Models that learn, until their optimizers come: only then there can be an engine.
+
+    Until then a forward that autograd records raises: nothing would reduce its gradients.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+
+    def add(self, model: nn.Module) -> None:
+        """Wait for the optimizer of a model; a frozen one has none."""
+        model = getattr(model, "_orig_mod", model)
+        if model not in self._hooks and any(p.requires_grad for p in model.parameters()):
+            self._hooks[model] = model.register_forward_pre_hook(_refuse_to_learn)
+
+    def pop(self, optimizer: Optimizer) -> nn.Module:
+        """Return the model whose parameters an optimizer steps, and wait for it no more."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [x for x in self._hooks if stepped <= {id(p) for p in x.parameters()}]
+        if len(found) != 1:
+            raise refused(
+                f"an optimizer whose parameters are not all of one model, of the "
+                f"{len(self._hooks)} that wait for an optimizer",
+                "give each model one optimizer, with several param groups if need be, and set the "
+                "model up with it or before it; for one optimizer of two modules, make them parts "
+                "of one nn.Module",
+            )
+        self._hooks.pop(found[0]).remove()
+        return found[0]
 
 
-def only_model(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the model whose parameters an optimizer steps; refuse one of several, or of none."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [x for x in models if stepped & parameters_of(x)[0]]
-    if len(found) != 1 or not stepped <= parameters_of(found[0])[0]:
+def _refuse_to_learn(model: nn.Module, _: Any) -> None:
+    if torch.is_grad_enabled():
         raise refused(
-            f"an optimizer of parameters that are not all of one model, of {len(models)} given",
-            "set up each model together with an optimizer of its own; for one optimizer of two "
-            "modules, make them parts of one nn.Module",
+            f"a forward, with gradients, of a {type(model).__name__} that learns and whose "
+            "optimizer was not set up",
+            "set up the optimizer with its model, or after it; for a model that does not learn, "
+            "torch.no_grad() or model.requires_grad_(False)",
         )
-    return found[0]
 
 
-def backward(engines: Sequence[Engine], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Differentiate a loss of these engines; only one alone may have a loss scale."""
-    if not engines:
-        raise refused("a backward before the setup", "set up the model and its optimizer first")
-    if len(engines) > 1 and any(engine.needs_scaler() for engine in engines):
-        raise refused(
-            f"a loss of {len(engines)} models, each of which has a loss scale of its own",
-            "say whose loss it is: engine_of(model).backward(loss)",
-        )
-    engines[0].backward(loss, *args, **kwargs)
+def clip(engine: Engine, max_norm: float, norm_type: float) -> Tensor:
+    """`engine.clip_grad_norm_`. A collective."""
+    if float(norm_type) != 2.0:
+        raise refused(f"clipping with norm_type={norm_type}", "clip the 2-norm")
+    return engine.clip_grad_norm_(max_norm)
+
+
+def save(path: Any, engine: Engine) -> None:
+    """Save a model and its optimizer as a script expects it: gradients that wait are left out.
+
+    So are random generators, which the libraries save themselves. A collective.
+    """
+    idle: Any = SimpleNamespace(module=engine.module, optimizer=engine.optimizer)
+    idle.state = engine.state.without_gradients()
+    checkpoint.save(path, idle, rng=False)
 
 
 def save_engines(folder: Any, engines: Sequence[Engine]) -> None:
-    """Save engines to `folder`/fzero, fzero_1, ... without random generators. A collective."""
+    """Save engines to `folder`/fzero, fzero_1, ... A collective."""
     for path, engine in _paths(folder, engines):
-        checkpoint.save(path, engine, rng=False)
+        save(path, engine)
 
 
 def load_engines(folder: Any, engines: Sequence[Engine]) -> None:
@@ -72,16 +104,17 @@ def _paths(folder: Any, engines: Sequence[Engine]) -> list[tuple[str, Engine]]:
 
 
 @contextmanager
-def whole(engine: Engine, *, modify: bool = False) -> Iterator[None]:
+def whole(engine: Engine | None, *, modify: bool = False) -> Iterator[None]:
     """In the block `state_dict()` of the module, and of each part, has whole values on the CPU.
 
     A collective, and then none: one rank alone may save. Tied parameters stay one tensor. Below
     stage 3 the values are whole as they are. With `modify`, `load_state_dict()` works instead.
+    Without an engine nothing is to be done.
     """
     with ExitStack() as stack:
-        if modify:
+        if engine is not None and modify:
             stack.enter_context(gathered(engine.module, modify=True))
-        elif engine.stage == 3:
+        elif engine is not None and engine.stage == 3:
             values = checkpoint.state_dict(engine)
             for path, part in engine.module.named_modules():
                 handle = part.register_state_dict_post_hook(_filling(values, path))

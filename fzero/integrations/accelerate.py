@@ -12,28 +12,52 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, convert_to_fp32
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero import checkpoint
-from fzero.adapter import DynamicScale, Engine
+from fzero.adapter import DynamicScale, Engine, gathered
 from fzero.integrations import _shared as shared
-from fzero.integrations._optimizer import FzeroOptimizer
 from fzero.transforms._options import check_stage
 
-_ELSEWHERE = {
-    "gradient_accumulation_steps": "Accelerator(gradient_accumulation_steps=n), or the trainer's",
-    "average_micro_batches": "Accelerator(gradient_accumulation_steps=n), or the trainer's",
-    "max_norm": "accelerator.clip_grad_norm_, or the trainer's max_grad_norm",
-}
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`model.generate` with whole parameters: ranks run as many forwards as their texts need."""
+    with gathered(model):
+        return type(model).generate(model, *args, **kwargs)
+
+
+class FzeroOptimizer(AcceleratedOptimizer):
+    """What `prepare` gives for an optimizer: `step()` is the step of an engine.
+
+    Its param groups are the optimizer's own, for schedulers; its state is in the engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer, device_placement=False)
+        self.engine = engine
+
+    def step(self, closure: Any = None) -> None:
+        """`engine.step()`, unless gradients are accumulated further."""
+        if closure is not None:
+            raise shared.refused("optimizer.step(closure)", "run the backward first, then step()")
+        if self.gradient_state.sync_gradients:
+            self.engine.step()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether an overflow skipped the last update."""
+        return self.engine.step_was_skipped
 
 
 class FzeroAccelerator(Accelerator):
@@ -41,8 +65,8 @@ class FzeroAccelerator(Accelerator):
 
     `prepare` returns the model itself: an `Engine` is attached to it by hooks, so calls of the
     model, `unwrap_model`, and losses that hold the model need no change. A model that learns is
-    prepared together with its optimizer. mixed_precision="bf16" or "fp16" is the engine's
-    `autocast`, the latter with its dynamic loss scale (of `GradScalerKwargs` if they are given).
+    prepared before its optimizer, or together with it. mixed_precision="bf16" or "fp16" is also the
+    engine's `autocast`, the latter with its dynamic loss scale (of `GradScalerKwargs` if given).
 
     Args:
         *args: of `Accelerator`.
@@ -83,33 +107,31 @@ class FzeroAccelerator(Accelerator):
         self._begin(stage, coalesce, engine or {})
 
     @classmethod
-    def of(
-        cls,
-        accelerator: Accelerator,
-        *,
-        stage: int,
-        coalesce: bool = False,
-        engine: Mapping[str, Any] | None = None,
-    ) -> FzeroAccelerator:
-        """Return one with the settings of an accelerator that has prepared nothing yet."""
+    def of(cls, accelerator: Accelerator, **options: Any) -> FzeroAccelerator:
+        """Return one with the settings of an accelerator that has prepared nothing yet.
+
+        `options` are those of the class: stage, coalesce and engine.
+        """
         made = cls.__new__(cls)
         vars(made).update(vars(accelerator))
-        made._begin(stage, coalesce, engine or {})
+        made._begin(**options)
         return made
 
-    def _begin(self, stage: int, coalesce: bool, options: Mapping[str, Any]) -> None:
+    def _begin(self, stage: int, coalesce: bool, engine: Mapping[str, Any]) -> None:
         self._stage, self._coalesces = check_stage(stage), coalesce
-        for name in options:
-            if name in _ELSEWHERE:
-                raise shared.refused(f"engine={{{name!r}: ...}}", f"use {_ELSEWHERE[name]}")
+        for name in ("gradient_accumulation_steps", "average_micro_batches"):
+            if name in engine:
+                how = "Accelerator(gradient_accumulation_steps=n), or the trainer's"
+                raise shared.refused(f"engine={{{name!r}: ...}}", f"use {how}")
         if self.distributed_type not in _PLAIN or self.parallelism_config is not None:
             seen = f"{self.distributed_type.value}, parallelism {self.parallelism_config}"
             raise shared.refused(seen, "switch off what shards or splits models beside fzero")
         if self.fp8_enabled:
             raise shared.refused('mixed_precision="fp8"', 'use "bf16"')
-        self._options = {**self._precision(), **options}
+        self._options = {**self._precision(), **engine}
         self.scaler = None  # the engine has its own
         self._sharded: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._waiting = shared.Waiting()
 
     def _precision(self) -> dict[str, Any]:
         handler = self.autocast_handler
@@ -130,72 +152,43 @@ class FzeroAccelerator(Accelerator):
 
     def engine_of(self, model: nn.Module) -> Engine | None:
         """Return the open engine of a model; None for one that is not sharded."""
-        module = shared.model_of(model)
-        return next((x for x in self._sharded if x.module is module and not x.closed), None)
+        return shared.engine_of(self._sharded, model)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """`Accelerator.prepare`: models that learn come with their optimizers. A collective.
+        """`Accelerator.prepare`, models first, for an engine is made with both. A collective.
 
         Raises:
-            LayoutError: for a model that learns without its optimizer, an optimizer without its
-                model, or one of several models.
+            LayoutError: for an optimizer without its model, or of several models.
         """
-        places = dict(zip(map(id, args), device_placement or [None] * len(args), strict=True))
-        models = [x for x in args if isinstance(x, nn.Module)]
-        pairs = {id(shared.only_model(x, models)): x for x in args if isinstance(x, Optimizer)}
-        done: dict[int, Any] = {}
-        for model in models:
-            optimizer = pairs.get(id(model))
-            done[id(model)] = self._prepared(model, optimizer, places[id(model)])
-            if optimizer is not None:
-                done[id(optimizer)] = self._optimizers[-1]
-        result = [done[id(x)] if id(x) in done else self._other(x, places[id(x)]) for x in args]
-        return tuple(result) if len(result) != 1 else result[0]
-
-    def _other(self, x: Any, place: bool | None) -> Any:
-        return super().prepare(x, device_placement=[place])
-
-    def _prepared(self, model: nn.Module, optimizer: Any, place: bool | None) -> nn.Module:
-        """Return a model whose engine runs `optimizer`; put that into `_optimizers`."""
-        learns = any(p.requires_grad for p in model.parameters())
-        if optimizer is None and learns and self.engine_of(model) is None:
-            raise shared.refused(
-                f"prepare() of a {type(model).__name__} that learns, without its optimizer",
-                "call prepare(model, optimizer); to evaluate, prepare_model(model, "
-                "evaluation_mode=True); for a frozen model, model.requires_grad_(False)",
-            )
-        own, self.native_amp = self.native_amp, self.native_amp and optimizer is None
-        try:
-            prepared = super().prepare_model(model, place, evaluation_mode=True)
-        finally:
-            self.native_amp = own
-        if isinstance(optimizer, FzeroOptimizer) and optimizer.engine is self.engine_of(model):
-            self._optimizers.append(optimizer)  # a trainer trains once more
-        elif optimizer is not None:
-            engine = Engine(shared.model_of(model), optimizer, stage=self._stage, **self._options)
-            if "autocast" in self._options:  # as accelerate does
-                shared.model_of(model).register_forward_hook(
-                    lambda _, __, out: convert_to_fp32(out)
-                )
-            self._sharded.add(engine)
-            self._optimizers.append(FzeroOptimizer(engine))
-        return prepared
+        places = device_placement or [None] * len(args)
+        order = sorted(range(len(args)), key=lambda i: not isinstance(args[i], nn.Module))
+        sent: Any = [places[i] for i in order]
+        made = super().prepare(*(args[i] for i in order), device_placement=sent)
+        if len(args) == 1:
+            return made
+        return tuple(made[order.index(i)] for i in range(len(args)))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """`Accelerator.prepare_model`: of a model that does not learn, or to evaluate."""
-        if evaluation_mode:
-            return super().prepare_model(model, device_placement, evaluation_mode=True)
-        return self._prepared(model, None, device_placement)
+        """`Accelerator.prepare_model`; the optimizer of a model that learns is prepared next."""
+        if not evaluation_mode and self.engine_of(model) is None:
+            self._waiting.add(model)
+        return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Raise `LayoutError`: an optimizer is prepared with its model."""
-        raise shared.refused(
-            "prepare() of an optimizer without its model", "call prepare(model, it)"
-        )
+        """Make the engine of a model that was prepared, and its optimizer. A collective."""
+        if not isinstance(optimizer, FzeroOptimizer):  # a trainer that trains again brings its own
+            model = self._waiting.pop(optimizer)
+            engine = Engine(model, optimizer, stage=self._stage, **self._options)
+            self._sharded.add(engine)
+            if engine.stage == 3 and hasattr(model, "generate"):
+                vars(model)["generate"] = MethodType(_generate, model)
+            optimizer = FzeroOptimizer(engine)
+        self._optimizers.append(optimizer)
+        return optimizer
 
     # A step.
 
@@ -210,41 +203,31 @@ class FzeroAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Differentiate loss / gradient_accumulation_steps, by `engine.backward`."""
-        if "learning_rate" in kwargs:
-            raise shared.refused("backward(learning_rate=...), of LOMO", "use another optimizer")
+        engines, share = self.engines, loss / self.gradient_accumulation_steps
+        if len(engines) > 1 and any(engine.needs_scaler() for engine in engines):
+            raise shared.refused(
+                f"a loss of {len(engines)} models, each of which has a loss scale of its own",
+                "say whose loss it is: accelerator.engine_of(model).backward(loss)",
+            )
         with ExitStack() as stack:
-            for engine in self.engines if self._coalesces else ():
+            for engine in engines if self._coalesces else ():
                 stack.enter_context(self.no_sync(engine.module))
-            share = loss / self.gradient_accumulation_steps
-            shared.backward(self.engines, share, **kwargs)
+            how: Any = engines[0] if engines else torch.autograd
+            how.backward(share, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
         """`engine.clip_grad_norm_` of the model that has all of these parameters. A collective."""
-        engine = self._engine_with(parameters)
-        if float(norm_type) != 2.0:
-            raise shared.refused(f"clip_grad_norm_(norm_type={norm_type})", "clip the 2-norm")
-        if max_norm == float("inf"):  # to know the norm
-            norm = engine.global_grad_norm
-            return torch.zeros(()) if norm is None else norm
-        return engine.clip_grad_norm_(max_norm)
-
-    def _engine_with(self, parameters: Iterable[Tensor] | Tensor) -> Engine:
         given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for engine in self.engines:
-            every, learning = shared.parameters_of(engine.module)
-            if learning <= given <= every:
-                return engine
+            every = list(engine.parameters())
+            learning = {id(p) for p in every if p.requires_grad}
+            if learning <= given <= set(map(id, every)):
+                return shared.clip(engine, max_norm, norm_type)
         raise shared.refused(
             f"clip_grad_norm_ of {len(given)} parameters that are not those of one model",
             "pass model.parameters(), of each model in a call of its own",
-        )
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Raise `LayoutError`: gradients are sharded before anybody could clip their values."""
-        raise shared.refused(
-            "clip_grad_value_", "register a hook instead: p.register_hook(lambda g: g.clamp(-1, 1))"
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -266,8 +249,7 @@ class FzeroAccelerator(Accelerator):
         So `save_pretrained` of any library works on one rank. With `modify`, `load_state_dict`
         works instead, on all ranks; the values of rank 0 count.
         """
-        engine = self.engine_of(model)
-        with shared.whole(engine, modify=modify) if engine is not None else nullcontext():
+        with shared.whole(self.engine_of(model), modify=modify):
             yield
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """Lightning Fabric over the engine: `Fabric(strategy=FzeroStrategy(stage=3))`.
 
 fabric.setup(model, optimizer)          one `Engine`; the model stays the object that it was
-fabric.backward, optimizer.step         `engine.backward`, `engine.step`
+loss.backward, fabric.backward          what the engine's hooks see
+optimizer.step                          `engine.step`
 fabric.no_backward_sync(model)          a window of the engine
 fabric.save, fabric.load                a folder, with `fzero.checkpoint` for each model
 """
@@ -58,72 +59,44 @@ class FzeroStrategy(DDPStrategy):
                 "leave them out; options of the engine go into engine={...}",
             )
         self.stage, self.engines = check_stage(stage), list[Engine]()
-        self._options = engine or {}
+        self._options, self._waiting = engine or {}, shared.Waiting()
         self._backward_sync_control = _Windows(self)
 
     def engine_of(self, x: Any) -> Engine | None:
         """Return the open engine of a model, or of an optimizer; None if it has none."""
-        module = shared.model_of(x) if isinstance(x, nn.Module) else None
-        found = [
-            e for e in self.engines if not e.closed and (e.module is module or e.optimizer is x)
-        ]
-        return found[0] if found else None
+        return shared.engine_of(self.engines, x)
 
-    def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
-    ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Make the engine of a model and its optimizer. A collective.
+    def setup_module(self, module: nn.Module) -> Any:
+        """Return the model as it is; the optimizer of one that learns is set up next."""
+        self._waiting.add(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Make the engine of a model that was set up, and its optimizer. A collective.
 
         Raises:
-            LayoutError: for several optimizers, or one with parameters of another model.
+            LayoutError: for a model that was not set up, or has an optimizer; and for several.
         """
-        if len(optimizers) != 1:
-            raise shared.refused(
-                f"setup() of a model with {len(optimizers)} optimizers",
-                "use one optimizer with several param groups",
-            )
-        shared.only_model(optimizers[0], [module])
         precision, options = self.precision, dict(self._options)
         if isinstance(precision, MixedPrecision):
             if precision.precision != "bf16-mixed":
                 raise shared.refused(
                     f'precision="{precision.precision}", whose scaler steps the optimizer',
-                    'use "32-true" and engine={"autocast": torch.float16}',
+                    'use "bf16-mixed"; or "32-true" and engine={"autocast": torch.float16}, with '
+                    "fabric.strategy.engine_of(model).backward(loss)",
                 )
             options.setdefault("autocast", torch.bfloat16)
-        self.engines.append(Engine(module, optimizers[0], stage=self.stage, **options))
-        return module, optimizers, scheduler
-
-    def setup_module(self, module: nn.Module) -> Any:
-        """Return a frozen model as it is.
-
-        Raises:
-            LayoutError: for a model that learns, which comes with its optimizer.
-        """
-        if any(p.requires_grad for p in module.parameters()):
-            raise shared.refused(
-                "setup() of a model that learns, without its optimizer",
-                "call fabric.setup(model, optimizer); for a frozen one, requires_grad_(False)",
-            )
-        return module
-
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Raise `LayoutError`: an optimizer is set up with its model."""
-        raise shared.refused("setup_optimizers()", "call fabric.setup(model, optimizer)")
+        module = self._waiting.pop(optimizer)
+        self.engines.append(Engine(module, optimizer, stage=self.stage, **options))
+        return optimizer
 
     # A step.
 
-    def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Differentiate a loss; one of several models needs none of them to have a loss scale."""
-        engine = None if module is None else self.engine_of(module)
-        shared.backward([engine] if engine is not None else self.engines, tensor, *args, **kwargs)
-
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """`engine.step()`."""
-        engine = self._known(optimizer)
         if kwargs:
             raise shared.refused("optimizer.step(closure)", "run the backward first, then step()")
-        return engine.step()
+        return self._known(optimizer).step()
 
     def clip_gradients_norm(
         self,
@@ -134,19 +107,10 @@ class FzeroStrategy(DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """`engine.clip_grad_norm_`; return the norm before. A collective."""
-        if float(norm_type) != 2.0:
-            raise shared.refused(f"clip_gradients(norm_type={norm_type})", "clip the 2-norm")
-        engine = self._known(optimizer)
-        norm = engine.global_grad_norm
-        if error_if_nonfinite and norm is not None and not torch.isfinite(norm):
+        norm = shared.clip(self._known(optimizer), max_norm, norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"clip_gradients: the norm of the gradients is {norm.item()}.")
-        return engine.clip_grad_norm_(max_norm)
-
-    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
-        """Raise `LayoutError`: gradients are sharded before anybody could clip their values."""
-        raise shared.refused(
-            "clip_gradients(clip_val=...)", "p.register_hook(lambda g: g.clamp(-1, 1))"
-        )
+        return norm
 
     def _known(self, optimizer: Any) -> Engine:
         engine = self.engine_of(optimizer)
@@ -159,7 +123,7 @@ class FzeroStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save to the folder `path`; a sharded model with its optimizer. A collective.
+        """Save to the folder `path`; a model with its optimizer, no gradients. A collective.
 
         `load_checkpoint` restores them at any stage, on any number of ranks.
         """
@@ -171,7 +135,7 @@ class FzeroStrategy(DDPStrategy):
             if engine is None:
                 rest[name] = x
             elif isinstance(x, nn.Module):
-                checkpoint.save(folder / name, engine, rng=False)
+                shared.save(folder / name, engine)
             elif not any(engine is self.engine_of(y) for y in state.values() if y is not x):
                 raise shared.refused(f"fabric.save of {name} alone", "save it with its model")
         plain = self._convert_stateful_objects_in_state(rest, filter={})
@@ -210,8 +174,7 @@ class FzeroStrategy(DDPStrategy):
         self, module: nn.Module, state_dict: Any, strict: bool = True
     ) -> None:
         """Load whole values; those of rank 0 count. A collective for a sharded model."""
-        engine = self.engine_of(module)
-        with nullcontext() if engine is None else shared.whole(engine, modify=True):
+        with shared.whole(self.engine_of(module), modify=True):
             super().load_module_state_dict(module, state_dict, strict)
 
 

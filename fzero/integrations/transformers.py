@@ -8,13 +8,11 @@ The rest of a training script stays as it is.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from fzero.adapter import gathered
 from fzero.errors import LayoutError, explain
 from fzero.integrations._shared import FOLDER, load_engines, save_engines
 from fzero.integrations.accelerate import FzeroAccelerator
@@ -79,13 +77,6 @@ class _Sharded(Base):
         """Put an accelerator with the same settings in the place of the trainer's."""
         super().create_accelerator_and_postprocess()
         self.accelerator = FzeroAccelerator.of(self.accelerator, **self._fzero)
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """To generate, ranks run as many forwards as their texts need: parameters are whole."""
-        with ExitStack() as stack:
-            if getattr(self.args, "predict_with_generate", False):
-                stack.enter_context(gathered(self.model))
-            return super().prediction_step(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save whole values on one rank. A collective, as it is for the trainer."""

@@ -15,7 +15,7 @@ from fzero.state.progress import Phase, Progress
 from fzero.state.scale import LossScale
 from fzero.state.schedule import Schedule
 from fzero.state.setup import Setup
-from fzero.state.window import Window
+from fzero.state.window import Window, forget
 
 
 @record
@@ -62,6 +62,10 @@ class TrainState:
         """Return a state with some fields of `setup.policy` changed: what a transform asks for."""
         policy = dataclasses.replace(self.setup.policy, **changes)
         return self.replace(setup=dataclasses.replace(self.setup, policy=policy))
+
+    def without_gradients(self) -> TrainState:
+        """Return the state without any gradient, reduced or waiting; an open window stays open."""
+        return self.replace(gradients=Buffers(), window=forget(self.window), progress=Progress())
 
     def __repr__(self) -> str:
         """A few lines: stage, phase, groups, bytes by kind. No numbers of tensors."""

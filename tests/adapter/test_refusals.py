@@ -13,7 +13,7 @@ from fzero.adapter import Engine
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import F64, Net, linear
 from tests.adapter.on_ranks import STAGES, each_stage, on_ranks
-from tests.adapter.plain import Draw, Reference, back, engine_of, update
+from tests.adapter.plain import Draw, Reference, back, engine_of, sgd_of, update
 
 
 def refused(call: Callable[[], Any], kind: type[FzeroError], text: str) -> None:
@@ -33,7 +33,9 @@ def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(
     refused(e.step, PhaseError, "step(): there are no gradients; 0 updates so far")
     refused(e.full_gradients, PhaseError, "full_gradients(): there are no gradients")
     refused(optimizer.step, PhaseError, "optimizer.step() of an optimizer that an engine runs")
+    given, loads = sgd_of(Net()).state_dict(), optimizer.load_state_dict
     refused(optimizer.state_dict, PhaseError, "optimizer.state_dict() of an optimizer that an e")
+    refused(lambda: loads(given), PhaseError, "optimizer.load_state_dict() of an optimizer that")
     update(e, plain, rank, 0)
     refused(e.step, PhaseError, "step(): there are no gradients; 1 updates so far")
     back(e, Draw(rank, 1))

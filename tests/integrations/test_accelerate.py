@@ -177,7 +177,8 @@ def test_bf16_is_computed_in_the_forward_and_comes_out_in_fp32(rank: int, world_
     with launched(rank, world_size):
         accelerator = FzeroAccelerator(cpu=True, stage=3, mixed_precision="bf16")
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model = accelerator.prepare(model)  # in two calls
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
         seen = []
         model[1].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
         assert model(torch.ones(2, 3)).dtype is torch.float32
@@ -188,17 +189,15 @@ def test_bf16_is_computed_in_the_forward_and_comes_out_in_fp32(rank: int, world_
 def refusals(loop: Loop) -> dict[str, Any]:
     """What a script of another backend does, by the words of the error that it gets."""
     accelerator, model = loop.accelerator, loop.model
-    other = nn.Linear(2, 2)
-    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    other, third = nn.Linear(2, 2), nn.Linear(2, 2)
+    both = torch.optim.SGD([*other.parameters(), *third.parameters()], lr=0.1)
     return {
-        "without its optimizer": lambda: accelerator.prepare(other),
-        "not all of one model": lambda: accelerator.prepare(model, other, both),
-        "of 0 given": lambda: accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.1)),
+        "optimizer was not set up": lambda: accelerator.prepare(other)(torch.ones(1, 2)),
+        "are not all of one model, of the 2": lambda: accelerator.prepare(third, both),
+        "are not all of one model": lambda: accelerator.prepare(type(both)(model.parameters())),
         "not those of one model": lambda: accelerator.clip_grad_norm_(other.parameters(), 1.0),
         "norm_type=1": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
-        "clip_grad_value_": lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
-        "of LOMO": lambda: accelerator.backward(torch.ones(()), learning_rate=0.1),
-        "max_norm": lambda: Loop(2, 1, engine={"max_norm": 1.0}),
+        "gradient_accumulation": lambda: Loop(2, 1, engine={"gradient_accumulation_steps": 2}),
         "stage=4": lambda: Loop(4, 1),
         "closure": lambda: loop.optimizer.step(lambda: 1.0),
     }
@@ -211,7 +210,8 @@ def test_what_another_backend_does_is_refused_by_name(rank: int, world_size: int
         for words, attempt in refusals(loop).items():
             with pytest.raises(LayoutError, match=words):
                 attempt()
-        for attempt in (loop.optimizer.state_dict, lambda: loop.optimizer.load_state_dict({})):
+        given = {"state": {}, "param_groups": []}
+        for attempt in (loop.optimizer.state_dict, lambda: loop.optimizer.load_state_dict(given)):
             with pytest.raises(PhaseError, match="that an engine runs"):
                 attempt()
         loop.run()  # nothing was changed

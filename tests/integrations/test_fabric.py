@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import warnings
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, PhaseError
 from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import started
 from tests.ranks import spawn_script
@@ -112,19 +113,50 @@ def test_a_raw_state_dict_is_loaded_and_mixed_precision_is_the_engines(
 
 
 @on_ranks(2, timeout_s=200)
+def test_a_loss_of_a_derivative_and_a_checkpoint_while_gradients_wait(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+    def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+        return slope.square().sum(1).mean() + model(rows).mean()
+
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        model = copy.deepcopy(plain)
+        with started(rank, world_size):
+            fabric = fabric_of(strategy_of(stage), world_size)
+            ready = fabric.setup_module(model)
+            adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+            optimizer = fabric.setup_optimizers(adam)  # after its model
+            loss_of(ready, x[rank : rank + 1]).backward()
+            fabric.save(tmp_path / str(stage), {"model": ready, "optimizer": optimizer})
+            optimizer.step()
+            before = {name: value.clone() for name, value in plain.state_dict().items()}
+            loss_of(plain, x).backward()
+            torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+            found = fabric.strategy.get_module_state_dict(model)
+            torch.testing.assert_close(found, dict(plain.state_dict()))
+            fabric.load(tmp_path / str(stage), {"model": ready, "optimizer": optimizer})
+            same(fabric.strategy.get_module_state_dict(model), before)
+
+
+@on_ranks(2, timeout_s=200)
 def test_what_the_engine_cannot_do_is_refused_by_name(rank: int, world_size: int) -> None:
     with started(rank, world_size):
         fabric = fabric_of(strategy_of(2), world_size)
-        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        model, other, third = (nn.Linear(2, 1) for _ in range(3))
         first, second = (torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, other))
-        half = torch.optim.SGD([model.bias], lr=0.1)
+        half = torch.optim.SGD([other.bias], lr=0.1)
         attempts: dict[str, Any] = {
             "find_unused_parameters": lambda: strategy_of(2, find_unused_parameters=True),
             "stage=5": lambda: strategy_of(5),
-            "without its optimizer": lambda: fabric.setup(other),
-            "with 2 optimizers": lambda: fabric.setup(model, first, half),
-            "not all of one model": lambda: fabric.setup(model, second),
-            "before the setup": lambda: fabric.backward(model(torch.ones(1, 2)).sum()),
+            "optimizer was not set up": lambda: fabric.setup(third)(torch.ones(1, 2)),
+            "of the 1 that wait": lambda: fabric.setup_optimizers(first),
+            "are not all of one model": lambda: fabric.setup(other, second, half),
         }
         for words, attempt in attempts.items():
             with pytest.raises(LayoutError, match=words):
@@ -132,7 +164,6 @@ def test_what_the_engine_cannot_do_is_refused_by_name(rank: int, world_size: int
         shared, optimizer = fabric.setup(model, first)
         fabric.backward(shared(torch.ones(1, 2)).sum())
         attempts = {
-            "clip_val": lambda: fabric.clip_gradients(shared, optimizer, clip_val=1.0),
             "norm_type": lambda: fabric.clip_gradients(shared, optimizer, max_norm=1, norm_type=1),
             "closure": lambda: optimizer.step(lambda: 1.0),
             "alone": lambda: fabric.save("nowhere", {"optimizer": optimizer}),
@@ -141,6 +172,8 @@ def test_what_the_engine_cannot_do_is_refused_by_name(rank: int, world_size: int
         for words, attempt in attempts.items():
             with pytest.raises(LayoutError, match=words):
                 attempt()
+        with pytest.raises(PhaseError, match="clamp"):
+            fabric.clip_gradients(shared, optimizer, clip_val=1.0)
         optimizer.step()  # nothing was changed
 
 

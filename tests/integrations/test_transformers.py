@@ -139,6 +139,72 @@ def test_so_does_that_of_sentence_transformers_with_a_cached_loss(
         check_trainer(rank, world_size, tmp_path, make, batch, 1e-9, stages, gather=False)
 
 
+class Scores:
+    """`compute_metrics`: what was generated, and a score that is best at the first evaluation."""
+
+    calls = 0
+
+    def __call__(self, seen: Any) -> dict[str, float]:
+        self.calls += 1
+        return {"generated": float(seen.predictions.clip(0).sum()), "score": -self.calls}
+
+
+def generating(module: Any, stage: int | None, folder: Path, ranks: int) -> Any:
+    """A trainer that generates to evaluate, and ends with the model of the best evaluation."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from fzero.integrations.transformers import sharded
+
+    common: Any = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "max_steps": 4}
+    common |= {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "disable_tqdm": True}
+    common |= {"load_best_model_at_end": True, "metric_for_best_model": "score"}
+    common |= {"predict_with_generate": True, "generation_max_length": 12, "save_total_limit": 1}
+    common |= dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size"), 4 // ranks
+    )
+    model, rows = module.make_model(), torch.arange(16 * 6).view(16, 6) * 37 % module.VOCABULARY
+    model.generation_config.eos_token_id = list(range(1, module.VOCABULARY, 4))  # ranks end apart
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    made: Any = Seq2SeqTrainer if stage is None else sharded(Seq2SeqTrainer, stage=stage)
+    args = Seq2SeqTrainingArguments(**common, learning_rate=1e-2)
+    return made(
+        model=model.double(), args=args, train_dataset=data, eval_dataset=data[:12],
+        compute_metrics=Scores(),
+    )  # fmt: skip
+
+
+def evaluated(trainer: Any) -> tuple[list[tuple[float, ...]], Any, dict[str, Any]]:
+    """Train; return what was evaluated on the way, and texts and values of the best model."""
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    texts = trainer.predict(trainer.eval_dataset).predictions
+    history = [x for x in trainer.state.log_history if "eval_loss" in x]
+    numbers = [(x["eval_loss"], x["eval_generated"], x["eval_score"]) for x in history]
+    values = trainer.accelerator.get_state_dict(trainer.model)
+    return numbers, torch.tensor(texts), values
+
+
+@on_ranks(2, timeout_s=200)
+def test_evaluation_generates_and_the_best_model_is_loaded_at_the_end(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    with example("hf_trainer") as module:
+        wanted = None
+        if rank == 0:  # a trainer alone saves on rank 0 only
+            with launched(0, 1):
+                wanted = evaluated(generating(module, None, tmp_path / "alone", 1))
+        for stage in (2, 3):
+            with launched(rank, world_size):
+                trainer = generating(module, stage, tmp_path / str(stage), world_size)
+                numbers, texts, values = evaluated(trainer)
+                trainer.accelerator.engines[0].close()
+            if wanted is not None:
+                close(numbers, wanted[0])
+                assert torch.equal(texts, wanted[1])
+                for name, value in wanted[2].items():
+                    torch.testing.assert_close(values[name], value, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -92,7 +92,9 @@ def notes_of(plan: Plan) -> list[str]:
         f"{found['most_padding']:,} elements are padding."
     ]
     empty = found["ranks_that_update_nothing"]
-    if empty:
+    if empty == found["ranks"]:
+        notes.append("Nothing is updated: no parameter learns.")
+    elif empty:
         notes.append(f"{empty:,} ranks update nothing: their shards are all padding.")
     if plan.peak:
         notes.append("The peak is of tensors without the batch, before what an allocator adds.")

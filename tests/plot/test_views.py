@@ -120,10 +120,19 @@ def test_figures_of_small_and_large_models_are_saved(count: int) -> None:
     assert len(figure.axes) == 2
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names[:2] == [" _orig.w", r"\$x_{\$"] and "paler: not reduced yet" in names
-    assert ("and 30 more" in names) == (count == 40)
+    assert ("and 19 more" in names) == (count == 40)
     file = io.BytesIO()
     figure.savefig(file, format="png")
     assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_a_bar_has_as_much_of_a_long_name_as_fits() -> None:
+    path = "a_module_with_a_name." * 9 + "layer.weight"
+    state = fzero.init({path: torch.ones(8), "b": torch.ones(1)}, fzero.optim.sgd(0.1), stage=0)
+    written = {text.get_text() for text in partition_map(state).draw().texts}
+    found = [name for name in written if name.endswith("layer.weight")]
+    assert found and all(path.endswith(name) and len(name) < len(path) for name in found)
+    assert "weight" not in written  # which says nothing
 
 
 def test_maps_of_different_models_do_not_share_a_legend() -> None:

@@ -177,9 +177,11 @@ def points_wide(ax: Axes) -> float:
 @functools.cache
 def text_points(text: str, size: float) -> float:
     """Return the width of a text in points, at a font size in points."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
+    try:
+        from matplotlib.font_manager import FontProperties
+        from matplotlib.textpath import text_to_path
+    except ImportError as error:
+        raise missing_matplotlib() from error
     font = FontProperties(size=size)
     return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
 

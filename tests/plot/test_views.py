@@ -25,6 +25,7 @@ from fzero.plot import (
     side_by_side,
     step_timeline,
 )
+from fzero.plot._figure import text_points
 from fzero.state import TrainState
 from fzero.state.hooks import HookState
 from fzero.trace import Op, Value
@@ -149,6 +150,7 @@ def test_without_matplotlib_only_figures_fail(kind: str, monkeypatch: pytest.Mon
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text_points.cache_clear()  # of figures that other tests have drawn
     event = HookEvent(name="note", before=HookState(), after=HookState())
     gives = (Value(name="b", shape=(2,), dtype=torch.float32),)
     told: dict[str, Any] = {"phase": "forward", "reads": ("a",), "gives": gives}

@@ -119,7 +119,7 @@ class Channel:
         """Say `kind`; nobody waits. `text` is what is announced: equal texts go together."""
         self._complete()
         row = [kind, zlib.crc32(text.encode()), hint, served, *codes]
-        self._posted = lowering.begin_exchange(row, self.axis, Round, width=4 + CODES)
+        self._posted = lowering.begin_exchange(row, self.axis, Round, width=4 + CODES, said=text)
         self._text, self._unread = text, None
         self.rounds += 1
         self.ended_in_error = False

@@ -38,6 +38,7 @@ class CollectiveEvent:
     dtype: torch.dtype
     wire_bytes: int  # that this rank sends, on the ring lower bound
     paths: tuple[str, ...] = ()  # of the parameters that it is about; none for the user's own
+    said: str = ""  # of "agree": the call or the pass that the rank announces
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Iterator[None]:
         _ABOUT.paths = iter(())
 
 
-def note(op: str, axis: Axis, numel: int, dtype: torch.dtype) -> None:
+def note(op: str, axis: Axis, numel: int, dtype: torch.dtype, said: str = "") -> None:
     """Tell every open log about one buffer; `numel` is that of the full (not sharded) side."""
     logs = _open_logs()
     if not logs:
@@ -128,6 +129,7 @@ def note(op: str, axis: Axis, numel: int, dtype: torch.dtype) -> None:
         dtype=dtype,
         wire_bytes=wire_bytes,
         paths=() if op == "agree" else next(_ABOUT.paths, ()),
+        said=said,
     )
     for log in logs:
         log.events.append(event)

@@ -170,18 +170,26 @@ def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]
 
 
 def begin_exchange(
-    codes: Sequence[int], axis: Axis, read: Callable[[list[list[int]]], Any], *, width: int
+    codes: Sequence[int],
+    axis: Axis,
+    read: Callable[[list[list[int]]], Any],
+    *,
+    width: int,
+    said: str = "",
 ) -> Started:
     """Start to give one value, `read([r, width])`: of every rank's `codes`, filled up with zeros.
 
     Virtual ranks share it. `axis` is one of fzero's own, over gloo: so no rank waits for its GPU.
+    `said` is for logs: what this rank says, in words.
     """
     filled = [*codes, *(0 for _ in range(width - len(codes)))]
     if axis.runtime is Runtime.LOCAL:
         return given([read([filled])], axis)
-    note("agree", axis, width * axis.size, torch.int64)
+    note("agree", axis, width * axis.size, torch.int64, said)
     if axis.runtime is Runtime.VIRTUAL:
-        return given([_exchange(f"agree {width} {axis.group_name}", filled, axis, read)], axis)
+        return given(
+            [_exchange(f"a call of fzero {axis.group_name}".rstrip(), filled, axis, read)], axis
+        )
     group = axis.group()
     mine = torch.tensor(filled, dtype=torch.int64)
     out = torch.empty(axis.size * width, dtype=torch.int64)

@@ -58,6 +58,16 @@ def carried_each(a: Tensor, twin: Tensor) -> Tensor:
     return (MARGIN * (off + 3 * typical)).clamp(max=carried(a, twin))
 
 
+def noise(a: Tensor, twin: Tensor) -> Tensor:
+    """How large an element is that may be rounding and nothing else: own + 4 r, as above.
+
+    The gradient by the bias of attention's keys is such: it is zero, but for rounding.
+    """
+    off = (a.double() - twin.double()).abs().nan_to_num(0.0, posinf=0.0)
+    typical = off.square().mean().sqrt() if off.numel() else 0.0
+    return off + MARGIN * typical
+
+
 def first_apart(a: Spread, b: Spread, bound: Tensor | float) -> Found | None:
     """The copies in b that are not what a has, or else those in a that are not what b has."""
     found = _apart(a.full, b.copies, b.shape, bound)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._pieces import leaf_names
-from fzero.diff._bound import TERMS, first_apart, replicas_apart
+from fzero.diff._bound import TERMS, first_apart, noise, replicas_apart
 from fzero.diff._difference import REPLICA
 from fzero.diff._side import Apart, Side, summed
 from fzero.diff._values import Spread
@@ -71,11 +71,11 @@ class Pair:
 
     def unsure(self, path: str) -> Tensor:
         """Elements whose gradients differ, and are so small that rounding may give their sign."""
-        sides = [side.gradients(True).get(path) for side in (self.a, self.b)]
+        sides = [side.gradients(True).get(path) for side in self.sides]
         if any(side is None for side in sides):
             return torch.zeros((), dtype=torch.bool)
-        a, b = (side.full for side in sides if side is not None)
-        bound = self.of_sum(path, a.shape)
+        a, b, c = (side.full for side in sides if side is not None)
+        bound = self.of_sum(path, a.shape) + noise(a, c)
         return (a.abs() <= bound) & (a != b)
 
 

@@ -87,7 +87,8 @@ def _slots(pair: Pair) -> Iterator[Apart]:
         a, b, c = _at(after, (name, path))
         size = a.full.abs().max() + before[name, path].full.abs().max()
         rounding = TERMS * pair.unit * pair.cancelled(path) * size
-        yield from of_leaf(f"{SLOT} {name}", path, a, b, carried(a.full, c.full) + rounding)
+        bound = torch.where(pair.unsure(path), torch.inf, carried(a.full, c.full) + rounding)
+        yield from of_leaf(f"{SLOT} {name}", path, a, b, bound)
 
 
 def _params(pair: Pair) -> Iterator[Apart]:

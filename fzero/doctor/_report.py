@@ -163,23 +163,29 @@ def _described(word: str, cells: Sequence[Cell]) -> list[str]:
 
 
 def _table(cells: Sequence[Cell], color: bool) -> Iterator[str]:
-    """Yield the lines of one section: dtypes side by side, or transforms if there is one dtype."""
+    """Yield the lines of one section, of at most 80 columns.
+
+    Dtypes are side by side, or transforms if there is one dtype. The name of a collective has a
+    line of its own, and its rows follow, where they have names of their own or are wide.
+    """
     one_dtype = len({cell.check.dtype for cell in cells}) == 1
-    found: dict[tuple[str, ...], dict[str, str]] = {}
+    one_transform = len({cell.check.transform for cell in cells}) == 1
+    found: dict[tuple[str, str], dict[str, str]] = {}
     for cell in cells:
         at = cell.check
-        row = (at.subject.name,) if one_dtype else (at.subject.name, at.transform)
+        above, name = ("", at.subject.name) if one_transform else (at.subject.name, "")
+        row = (above, name if one_transform or one_dtype else f"  {at.transform}")
         found.setdefault(row, {})[at.transform if one_dtype else at.dtype] = cell.finding.verdict
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
-    head = ("collective", "transform")[: 1 if one_dtype else 2]
-    rows = [[*row, *(by.get(column, "-") for column in columns)] for row, by in found.items()]
-    lines = [[*head, *columns], *rows]
+    rows = [[name, *(by.get(column, "-") for column in columns)] for (_, name), by in found.items()]
+    lines = [["", *columns], *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     before = ""
-    for line in lines:
-        shown = ["" if line[0] == before else line[0], *line[1:]]
-        before = line[0]
-        padded = [text.ljust(width) for text, width in zip(shown, widths, strict=True)]
+    for above, line in zip(["", *(above for above, _ in found)], lines, strict=True):
+        if above != before:
+            yield above
+        before = above
+        padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
         painted = [_paint(text) if color else text for text in padded]
         yield "  ".join(painted).rstrip()
 

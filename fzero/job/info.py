@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import textwrap
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def environment() -> dict[str, Any]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """Return `report` as one line a fact, in a block of code that an issue takes as it is.
+    """Return `report` as one entry a fact, in a block of code that an issue takes as it is.
 
     Example:
         >>> print(as_text({"cpu": {"cores": 2, "memory_bytes": 2**34}, "gpus": [], "nccl": None}))
@@ -60,7 +61,10 @@ def as_text(report: dict[str, Any]) -> str:
         nccl       none
         ```
     """
-    lines = [f"{name:<10} {_words(value)}" for name, value in report.items()]
+    lines = (
+        textwrap.fill(f"{name:<10} {_words(value)}", 80, subsequent_indent=" " * 11)
+        for name, value in report.items()
+    )
     return "\n".join(["```text", *lines, "```"])
 
 

@@ -70,7 +70,7 @@ class Planner:
 
         Args:
             model: an nn.Module, on any device; or a Hugging Face config, as a path, a dict or a
-                `PretrainedConfig`, of which the causal language model is taken.
+                `PretrainedConfig`: the first of its `architectures`, or its language model.
             batch: what one rank is given for one step: a pytree of tensors, real ones or on the
                 meta device; only their shapes and dtypes are used.
             world: W, the number of ranks; or (R, S), R replicas of S ranks.

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from fzero.errors import AxisError, LayoutError, explain
+from fzero.plan._config import from_config
 from fzero.plan._record import Plan
-from fzero.plan._subject import from_config
 
 World = int | tuple[int, int]
 """W, or (R, S): R replicas of S ranks."""

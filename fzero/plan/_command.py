@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import FzeroError, LayoutError, explain
 from fzero.plan import _text, plan
 from fzero.plan._api import size_of
+from fzero.plan._config import from_config, tokens
 from fzero.plan._record import Comparison, Plan
-from fzero.plan._subject import from_config, tokens
 from fzero.plan._time import Rates
 
 SUMMARY = "what a step takes on any number of ranks: bytes, collectives, the peak"
 DESCRIPTION = (
     "Plans one training step, on one rank without values. Of a Hugging Face config all is known: "
-    "it runs the causal language model (transformers must be installed). Of a number of parameters "
-    "the state and what crosses the ranks are known; activations, and so the peak and the time, "
-    "are not. The optimizer is AdamW, which writes in place (donate=True)."
+    "it runs the language model that it names (transformers must be installed). Of a number of "
+    "parameters the state and what crosses the ranks are known; activations, and so the peak and "
+    "the time, are not. The optimizer is AdamW, which writes in place (donate=True)."
 )
-EPILOG = "Exit code 2 for wrong input; 1 if no world fits what --fits says."
+EPILOG = "Exit code 2 for wrong input, and if no world fits what --fits says."
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZER = "fzero.optim.adamw(3e-4)"
 
@@ -37,7 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stage", metavar="S", help="0, 1, 2, 3, or `all` to compare them (3)")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), help="of the parameters (bf16)")
     parser.add_argument("--batch", type=int, metavar="B", help="sequences of one rank (1)")
-    parser.add_argument("--length", type=int, metavar="T", help="tokens of a sequence (4096)")
+    parser.add_argument(
+        "--length",
+        type=int,
+        metavar="T",
+        help="tokens of a sequence (4096, or as many as the model has positions for)",
+    )
     parser.add_argument("--micro-batches", type=int, metavar="M", help="parts of the batch (1)")
     parser.add_argument("--coalesce", action="store_true", help="reduce once for all of them")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer")
@@ -118,11 +123,27 @@ _OF_MODELS = (
 
 def _of_config(given: dict[str, Any]) -> Plan | Comparison:
     model = from_config(given["hf_config"]).to(_DTYPES[given.get("dtype", "bf16")]).train()
+    batch = tokens(model, given.get("batch", 1), given.get("length"))
+    try:
+        return _of_model(model, batch, given)
+    except FzeroError:
+        raise
+    except Exception as error:  # what models raise is of any kind
+        raise _wrong(
+            f"{type(model).__name__} could not be run on {[*batch['input_ids'].shape]} tokens that "
+            f"are its labels: {error}",
+            "a model that is no language model, or whose forward depends on values.",
+            "fzero.plan(module, batch, loss=..., stage=..., world=...) plans any nn.Module.",
+        ) from error
+
+
+def _of_model(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], given: dict[str, Any]
+) -> Plan | Comparison:
     if given.get("checkpoint"):
         language_model: Any = model
         newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
         (newer or language_model.gradient_checkpointing_enable)({"use_reentrant": False})
-    batch = tokens(given.get("batch", 1), given.get("length", 4096))
     rates = {
         name: given[key]
         for key, name in (
@@ -197,4 +218,4 @@ def _number(name: str, text: str) -> float:
 
 
 def _wrong(seen: str, cause: str, fix: str) -> LayoutError:
-    return LayoutError(explain(f"{seen}.", cause=cause, fix=fix))
+    return LayoutError(explain(f"{seen.rstrip('.')}.", cause=cause, fix=fix))

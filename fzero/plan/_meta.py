@@ -7,12 +7,13 @@ be with its other tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -40,11 +41,9 @@ class AsOn(TorchFunctionMode):
     ) -> Any:
         """Run `func`, or what it would be on the device."""
         kwargs = dict(kwargs or {})
-        if func is torch.autograd.backward:
-            return self._backward(*args, **kwargs)
-        if func is Tensor.backward:
-            with AsOn(self._device):
-                return torch.autograd.backward(*args, **kwargs)
+        if (composed := _without_dispatch(func)) is not None:
+            with self:
+                return composed(*args, **kwargs)
         if func in _device_constructors() and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         if func is not torch.nn.functional.scaled_dot_product_attention:
@@ -53,36 +52,6 @@ class AsOn(TorchFunctionMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         return _fused(given) if self._fuses(given) else func(*args, **kwargs)
 
-    def _backward(
-        self,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        """`torch.autograd.backward`, for which torch would leave this mode.
-
-        What a checkpoint computes in it would then not be as it was in the forward.
-        """
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
-        given += [None] * (len(roots) - len(given))
-        pairs = zip(roots, given, strict=True)
-        grads = tuple(torch.ones_like(x) if g is None else g for x, g in pairs)
-        by = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
-        keep = create_graph if retain_graph is None else retain_graph
-        with AsOn(self._device):
-            _engine_run_backward(
-                tuple(roots),
-                grads,
-                keep,
-                create_graph,
-                by,
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
-
     def _fuses(self, given: Mapping[str, Any]) -> bool:
         query, mask = given["query"], given.get("attn_mask")
         plain = query.is_meta and query.ndim == 4 and query.numel() > 0
@@ -90,6 +59,28 @@ class AsOn(TorchFunctionMode):
         drops = given.get("dropout_p", 0.0) > 0 and self._device == "cpu"
         wide = query.dtype is torch.float64 and self._device != "cpu"
         return plain and not (learned or drops or wide)
+
+
+@functools.cache
+def _without_dispatch(func: Any) -> Callable[..., Any] | None:
+    """Return a function of torch that is written in Python, so that a mode sees what it calls.
+
+    Such a function asks whether somebody overrides it, hands itself to the mode, and runs without
+    the mode: attention inside of `nn.MultiheadAttention`, what a checkpoint computes in a backward.
+    The copy does not ask. None: it is no such function. (A method is none: it may call that of its
+    base class, which hands itself to the mode under the same name.)
+    """
+    if not isinstance(func, FunctionType) or func.__qualname__ != func.__name__:
+        return None
+    if not _ASKS.intersection(func.__code__.co_names, func.__globals__):
+        return None
+    around = func.__globals__ | dict.fromkeys(_ASKS, lambda *_: False)
+    made = FunctionType(func.__code__, around, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+_ASKS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 
 
 def _fused(given: Mapping[str, Any]) -> Tensor:

@@ -52,7 +52,10 @@ def run(
     except FzeroError:
         raise
     except Exception as error:
-        error.add_note(f"(while {subject.name} was planned: its tensors have shapes and no values)")
+        error.add_note(
+            f"(while {subject.name} was planned: its tensors have shapes and no values, so there "
+            "is no answer to .item() and `if x.sum() > 0`, nor a shape of x[mask])"
+        )
         raise
     finally:
         subject.marks.clear()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import optree
@@ -14,8 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from fzero._module_copy import tracks
 from fzero.errors import LayoutError, explain
 from fzero.functional import functionalize
+from fzero.plan import _constants as constants
+from fzero.plan._meta import AsOn
 from fzero.state import NAMESPACE
 from fzero.state.offload import Offload
 from fzero.transforms import (
@@ -63,7 +65,8 @@ def subject_of(
     """Return the step of a training loop: forward, backward, update, with what was asked for."""
     compute = loss or mean_output
     marks: list[Any] = []
-    apply, params = functionalize(emptied(model, make))
+    with nullcontext() if lowered else AsOn("cpu"):  # which keeps what is known of buffers
+        apply, params = _functionalized(emptied(model, make))
 
     def loss_of(params: Any, batch: Any) -> Tensor:
         return compute(lambda *args, **kwargs: apply(params, *args, **kwargs), batch)
@@ -87,6 +90,14 @@ def subject_of(
         step = offload(step, **away.homes, folder=away.folder)
     step = shard(step, **options)
     return Subject(type(model).__name__, step, params, (batch,), marks)
+
+
+def _functionalized(model: nn.Module) -> tuple[Callable[..., Any], Any]:
+    """(apply, params) of a module; running statistics are given to each call as they are now."""
+    if not any(tracks(part) and part.training for part in model.modules()):
+        return functionalize(model)
+    apply, params, buffers = functionalize(model, buffers=True)
+    return lambda *args, **kwargs: apply(*args, buffers=buffers, **kwargs)[0], params
 
 
 def mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
@@ -115,7 +126,7 @@ def mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
 
 
 class _Emptying(TorchFunctionMode):
-    """Inside, a copy of a tensor has no values."""
+    """Inside, a copy of a tensor has no values; those of a small buffer are noted."""
 
     def __init__(self, make: Make) -> None:
         super().__init__()
@@ -124,7 +135,9 @@ class _Emptying(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
             x, memo = args
-            memo[id(x)] = memo[id(x)] if id(x) in memo else self._make(x)
+            if id(x) not in memo:
+                memo[id(x)] = self._make(x)
+                constants.remember(memo[id(x)], x)
             return memo[id(x)]
         return func(*args, **(kwargs or {}))
 
@@ -171,67 +184,6 @@ def maker(*, autocasts: bool) -> Make:
     return lambda x: FakeTensor(mode, torch.empty_like(x, device="meta"), here)
 
 
-def from_config(config: Any) -> nn.Module:
-    """Return the causal language model of a Hugging Face config, on the meta device.
-
-    `config`: the path of a config.json, or of the folder with it; a dict; a `PretrainedConfig`.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise LayoutError(
-            explain(
-                "a Hugging Face config was given, and transformers is not installed.",
-                cause="transformers is no dependency of fzero.",
-                fix="pip install transformers; or give the nn.Module itself.",
-            )
-        ) from error
-    if isinstance(config, str | os.PathLike):
-        config = _read(os.fspath(config))
-    if isinstance(config, dict):
-        config = dict(config)
-        kind = config.pop("model_type", None)
-        known = transformers.CONFIG_MAPPING
-        if kind not in known:
-            raise LayoutError(
-                explain(
-                    f"the config has model_type {kind!r}.",
-                    cause="no config of transformers, or a model that needs its own code.",
-                    fix="give the config.json of a model that this transformers has, or the "
-                    "nn.Module itself.",
-                )
-            )
-        config = transformers.AutoConfig.for_model(kind, **config)
-    config.use_cache = False  # a step of training has no use for it
-    dtype = getattr(config, "dtype", None) or torch.float32
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def _read(path: str) -> dict[str, Any]:
-    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
-    try:
-        with open(file, encoding="utf-8") as opened:
-            found = json.load(opened)
-    except (OSError, ValueError) as error:
-        raise LayoutError(
-            explain(
-                f"{file!r} could not be read as a config: {error}.",
-                cause="another path, or a file that is no JSON.",
-                fix="give the path of a model's config.json, or of the folder that has it.",
-            )
-        ) from error
-    if not isinstance(found, dict):
-        raise LayoutError(
-            explain(
-                f"{file!r} has a {type(found).__name__}, not an object.",
-                cause="another JSON file.",
-                fix="give the path of a model's config.json.",
-            )
-        )
-    return found
-
-
 def device_of(tree: Any) -> str:
     """Return the kind of device that parameters are on; of meta ones "cuda"."""
     leaves = tree.parameters() if isinstance(tree, nn.Module) else _leaves(tree)
@@ -241,9 +193,3 @@ def device_of(tree: Any) -> str:
 
 def _leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree, namespace=NAMESPACE)
-
-
-def tokens(batch_size: int, length: int) -> dict[str, Tensor]:
-    """Return a batch of a causal language model of Hugging Face: [b, t] tokens and labels."""
-    ids = torch.empty(batch_size, length, dtype=torch.int64, device="meta")
-    return {"input_ids": ids, "labels": ids.clone()}

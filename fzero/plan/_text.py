@@ -88,11 +88,13 @@ def notes_of(plan: Plan) -> list[str]:
     """What is to be read with the tables."""
     found = padding_of(plan)
     notes = [
-        f"Each of {found['ranks']:,} ranks holds as many bytes; of what it updates, at most "
-        f"{found['most_padding']:,} elements are padding."
+        f"Each of {found['ranks']:,} ranks holds as many bytes.",
+        f"At most {found['most_padding']:,} of the elements that one updates are padding.",
     ]
     empty = found["ranks_that_update_nothing"]
-    if empty:
+    if empty == found["ranks"]:
+        notes.append("Nothing is updated: no parameter learns.")
+    elif empty:
         notes.append(f"{empty:,} ranks update nothing: their shards are all padding.")
     if plan.peak:
         notes.append("The peak is of tensors without the batch, before what an allocator adds.")

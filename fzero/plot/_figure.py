@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}
 GAP = 0.9  # between ranks, in bars
-MOST_NAMES = 10  # leaves in a legend, and groups that are named above the bars
+MOST_NAMES = 21  # leaves in a legend, as many as have a colour of their own; groups with names
 FONT_POINTS = 7.0  # inside the bars
 LEGEND_POINTS = 8.5
 WIDE = 0.62  # of a character, in units of its font size
@@ -163,11 +163,10 @@ def _name_groups(ax: Axes, partition: PartitionMap) -> None:
     """Write each group's name above its bars, where there is room for it."""
     for span in partition.groups:
         length = span.stop - span.start
-        for name in (f"group {span.name}", span.name):
-            if len(name) <= _room(ax, partition, length):
-                x = span.start + length / 2
-                ax.text(x, -0.62, _verbatim(name), ha="center", va="bottom", fontsize=FONT_POINTS)
-                break
+        name = _fitting([f"group {span.name}", *_shorter(span.name)], ax, partition, length)
+        if name:
+            x = span.start + length / 2
+            ax.text(x, -0.62, _verbatim(name), ha="center", va="bottom", fontsize=FONT_POINTS)
 
 
 def points_wide(ax: Axes) -> float:
@@ -178,9 +177,11 @@ def points_wide(ax: Axes) -> float:
 @functools.cache
 def text_points(text: str, size: float) -> float:
     """Return the width of a text in points, at a font size in points."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
+    try:
+        from matplotlib.font_manager import FontProperties
+        from matplotlib.textpath import text_to_path
+    except ImportError as error:
+        raise missing_matplotlib() from error
     font = FontProperties(size=size)
     return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
 
@@ -192,9 +193,16 @@ def cut(text: str, size: float, room: float) -> str:
     return text
 
 
-def _room(ax: Axes, partition: PartitionMap, length: int) -> float:
-    """Return how many characters fit into `length` elements."""
-    return length / max(partition.total, 1) * points_wide(ax) / (WIDE * FONT_POINTS)
+def _shorter(name: str, least: int = 1) -> list[str]:
+    """Return a path, and the ends of it of at least so many parts: "a.b.c", "b.c", "c"."""
+    parts = name.split(".")
+    return [name, *(".".join(parts[i:]) for i in range(1, len(parts) - least + 1))]
+
+
+def _fitting(names: Sequence[str], ax: Axes, partition: PartitionMap, length: int) -> str:
+    """Return the first name that fits into `length` elements; "" if none does."""
+    room = length / max(partition.total, 1) * points_wide(ax) / (WIDE * FONT_POINTS)
+    return next((name for name in names if len(name) <= room), "")
 
 
 def _draw_segment(
@@ -207,8 +215,8 @@ def _draw_segment(
         return
     fill = colour(segment.leaf)
     ax.barh(y, length, **place, color=fill, edgecolor="white", alpha=0.45 if pale else 1.0)
-    name = partition.leaves[segment.leaf]
-    if len(name) <= _room(ax, partition, length):
+    name = _fitting(_shorter(partition.leaves[segment.leaf], 2), ax, partition, length)
+    if name:
         black_or_white = "#000000" if pale else ink(fill)
         ax.text(
             segment.start + length / 2,

@@ -190,7 +190,7 @@ def _name_peak(ax: Axes, memory: MemoryTimeline) -> None:
 
 
 def _name_phases(ax: Axes, memory: MemoryTimeline) -> None:
-    """Write each phase above its ops: in full, in short, or upright, as there is room."""
+    """Write each phase above its ops: in full, in short, or in full and upright, as it fits."""
     points = _figure.points_wide(ax) / len(memory.rows)
     for start, stop, phase in spans([row.phase for row in memory.rows]):
         if start:
@@ -202,7 +202,7 @@ def _name_phases(ax: Axes, memory: MemoryTimeline) -> None:
         look["rotation"] = 0 if fit else 90
         where = ((start + stop) / 2 / len(memory.rows), 1.0)
         place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        ax.annotate(fit or PHASES[phase], where, (0, 3), **place, **look)
+        ax.annotate(fit or phase, where, (0, 3), **place, **look)
 
 
 def _name_axes(ax: Axes, title: str) -> None:
@@ -212,7 +212,7 @@ def _name_axes(ax: Axes, title: str) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
     ax.set_xlabel("op of the trace", fontsize="small")
     ax.tick_params(labelsize="small")
-    ax.set_title(_figure._verbatim(title), loc="left", fontsize="medium", pad=28)
+    ax.set_title(_figure._verbatim(title), loc="left", fontsize="medium", pad=38)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 import torch
@@ -131,6 +131,11 @@ class Policy:
     autocast: torch.dtype | None = None  # autocast: in which losses are computed
     check_finite: bool = False  # check_finite: an update raises what is not finite
     observer: Observer | None = field(default=None, repr=False)  # not what ranks compare
+
+    @property
+    def options(self) -> list[str]:
+        """What ranks must have in common to update together: each option as a line."""
+        return [f"{one.name}={getattr(self, one.name)}" for one in fields(self) if one.repr]
 
     @property
     def differentiates_as(self) -> str:

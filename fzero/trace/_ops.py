@@ -80,13 +80,16 @@ def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:
 
 
 def _values(node: fx.Node, names: dict[fx.Node, str]) -> list[Value]:
-    """What a node gives: one value, or those that are taken from it."""
-    items = [user for user in node.users if is_item(user)]
-    made = items or [node]
+    """What a node gives: one value, or several, of which "_" is read by nobody."""
+    val = node.meta.get("val")
+    read = {user.args[1]: names[user] for user in node.users if is_item(user)}
+    made = enumerate(val) if isinstance(val, list | tuple) else [(None, val)]
     return [
-        Value(name=names[one], shape=tuple(one.meta["val"].shape), dtype=one.meta["val"].dtype)
-        for one in made
-        if isinstance(one.meta.get("val"), Tensor)
+        Value(
+            name=names[node] if i is None else read.get(i, "_"), shape=tuple(x.shape), dtype=x.dtype
+        )
+        for i, x in made
+        if isinstance(x, Tensor)
     ]
 
 

@@ -189,7 +189,8 @@ def boundary(
         lines = by_axis.setdefault(state.setup.axis, [name])
         policy, counted = state.setup.policy, state.progress
         lines += [
-            f"stage {state.setup.stage}, {policy}",
+            f"stage {state.setup.stage}",
+            *policy.options,
             f"{counted.reductions} reductions since the update",
             f"loss scale {state.scale and state.scale.policy}",
         ]

@@ -156,6 +156,29 @@ def test_a_gradient_that_cancels_has_no_sign_to_compare(seed: int) -> None:
     assert fzero.diff(one(orders[0], 0, 1), one(orders[1], 2, 2)) is None
 
 
+def test_a_gradient_below_the_rounding_of_its_leaf_has_no_sign_to_compare() -> None:
+    """As that of the bias of attention's keys: it is zero, but for the rounding inside a loss."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).mean(0).sum(), state)(x)
+        return fzero.apply_gradients(state), None
+
+    def one(tiny: float, stage: int, world_size: int) -> fzero.Run:
+        x = torch.rand(6, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        x[:, 3] = tiny
+        return fzero.Run(
+            step=fzero.shard(step, stage=stage),
+            params={"w": torch.ones(20, dtype=torch.float64)},
+            optimizer=OPTIMIZERS["lion"],
+            batches=[x.view(world_size, -1, 20)],
+            world_size=world_size,
+        )
+
+    assert fzero.diff(one(1e-17, 0, 1), one(-1e-17, 2, 2)) is None
+    found = fzero.diff(one(1e-12, 0, 1), one(-1e-12, 2, 2))
+    assert found is not None and found.path == "w" and found.index == (3,)
+
+
 def test_a_chaotic_run_stays_beside_the_other_one() -> None:
     """p' = 3.9 p (1 - p): alone, rounding would be beyond every bound after 30 calls."""
 

@@ -82,6 +82,19 @@ def next_token(model: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
 
 
+class Encoder(nn.Module):
+    """Attention by torch's own layer, under a causal mask that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask: Any = self.mask
+        return self.layer(x, src_mask=mask[: x.shape[1], : x.shape[1]])
+
+
 def mlp() -> nn.Module:
     """Uneven sizes, a tied weight, a frozen one and a scalar that nothing uses."""
     made = nn.Sequential(
@@ -102,7 +115,7 @@ def square(model: Any, x: Tensor) -> Tensor:
 class Case:
     """A model and the options of one step, planned or run."""
 
-    model: str = "mlp"  # or "decoder"
+    model: str = "mlp"  # or "decoder", "remat", "encoder"
     stage: int = 3
     mesh: tuple[int, int] | None = None
     dtype: torch.dtype = torch.float32
@@ -112,15 +125,18 @@ class Case:
 
     def module(self) -> nn.Module:
         torch.manual_seed(0)
-        made = mlp() if self.model == "mlp" else Decoder(remat=self.model == "remat")
+        made = {"mlp": mlp, "encoder": Encoder}.get(self.model)
+        made = Decoder(remat=self.model == "remat") if made is None else made()
         return made.to(self.dtype)
 
     def loss(self) -> Any:
-        return square if self.model == "mlp" else next_token
+        return square if self.model in ("mlp", "encoder") else next_token
 
     def batch(self) -> Tensor:
         if self.model == "mlp":
             return torch.ones(8, 50, dtype=self.dtype)
+        if self.model == "encoder":
+            return torch.ones(4, 33, 32)
         return torch.arange(4 * 48).view(4, 48) % 203
 
     def optimizer(self) -> Any:

@@ -22,6 +22,7 @@ CASES = [
     *(Case(stage=stage) for stage in range(4)),
     *(Case(model="decoder", stage=stage, shard=DONATES) for stage in (0, 3)),
     Case(model="remat", stage=3),
+    Case(model="encoder", stage=2),
     Case(model="decoder", stage=3, dtype=torch.bfloat16),
     Case(model="decoder", stage=2, around={"micro_batches": 2, "coalesced": True}),
     Case(model="decoder", stage=3, torch_optimizer=True, around=CLIPS),

@@ -82,6 +82,33 @@ def test_a_config_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert made["bytes"]["masters"] == 2 * made["bytes"]["parameters"]
     assert main([*arguments, "--fits", "150e3", "--checkpoint"]) == 0
     assert "LlamaForCausalLM: stage 3 on" in capsys.readouterr().out
+    names = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    file.write_text(json.dumps(names | sizes | {"vocab_size": 50, "decoder_start_token_id": 0}))
+    assert main([*arguments, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    # Embedding; 3 attentions, 2 MLPs, 7 norms; 32 buckets of positions for 4 heads, twice.
+    numel = 50 * 16 + 3 * 4 * 16 * 16 + 2 * 2 * 16 * 32 + 7 * 16 + 2 * 32 * 4
+    assert made["name"] == names["architectures"][0] and made["bytes"]["parameters"] == 2 * numel
     file.write_text('{"model_type": "unheard of"}')
     assert main([*arguments]) == 2
     assert "model_type 'unheard of'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_position_embeddings": 8}, "--length 16, and LlamaForCausalLM has 8 positions"),
+        ({"num_attention_heads": 5}, "not a multiple of the number of attention heads"),
+        ({"model_type": "vit"}, "'vit' says no architectures"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "could not be run on [1, 16]"),
+    ],
+)
+def test_configs_that_cannot_be_planned(
+    change: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG | change))
+    assert main(["plan", "--hf-config", str(file), "--length", "16"]) == 2
+    assert says in capsys.readouterr().err

@@ -46,6 +46,26 @@ def test_several_models() -> None:
     assert plan.stage == (3, 0) and plan.bytes["parameters"] == 256 + 64
 
 
+def test_running_statistics_are_updated_as_in_a_step_that_hands_them_on() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+    apply, params, buffers = fzero.functionalize(model, buffers=True)
+
+    def loss(params: Any, x: Tensor, buffers: Any) -> Any:
+        out, new = apply(params, x, buffers=buffers)
+        return out.mean(), new
+
+    def step_fn(state: Any, x: Tensor, buffers: Any) -> Any:
+        state, aux = fzero.grad_and_reduce(loss, state, has_aux=True)(x, buffers)
+        return fzero.apply_gradients(state), aux
+
+    step, x = fzero.shard(step_fn, stage=3), torch.ones(4, 3, 9, 9)
+    mine = fzero.plan.of_step(step, params, fzero.optim.adamw(3e-4), x, buffers, world=3)
+    plan = fzero.plan(model, x, stage=3, world=3)
+    assert (plan.traffic, plan.bytes) == (mine.traffic, mine.bytes)
+    assert plan.peak_bytes == pytest.approx(mine.peak_bytes, rel=0.01)
+    assert model[1].num_batches_tracked == 0
+
+
 def test_nothing_of_the_model_is_touched() -> None:
     model = Case().module()
     before = {name: x.clone() for name, x in model.state_dict().items()}

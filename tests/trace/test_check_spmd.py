@@ -75,6 +75,40 @@ def test_a_rank_that_differs_is_named(loss: Loss) -> None:
         fzero.check_spmd(step, state, torch.ones(3, 3, 4))
 
 
+def skips_the_update(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+    new, loss = fzero.grad_and_reduce(same, state)(x)
+    return (new if fzero.axis_index() == 1 else fzero.apply_gradients(new)), loss
+
+
+def clips_otherwise(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+    bound = 0.1 if fzero.axis_index() == 1 else 0.2
+    step = fzero.clip(step_of(same, state.setup.stage).inner, max_norm=bound)
+    return step(state, x)
+
+
+def turns_two_around(state: Any, x: Tensor) -> tuple[Any, None]:
+    one, two = (x[0], x) if fzero.axis_index() == 1 else (x, x[0])
+    for value in (one, two):
+        fzero.psum(value)  # nobody reads it
+    return state, None
+
+
+OF_STEPS = {
+    skips_the_update: r"calls of the step: rank 0 has \d: apply_gradients, rank 1 has nothing",
+    clips_otherwise: r"calls .* \d: apply_gradients, max_norm=0.2, rank 1 has .* max_norm=0.1",
+    turns_two_around: r"rank 0 has 0: all_reduce dp -> f32\[3,4\], rank 1 has 0: .* f32\[4\]",
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("body", OF_STEPS)
+def test_what_differs_beside_gathers_is_named(body: Any, stage: int) -> None:
+    step = fzero.simulate(fzero.shard(body, stage=stage), world_size=3)
+    state = step.init(layers()[1], fzero.optim.sgd(0.5))
+    with pytest.raises(MismatchError, match=OF_STEPS[body]):
+        fzero.check_spmd(step, state, torch.ones(3, 3, 4))
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_ranks_that_do_the_same_are_told_what(stage: int) -> None:
     step = fzero.simulate(step_of(same, stage), world_size=3)

@@ -127,6 +127,7 @@ def test_the_gradient_of_a_mapped_gradient(name: str, ranks: int, seed: int) -> 
     same(simulated(torch.func.grad(penalty), xs, zs, ws), torch.func.grad(total)(xs))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch ends the process there")
 @pytest.mark.parametrize("name", sorted(MAPS))
 def test_linearize_is_refused_and_the_ranks_go_on(name: str) -> None:
     def linearized(x: Tensor) -> Tensor:

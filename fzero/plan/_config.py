@@ -65,8 +65,9 @@ def _class_of(config: Any) -> Any:
     import transformers
 
     for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
     language_models = (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,

@@ -3,6 +3,7 @@
 compile(step) --> a step that is called as `step` is
     trace/         step, arguments -> one graph
     _passes        graph -> graph: fewer collectives, started earlier; less kept for the backward
+    _writes        graph -> graph: no op writes; then results go where they end
     _segments      graph -> what runs, in order: segments, starts and waits of collectives
     _run           a graph with its passes; what goes in and comes out
     _api           which graph is for which arguments

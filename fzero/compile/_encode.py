@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fzero.compile._passes import OWNED
+from fzero.compile._writes import OWNED
 from fzero.errors import LayoutError, explain
 
 Json = Any

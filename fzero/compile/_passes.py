@@ -11,141 +11,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.errors import LayoutError, explain
-from fzero.trace._alive import inputs_of, is_item
-from fzero.trace._ops import UPDATE, in_backward, is_collective
-from fzero.trace._program import without_unused
+from fzero.trace._alive import is_item
+from fzero.trace._ops import in_backward, is_collective
 
 aten = torch.ops.aten
 GATHER, SCATTER, REDUCE = (
     getattr(torch.ops.fzero, name).default
     for name in ("all_gather", "reduce_scatter", "all_reduce")
 )
-
-
-OWNED = "owned"
-"""Under which name the meta of an update says which of its arguments it may write to."""
-
-
-def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
-    """Put ops that make new values in the place of ops that write: the passes may then move ops.
-
-    Needs: no write into an argument of the step. Keeps: every value. A compiler writes in place
-    again where it can. Raises `LayoutError` where an argument is written to.
-    """
-    if not any(map(_writes, graph.graph.nodes)):
-        return graph
-    inputs = [node.meta["val"] for node in inputs_of(list(graph.graph.nodes))]
-
-    def run(*values: Tensor) -> Any:
-        return _InMemoryOrder(graph).run(*values)
-
-    with fx_traceback.preserve_node_meta(), inputs[0].fake_mode:
-        pure: Any = torch.func.functionalize(run, remove="mutations")
-        made = make_fx(pure, _allow_non_fake_inputs=True)(*inputs)
-    found = next(filter(_writes, made.graph.nodes), None)
-    if found is not None:
-        raise LayoutError(
-            explain(
-                f"compile: the step writes into one of its arguments ({found.target}).",
-                cause="an op with a trailing underscore on the batch, or on a view of it.",
-                fix="clone it first, or run the step without fzero.compile.",
-            )
-        )
-    return without_unused(made)
-
-
-class _InMemoryOrder(fx.Interpreter):
-    """Draws random numbers in the order of the memory that they were written to.
-
-    A new tensor is contiguous: without this a transposed one would have other numbers in it.
-    """
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        if not draws or not target._schema.is_mutable or not isinstance(args[0], Tensor):
-            return super().call_function(target, args, kwargs)
-        x, *rest = args
-        order = sorted(range(x.ndim), key=x.stride, reverse=True)
-        super().call_function(target, (x.permute(order), *rest), kwargs)
-        return x
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
-    """Write output k into the memory of input i, for each (i, k), as soon as nobody reads that.
-
-    Needs: inputs that the caller gives up. Keeps: every value. Spares new memory for the new state:
-    the kernel of an update writes where its arguments are, other values are copied.
-    """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    inputs = inputs_of(list(graph.nodes))
-    given_up = {inputs[i] for i, _ in pairs}
-    output = graph.output_node()
-    outs = list(output.args[0])  # type: ignore
-    for node in graph.nodes:
-        if node.target is UPDATE:
-            node.meta[OWNED] = [
-                _root(x) in given_up and _last_reader(x, order) <= order[node]
-                for x in held_by(node)
-            ]
-    at = list(order)
-    for i, k in pairs:
-        old, new = inputs[i], outs[k]
-        alike = old.meta["val"].shape == new.meta["val"].shape
-        if old is new or not alike or old.meta["val"].dtype != new.meta["val"].dtype:
-            continue
-        last = max(order[new], _last_reader(old, order))
-        if last >= order[output] or _is_written(_root(new)):
-            continue
-        with graph.inserting_after(at[last]):
-            outs[k] = graph.call_function(aten.copy_.default, (old, new))
-        outs[k].meta["val"] = old.meta["val"]
-    output.args = (outs,)
-
-
-def held_by(update: fx.Node) -> list[fx.Node]:
-    """What an update makes anew: the parameters, and each moment of all of them."""
-    params, moments = update.args[2], update.args[4]
-    return [*params, *moments]  # type: ignore
-
-
-def _is_written(node: fx.Node) -> bool:
-    """Whether a value is there already where it is to be: an update wrote it in place."""
-    source: Any = _base(node)
-    return source is not node and source.target is UPDATE and source.meta[OWNED][node.args[1]]
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The value that a node is a view of."""
-    while getattr(node.target, "is_view", False) or node.target is aten.detach.default:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Where the memory of a value is read last: for a collective, where its result is waited for.
-
-    What the step returns is read at the end.
-    """
-    found, last = [_root(node)], 0
-    for one in found:
-        for user in one.users:
-            if _root(user) is not user:
-                found.append(user)
-            elif is_collective(user):
-                readers = (order[reader] for item in user.users for reader in item.users)
-                last = max(last, min(readers, default=len(order)))
-            else:
-                last = max(last, order[user])
-    return last
 
 
 def wait_late(graph: fx.Graph) -> None:

@@ -13,15 +13,9 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.collectives import channel_of
-from fzero.compile._passes import (
-    gather_early,
-    merge_collectives,
-    rematerialize,
-    wait_late,
-    without_writes,
-    write_back,
-)
+from fzero.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
 from fzero.compile._segments import Action, actions_of
+from fzero.compile._writes import without_writes, write_back
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE
 from fzero.trace._alive import inputs_of

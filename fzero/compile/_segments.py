@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.collectives import InFlight, start_all_to_all, start_gather, start_reduce, start_scatter
-from fzero.compile._passes import OWNED, held_by
+from fzero.compile._writes import OWNED, held_by
 from fzero.mesh import Axis
 from fzero.optim._recorded import SCHEDULES, update_in_place
 from fzero.trace._alive import is_item

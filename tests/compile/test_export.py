@@ -52,9 +52,18 @@ def test_it_has_the_bits_of_the_step(stage: int, donate: bool, tmp_path: Path) -
     follow(step, fast, [XS, 2 * XS, 3 * XS])
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2)
 def test_ranks_run_the_file_that_one_process_wrote_for_them(rank: int, world_size: int) -> None:
-    mesh = (2, 2) if world_size == 4 else None
+    run_the_file(rank, world_size)
+
+
+@pytest.mark.slow
+@on_ranks(3, 4)
+def test_more_ranks_and_a_mesh_do(rank: int, world_size: int) -> None:
+    run_the_file(rank, world_size, mesh=(2, 2) if world_size == 4 else None)
+
+
+def run_the_file(rank: int, world_size: int, mesh: Any = None) -> None:
     step = fzero.shard(step_fn, stage=3, mesh=mesh)
     alone = fzero.simulate(step, world_size=world_size)
     path = Path(f"step-{rank}.json")

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 import fzero
 from fzero.compile import gather_early, merge_collectives, rematerialize
-from fzero.compile._passes import wait_late, without_writes
+from fzero.compile._passes import wait_late
+from fzero.compile._writes import without_writes
 from fzero.state import NAMESPACE
 from fzero.trace._api import program_of
 from fzero.trace._ops import is_collective

@@ -18,7 +18,7 @@ _settings = functools.partial(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
     print_blob=True,
 )
-hypothesis.settings.register_profile("default", _settings(max_examples=15, derandomize=True))
+hypothesis.settings.register_profile("default", _settings(max_examples=10, derandomize=True))
 hypothesis.settings.register_profile("nightly", _settings(max_examples=500, derandomize=False))
 hypothesis.settings.load_profile(os.environ.get("FZERO_HYPOTHESIS_PROFILE", "default"))
 

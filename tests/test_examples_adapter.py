@@ -74,7 +74,7 @@ def test_a_hugging_face_model_learns_as_in_plain_pytorch_with_a_share_of_the_byt
 @pytest.mark.parametrize(
     ("stages", "discard"),
     [
-        ((3, 1), "cut"),
+        pytest.param((3, 1), "cut", marks=slow),
         pytest.param((3, 1), "freeze", marks=slow),
         pytest.param((0, 2), "zero_grad", marks=slow),
         pytest.param((2, 3), "cut", marks=slow),

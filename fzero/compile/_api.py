@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -14,22 +14,20 @@ from fzero._modes import in_transform, is_recorded, wants_graph
 from fzero.collectives import told_everywhere
 from fzero.compile._exported import exported_in
 from fzero.compile._run import (
-    BUCKET_BYTES,
     COMPILERS,
-    GATHER_BYTES,
+    EARLY_BYTES,
+    MERGED_BYTES,
     Backend,
     Compiled,
-    Passes,
+    axis_of_states,
     compiled,
-    donates,
+    passes_for,
     recorded,
     returned_by,
 )
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.mesh import Axis
-from fzero.state import NAMESPACE, TrainState
+from fzero.state import NAMESPACE
 from fzero.transforms._pipeline import P, R, Step, describe, require_order
-from fzero.transforms._states import flatten_states
 from fzero.virtual import current_ranks, is_abstract
 
 
@@ -39,8 +37,8 @@ def compile(
     *,
     backend: Backend = "inductor",
     max_graphs: int = 8,
-    bucket_bytes: int = BUCKET_BYTES,
-    gather_bytes: int = GATHER_BYTES,
+    bucket_bytes: int = MERGED_BYTES,
+    gather_bytes: int = EARLY_BYTES,
     exported: str | os.PathLike[str] | None = None,
 ) -> Step[P, R]:
     """Return a step that runs the graph of `fn` (see `fzero.trace`): the same numbers, less Python.
@@ -63,7 +61,8 @@ def compile(
         bucket_bytes: up to which size of full buffers small collectives in a row become one.
         gather_bytes: up to which size stage 3 gathers parameters before they are read.
         exported: a file that `fzero.export` wrote of this step. Its graph runs, and nothing is
-            recorded: arguments that it was not made for are an error.
+            recorded: arguments that it was not made for are an error. Sizes in bytes are those that
+            `fzero.export` was given.
 
     Returns:
         A step that is called as `fn` is, with its `init`. A collective.
@@ -89,17 +88,19 @@ def compile(
         >>> loss, fzero.full_params(state)["w"]
         (tensor(3.), tensor([0.5000, 0.0000]))
     """
-    _check(backend, max_graphs, bucket_bytes, gather_bytes)
+    _check(backend, max_graphs)
     require_order(
         "compile", fn, never_around=("compile", "simulate"), right="fzero.compile(step), once"
     )
     graphs: list[tuple[Any, Compiled]] = []
-    donate = donates(fn)
-    passes = Passes(bucket_bytes=bucket_bytes, gather_bytes=gather_bytes, donate=donate)
+    passes = passes_for("compile", fn, bucket_bytes, gather_bytes)
+    donate = passes.donate
+    if exported is not None and (bucket_bytes, gather_bytes) != (MERGED_BYTES, EARLY_BYTES):
+        raise _passed_already(exported)
     file = None if exported is None else exported_in(exported, describe(fn), donate=donate)
 
     def made(inner: Callable[..., Any], arguments: Any) -> Compiled:
-        axis = _axis(arguments)
+        axis = axis_of_states("compile", arguments)
         with told_everywhere(axis, what="a compiled step"):
             if file is not None:
                 return file.fitted(arguments, axis, backend)
@@ -139,30 +140,14 @@ def _kind(x: Tensor) -> Any:
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
-def _axis(arguments: Any) -> Axis:
-    states: Sequence[TrainState] = flatten_states("compile", arguments[0])[0]
-    axes = {state.setup.axis for state in states}
-    if len(axes) > 1:
-        raise LayoutError(
-            explain(
-                f"compile: the states are on {len(axes)} meshes.",
-                cause="models that are sharded over other groups of ranks.",
-                fix="put them on one mesh, or run the step without fzero.compile.",
-            )
+def _passed_already(exported: Any) -> LayoutError:
+    return LayoutError(
+        explain(
+            f"compile: bucket_bytes or gather_bytes, and the graphs of {exported}.",
+            cause="they change a graph when it is made, and a file has graphs that are made.",
+            fix="give them to fzero.export.",
         )
-    for state in states:
-        groups = state.setup.optimizer.param_groups(state.setup.layout.leaves, 0)
-        if groups.instance is not None:
-            raise LayoutError(
-                explain(
-                    "compile: the options of the optimizer are read from a "
-                    f"{type(groups.instance).__name__} at each update.",
-                    cause="fzero.optim.from_torch(instance): a scheduler would change them, and a "
-                    "graph would not see it.",
-                    fix="use a rule of fzero.optim with a number as its lr.",
-                )
-            )
-    return axes.pop()
+    )
 
 
 def _require_real_ranks() -> None:
@@ -176,16 +161,15 @@ def _require_real_ranks() -> None:
         )
 
 
-def _check(backend: str, max_graphs: int, bucket_bytes: int, gather_bytes: int) -> None:
-    counts = {"max_graphs": max_graphs, "bucket_bytes": bucket_bytes, "gather_bytes": gather_bytes}
-    bad = [f"{name}={x!r}" for name, x in counts.items() if type(x) is not int or x < 0]
+def _check(backend: str, max_graphs: int) -> None:
+    bad = [] if type(max_graphs) is int and max_graphs >= 0 else [f"max_graphs={max_graphs!r}"]
     bad += [] if backend in COMPILERS else [f"backend={backend!r}"]
     if bad:
         raise LayoutError(
             explain(
                 f"compile: {', '.join(bad)}.",
                 cause="a number that is no count, or another compiler.",
-                fix=f"give numbers of at least 0, and one of {sorted(COMPILERS)}.",
+                fix=f"give a number of at least 0, and one of {sorted(COMPILERS)}.",
             )
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fzero.compile._writes import OWNED
 from fzero.errors import LayoutError, explain
+from fzero.optim._recorded import SCHEDULES, Schedule, number_of
+from fzero.trace._ops import RATE
 
 Json = Any
 
@@ -66,18 +68,21 @@ def decoded(value: Json, of_leaf: Callable[[str, Any], Any]) -> Any:
     return of_leaf(kind, inner)
 
 
-def encoded_graph(graph: fx.GraphModule) -> Json:
-    """Return the nodes of a graph, in order."""
+def encoded_graph(graph: fx.GraphModule, schedules: Mapping[str, Schedule]) -> Json:
+    """Return the nodes of a graph, in order. A schedule is said by its place, the key of it."""
     number = {node: i for i, node in enumerate(graph.graph.nodes)}
+    places = {id(lr): place for place, lr in schedules.items()}
 
     def of_node(x: Any) -> Json | None:
+        if id(x) in places:
+            return {"schedule": places[id(x)]}
         return {"node": number[x]} if isinstance(x, fx.Node) else None
 
     lines = []
     for node in graph.graph.nodes:
         try:
             line = [node.op, node.name, _target(graph, node)]
-            line += [encoded(node.args, of_node), encoded(dict(node.kwargs), of_node)]
+            line += [encoded(_arguments(node), of_node), encoded(dict(node.kwargs), of_node)]
             lines.append([*line, _of_value(node.meta.get("val")), node.meta.get(OWNED)])
         except TypeError as error:
             raise LayoutError(
@@ -88,6 +93,14 @@ def encoded_graph(graph: fx.GraphModule) -> Json:
                 )
             ) from error
     return lines
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a node; a schedule itself, whose number is of this process only."""
+    if node.target is not RATE:
+        return node.args
+    count, number = cast("Any", node.args)
+    return count, SCHEDULES[number]
 
 
 def _target(graph: fx.GraphModule, node: fx.Node) -> Json:
@@ -103,13 +116,16 @@ def _target(graph: fx.GraphModule, node: fx.Node) -> Json:
     raise TypeError(f"no op of torch ({target})")
 
 
-def decoded_graph(lines: Json) -> fx.GraphModule:
-    """Return the graph that `encoded_graph` was given. Raises `LookupError` for an unknown op."""
+def decoded_graph(lines: Json, schedules: Mapping[str, Schedule]) -> fx.GraphModule:
+    """Return the graph that `encoded_graph` was given, with the schedules that are there now.
+
+    Raises `LookupError` for an unknown op.
+    """
     root, graph, nodes = torch.nn.Module(), fx.Graph(), list[fx.Node]()
     fake = FakeTensorMode()
 
-    def of_node(_: str, number: int) -> fx.Node:
-        return nodes[number]
+    def of_node(kind: str, inner: Any) -> Any:
+        return number_of(schedules[inner]) if kind == "schedule" else nodes[inner]
 
     for op, name, target, args, kwargs, value, owned in lines:
         if op == "get_attr":

@@ -14,15 +14,13 @@ import optree
 from fzero.compile._encode import Json, encoded, encoded_graph
 from fzero.compile._file import write
 from fzero.compile._fit import facts_of, schedules_of
-from fzero.compile._run import BUCKET_BYTES, GATHER_BYTES, Passes, donates, recorded
+from fzero.compile._run import EARLY_BYTES, MERGED_BYTES, axis_of_states, passes_for, recorded
 from fzero.errors import LayoutError, explain
-from fzero.optim._recorded import SCHEDULES
 from fzero.state import NAMESPACE
 from fzero.state.schedule import Schedule
-from fzero.trace._api import of_rank
-from fzero.trace._ops import RATE
+from fzero.trace._api import of_one_rank
 from fzero.trace._program import Program
-from fzero.transforms._pipeline import Step, describe
+from fzero.transforms._pipeline import Step, describe, require_order
 from fzero.transforms._states import flatten_states
 
 
@@ -30,8 +28,8 @@ def export(
     step: Callable[..., Any],
     path: str | os.PathLike[str],
     *,
-    bucket_bytes: int = BUCKET_BYTES,
-    gather_bytes: int = GATHER_BYTES,
+    bucket_bytes: int = MERGED_BYTES,
+    gather_bytes: int = EARLY_BYTES,
 ) -> Callable[..., Path]:
     """Return e: e(state, *args) writes the graph of each rank that runs `step(state, *args)`.
 
@@ -53,9 +51,9 @@ def export(
         rank call it.
 
     Raises:
-        LayoutError: in the call, for a step that does not return states like those that it was
-            given, whose aux is more than tensors, numbers and strings in dicts, lists and tuples,
-            or whose graph has what is no op of torch.library.
+        LayoutError: for bad sizes, and a compiled step. In the call, for a step that does not
+            return states like those that it was given, whose aux is more than tensors, numbers and
+            strings in dicts, lists and tuples, or whose graph has what is no op of torch.library.
         PhaseError: in the call, as `fzero.trace`.
 
     Example:
@@ -71,34 +69,23 @@ def export(
         >>> fast(state, torch.ones(2))[1]
         tensor(2.)
     """
-    simulated = isinstance(step, Step) and step.name == "simulate"
-    inner: Any = step.inner if isinstance(step, Step) and simulated else step
-    passes = Passes(bucket_bytes=bucket_bytes, gather_bytes=gather_bytes, donate=donates(inner))
+    require_order("export", step, never_around=("compile",), right="fzero.export(step, path)")
+    inner: Any = step.inner if isinstance(step, Step) and step.name == "simulate" else step
+    passes = passes_for("export", inner, bucket_bytes, gather_bytes)
 
     def written(*args: Any, **kwargs: Any) -> Path:
         arguments: Any = (*args, kwargs)
-        axis = flatten_states("export", arguments[0])[0][0].setup.axis
         graphs: dict[str, int] = {}  # ranks may have the same one
         content: dict[str, Any] = {"step": describe(inner), "donate": passes.donate, "ranks": []}
-        for rank in range(axis.size):
-            given = of_rank(arguments, rank, axis) if simulated else arguments
-            program = recorded(inner, given, axis, rank, passes)
-            lines = json.dumps(_with_places(encoded_graph(program.graph), program))
+        for rank in range(axis_of_states("export", arguments).size):
+            one, given, axis, _ = of_one_rank("export", step, arguments, rank)
+            program = recorded(one, given, axis, rank, passes)
+            lines = json.dumps(encoded_graph(program.graph, schedules_of(program.states)))
             content["ranks"].append(graphs.setdefault(lines, len(graphs)))
             content |= {"facts": facts_of(given), "aux": _aux(program, given[0])}
         return write(Path(path), content | {"graphs": [json.loads(lines) for lines in graphs]})
 
     return written
-
-
-def _with_places(lines: Json, program: Program) -> Json:
-    """The nodes of a graph, with the place of each schedule instead of its number here."""
-    places = {id(lr): place for place, lr in schedules_of(program.states).items()}
-    for node, line in zip(program.graph.graph.nodes, lines, strict=True):
-        if node.target is RATE:
-            number: Any = node.args[1]
-            line[3] = {"tuple": [line[3]["tuple"][0], places[id(SCHEDULES[number])]]}
-    return lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from fzero.compile._fit import require_fit, schedules_of
 from fzero.compile._run import Backend, Compiled, Returns, compiled
 from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis
-from fzero.optim._recorded import number_of
 from fzero.state import NAMESPACE
 from fzero.transforms._states import flatten_states
 
@@ -34,7 +33,7 @@ class Exported:
         lines = self.content["graphs"][self.content["ranks"][axis.rank]]
         schedules = schedules_of(flatten_states("compile", arguments[0])[0])
         try:
-            graph = decoded_graph(_with_numbers(lines, schedules))
+            graph = decoded_graph(lines, schedules)
         except LookupError as error:
             raise LayoutError(
                 explain(
@@ -60,17 +59,6 @@ def exported_in(path: str | os.PathLike[str], step: str, *, donate: bool) -> Exp
             )
         )
     return file
-
-
-def _with_numbers(lines: Json, schedules: dict[str, Any]) -> Json:
-    """The nodes of a graph, with the number that each schedule has here."""
-    found = []
-    for op, name, target, args, *rest in lines:
-        if target == "fzero_optim::schedule::default":
-            count, place = args["tuple"]
-            args = {"tuple": [count, number_of(schedules[place])]}
-        found.append([op, name, target, args, *rest])
-    return found
 
 
 def _returns(aux: Json) -> Returns:

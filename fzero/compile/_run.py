@@ -16,18 +16,19 @@ from fzero.collectives import channel_of
 from fzero.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
 from fzero.compile._segments import Action, actions_of
 from fzero.compile._writes import without_writes, write_back
+from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis
-from fzero.state import NAMESPACE
+from fzero.state import NAMESPACE, TrainState
 from fzero.trace._alive import inputs_of
 from fzero.trace._ops import is_collective
 from fzero.trace._program import Program, record
 from fzero.transforms._donate import give_back, take_over
 from fzero.transforms._pipeline import Step
-from fzero.transforms._states import is_state
+from fzero.transforms._states import flatten_states, is_state
 
 Backend = Literal["inductor", "eager"]
-BUCKET_BYTES = 2**20
-GATHER_BYTES = 8 * 2**20
+MERGED_BYTES = 2**20
+EARLY_BYTES = 8 * 2**20
 Returns = Callable[[Any, list[Tensor]], Any]
 """(the states that were given, the tensors that the graph gives) -> what the step returns."""
 
@@ -41,11 +42,56 @@ class Passes:
     donate: bool
 
 
-def donates(fn: Any) -> bool:
+def passes_for(name: str, fn: Any, bucket_bytes: int, gather_bytes: int) -> Passes:
+    """Return the passes for a step. Raises `LayoutError` for sizes that are none. `name`: whose."""
+    sizes = {"bucket_bytes": bucket_bytes, "gather_bytes": gather_bytes}
+    bad = [f"{key}={x!r}" for key, x in sizes.items() if type(x) is not int or x < 0]
+    if bad:
+        raise LayoutError(
+            explain(
+                f"{name}: {', '.join(bad)}.",
+                cause="a number that is no size.",
+                fix="give numbers of bytes, at least 0.",
+            )
+        )
+    return Passes(**sizes, donate=_donates(fn))
+
+
+def _donates(fn: Any) -> bool:
     """Whether the state that a step is given is used up by it: what `shard` says."""
     if not isinstance(fn, Step):
         return False
-    return fn.options.get("donate", False) if fn.name == "shard" else donates(fn.inner)
+    return fn.options.get("donate", False) if fn.name == "shard" else _donates(fn.inner)
+
+
+def axis_of_states(name: str, arguments: Any) -> Axis:
+    """Return the one axis of the states, whose optimizers a graph can hold.
+
+    Raises `LayoutError` for several axes, and for a torch.optim instance. `name`: of the call.
+    """
+    states: Sequence[TrainState] = flatten_states(name, arguments[0])[0]
+    axes = {state.setup.axis for state in states}
+    if len(axes) > 1:
+        raise LayoutError(
+            explain(
+                f"{name}: the states are on {len(axes)} meshes.",
+                cause="models that are sharded over other groups of ranks.",
+                fix="put them on one mesh, or run the step itself.",
+            )
+        )
+    for state in states:
+        groups = state.setup.optimizer.param_groups(state.setup.layout.leaves, 0)
+        if groups.instance is not None:
+            raise LayoutError(
+                explain(
+                    f"{name}: the options of the optimizer are read from a "
+                    f"{type(groups.instance).__name__} at each update.",
+                    cause="fzero.optim.from_torch(instance): a scheduler would change them, and a "
+                    "graph would not see it.",
+                    fix="use a rule of fzero.optim, whose lr is a number or a schedule.",
+                )
+            )
+    return axes.pop()
 
 
 def recorded(

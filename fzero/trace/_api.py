@@ -92,19 +92,29 @@ def program_of(step: Callable[..., Any], arguments: tuple[Any, ...], rank: int |
                 fix="trace the outermost function.",
             )
         )
-    states = flatten_states("trace", arguments[0] if arguments else None)[0]
+    return record(*of_one_rank("trace", step, arguments, rank))
+
+
+def of_one_rank(
+    name: str, step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None
+) -> tuple[Callable[..., Any], Any, Axis, int]:
+    """Return (step, arguments, axis, rank) of one rank: of virtual ranks, what it is given.
+
+    rank: default this process's, or virtual rank 0. `name`: of the call, for errors.
+    """
+    states = flatten_states(name, arguments[0] if arguments else None)[0]
     axis = states[0].setup.axis
     if isinstance(step, Step) and step.name == "simulate":
         rank = _checked(0 if rank is None else rank, axis)
-        return record(step.inner, of_rank(arguments, rank, axis), axis, rank)
+        return step.inner, _of_rank(arguments, rank, axis), axis, rank
     if axis.group_name or axis.size == 1:
-        return record(step, arguments, axis, _checked(axis.rank if rank is None else rank, axis))
+        return step, arguments, axis, _checked(axis.rank if rank is None else rank, axis)
     raise AxisError(
         explain(
-            f"trace of a step on one rank, with the stacked state of {axis}.",
+            f"{name} of a step on one rank, with the stacked state of {axis}.",
             cause="the state was made by `fzero.simulate(...).init`.",
-            fix="trace the simulated step: "
-            f"fzero.trace(fzero.simulate(step, world_size={axis.size}))(state, batches).",
+            fix=f"{name} the simulated step, fzero.simulate(step, world_size={axis.size}), with "
+            "stacked batches.",
         )
     )
 
@@ -121,8 +131,8 @@ def _checked(rank: int, axis: Axis) -> int:
     )
 
 
-def of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
-    """Return what virtual rank `rank` is given of stacked arguments."""
+def _of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
+    """What virtual rank `rank` is given of stacked arguments."""
 
     def mine(x: Any) -> Any:
         if not isinstance(x, Tensor):

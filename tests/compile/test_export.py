@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.compile import _api
-from fzero.errors import LayoutError, MismatchError
+from fzero.errors import AxisError, LayoutError, MismatchError
 from tests.adapter.on_ranks import on_ranks
 from tests.compile.test_compile import WRAPS, leaves, params, step_fn
 from tests.strategies import same
@@ -121,6 +121,25 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     fzero.export(two, path)(two.init(params(), RULE), torch.ones(2, 2))
     with pytest.raises(LayoutError, match=r"made for axis 'dp' \(virtual, 2 ranks\)"):
         fzero.compile(step, exported=path, backend="eager")(state, XS)
+
+
+def test_options_that_would_do_nothing_and_steps_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    step = fzero.shard(step_fn, stage=0)
+    path = tmp_path / "step.json"
+    with pytest.raises(LayoutError, match=r"export: gather_bytes=-1"):
+        fzero.export(step, path, gather_bytes=-1)
+    with pytest.raises(LayoutError, match=r"compile: bucket_bytes=True"):
+        fzero.compile(step, bucket_bytes=True)
+    with pytest.raises(LayoutError, match=r"fzero.export around compile"):
+        fzero.export(fzero.compile(step), path)
+    two = fzero.simulate(step, world_size=2)
+    with pytest.raises(AxisError, match=r"export of a step on one rank, with the stacked state"):
+        fzero.export(step, path)(two.init(params(), RULE), torch.ones(2, 2))
+    fzero.export(step, path)(step.init(params(), RULE), XS)
+    with pytest.raises(
+        LayoutError, match=r"bucket_bytes or gather_bytes(.*)\n(.*)\n(.*)fzero.export"
+    ):
+        fzero.compile(step, exported=path, bucket_bytes=1)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fzero.compile._writes import OWNED
+from fzero.compile._writes import INTO, OWNED
 from fzero.errors import LayoutError, explain
 from fzero.optim._recorded import SCHEDULES, Schedule, number_of
 from fzero.trace._ops import RATE
@@ -83,7 +83,8 @@ def encoded_graph(graph: fx.GraphModule, schedules: Mapping[str, Schedule]) -> J
         try:
             line = [node.op, node.name, _target(graph, node)]
             line += [encoded(_arguments(node), of_node), encoded(dict(node.kwargs), of_node)]
-            lines.append([*line, _of_value(node.meta.get("val")), node.meta.get(OWNED)])
+            made_in = [node.meta.get(OWNED), encoded(node.meta.get(INTO), of_node)]
+            lines.append([*line, _of_value(node.meta.get("val")), *made_in])
         except TypeError as error:
             raise LayoutError(
                 explain(
@@ -127,7 +128,7 @@ def decoded_graph(lines: Json, schedules: Mapping[str, Schedule]) -> fx.GraphMod
     def of_node(kind: str, inner: Any) -> Any:
         return number_of(schedules[inner]) if kind == "schedule" else nodes[inner]
 
-    for op, name, target, args, kwargs, value, owned in lines:
+    for op, name, target, args, kwargs, value, owned, into in lines:
         if op == "get_attr":
             root.register_buffer(name, _as_constant(target))
             target = name
@@ -140,6 +141,8 @@ def decoded_graph(lines: Json, schedules: Mapping[str, Schedule]) -> fx.GraphMod
         node.meta["val"] = _as_value(value, fake)
         if owned is not None:
             node.meta[OWNED] = owned
+        if into is not None:
+            node.meta[INTO] = decoded(into, of_node)
         nodes.append(node)
     return fx.GraphModule(root, graph)
 

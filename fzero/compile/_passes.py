@@ -83,13 +83,13 @@ def merge_collectives(graph: fx.Graph, *, bucket_bytes: int) -> None:
             continue
         if is_collective(node):
             if not (run and _goes_with(node, run) and _sum([*run, node]) <= bucket_bytes):
-                _merge(graph, run)
+                _merge(graph, run, bucket_bytes)
                 run = []
             run += [node] if node.target in (GATHER, SCATTER, REDUCE) else []
         elif any(_base(x) in run for x in node.all_input_nodes) and not is_item(node):
-            _merge(graph, run)
+            _merge(graph, run, bucket_bytes)
             run = []
-    _merge(graph, run)
+    _merge(graph, run, bucket_bytes)
 
 
 def rematerialize(graph: fx.Graph) -> None:
@@ -189,10 +189,13 @@ def _goes_with(node: fx.Node, run: Sequence[fx.Node]) -> bool:
     return bool(same) and len(dtypes) == 1 and not any(_base(x) in run for x in _items(node))
 
 
-def _merge(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
-    """[x0], [x1], ... -> one buffer, in which the parts of each rank lie together."""
+def _merge(graph: fx.Graph, run: Sequence[fx.Node], bucket_bytes: int) -> None:
+    """[x0], [x1], ... -> one buffer, in which the parts of each rank lie together.
+
+    Not one collective alone that is larger than `bucket_bytes`.
+    """
     parts = [x for node in run for x in _items(node)]
-    if len(parts) < 2:
+    if len(parts) < 2 or _sum(run) > bucket_bytes:
         return
     last, size = run[-1], int(run[-1].args[3])  # type: ignore
     rows = 1 if last.target is not SCATTER else size

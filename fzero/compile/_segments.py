@@ -13,10 +13,18 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, fx
 
-from fzero.collectives import InFlight, start_all_to_all, start_gather, start_reduce, start_scatter
-from fzero.compile._writes import OWNED, held_by
+from fzero.collectives import (
+    InFlight,
+    start_all_to_all,
+    start_gather,
+    start_gather_in_place,
+    start_reduce,
+    start_scatter,
+)
+from fzero.compile._writes import INTO, OWNED, held_by, is_made_in
 from fzero.mesh import Axis
 from fzero.optim._recorded import SCHEDULES, update_in_place
+from fzero.packing import shard_of
 from fzero.trace._alive import is_item
 from fzero.trace._ops import RATE, UPDATE, is_collective
 
@@ -68,6 +76,31 @@ class Start:
             env[self.gives] = start_reduce(xs, self.axis, ordered=self.ordered)
         else:
             env[self.gives] = start_all_to_all(xs, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class StartInPlace:
+    """A gather begins that ends in the memory of arguments of the step, which are given up."""
+
+    axis: Axis
+    shards: tuple[str, ...]
+    fulls: tuple[str, ...]
+    there: tuple[bool, ...]  # whether a shard is where it belongs already
+    gives: str
+    writes: bool = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What it is given."""
+        return (*self.shards, *self.fulls)
+
+    def __call__(self, env: Env) -> None:
+        """Start it."""
+        fulls = [env[name] for name in self.fulls]
+        for full, name, there in zip(fulls, self.shards, self.there, strict=True):
+            if not there:
+                shard_of(full, self.axis.size, self.axis.rank).copy_(env[name])
+        env[self.gives] = start_gather_in_place(fulls, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +180,7 @@ class Drop:
             del env[name]
 
 
-Action = Segment | Start | Wait | Update | Rate | Drop
+Action = Segment | Start | StartInPlace | Wait | Update | Rate | Drop
 
 
 def actions_of(
@@ -216,12 +249,21 @@ def _update(node: fx.Node) -> Update:
     )
 
 
-def _start(node: fx.Node, axes: dict[str, Axis]) -> Start:
+def _start(node: fx.Node, axes: dict[str, Axis]) -> Start | StartInPlace:
     xs, name, _, _, ordered = node.args
     inputs: Any = xs
+    axis = axes[str(name)]
+    if INTO in node.meta:
+        return StartInPlace(
+            axis=axis,
+            shards=tuple(x.name for x in inputs),
+            fulls=tuple(x.name for x in node.meta[INTO]),
+            there=tuple(map(is_made_in, inputs, node.meta[INTO])),
+            gives=node.name,
+        )
     return Start(
         op=node.target._schema.name.split("::")[1],  # type: ignore
-        axis=axes[str(name)],
+        axis=axis,
         ordered=bool(ordered),
         reads=tuple(x.name for x in inputs),
         gives=node.name,
@@ -285,4 +327,4 @@ def _names(action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (action.reads,), tuple(name for name, _ in action.gives)
     if isinstance(action, Segment | Update | Rate):
         return action.reads, action.gives
-    return (action.reads, ()) if isinstance(action, Start) else ((), ())
+    return (action.reads, ()) if isinstance(action, Start | StartInPlace) else ((), ())

@@ -5,7 +5,7 @@ See `_passes` for what all passes have in common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fzero.compile._passes import GATHER
 from fzero.errors import LayoutError, explain
 from fzero.trace._alive import inputs_of, is_item
 from fzero.trace._ops import UPDATE, is_collective
@@ -21,6 +22,9 @@ from fzero.trace._program import without_unused
 aten = torch.ops.aten
 OWNED = "owned"
 """Under which name the meta of an update says which of its arguments it may write to."""
+
+INTO = "into"
+"""Under which name the meta of a gather says the inputs of the step in whose memory it ends."""
 
 
 def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
@@ -75,7 +79,8 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
     """Write output k into the memory of input i, for each (i, k), as soon as nobody reads that.
 
     Needs: inputs that the caller gives up. Keeps: every value. Spares new memory for the new state:
-    the kernel of an update writes where its arguments are, other values are copied.
+    the kernel of an update writes where its arguments are, a gather fills them, other values are
+    copied.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = inputs_of(list(graph.nodes))
@@ -89,18 +94,35 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
                 for x in held_by(node)
             ]
     at = list(order)
-    for i, k in pairs:
-        old, new = inputs[i], outs[k]
-        alike = old.meta["val"].shape == new.meta["val"].shape
-        if old is new or not alike or old.meta["val"].dtype != new.meta["val"].dtype:
-            continue
+    alike = [(inputs[i], k) for i, k in pairs if _are_alike(inputs[i], outs[k])]
+    _gather_in_place(graph, {outs[k]: old for old, k in alike}, order)
+    for old, k in alike:
+        new = outs[k]
         last = max(order[new], _last_reader(old, order))
-        if last >= order[output] or _is_written(_root(new)):
+        if last >= order[output] or is_made_in(_root(new), old):
             continue
         with graph.inserting_after(at[last]):
             outs[k] = graph.call_function(aten.copy_.default, (old, new))
         outs[k].meta["val"] = old.meta["val"]
     output.args = (outs,)
+
+
+def _gather_in_place(
+    graph: fx.Graph, places: Mapping[fx.Node, fx.Node], order: dict[fx.Node, int]
+) -> None:
+    """Let gathers end where their results belong, if nobody reads what is there any more."""
+    for node in graph.nodes:
+        if node.target is GATHER:
+            into = {item.args[1]: places.get(item) for item in node.users}
+            wanted = [into.get(i) for i in range(len(node.args[0]))]
+            if all(old and _last_reader(old, order) < order[node] for old in wanted):
+                node.meta[INTO] = wanted
+
+
+def _are_alike(old: fx.Node, new: fx.Node) -> bool:
+    """Whether a value is another one than an input, and fits in its memory."""
+    x, y = old.meta["val"], new.meta["val"]
+    return old is not new and x.shape == y.shape and x.dtype == y.dtype
 
 
 def held_by(update: fx.Node) -> list[fx.Node]:
@@ -109,12 +131,15 @@ def held_by(update: fx.Node) -> list[fx.Node]:
     return [*params, *moments]  # type: ignore
 
 
-def _is_written(node: fx.Node) -> bool:
-    """Whether a value is there already where it is to be: an update wrote it in place."""
+def is_made_in(node: fx.Node, old: fx.Node) -> bool:
+    """Whether a value is made in the memory of an input, by an update or a gather."""
     if not is_item(node):
         return False
-    update, place = node.args
-    return update.target is UPDATE and update.meta[OWNED][place]  # type: ignore
+    made: Any = node.args
+    maker, place = made
+    if maker.target is UPDATE:
+        return maker.meta[OWNED][place] and _root(held_by(maker)[place]) is old
+    return INTO in maker.meta and maker.meta[INTO][place] is old
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -206,6 +206,37 @@ def test_a_donating_step_writes_into_the_memory_that_it_is_given(stage: int) -> 
     same(leaves(compiled(other, xs)[0]), leaves(step(state, xs)[0]))
 
 
+@on_ranks(2)
+def test_gathers_of_a_donating_step_end_in_the_memory_that_it_is_given(rank: int) -> None:
+    check_in_place(rank, "eager")
+
+
+@pytest.mark.slow  # what it adds is that a view that inductor returns is one
+@on_ranks(2, timeout_s=300)
+def test_gathers_behind_kernels_of_inductor_end_there_too(rank: int) -> None:
+    check_in_place(rank, "inductor")
+
+
+def check_in_place(rank: int, backend: Any) -> None:
+    """Updated where the parameters are, and steps of masters, which are gathered from elsewhere."""
+    halves = {name: value.bfloat16() for name, value in params().items() if name != "scalar"}
+
+    def of_halves(state: Any, xs: Tensor) -> tuple[Any, Tensor]:
+        state, loss = fzero.grad_and_reduce(lambda p: (p["w0"] * xs[0]).sum(), state)()
+        return fzero.apply_gradients(state), loss
+
+    for values, fn in ((params(), step_fn), (halves, of_halves)):
+        step = fzero.shard(fn, stage=2, donate=True)
+        compiled = fzero.compile(step, backend=backend, bucket_bytes=0)
+        state, other = (step.init(values, RULE) for _ in range(2))
+        for number in range(3):
+            xs = torch.tensor([number + rank, 2 * rank]).to(next(iter(values.values())).dtype)
+            before = [flat.data_ptr() for flat in other.params.flats]
+            (state, _), (other, _) = step(state, xs), compiled(other, xs)
+            same(leaves(other), leaves(state))
+            assert [flat.data_ptr() for flat in other.params.flats] == before
+
+
 def test_a_state_comes_back_from_an_error_unless_it_was_written_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

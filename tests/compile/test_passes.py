@@ -40,6 +40,11 @@ def names(graph: fx.GraphModule) -> list[str]:
     return [str(n.target).split(".")[1] for n in graph.graph.nodes if is_collective(n)]
 
 
+def items(graph: fx.GraphModule) -> list[int]:
+    """How many buffers each collective has."""
+    return [len(n.args[0]) for n in graph.graph.nodes if is_collective(n)]
+
+
 def test_gathers_move_together_as_far_as_memory_allows() -> None:
     unit = 4 * 80  # 8 x 8 + 8 elements, padded to 2 ranks x 4
     for units, wanted in ((0, 0), (2, 2), (4, 4)):
@@ -63,8 +68,9 @@ def test_small_collectives_in_a_row_become_one(stage: int, few: list[str]) -> No
     assert len(many) > len(few)
     graph = without_writes(graph)
     wait_late(graph.graph)
+    buffers = items(graph)
     merge_collectives(graph.graph, bucket_bytes=0)
-    assert names(graph) == many
+    assert names(graph) == many and items(graph) == buffers  # those of one op are too large, too
     merge_collectives(graph.graph, bucket_bytes=2**20)
     graph.graph.lint()
     assert names(graph) == few

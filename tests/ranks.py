@@ -12,7 +12,7 @@
 To start four processes that import torch costs seconds, a call to warm ones milliseconds. So the
 processes of a world size, and their process group, stay for the calls that follow. What may have
 left them out of step (an exception, a death, a timeout) ends them; the next call forks new ones
-from a server that has imported torch and done nothing else.
+from a server that has imported fzero, and what torch imports late, and done nothing else.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="fzero-ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "optree", "einops"])
+        context.set_forkserver_preload(["fzero", "torch._dynamo", "hypothesis", "pytest"])
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             stack = Path(self._folder, f"stack{rank}")

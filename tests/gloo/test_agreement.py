@@ -68,7 +68,7 @@ def rounds_everywhere(rank: int, world_size: int) -> dict[Any, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_steady_step_has_a_constant_number_of_rounds(ranks: int) -> None:
     """Whatever the number of units: where something is gathered or reduced, and for the update."""
     for found in run_ranks(rounds_everywhere, ranks):

@@ -31,7 +31,7 @@ def inside_everywhere(rank: int, world_size: int) -> dict[Any, Tensors]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_38_inside_the_loss(ranks: int) -> None:
     batches = per_rank(*regression(ranks, 4, 3, 2))
     want = {name: mean_gradient(known, PARAMS, batches) for name, (_, known) in INSIDE.items()}

@@ -69,8 +69,11 @@ def test_delays(where: str) -> None:
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)],
+    ids=str,
+)
 def test_a_steady_step_never_waits_for_the_device(
     stage: int, driver: str, dtype: torch.dtype
 ) -> None:

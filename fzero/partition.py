@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Module, Parameter
 
 from fzero.errors import LayoutError, explain
-from fzero.packing import ALIGNMENT_BYTES, Placing, in_order, pack, unpack
+from fzero.packing import ALIGNMENT_BYTES, in_order, pack, unpack
 from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Group, Layout, Leaf
@@ -53,7 +53,6 @@ def plan_layout(
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
     lowered: Callable[[str], torch.dtype | None] | None = None,
-    placing: Placing = in_order,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
 
@@ -64,8 +63,7 @@ def plan_layout(
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
     on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
-    make. Within a group `placing` says where leaves and shards start; by default on a multiple of
-    16 bytes.
+    make. Within a group, leaves and shards start on a multiple of 16 bytes.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -105,7 +103,7 @@ def plan_layout(
         members = list(_by_size(leaves, bucket_bytes, alike))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
-        _group(name, [leaves[i] for i in ids], ids, (ranks, replicas), placing, lower)
+        _group(name, [leaves[i] for i in ids], ids, (ranks, replicas), lower)
         for name, ids in zip(names, members, strict=True)
     )
     return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
@@ -291,12 +289,11 @@ def _group(
     leaves: Sequence[Leaf],
     ids: Sequence[int],
     cuts: tuple[int, int],
-    placing: Placing,
     lowered: Callable[[str], torch.dtype | None],
 ) -> Group:
     dtype = leaves[0].dtype
     numels = [leaf.numel for leaf in leaves]
-    offsets, part_numel = placing(numels, prod(cuts), ALIGNMENT_BYTES // dtype.itemsize)
+    offsets, part_numel = in_order(numels, prod(cuts), ALIGNMENT_BYTES // dtype.itemsize)
     return Group(
         name=name,
         dtype=dtype,

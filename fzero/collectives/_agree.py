@@ -61,11 +61,6 @@ def told_everywhere(axis: Axis, *, what: str) -> Iterator[None]:
         raise
 
 
-def broadcast_from_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Each [*t] -> [*t]: rank 0's values on every rank, as DDP does when it is built."""
-    return broadcast(values, axis, 0)
-
-
 def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]:
     """Each [*t] -> [*t]: the values of rank `source` of the axis, on every rank."""
     if axis.runtime is Runtime.LOCAL:

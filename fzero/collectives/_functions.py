@@ -82,15 +82,6 @@ def reduce_many(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False) 
     return _apply(("reduce", axis, ordered), values)
 
 
-def reduce_owned(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> list[Tensor]:
-    """Like `reduce_many`, but may write into `values`: contiguous, nobody else's, no autograd."""
-    if axis.runtime is Runtime.LOCAL or traced.is_traced(values):
-        return reduce_many(values, axis, ordered=ordered)
-    wanted = [x for x in values if x.numel()]
-    done = iter(lowering.all_reduce(wanted, axis, ordered=ordered, owned=True) if wanted else ())
-    return [next(done) if x.numel() else x for x in values]
-
-
 def _apply(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
     axis = plan[1]
     if axis.runtime is Runtime.LOCAL:

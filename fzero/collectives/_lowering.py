@@ -53,16 +53,9 @@ def reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) -> lis
     return begin_reduce_scatter(fulls, axis, ordered=ordered).wait()
 
 
-def all_reduce(
-    values: Sequence[Tensor], axis: Axis, *, ordered: bool, owned: bool = False
-) -> list[Tensor]:
-    """Each [*t] -> [*t]: the sum over ranks, on every rank; in place if they are `owned`."""
-    return begin_all_reduce(values, axis, ordered=ordered, owned=owned).wait()
-
-
-def gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> None:
-    """Each [r l]: the shard of rank r is right on rank r only; make them right on every rank."""
-    begin_gather_in_place(fulls, axis).wait()
+def all_reduce(values: Sequence[Tensor], axis: Axis, *, ordered: bool) -> list[Tensor]:
+    """Each [*t] -> [*t]: the sum over ranks, on every rank."""
+    return begin_all_reduce(values, axis, ordered=ordered).wait()
 
 
 def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
@@ -116,7 +109,10 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
 def begin_all_reduce(
     values: Sequence[Tensor], axis: Axis, *, ordered: bool, owned: bool = False
 ) -> Started:
-    """Start `all_reduce`. Summed by exchange, its gather is communicated when it is waited for."""
+    """Start `all_reduce`; it may write into values that are `owned`.
+
+    Summed by exchange, its gather is communicated when it is waited for.
+    """
     for value in values:
         note("all_reduce", axis, value.numel(), value.dtype)
     if _is_op(values):
@@ -136,7 +132,7 @@ def begin_all_reduce(
 
 
 def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
-    """Start `gather_in_place`; what it gives are the `fulls`."""
+    """Each [r l], right in the shard of this rank: start to fill in the others. Gives `fulls`."""
     for full in fulls:
         note("all_gather", axis, full.numel(), full.dtype)
     shards = [_own_rows(full, axis) for full in fulls]

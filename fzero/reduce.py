@@ -83,12 +83,10 @@ class Reducer:
 
     def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
         """Return a hook for a leaf: takes its gradient as soon as autograd has made it."""
-        unit, group, position = self._where[state][leaf]
 
         def on_gradient(p: Tensor) -> None:
             if p.grad is not None:
-                group.put(position, _popped(p))
-                self._received(unit, group)
+                self.take(state, leaf, p)
 
         return on_gradient
 

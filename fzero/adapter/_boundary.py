@@ -118,9 +118,9 @@ def _step(driver: Driver) -> None:
 
 
 def _raise_not_finite(driver: Driver) -> None:
-    report = first_of(driver.running.channel, report_of([driver.state]))
-    if report is not None:
-        raise report.error()
+    error = first_of(driver.running.channel, report_of([driver.state]))
+    if error is not None:
+        raise error
 
 
 def clip(driver: Driver, max_norm: float) -> Tensor:

@@ -46,10 +46,7 @@ def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
 
 def with_value(state: TrainState) -> TrainState:
     """Return a state whose scale is known: the user's was read, if it had to be."""
-    held = state.scale
-    if held is None or held.is_read:
-        return state
-    return state.replace(scale=scale.read(held))
+    return state if state.scale is None else state.replace(scale=scale.read(state.scale))
 
 
 def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -65,7 +65,7 @@ def apply_gradients(state: S) -> S:
         progress.saw_update(one.progress)
     bad = boundary("apply_gradients", due, updates=True, bad=report_of(states, treespec))
     if bad is not None:
-        raise bad.error()
+        raise bad
     new: Any = optree.tree_unflatten(treespec, [_apply(one) for one in states])
     return new
 

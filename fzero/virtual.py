@@ -241,7 +241,7 @@ class _Turns:
             except BaseException as raised:
                 # A rank that raised because another one did says less than that other one.
                 if self.error is None or isinstance(self.error, PeerFailedError):
-                    self.error = _clearer(raised)
+                    self.error = raised
                     self.error.add_note(f"(raised on virtual rank {rank} of {self.size})")
         self.globals[rank] = _TorchGlobals.take()
         self.results.setdefault(rank, None)
@@ -311,18 +311,3 @@ class _Turns:
                     fix="call the same collectives in the same order on every rank.",
                 )
             )
-
-
-def _clearer(error: BaseException) -> BaseException:
-    """The dual level is held open here, so torch.func.linearize and bare dual_level() fail."""
-    if not isinstance(error, RuntimeError) or "Nested forward mode AD" not in str(error):
-        return error
-    clear = AxisError(
-        explain(
-            "torch.func.linearize, or forward_ad.dual_level, on a virtual rank.",
-            cause="linearize folds collectives as constants: its result would be wrong.",
-            fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
-        )
-    )
-    clear.__cause__ = error
-    return clear

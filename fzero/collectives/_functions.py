@@ -13,12 +13,12 @@ through torch.distributed; otherwise it is called directly, so that counters see
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives import _lowering as lowering
@@ -117,18 +117,17 @@ _LOWER: dict[str, Callable[[Sequence[Tensor], Axis, bool], list[Tensor]]] = {
 
 
 def _refuse_linearize() -> None:
-    """`torch.func.linearize` folds a traced collective's result as a constant: wrong numbers."""
-    if get_proxy_mode() is None:
+    """Refuse a trace with dual numbers that `torch.func.jvp` has not made: that of linearize.
+
+    It folds a collective's result as a constant: wrong numbers.
+    """
+    if get_proxy_mode() is None or eager_transforms.JVP_NESTING:
         return
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is torch.func.linearize.__code__:
-            raise AxisError(
-                explain(
-                    "torch.func.linearize over a collective.",
-                    cause="linearize folds what a collective returned as a constant, so its "
-                    "result would be wrong without an error.",
-                    fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
-                )
-            )
-        frame = frame.f_back
+    raise AxisError(
+        explain(
+            "torch.func.linearize over a collective.",
+            cause="linearize folds what a collective returned as a constant, so its result would "
+            "be wrong without an error.",
+            fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
+        )
+    )

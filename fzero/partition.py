@@ -22,7 +22,7 @@ from fzero.errors import LayoutError, explain
 from fzero.packing import ALIGNMENT_BYTES, in_order, pack, unpack
 from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
-from fzero.state.layout import Group, Layout, Leaf
+from fzero.state.layout import Group, Layout, Leaf, learns
 
 
 def unit_of(path: str) -> str:
@@ -215,14 +215,14 @@ def _unique_leaves(
     slots = [0] * len(order)
     for position in order:
         path, tensor = paths[position], tensors[position]
-        index = seen.setdefault(_identity(tensor), len(leaves))
-        learns = _learns(path, tensor, trainable)
+        index = seen.setdefault(identity(tensor), len(leaves))
+        learning = learns(tensor) and (trainable is None or trainable(path))
         if index == len(leaves):
             leaves.append(
-                Leaf(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, trainable=learns)
+                Leaf(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, trainable=learning)
             )
-        elif leaves[index].trainable != learns:
-            frozen, other = (leaves[index].path, path) if learns else (path, leaves[index].path)
+        elif leaves[index].trainable != learning:
+            frozen, other = (leaves[index].path, path) if learning else (path, leaves[index].path)
             raise LayoutError(
                 explain(
                     f"{frozen} is frozen and {other} is not, and they are one tensor.",
@@ -234,14 +234,8 @@ def _unique_leaves(
     return tuple(leaves), tuple(slots)
 
 
-def _learns(path: str, tensor: Tensor, trainable: Callable[[str], bool] | None) -> bool:
-    if not tensor.is_floating_point() or (trainable is not None and not trainable(path)):
-        return False
-    return tensor.requires_grad or not isinstance(tensor, Parameter)
-
-
-def _identity(tensor: Tensor) -> Any:
-    """Equal for tensors that are one parameter: the same object, or the same memory."""
+def identity(tensor: Tensor) -> Any:
+    """Return a key that is equal for tensors that are one parameter: one object, or one memory."""
     if type(tensor) not in (Tensor, Parameter) or not tensor.numel() or tensor.is_meta:
         return id(tensor)
     if is_functorch_wrapped_tensor(tensor):  # it has no memory of its own to compare

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, explain
+from fzero.optim._base import Base
 
 SMALL = (4, 6)
 RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats: (start, stop)
@@ -19,12 +19,7 @@ Rule = Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]
 """(parameters, for each step their gradients) -> what each parameter was changed by."""
 
 
-class _Optimizer(Protocol):
-    @property
-    def elementwise(self) -> bool: ...
-
-
-def require_elementwise(optimizer: _Optimizer) -> None:
+def require_elementwise(optimizer: Base) -> None:
     """Raise `LayoutError` for an optimizer whose shards are not updated as the whole would be.
 
     The rule is run on a small matrix, whole and cut as three ranks hold it: three steps, with

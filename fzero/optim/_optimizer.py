@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.homes import cloned
+from fzero.optim._base import Base
 from fzero.optim._formula import step_by_formula
 from fzero.optim._masters import Place, make_masters, stay, work_tensors
 from fzero.optim._piece import Piece, pieces_in
@@ -41,7 +42,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class Optimizer(Base):
     """An elementwise update rule, its options, and the leaves that have other options.
 
     `init(params)` and `update(grads, state, params)` are the pure pair that optax and TorchOpt
@@ -52,19 +53,6 @@ class Optimizer:
     options: tuple[tuple[str, Any], ...]
     overrides: tuple[tuple[LeafTest, tuple[tuple[str, Any], ...]], ...] = ()
     precision: Precision = field(default_factory=Precision)
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether a part of a leaf may be updated alone: each rule is a formula of elements."""
-        return True
-
-    def group_of(self, path: str) -> int:
-        """Return 0: options may differ inside of a flat buffer, so all leaves may share one."""
-        return 0
-
-    def bind(self, params: Any) -> Optimizer:
-        """Return itself: the rule does not depend on which parameters there are."""
-        return self
 
     @property
     def divides(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fzero.errors import LayoutError, explain
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.layout import learns
 from fzero.state.leaf_modules import class_name
 
 SafeModules = Sequence[type[nn.Module] | str] | Callable[[str], bool]
@@ -75,7 +76,7 @@ class Autocast:
         """
         if self.computes is None:
             return None
-        if p.dtype in SIXTEEN_BIT and (p.requires_grad or not isinstance(p, nn.Parameter)):
+        if p.dtype in SIXTEEN_BIT and learns(p):
             raise sixteen_bit_error(path, p.dtype)
         safe = self.lower_precision_safe_modules
         if callable(safe):

@@ -10,9 +10,10 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._check import is_count, require
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, Policy, TrainState, progress
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
+from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms._states import flatten_states, is_state, map_states
 
 
@@ -62,14 +63,7 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
         >>> loss, fzero.full_params(state)
         (tensor(2.5000), tensor(-1.5000))
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise LayoutError(
-            explain(
-                f"accumulate: steps={steps!r}.",
-                cause="a count of micro-batches that is no positive integer.",
-                fix="give at least 1.",
-            )
-        )
+    require("accumulate: steps", steps, is_count, "at least 1")
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         parts = _split((args, kwargs), steps)
@@ -87,16 +81,14 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
         # accumulation further out, must not add to its gradients.
         return _with_policies(state, before), _join(auxes)
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "accumulate",
-            inner,
-            never_around=("simulate",),
-            right="fzero.simulate(fzero.accumulate(step, steps=...), world_size=...)",
-        )
-        return Step("accumulate", inner, around, options={"steps": steps})
-
-    return wrap if fn is None else wrap(fn)
+    return transform(
+        "accumulate",
+        fn,
+        around,
+        never_around=("simulate",),
+        right="fzero.simulate(fzero.accumulate(step, steps=...), world_size=...)",
+        options={"steps": steps},
+    )
 
 
 def _part(policy: Policy, steps: int, last: bool) -> Policy:

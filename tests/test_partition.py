@@ -1,4 +1,4 @@
-"""Law 1: a pytree -> flat padded groups -> shards -> the same pytree, whatever the pytree."""
+"""A pytree -> flat padded groups -> shards -> the same pytree, whatever the pytree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behaviour 8 and the issue's bad input: a clear error, or a warning that shows the place."""
+"""Bad input: a clear error, or a warning that shows the place."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def writes_to_a_frozen_one(params: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @at_every_place
 @pytest.mark.parametrize("write", [writes, writes_under_no_grad, writes_to_a_frozen_one])
-def test_8_a_loss_that_writes_to_a_parameter_is_refused(
+def test_a_loss_that_writes_to_a_parameter_is_refused(
     write: Callable[[Any], None], place: Place, ranks: int
 ) -> None:
     """Where torch allows the write a buffer of stages 0 to 2 has changed: the error says so."""

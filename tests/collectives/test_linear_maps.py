@@ -1,4 +1,4 @@
-"""Law 2, the maps themselves: what they compute, that they are adjoint, and their vmap rule."""
+"""The maps themselves: what they compute, that they are adjoint, and their vmap rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual ranks: W threads of this process that run one at a time and meet at collectives.
+"""Virtual ranks: W threads of this process that run one at a time and wait at collectives.
 
 A rank runs alone until it reaches a collective; then it is the turn of the next rank. So a run
 is deterministic, every rank executes the very kernels that a real process would, any Python is
@@ -154,14 +154,14 @@ class _TorchGlobals(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a meeting gives to every rank."""
+    """What a collective gives to every rank."""
 
     made: Any = None
     error: Exception | None = None
 
 
 class _Turns:
-    """Who may run, what was handed in at the current meeting, and how each rank ended."""
+    """Who may run, what was handed in for the current collective, and how each rank ended."""
 
     def __init__(self, body: Callable[[int], Any], size: int) -> None:
         self.body, self.size = body, size
@@ -170,7 +170,7 @@ class _Turns:
             turn.acquire()
         self.globals = [_TorchGlobals(torch.get_rng_state(), _BASE_NESTING)] * size
         self.waiting: dict[int, tuple[str, Any, Make]] = {}
-        self.met: dict[int, _Outcome] = {}  # what each rank is to get at the last meeting
+        self.outcomes: dict[int, _Outcome] = {}  # what each rank is to get from the last collective
         self.results: dict[int, Any] = {}
         self.error: BaseException | None = None
 
@@ -258,17 +258,17 @@ class _Turns:
         self._pass_on(rank)
         self.turn[rank].acquire()
         self.globals[rank].put()
-        met = self.met.pop(rank, None)
-        if met is None or (met.error is not None and self.error is not None):
+        outcome = self.outcomes.pop(rank, None)
+        if outcome is None or (outcome.error is not None and self.error is not None):
             raise _Aborted
-        if met.error is not None:
-            raise met.error
-        return met.made
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.made
 
     def _pass_on(self, rank: int) -> None:
-        """Let a rank run that still can; complete the meeting if all are in it."""
+        """Let a rank run that still can; complete the collective if all are in it."""
         if len(self.waiting) == self.size and self.error is None:
-            self._meet()
+            self._complete()
         elif self.waiting and len(self.waiting) + len(self.results) == self.size:
             self._fail_unmatched()
         for step in range(1, self.size + 1):  # nearly always the first one can
@@ -278,7 +278,7 @@ class _Turns:
                 self.turn[peer].release()
                 return
 
-    def _meet(self) -> None:
+    def _complete(self) -> None:
         ops = {rank: op for rank, (op, _, _) in self.waiting.items()}
         if len(set(ops.values())) > 1:
             seen = "; ".join(f"rank {rank}: {ops[rank]}" for rank in range(self.size))
@@ -296,7 +296,7 @@ class _Turns:
             outcome = _Outcome(made=make(everyone))
         except Exception as error:  # on every rank, as it would be on each of many processes
             outcome = _Outcome(error=error)
-        self.met = dict.fromkeys(range(self.size), outcome)
+        self.outcomes = dict.fromkeys(range(self.size), outcome)
 
     def _fail_unmatched(self) -> None:
         if self.error is None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fzero._modes import is_recorded
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._channels import before_collective
@@ -104,7 +105,7 @@ def _of_nothing(plan: Plan, x: Tensor) -> Tensor:
 def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis, ordered = plan
     before_collective(axis)
-    if axis.runtime is Runtime.PROCESSES and traced.is_traced(xs):
+    if axis.runtime is Runtime.PROCESSES and is_recorded(xs):
         return traced.RUN[kind](list(xs), axis.name, axis.group().group_name, axis.size, ordered)
     return _LOWER[kind](xs, axis, ordered)
 

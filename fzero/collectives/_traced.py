@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives import _lowering as lowering
 from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime
 from fzero.virtual import is_abstract
-
-
-def is_traced(xs: Sequence[Tensor]) -> bool:
-    """Whether these tensors are being recorded, or have no numbers at all."""
-    return get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in xs)
 
 
 @torch.library.custom_op("fzero::all_gather", mutates_args=())

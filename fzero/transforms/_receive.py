@@ -109,7 +109,7 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> tuple[TrainState, di
     local.clear()
     for unit in reducer.backwards:
         reducer.start(unit)
-    reducer.land()
+    reducer.wait_all()
     return with_lost(state, reducer.feedback[0]), reducer.take_means(0)
 
 

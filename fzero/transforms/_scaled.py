@@ -116,7 +116,7 @@ def chosen(found: Tensor, old: Any, new: Any) -> Any:
 
 def after_update(state: TrainState, found: Tensor | None) -> dict[str, Any]:
     """Return `step`, `window` and `scale` after an update; a skipped one does not count."""
-    settled = {"window": window.settle(state.window, found)}
+    settled = {"window": window.after_update(state.window, found)}
     if found is None or state.scale is None:
         return {"step": state.step + 1, **settled}
     made = (1 - found).to(state.step.dtype)

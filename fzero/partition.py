@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Module, Parameter
 
+from fzero._check import require
 from fzero.errors import LayoutError, explain
 from fzero.packing import ALIGNMENT_BYTES, in_order, pack, unpack
 from fzero.packing import shard_of as shard_of
@@ -78,14 +79,8 @@ def plan_layout(
         [((0, 4), 4)]
     """
     for name, given in (("units", unit), ("trainable", trainable or unit)):
-        if not callable(given):
-            raise LayoutError(
-                explain(
-                    f"{name}={given!r}.",
-                    cause="a list of paths, or a prefix.",
-                    fix=f"give a function of a leaf's path: {name}=lambda path: ...",
-                )
-            )
+        wanted = f"a function of a leaf's path: {name}=lambda path: ..."
+        require(name, given, callable, wanted, cause="a list of paths, or a prefix.")
     paths, tensors, treespec = named_leaves(params)
     order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
     leaves, slots = _unique_leaves(paths, tensors, order, trainable)

@@ -47,9 +47,7 @@ SAME: dict[str, tuple[Callable[..., Tensor], float]] = {
 @pytest.mark.parametrize("ordered", [False, True])
 @at_every_place
 @pytest.mark.parametrize("name", SAME)
-def test_sums_means_and_scales_agree_at_every_stage(
-    name: str, place: Place, ordered: bool
-) -> None:
+def test_sums_means_and_scales_agree_at_every_stage(name: str, place: Place, ordered: bool) -> None:
     fn, factor = SAME[name]
     got = gradient_on(fn, PARAMS, X, ranks=RANKS, ordered=ordered, **place)
     for leaf, want in WANT.items():

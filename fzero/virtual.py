@@ -97,7 +97,7 @@ def has_no_values(x: torch.Tensor) -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Tensors that are made here only describe others: what watches an abstract rank sees none."""
+    """Hide tensors that only describe others from what watches an abstract rank."""
     if not is_abstract() or get_proxy_mode() is not None:
         yield
         return
@@ -282,13 +282,7 @@ class _Turns:
         ops = {rank: op for rank, (op, _, _) in self.waiting.items()}
         if len(set(ops.values())) > 1:
             seen = "; ".join(f"rank {rank}: {ops[rank]}" for rank in range(self.size))
-            self.error = AxisError(
-                explain(
-                    f"the ranks called different collectives: {seen}.",
-                    cause="a branch that depends on the rank, or on its data, has a collective.",
-                    fix="call the same collectives in the same order on every rank.",
-                )
-            )
+            self.error = _unmatched(f"the ranks called different collectives: {seen}.")
             return
         everyone, make = [self.waiting[rank][1] for rank in range(self.size)], self.waiting[0][2]
         self.waiting = {}
@@ -304,10 +298,15 @@ class _Turns:
                 f"rank {rank} waits in {op}" for rank, (op, _, _) in self.waiting.items()
             )
             done = sorted(self.results)
-            self.error = AxisError(
-                explain(
-                    f"{stuck}, but rank{'s' * (len(done) > 1)} {done} finished without it.",
-                    cause="a branch that depends on the rank, or on its data, has a collective.",
-                    fix="call the same collectives in the same order on every rank.",
-                )
-            )
+            ranks = f"rank{'s' * (len(done) > 1)} {done}"
+            self.error = _unmatched(f"{stuck}, but {ranks} finished without it.")
+
+
+def _unmatched(seen: str) -> AxisError:
+    return AxisError(
+        explain(
+            seen,
+            cause="a branch that depends on the rank, or on its data, has a collective.",
+            fix="call the same collectives in the same order on every rank.",
+        )
+    )

@@ -19,9 +19,8 @@ from fzero.optim import NoOptimizer, no_optimizer
 from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.state.window import CLOSED, Window, open_window
 from fzero.transforms._finite import first_of, report_of
-from fzero.transforms._norm import clip_factor
 from fzero.transforms._receive import accumulate, filled, reduce_window
-from fzero.transforms.update import norm_of_state, scaled, share, update
+from fzero.transforms.update import clip_factor, norm_of_state, scaled, share, update
 
 
 def call(driver: Driver, name: str, value: int = 0) -> frozenset[int]:

@@ -58,7 +58,7 @@ class _Unowned(Gatherer):
     def leaf(self, group: int, position: int) -> Tensor:
         """Return the full values; they go at once unless they are held."""
         self.fetch(group)
-        values = self.held[group][0][position]
+        values = self.held[group].leaves[0][position]
         self.free(group)
         return values
 

@@ -16,8 +16,8 @@ from fzero.errors import AxisError, MismatchError, explain
 from fzero.mesh import Axis, Runtime
 
 _CALL = "init, an Engine or a checkpoint"
-"""What this is to ranks that do something else: a rank that raised does not know where the others
-wait to hear of it."""
+"""The call that ranks announce. One name for all: a rank that raised does not know in which of them
+the others wait."""
 
 
 def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> None:

@@ -107,13 +107,13 @@ def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
     before_collective(axis)
     if axis.runtime is Runtime.PROCESSES and is_recorded(xs):
         return traced.RUN[kind](list(xs), axis.name, axis.group().group_name, axis.size, ordered)
-    return _LOWER[kind](xs, axis, ordered)
+    return _BEGIN[kind](xs, axis, ordered).wait()
 
 
-_LOWER: dict[str, Callable[[Sequence[Tensor], Axis, bool], list[Tensor]]] = {
-    "gather": lambda xs, axis, ordered: lowering.all_gather(xs, axis),
-    "scatter": lambda xs, axis, ordered: lowering.reduce_scatter(xs, axis, ordered=ordered),
-    "reduce": lambda xs, axis, ordered: lowering.all_reduce(xs, axis, ordered=ordered),
+_BEGIN: dict[str, Callable[[Sequence[Tensor], Axis, bool], lowering.Started]] = {
+    "gather": lambda xs, axis, ordered: lowering.begin_all_gather(xs, axis),
+    "scatter": lambda xs, axis, ordered: lowering.begin_reduce_scatter(xs, axis, ordered=ordered),
+    "reduce": lambda xs, axis, ordered: lowering.begin_all_reduce(xs, axis, ordered=ordered),
 }
 
 

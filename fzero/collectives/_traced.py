@@ -14,7 +14,7 @@ from fzero.virtual import is_abstract
 @torch.library.custom_op("fzero::all_gather", mutates_args=())
 def all_gather(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     """Each [l] -> [size l]."""
-    return lowering.all_gather(xs, _axis(name, group, size))
+    return lowering.begin_all_gather(xs, _axis(name, group, size)).wait()
 
 
 @torch.library.custom_op("fzero::reduce_scatter", mutates_args=())
@@ -22,13 +22,13 @@ def reduce_scatter(
     xs: list[Tensor], name: str, group: str, size: int, ordered: bool
 ) -> list[Tensor]:
     """Each [size l] -> [l]."""
-    return lowering.reduce_scatter(xs, _axis(name, group, size), ordered=ordered)
+    return lowering.begin_reduce_scatter(xs, _axis(name, group, size), ordered=ordered).wait()
 
 
 @torch.library.custom_op("fzero::all_reduce", mutates_args=())
 def all_reduce(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     """Each [n] -> [n]."""
-    return lowering.all_reduce(xs, _axis(name, group, size), ordered=ordered)
+    return lowering.begin_all_reduce(xs, _axis(name, group, size), ordered=ordered).wait()
 
 
 @torch.library.custom_op("fzero::all_to_all", mutates_args=())

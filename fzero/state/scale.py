@@ -71,7 +71,7 @@ class DynamicScale:
 
 @dataclass(frozen=True, slots=True)
 class StaticScale:
-    """A scale that stays as it is. An overflow is skipped all the same: by one of 1, that alone."""
+    """A constant scale. An overflow is skipped all the same; that is all that a scale of 1 does."""
 
     value: float
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import optree
@@ -71,8 +72,8 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
         before = [(one.setup.policy, one.progress.deferred) for one in states]
         auxes = []
         for i, (part_args, part_kwargs) in enumerate(parts):
-            last = i == steps - 1
-            state = _each(state, before, lambda *one, last=last: _begin_part(*one, steps, last))
+            begin = partial(_begin_part, steps=steps, last=i == steps - 1)
+            state = _each(state, before, begin)
             returned = inner(state, *part_args, **part_kwargs)
             state, aux = returned_pair("accumulate", inner, returned)
             auxes.append(aux)
@@ -99,7 +100,7 @@ def _each(state: Any, before: list[Before], fn: Callable[[TrainState, Before], T
     return map_states("accumulate", lambda one: fn(one, next(rest)), state)
 
 
-def _begin_part(state: TrainState, before: Before, steps: int, last: bool) -> TrainState:
+def _begin_part(state: TrainState, before: Before, *, steps: int, last: bool) -> TrainState:
     policy, deferred = before
     state = state.replace(progress=progress.next_part(state.progress, deferred=deferred))
     share, defers = policy.grad_scale / steps, policy.defer_update or not last

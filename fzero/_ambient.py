@@ -24,7 +24,7 @@ class AutocastModes(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """As it was, until the end. Whether casts of weights are kept is up to this thread."""
+        """Enter these modes until the block ends. The cache of casts stays as it is here."""
         cache = torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
             for kind, enabled, dtype in self.modes:
@@ -35,9 +35,9 @@ class AutocastModes(NamedTuple):
 
 @contextmanager
 def computed_in(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
-    """Operators follow torch.autocast with `dtype` until the end, whatever it was; None: as it was.
+    """Run the block under torch.autocast(dtype), whatever is around it; None changes nothing.
 
-    Whether casts of weights are kept is up to this thread.
+    This thread's cache of casts is used as it was.
     """
     if dtype is None:
         yield
@@ -73,9 +73,9 @@ class Ambient(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """This thread has them, until the end; but autocast keeps no casts of weights here.
+        """Enter these modes until the block ends, with autocast's cache of casts switched off.
 
-        It holds a lock of the process while it casts, and a cast may wait for another rank.
+        Autocast holds a lock of the process while it fills it, and a cast may wait for a rank.
         """
         with ExitStack() as stack:
             if self.inference:

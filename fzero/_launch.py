@@ -1,4 +1,4 @@
-"""What the environment says about the world: how many ranks there are, and how they meet. Pure."""
+"""What the environment says about the world: how many ranks, and how they connect. Pure."""
 
 from __future__ import annotations
 

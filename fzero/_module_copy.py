@@ -160,7 +160,7 @@ class Template:
         )
 
     def _memo(self, copies: list[nn.Module], given: Mapping[str, Tensor]) -> dict[int, Any]:
-        """What stands for what while an attribute is copied deeply; all other tensors stay."""
+        """Return the memo of a deep copy: this call's tensors and modules for the template's."""
         memo: dict[int, Any] = {id(tensor): tensor for tensor in self._tensors}
         memo |= {number: given[name] for number, name in self._names.items()}
         return memo | {id(a): b for a, b in zip(self._modules, copies, strict=True)}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero.collectives import InFlight, about, broadcast, start_gather
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.group_shard import GroupShard
+from fzero.group_shard import FullUnit, GroupShard
 from fzero.homes import page_out
 from fzero.mesh import Axis
 from fzero.packing import unpack
@@ -45,8 +45,7 @@ class Gatherer:
         self._count = 0  # of groups
         for layout, axis in zip(layouts, axes, strict=True):
             self.add(layout, axis)
-        self.held: dict[int, list[list[Tensor]]] = {}  # unit -> the leaves of each of its groups
-        self.flats: dict[int, list[Tensor]] = {}  # unit -> the full flat of each of its groups
+        self.held: dict[int, FullUnit] = {}
         self.kept: set[int] = set()  # units that no plan frees
         self.casts: torch.dtype | None = None
         self.rounds = False
@@ -59,7 +58,6 @@ class Gatherer:
         self.on_hold: Callable[[Sequence[int]], None] = self._fetch_all
         self.on_written: Callable[[Sequence[int]], None] = lambda _: None
         self._flights: dict[int, InFlight] = {}
-        self._blocks: set[int] = set()  # units that came as int8 blocks
 
     def add(self, layout: Layout, axis: Axis) -> int:
         """Add the units of one more layout, on an axis; return the number of its first group."""
@@ -94,7 +92,7 @@ class Gatherer:
         """Return one full leaf of a group, gathering its unit unless it is here."""
         unit = self._unit_of[group]
         self.use(unit)
-        return self.held[unit][self.units[unit].index(group)][position]
+        return self.held[unit].leaves[self.units[unit].index(group)][position]
 
     def device_of(self, group: int) -> torch.device:
         """Return where the values of a group are."""
@@ -187,7 +185,7 @@ class Gatherer:
     def _share(self, units: Sequence[int], source: int) -> None:
         for unit in units:
             shards = self._axes[unit].shards
-            flats = broadcast(self.flats[unit], self._axes[unit], source)
+            flats = broadcast(self.held[unit].flats, self._axes[unit], source)
             for group, flat in zip(self.units[unit], flats, strict=True):
                 self.groups[group].shard.copy_(shard_of(flat, shards.size, shards.rank))
         self.on_written(units)
@@ -219,7 +217,7 @@ class Gatherer:
         whole = {
             group: flat
             for unit in self.kept
-            for group, flat in zip(self.units[unit], self.flats[unit], strict=True)
+            for group, flat in zip(self.units[unit], self.held[unit].flats, strict=True)
         }
         found, first = [], 0
         for layout in self._layouts:
@@ -262,14 +260,11 @@ class Gatherer:
             self.wait(unit)
 
     def _hold(self, unit: int, flats: list[Tensor], as_blocks: bool) -> None:
-        self.flats[unit] = flats
+        leaves = []
         for group, flat in zip(self.units[unit], flats, strict=True):
             self.on_gathered(group, flat)
-        self._blocks = self._blocks - {unit} | ({unit} if as_blocks else set())
-        self.held[unit] = [
-            unpack(self.groups[group].layout, self.groups[group].index, flat)
-            for group, flat in zip(self.units[unit], flats, strict=True)
-        ]
+            leaves.append(unpack(self.groups[group].layout, self.groups[group].index, flat))
+        self.held[unit] = FullUnit(flats, leaves, as_blocks)
 
     def fetch(self, unit: int) -> None:
         """Gather a unit unless it is here, and wait for it."""
@@ -292,9 +287,11 @@ class Gatherer:
 
     def is_rounded(self, unit: int) -> bool:
         """Return whether a unit is here, and not with the bits of its parameters."""
-        flats, in_blocks = self.flats.get(unit, ()), unit in self._blocks
-        pairs = zip(self.units[unit], flats, strict=False)
-        return any(in_blocks or x.dtype != self.groups[group].shard.dtype for group, x in pairs)
+        full = self.held.get(unit)
+        if full is None or full.as_blocks:
+            return full is not None
+        pairs = zip(self.units[unit], full.flats, strict=True)
+        return any(x.dtype != self.groups[group].shard.dtype for group, x in pairs)
 
     def drop_rounded(self, units: Sequence[int]) -> None:
         """Outside of a pass values are exact: let go of what is rounded, whether kept or not."""
@@ -305,17 +302,16 @@ class Gatherer:
 
     def touch(self, unit: int) -> bool:
         """Return whether a unit is whole; it is then the one that was used last."""
-        leaves = self.held.pop(unit, None)
-        if leaves is not None:
-            self.held[unit] = leaves
-        return leaves is not None
+        full = self.held.pop(unit, None)
+        if full is not None:
+            self.held[unit] = full
+        return full is not None
 
     def free(self, unit: int) -> None:
         """Let go of a unit, unless it is kept; one that is on the way is waited for."""
         if unit in self.kept:
             return
         self.held.pop(unit, None)
-        self.flats.pop(unit, None)
         flight = self._flights.pop(unit, None)
         if flight is not None:
             with suppress(AxisError):  # nobody wants it any more, whether it comes or not

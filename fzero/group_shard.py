@@ -1,4 +1,4 @@
-"""What a rank has of one group at stage 3, and sends of it."""
+"""What a rank has at stage 3: the shard of a group, and full values of a unit for a time."""
 
 from __future__ import annotations
 
@@ -28,3 +28,11 @@ class GroupShard(NamedTuple):
         """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
         lower = self.layout.groups[self.index].communication_dtype
         return lent(self.shard, self.device, None if exact else lower)
+
+
+class FullUnit(NamedTuple):
+    """The full values of a unit, for each of its groups."""
+
+    flats: list[Tensor]
+    leaves: list[list[Tensor]]  # views of the flats
+    as_blocks: bool  # they came as int8 blocks

@@ -88,7 +88,7 @@ def is_here(x: Tensor, device: torch.device) -> bool:
 
 
 def home_of_empty(x: Tensor) -> Home:
-    """Return where what a tensor without values stands for would live."""
+    """Return where the tensor would live that `x`, which has no values, describes."""
     return getattr(x.untyped_storage(), "home", None)
 
 
@@ -225,10 +225,10 @@ def _advise(x: Tensor, advice: int) -> None:
         call(begin, end - begin, advice)
 
 
-class Lane:
-    """Copies to a device, and back, beside what it computes: on a stream of their own.
+class CopyStream:
+    """Copies to a device and back, on a CUDA stream of their own beside what is computed.
 
-    On a CPU there is no such stream; what is there already is lent as it is.
+    On a CPU there is no stream; what is there already is lent as it is.
     """
 
     def __init__(self, device: torch.device) -> None:

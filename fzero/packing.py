@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from einops import rearrange
@@ -15,19 +14,13 @@ ALIGNMENT_BYTES = 16
 """Where leaves and shards may start in a flat: vectorized CUDA kernels load 16 bytes at once, and
 tensors that start elsewhere take slower ones. A flat itself starts on more than that."""
 
-Placing = Callable[[Sequence[int], int, int], tuple[tuple[int, ...], int]]
-"""(numels of a group's leaves, ranks, alignment) -> (offset of each, shard_numel).
-
-`alignment` is that of `ALIGNMENT_BYTES` in elements. The seam for other partitioners: one that lets
-no leaf cross a shard border gives whole tensors to one rank, as matrix optimizers need.
-"""
-
 
 def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tuple[int, ...], int]:
     """Place leaves one behind the other; each leaf, and each shard, starts on the alignment.
 
-    So a leaf is padded by less than `alignment` elements, and the end of the flat by less than
-    `ranks alignment`. On one rank no shard starts behind the first, so its end is not padded.
+    Returns (offset of each leaf, shard_numel); `alignment` is in elements. A leaf is padded by less
+    than `alignment` elements, and the end of the flat by less than `ranks alignment`. On one rank
+    no shard starts behind the first, so its end is not padded.
 
     Example:
         >>> in_order([3, 4], 2, alignment=4)
@@ -130,27 +123,6 @@ def pack_copied(layout: Layout, index: int, tensors: Sequence[Tensor | None]) ->
             flat[offset:end].view(tensor.shape).copy_(tensor)
     flat[end:].zero_()
     return flat
-
-
-class _Cut(torch.autograd.Function):
-    """flat -> its leaves, as views; backward packs their gradients in one pass."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, layout: Layout, index: int) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.index = layout, index
-        ctx.set_materialize_grads(False)
-        return tuple(unpack(layout, index, flat))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return pack_copied(ctx.layout, ctx.index, grads), None, None
-
-
-def cut(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
-    """`unpack` for one backward pass of ordinary autograd, and for that only."""
-    if input_shape(layout, index) == layout.leaves[layout.groups[index].leaves[0]].shape:
-        return unpack(layout, index, flat)
-    return list(_Cut.apply(flat, layout, index))
 
 
 def input_shape(layout: Layout, index: int) -> tuple[int, ...]:

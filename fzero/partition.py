@@ -18,11 +18,12 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Module, Parameter
 
+from fzero._check import require
 from fzero.errors import LayoutError, explain
-from fzero.packing import ALIGNMENT_BYTES, Placing, in_order, pack, unpack
+from fzero.packing import ALIGNMENT_BYTES, in_order, pack, unpack
 from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
-from fzero.state.layout import Group, Layout, Leaf
+from fzero.state.layout import Group, Layout, Leaf, learns
 
 
 def unit_of(path: str) -> str:
@@ -53,7 +54,6 @@ def plan_layout(
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
     lowered: Callable[[str], torch.dtype | None] | None = None,
-    placing: Placing = in_order,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
 
@@ -64,8 +64,7 @@ def plan_layout(
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
     on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
-    make. Within a group `placing` says where leaves and shards start; by default on a multiple of
-    16 bytes.
+    make. Within a group, leaves and shards start on a multiple of 16 bytes.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -80,14 +79,8 @@ def plan_layout(
         [((0, 4), 4)]
     """
     for name, given in (("units", unit), ("trainable", trainable or unit)):
-        if not callable(given):
-            raise LayoutError(
-                explain(
-                    f"{name}={given!r}.",
-                    cause="a list of paths, or a prefix.",
-                    fix=f"give a function of a leaf's path: {name}=lambda path: ...",
-                )
-            )
+        wanted = f"a function of a leaf's path: {name}=lambda path: ..."
+        require(name, given, callable, wanted, cause="a list of paths, or a prefix.")
     paths, tensors, treespec = named_leaves(params)
     order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
     leaves, slots = _unique_leaves(paths, tensors, order, trainable)
@@ -105,7 +98,7 @@ def plan_layout(
         members = list(_by_size(leaves, bucket_bytes, alike))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
-        _group(name, [leaves[i] for i in ids], ids, (ranks, replicas), placing, lower)
+        _group(name, [leaves[i] for i in ids], ids, (ranks, replicas), lower)
         for name, ids in zip(names, members, strict=True)
     )
     return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
@@ -217,14 +210,14 @@ def _unique_leaves(
     slots = [0] * len(order)
     for position in order:
         path, tensor = paths[position], tensors[position]
-        index = seen.setdefault(_identity(tensor), len(leaves))
-        learns = _learns(path, tensor, trainable)
+        index = seen.setdefault(identity(tensor), len(leaves))
+        learning = learns(tensor) and (trainable is None or trainable(path))
         if index == len(leaves):
             leaves.append(
-                Leaf(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, trainable=learns)
+                Leaf(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, trainable=learning)
             )
-        elif leaves[index].trainable != learns:
-            frozen, other = (leaves[index].path, path) if learns else (path, leaves[index].path)
+        elif leaves[index].trainable != learning:
+            frozen, other = (leaves[index].path, path) if learning else (path, leaves[index].path)
             raise LayoutError(
                 explain(
                     f"{frozen} is frozen and {other} is not, and they are one tensor.",
@@ -236,14 +229,8 @@ def _unique_leaves(
     return tuple(leaves), tuple(slots)
 
 
-def _learns(path: str, tensor: Tensor, trainable: Callable[[str], bool] | None) -> bool:
-    if not tensor.is_floating_point() or (trainable is not None and not trainable(path)):
-        return False
-    return tensor.requires_grad or not isinstance(tensor, Parameter)
-
-
-def _identity(tensor: Tensor) -> Any:
-    """Equal for tensors that are one parameter: the same object, or the same memory."""
+def identity(tensor: Tensor) -> Any:
+    """Return a key that is equal for tensors that are one parameter: one object, or one memory."""
     if type(tensor) not in (Tensor, Parameter) or not tensor.numel() or tensor.is_meta:
         return id(tensor)
     if is_functorch_wrapped_tensor(tensor):  # it has no memory of its own to compare
@@ -291,12 +278,11 @@ def _group(
     leaves: Sequence[Leaf],
     ids: Sequence[int],
     cuts: tuple[int, int],
-    placing: Placing,
     lowered: Callable[[str], torch.dtype | None],
 ) -> Group:
     dtype = leaves[0].dtype
     numels = [leaf.numel for leaf in leaves]
-    offsets, part_numel = placing(numels, prod(cuts), ALIGNMENT_BYTES // dtype.itemsize)
+    offsets, part_numel = in_order(numels, prod(cuts), ALIGNMENT_BYTES // dtype.itemsize)
     return Group(
         name=name,
         dtype=dtype,

@@ -130,10 +130,6 @@ class LazyParam(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self._not_here("pickled")
 
-    def share_memory_(self) -> LazyParam:
-        """Raise `LayoutError`: there is no memory to share."""
-        raise self._not_here("shared")
-
     def data_ptr(self) -> int:
         """Raise `LayoutError`: there is no memory, and a kernel would read at address 0."""
         raise LayoutError(
@@ -147,14 +143,14 @@ class LazyParam(torch.Tensor):
         )
 
     def untyped_storage(self) -> Any:
-        """Raise `LayoutError`: there is no memory to write to a file."""
+        """Raise `LayoutError`: there is no memory to write to a file, or to share."""
         if torch.compiler.is_compiling():  # which describes it, and writes nothing
             return torch.Tensor.untyped_storage(self)
-        raise self._not_here("saved")
+        raise self._not_here("saved or shared")
 
     def storage(self) -> Any:
-        """Raise `LayoutError`: there is no memory to write to a file."""
-        raise self._not_here("saved")
+        """Raise `LayoutError`, before torch warns that this is the old name."""
+        raise self._not_here("saved or shared")
 
     def _not_here(self, verb: str) -> LayoutError:
         return LayoutError(

@@ -83,12 +83,10 @@ class Reducer:
 
     def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
         """Return a hook for a leaf: takes its gradient as soon as autograd has made it."""
-        unit, group, position = self._where[state][leaf]
 
         def on_gradient(p: Tensor) -> None:
             if p.grad is not None:
-                group.put(position, _popped(p))
-                self._received(unit, group)
+                self.take(state, leaf, p)
 
         return on_gradient
 
@@ -128,7 +126,7 @@ class Reducer:
             return
         setup, sharded = self.setups[state], self.is_bounded(unit)
         while sharded and len(self._flights) >= IN_FLIGHT:
-            self._land()
+            self._wait_for_oldest()
         groups = [self._groups[state][i] for i in indices]
         taken = [group.take(to_write=not sharded) if mine else None for group in groups]
         pairs = zip(indices, taken, strict=True)
@@ -143,7 +141,7 @@ class Reducer:
                 flight = start_reduce(local, self.axes[state], ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
-            self.land()
+            self.wait_all()
 
     def _sent(self, state: int, index: int, gradient: Tensor | None, *, mine: bool) -> Tensor:
         """What this rank puts on the wire for one group; None for zeros."""
@@ -157,10 +155,10 @@ class Reducer:
         dtype = setup.communication_dtype(index)
         return torch.zeros(setup.layout.full_numel(index), dtype=dtype, device=device)
 
-    def _land(self) -> None:
+    def _wait_for_oldest(self) -> None:
         """Wait for the oldest reduction; across the replicas it goes on beside the next one."""
         # In the order of the starts: what is waited for may communicate again.
-        self._land_across()
+        self._wait_across()
         unit, flight = self._flights.popleft()
         state, indices = self._units[unit]
         setup, axis = self.setups[state], self.axes[state]
@@ -174,7 +172,7 @@ class Reducer:
             crossing = start(summed, axis.replicas, ordered=setup.reduction.ordered)
         self._across.append((unit, crossing))
 
-    def _land_across(self) -> None:
+    def _wait_across(self) -> None:
         while self._across:
             self._add_mean(*self._across.popleft())
 
@@ -197,11 +195,11 @@ class Reducer:
         for index, flat in flats.items():
             self._groups[state][index].give(flat)
 
-    def land(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all that was started. All ranks are at one place."""
         while self._flights:
-            self._land()
-        self._land_across()
+            self._wait_for_oldest()
+        self._wait_across()
 
     def left(self) -> list[int]:
         """The units with gradients that have not been handed on."""
@@ -254,7 +252,7 @@ class Reducer:
         self.forget()
         while self._flights or self._across:
             with suppress(AxisError):
-                self.land()
+                self.wait_all()
         self.means = [{} for _ in self.setups]
         for feedback in filter(None, self.feedback):
             feedback.changed()

@@ -14,13 +14,13 @@ Done = tuple[int, int, Program]
 
 
 class Recording:
-    """What this rank does in each phase of a pass: uses of units, reductions (~unit), meetings.
+    """What this rank does in each phase of a pass: uses of units, reductions (~unit), sync points.
 
-    number: of the model on its channel. meeting: what stands for a collective of the user's.
+    number: of the model on its channel. sync_point: the event of a collective of the user's.
     """
 
-    def __init__(self, number: int, meeting: int) -> None:
-        self._number, self._meeting = number, meeting
+    def __init__(self, number: int, sync_point: int) -> None:
+        self._number, self._sync_point = number, sync_point
         self._phases: dict[tuple[int, int], list[int]] = {}
         self._events: list[int] = []
 
@@ -46,7 +46,7 @@ class Recording:
         known = [one for one in told if one is not None]
         keys = sorted({key for one in known for key in one if key[0] == self._number})
         done = {key[1:]: [one[key] for one in known if key in one] for key in keys}
-        return [(*key, union(programs, self._meeting)) for key, programs in done.items()]
+        return [(*key, union(programs, self._sync_point)) for key, programs in done.items()]
 
 
 class Replay:
@@ -55,24 +55,24 @@ class Replay:
     A rank that does not use a unit takes part in its gather and drops it; one that has no gradient
     of a unit reduces zeros (a sum is linear: what comes later is reduced later).
 
-    keeps: what is gathered stays. meeting: what stands in the plan for a collective of the user's,
-    where the walk stops until all ranks have come (`stands`).
+    keeps: what is gathered stays. sync_point: the event of a collective of the user's, where the
+    walk stops until all ranks have come (`at_sync_point`).
     """
 
     def __init__(
-        self, plan: Plan, gatherer: Gatherer, reducer: Reducer, *, keeps: bool, meeting: int
+        self, plan: Plan, gatherer: Gatherer, reducer: Reducer, *, keeps: bool, sync_point: int
     ) -> None:
         self._plan, self._gatherer, self._reducer = plan, gatherer, reducer
-        self._keeps, self._meeting = keeps, meeting
+        self._keeps, self._sync_point = keeps, sync_point
         self._at = self._started = 0  # the step, and how many of its reductions have started
         self._ready: set[int] = set()
-        self.stands = False
-        self.asked_here: list[int] = []  # gathered where it stands, beside the plan
+        self.at_sync_point = False
+        self.gathered_here: list[int] = []  # at this sync point, beside the plan
 
     def use(self, unit: int, *, held: bool) -> bool:
-        """Go to the next use of a unit before the next meeting; False if the plan has none."""
-        place, meeting = self._plan.next_use(unit, self._at), self._next_meeting()
-        if place is None or (meeting is not None and place > meeting):
+        """Go to the next use of a unit before the next sync point; False if the plan has none."""
+        place, sync_point = self._plan.next_use(unit, self._at), self._next_sync_point()
+        if place is None or (sync_point is not None and place > sync_point):
             return False
         if place == self._at + 1 or not held:
             self._go_to(place)
@@ -85,33 +85,33 @@ class Replay:
     def start_ready(self) -> None:
         """Start the reductions of this step that are ready, in its order."""
         reduces = self._plan.steps[self._at].reduces
-        while not self.stands and self._started < len(reduces):
+        while not self.at_sync_point and self._started < len(reduces):
             if reduces[self._started] not in self._ready:
                 return
             self._start_next()
 
     def run(self) -> bool:
-        """Go to the next meeting, or to the end; return whether it is the end."""
-        if self.stands:
+        """Go to the next sync point, or to the end; return whether it is the end."""
+        if self.at_sync_point:
             return False
-        meeting = self._next_meeting()
-        if meeting is None:
+        sync_point = self._next_sync_point()
+        if sync_point is None:
             self._go_to(len(self._plan.steps) - 1)
             self._end_step()
             return True
-        self._go_to(meeting)
+        self._go_to(sync_point)
         return False
 
-    def go_on(self) -> None:
-        """All ranks have come to the meeting: what was gathered there for one of them goes."""
-        self.stands = False
-        for unit in self.asked_here:
+    def leave_sync_point(self) -> None:
+        """All ranks have come to the sync point: what was gathered there for one of them goes."""
+        self.at_sync_point = False
+        for unit in self.gathered_here:
             self._gatherer.free(unit)
-        self.asked_here = []
+        self.gathered_here = []
         self.start_ready()
 
-    def _next_meeting(self) -> int | None:
-        return self._plan.next_use(self._meeting, self._at)
+    def _next_sync_point(self) -> int | None:
+        return self._plan.next_use(self._sync_point, self._at)
 
     def _go_to(self, place: int) -> None:
         while self._at < place:
@@ -124,7 +124,7 @@ class Replay:
                 self._gatherer.start(unit)
             if self._keeps:
                 self._gatherer.kept.update(step.gathers, step.ahead)
-            self.stands = step.unit == self._meeting
+            self.at_sync_point = step.unit == self._sync_point
             self.start_ready()
 
     def _end_step(self) -> None:

@@ -7,7 +7,7 @@ to its end, and asks there: every rank takes part in what any rank asks for.
 At stage 3 a program is recorded: what the ranks did before. Below stage 3 it is known: every bucket
 is reduced once, the last one first.
 
-A collective of the user's inside the pass is a place in the plan where all ranks meet: one that
+A collective of the user's inside the pass is a sync point of the plan, where ranks wait: one that
 needs what the plan does not have before it goes there, and asks; the others serve it.
 
 One plan runs at a time on the same ranks. Where a pass of another model begins in the middle of a
@@ -49,12 +49,12 @@ class Sequencer:
         number: int | None = None,
     ) -> None:
         self.channel, self.gatherer, self.reducer = channel, gatherer, reducer
-        self.limits, self._numels = limits, (*gatherer.numels, 0)  # the last one: see `meet`
+        self.limits, self._numels = limits, (*gatherer.numels, 0)  # the last one: see `sync`
         self._persistent, self._gathers = tuple(persistent), gathers
         self.stays = False  # what `limits.keeps` keeps stays beyond the backward, until `changed`
         self.number = channel.join(self, number)
-        self._meeting = len(gatherer.units)  # stands in a program for a collective of the user's
-        self._recording = Recording(self.number, self._meeting)
+        self._sync_point = len(gatherer.units)  # the event of a collective of the user's
+        self._recording = Recording(self.number, self._sync_point)
         self._asked = False  # since the last `finish`
         self._program: Program | None = None
         self._replay: Replay | None = None
@@ -65,7 +65,7 @@ class Sequencer:
         self._open = False  # announced, and not known yet what the others announce
         gatherer.use = self.use
         gatherer.on_hold = self.hold
-        self.land = reducer.land  # what the channel calls where all ranks are at one place
+        self.wait_all = reducer.wait_all  # what the channel calls where all ranks are at one place
         reducer.on_full = self.full if gathers else self.full_at_once
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Sequencer:
 
     def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
         """Announce pass `index` in `phase` (0 forward, 1 backward), expected by `schedule`."""
-        self._others_give_way()
+        self._end_other_plans()
         self._recording.begin(index, phase)
         self._replay, self._current = None, -1
         self._program = expected(schedule, index, phase)
@@ -96,7 +96,7 @@ class Sequencer:
         """Make sure that a unit is whole: a kernel reads it."""
         if unit == self._current and unit in self.gatherer.held:
             return
-        self._hear()
+        self._read_announced()
         self.gatherer.drop_rounded([unit])
         held, self._current = self.gatherer.touch(unit), unit
         if unit not in self._seen:
@@ -104,41 +104,41 @@ class Sequencer:
             if self.limits.keeps:
                 self._seen.add(unit)
         replay = self._replay
-        if replay is not None and not replay.stands:
+        if replay is not None and not replay.at_sync_point:
             replay.complete(self._due)  # they start behind what this use frees
             self._due = []
             if not replay.use(unit, held=held) and not self.gatherer.has(unit):
-                self._asked = True  # where ranks meet next, or at its end
+                self._asked = True  # at the next sync point, or at its end
                 self._run_plan()
         self._reduce_due()
         if self._asks and not self.gatherer.has(unit):
             self._ask_for(unit)
         self.gatherer.wait(unit)
 
-    def meet(self) -> None:
-        """A collective of the user's begins: all ranks run the plan as far as it stands there.
+    def sync(self) -> None:
+        """A collective of the user's begins: run the plan to its sync point, and wait for ranks.
 
         It is recorded like the use of a unit that is always whole. Ranks serve each other until all
         have come. Below stage 3 reductions start in one order, over a group of their own.
         """
         if not self._gathers:
             return
-        self._hear()
+        self._read_announced()
         self._current = -1
-        self._recording.add(self._meeting)
+        self._recording.add(self._sync_point)
         self._asked |= self._run_plan()
         self._reduce_due()
-        self._others_give_way()
+        self._end_other_plans()
         self.channel.call("a collective in a loss")
         if self._replay is not None:  # what it does from here on is the same on every rank again
-            self._replay.go_on()
+            self._replay.leave_sync_point()
 
     def full(self, unit: int) -> None:
         """The gradient of a unit is complete on this rank: reduce it when the next thing comes.
 
         While a hook runs, autograd has the gradient, too, which would then be there twice.
         """
-        self._hear()
+        self._read_announced()
         self._recording.add(~unit)
         self._reduce_due()
         self._due.append(unit)
@@ -153,7 +153,7 @@ class Sequencer:
         waits = self._open and not self.channel.is_answered
         if waits and sum(map(self.reducer.is_bounded, self._due)) <= 1:
             return
-        self._hear()
+        self._read_announced()
         self._reduce_due()
 
     def _reduce_due(self) -> None:
@@ -166,7 +166,7 @@ class Sequencer:
 
     def end_forward(self) -> None:
         """The forward is over: finish its plan, and let go of what was gathered."""
-        self._hear()
+        self._read_announced()
         self._end_plan()
         self._current = -1
         self._recording.pause()  # what is read between is no part of the pass
@@ -180,13 +180,13 @@ class Sequencer:
         Serves the others until none is in the pass. What is left here is reduced on the way. If any
         rank has asked, the programs become the union of what the ranks did.
         """
-        self._hear()
+        self._read_announced()
         self._end_plan()
         if left := self.reducer.left():
             self._recording.add(*[~unit for unit in left if not self.reducer.is_complete(unit)])
             self._asked = True
             self._ask(What.REDUCE, left)
-        self._others_give_way()
+        self._end_other_plans()
         asked = self.channel.finish(asked=self._asked)
         done, self._asked, self._current = self._recording.taken(), False, -1
         self._run(False)
@@ -199,10 +199,10 @@ class Sequencer:
         self.reducer.forget()
         with suppress(AxisError):  # the others know of it already
             if in_step:
-                self._hear()
+                self._read_announced()
                 self._end_plan()
             if tell:
-                self._others_give_way()
+                self._end_other_plans()
                 self.channel.fail()
         self._open, self._asked, self._replay, self._current = False, False, None, -1
         self._run(False)
@@ -218,7 +218,7 @@ class Sequencer:
                 self.use(unit)
                 self.gatherer.kept.add(unit)
             return
-        self._others_give_way()
+        self._end_other_plans()
         self.gatherer.drop_rounded(units)
         missing = any(unit not in self.gatherer.held for unit in units)
         name = f"gathered(...) of units {list(units)} of model {self.number}"
@@ -241,13 +241,13 @@ class Sequencer:
         self._seen = set()
 
     def _run(self, runs: bool) -> None:
-        """Stand among those that are in a pass, or not."""
+        """Be among those that are in a pass, or not."""
         self.channel.running = [one for one in self.channel.running if one is not self]
         self.channel.running += [self] if runs else []
 
     # The plan.
 
-    def _hear(self) -> None:
+    def _read_announced(self) -> None:
         """Learn what the other ranks announced: the plan counts if all have the same."""
         if not self._open:
             return
@@ -255,13 +255,13 @@ class Sequencer:
         same = self.channel.answer()
         if same and self._program is not None:
             self.gatherer.keep(self._persistent)
-            held = frozenset({*self.gatherer.kept, self._meeting})  # nothing is gathered for it
+            held = frozenset({*self.gatherer.kept, self._sync_point})  # nothing is gathered for it
             self._replay = Replay(
                 plan(self._program, self._numels, held, self.limits),
                 self.gatherer,
                 self.reducer,
                 keeps=self.limits.keeps,
-                meeting=self._meeting,
+                sync_point=self._sync_point,
             )
         else:
             self._asked = True
@@ -271,7 +271,7 @@ class Sequencer:
         self._seen.update(self._persistent)
 
     def _run_plan(self) -> bool:
-        """Run what is left of the plan, as far as ranks need not meet; return if that ended it."""
+        """Run what is left of the plan, up to a sync point; return whether that ended it."""
         self._reduce_due()
         if self._replay is None or not self._replay.run():
             return False
@@ -279,25 +279,25 @@ class Sequencer:
         return True
 
     def _end_plan(self) -> None:
-        """The phase is over: run the plan, but not what lies behind a meeting that never came."""
+        """The phase is over: run the plan, but not beyond a sync point that never came."""
         self._run_plan()
         if self._replay is not None:
             self._replay, self._asked = None, True
 
-    def give_way(self) -> None:
+    def end_plan(self) -> None:
         """Another pass begins or asks in the middle of this one: this plan ends here."""
-        self._hear()
+        self._read_announced()
         self._end_plan()
 
-    def _others_give_way(self) -> None:
+    def _end_other_plans(self) -> None:
         for other in self.channel.running:
             if other is not self:
-                other.give_way()
+                other.end_plan()
 
     @property
     def _asks(self) -> bool:
         """Whether the other ranks come to a round before the plan goes on."""
-        return self._replay is None or self._replay.stands
+        return self._replay is None or self._replay.at_sync_point
 
     # Asking.
 
@@ -307,11 +307,11 @@ class Sequencer:
             for old in here[: max(0, len(here) - _LIVE + 1)]:  # those that were used first
                 self.gatherer.free(old)
         else:  # what is here belongs to the plan
-            self._replay.asked_here.append(unit)
+            self._replay.gathered_here.append(unit)
         self._ask(What.GATHER if self.gatherer.rounds else What.GATHER_EXACT, [unit])
 
     def _ask(self, what: What, units: list[int]) -> None:
-        self._others_give_way()
+        self._end_other_plans()
         self._mine = frozenset((what, unit) for unit in units)
         try:
             self.channel.ask(self.number, what, units)

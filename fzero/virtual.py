@@ -1,4 +1,4 @@
-"""Virtual ranks: W threads of this process that run one at a time and meet at collectives.
+"""Virtual ranks: W threads of this process that run one at a time and wait at collectives.
 
 A rank runs alone until it reaches a collective; then it is the turn of the next rank. So a run
 is deterministic, every rank executes the very kernels that a real process would, any Python is
@@ -97,7 +97,7 @@ def has_no_values(x: torch.Tensor) -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Tensors that are made here only describe others: what watches an abstract rank sees none."""
+    """Hide tensors that only describe others from what watches an abstract rank."""
     if not is_abstract() or get_proxy_mode() is not None:
         yield
         return
@@ -154,14 +154,14 @@ class _TorchGlobals(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a meeting gives to every rank."""
+    """What a collective gives to every rank."""
 
     made: Any = None
     error: Exception | None = None
 
 
 class _Turns:
-    """Who may run, what was handed in at the current meeting, and how each rank ended."""
+    """Who may run, what was handed in for the current collective, and how each rank ended."""
 
     def __init__(self, body: Callable[[int], Any], size: int) -> None:
         self.body, self.size = body, size
@@ -170,7 +170,7 @@ class _Turns:
             turn.acquire()
         self.globals = [_TorchGlobals(torch.get_rng_state(), _BASE_NESTING)] * size
         self.waiting: dict[int, tuple[str, Any, Make]] = {}
-        self.met: dict[int, _Outcome] = {}  # what each rank is to get at the last meeting
+        self.outcomes: dict[int, _Outcome] = {}  # what each rank is to get from the last collective
         self.results: dict[int, Any] = {}
         self.error: BaseException | None = None
 
@@ -241,7 +241,7 @@ class _Turns:
             except BaseException as raised:
                 # A rank that raised because another one did says less than that other one.
                 if self.error is None or isinstance(self.error, PeerFailedError):
-                    self.error = _clearer(raised)
+                    self.error = raised
                     self.error.add_note(f"(raised on virtual rank {rank} of {self.size})")
         self.globals[rank] = _TorchGlobals.take()
         self.results.setdefault(rank, None)
@@ -258,17 +258,17 @@ class _Turns:
         self._pass_on(rank)
         self.turn[rank].acquire()
         self.globals[rank].put()
-        met = self.met.pop(rank, None)
-        if met is None or (met.error is not None and self.error is not None):
+        outcome = self.outcomes.pop(rank, None)
+        if outcome is None or (outcome.error is not None and self.error is not None):
             raise _Aborted
-        if met.error is not None:
-            raise met.error
-        return met.made
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.made
 
     def _pass_on(self, rank: int) -> None:
-        """Let a rank run that still can; complete the meeting if all are in it."""
+        """Let a rank run that still can; complete the collective if all are in it."""
         if len(self.waiting) == self.size and self.error is None:
-            self._meet()
+            self._complete()
         elif self.waiting and len(self.waiting) + len(self.results) == self.size:
             self._fail_unmatched()
         for step in range(1, self.size + 1):  # nearly always the first one can
@@ -278,17 +278,11 @@ class _Turns:
                 self.turn[peer].release()
                 return
 
-    def _meet(self) -> None:
+    def _complete(self) -> None:
         ops = {rank: op for rank, (op, _, _) in self.waiting.items()}
         if len(set(ops.values())) > 1:
             seen = "; ".join(f"rank {rank}: {ops[rank]}" for rank in range(self.size))
-            self.error = AxisError(
-                explain(
-                    f"the ranks called different collectives: {seen}.",
-                    cause="a branch that depends on the rank, or on its data, has a collective.",
-                    fix="call the same collectives in the same order on every rank.",
-                )
-            )
+            self.error = _unmatched(f"the ranks called different collectives: {seen}.")
             return
         everyone, make = [self.waiting[rank][1] for rank in range(self.size)], self.waiting[0][2]
         self.waiting = {}
@@ -296,7 +290,7 @@ class _Turns:
             outcome = _Outcome(made=make(everyone))
         except Exception as error:  # on every rank, as it would be on each of many processes
             outcome = _Outcome(error=error)
-        self.met = dict.fromkeys(range(self.size), outcome)
+        self.outcomes = dict.fromkeys(range(self.size), outcome)
 
     def _fail_unmatched(self) -> None:
         if self.error is None:
@@ -304,25 +298,15 @@ class _Turns:
                 f"rank {rank} waits in {op}" for rank, (op, _, _) in self.waiting.items()
             )
             done = sorted(self.results)
-            self.error = AxisError(
-                explain(
-                    f"{stuck}, but rank{'s' * (len(done) > 1)} {done} finished without it.",
-                    cause="a branch that depends on the rank, or on its data, has a collective.",
-                    fix="call the same collectives in the same order on every rank.",
-                )
-            )
+            ranks = f"rank{'s' * (len(done) > 1)} {done}"
+            self.error = _unmatched(f"{stuck}, but {ranks} finished without it.")
 
 
-def _clearer(error: BaseException) -> BaseException:
-    """The dual level is held open here, so torch.func.linearize and bare dual_level() fail."""
-    if not isinstance(error, RuntimeError) or "Nested forward mode AD" not in str(error):
-        return error
-    clear = AxisError(
+def _unmatched(seen: str) -> AxisError:
+    return AxisError(
         explain(
-            "torch.func.linearize, or forward_ad.dual_level, on a virtual rank.",
-            cause="linearize folds collectives as constants: its result would be wrong.",
-            fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
+            seen,
+            cause="a branch that depends on the rank, or on its data, has a collective.",
+            fix="call the same collectives in the same order on every rank.",
         )
     )
-    clear.__cause__ = error
-    return clear

@@ -1,4 +1,4 @@
-"""Law 1: a pytree -> flat padded groups -> shards -> the same pytree, whatever the pytree."""
+"""A pytree -> flat padded groups -> shards -> the same pytree, whatever the pytree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from fzero.errors import LayoutError
-from fzero.packing import cut, input_shape, pack, pack_copied, unpack
+from fzero.packing import input_shape, pack, pack_copied, unpack
 from fzero.partition import flatten, plan_layout, shard_of, unflatten, unit_of
 from tests.strategies import (
     LEARNING,
@@ -158,23 +158,6 @@ def test_tied_means_the_same_tensor_or_the_same_memory() -> None:
     assert len(set(slots.values())) == len(params) - 2
 
 
-def owners(numels: Sequence[int], ranks: int, alignment: int) -> tuple[tuple[int, ...], int]:
-    """Another placing: leaf i whole on rank i."""
-    shard_numel = -(-max(numels) // alignment) * alignment
-    return tuple(rank * shard_numel for rank in range(len(numels))), shard_numel
-
-
-def test_another_placing_can_give_whole_tensors_to_one_rank() -> None:
-    params = [integers((3,), 1), integers((2, 2), 2), integers((), 3)]
-    layout = plan_layout(params, ranks=3, bucket_bytes=10**6, placing=owners)
-    (flat,) = flatten(layout, params)
-    same(unflatten(layout, [flat]), params)
-    for rank, leaf in enumerate(params):
-        rows = shard_of(flat, 3, rank)
-        same(rows[: leaf.numel()], leaf.reshape(-1))
-        assert not rows[leaf.numel() :].any()
-
-
 @given(
     tree=trees(LEARNING, frozen=False, empty=True),
     ranks=worlds,
@@ -191,10 +174,8 @@ def test_unflatten_and_flatten_are_adjoint_and_the_fast_ways_agree(
         same(pack_copied(layout, index, apart), flat)
         dys = [integers(x.shape, i, x.dtype) for i, x in enumerate(apart)]
         want = pack(layout, index, dys)
-        for take_apart in (unpack, cut):
-            seat = flat.detach().clone().view(input_shape(layout, index)).requires_grad_()
-            got = torch.autograd.grad(take_apart(layout, index, seat), seat, dys)[0]
-            same(got.reshape(-1), want)
+        by = flat.detach().clone().view(input_shape(layout, index)).requires_grad_()
+        same(torch.autograd.grad(unpack(layout, index, by), by, dys)[0].reshape(-1), want)
         if len(apart) > 1:  # a leaf without a gradient is packed as zeros
             hole = unused % len(apart)
             zeros = [torch.zeros_like(x) if i == hole else x for i, x in enumerate(apart)]

@@ -117,7 +117,6 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor, Axis], Tensor], Callable[[Tensor]
     "reduce_scatter": (fzero.reduce_scatter, scattered),
     "start_scatter": (lambda x, axis: c.start_scatter([x], axis).wait()[0], scattered),
     "all_reduce": (fzero.all_reduce, reduced),
-    "reduce_owned": (lambda x, axis: c.reduce_owned([x.clone()], axis)[0], reduced),
     "start_reduce": (lambda x, axis: c.start_reduce([x.clone()], axis).wait()[0], reduced),
     "start_all_to_all": (lambda x, axis: c.start_all_to_all([x], axis).wait()[0], exchanged),
     "broadcast": (lambda x, axis: c.broadcast([x], axis, 0)[0], from_first),

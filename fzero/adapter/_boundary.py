@@ -19,9 +19,8 @@ from fzero.optim import NoOptimizer, no_optimizer
 from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.state.window import CLOSED, Window, open_window
 from fzero.transforms._finite import first_of, report_of
-from fzero.transforms._norm import clip_factor
 from fzero.transforms._receive import accumulate, filled, reduce_window
-from fzero.transforms.update import norm_of_state, scaled, share, update
+from fzero.transforms.update import clip_factor, norm_of_state, scaled, share, update
 
 
 def call(driver: Driver, name: str, value: int = 0) -> frozenset[int]:
@@ -118,9 +117,9 @@ def _step(driver: Driver) -> None:
 
 
 def _raise_not_finite(driver: Driver) -> None:
-    report = first_of(driver.running.channel, report_of([driver.state]))
-    if report is not None:
-        raise report.error()
+    error = first_of(driver.running.channel, report_of([driver.state]))
+    if error is not None:
+        raise error
 
 
 def clip(driver: Driver, max_norm: float) -> Tensor:

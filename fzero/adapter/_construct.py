@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from fzero.adapter._replace import in_place_of
-from fzero.collectives import broadcast, broadcast_from_first
+from fzero.collectives import broadcast
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.gather import Gatherer
 from fzero.group_shard import GroupShard
@@ -49,7 +49,7 @@ class _Unowned(Gatherer):
     def _sharded(self, name: str, p: Any) -> nn.Parameter:
         shards = self.axis.shards
         layout = plan_layout(OrderedDict({name: p}), ranks=shards.size, bucket_bytes=2**62)
-        flat = broadcast_from_first([pack(layout, 0, [p.detach()])], self.axis)[0]
+        flat = broadcast([pack(layout, 0, [p.detach()])], self.axis, 0)[0]
         own = shard_of(flat, shards.size, shards.rank).clone()
         self.groups.append(GroupShard(layout, 0, own, own.device))
         # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
@@ -58,7 +58,7 @@ class _Unowned(Gatherer):
     def leaf(self, group: int, position: int) -> Tensor:
         """Return the full values; they go at once unless they are held."""
         self.fetch(group)
-        values = self.held[group][0][position]
+        values = self.held[group].leaves[0][position]
         self.free(group)
         return values
 

@@ -25,7 +25,7 @@ from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
 from fzero.adapter._scale import ScaledLosses
-from fzero.collectives import broadcast_from_first, channel_of
+from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.placeholder import placeholders
 from fzero.state import Setup, TrainState
@@ -93,7 +93,7 @@ class Driver:
     def _moved(self, setup: Setup) -> TrainState:
         """Everything was checked: move the module's values into the buffers of a state."""
         for buffer in self.module.buffers():
-            buffer.copy_(broadcast_from_first([buffer], self.axis)[0])
+            buffer.copy_(broadcast([buffer], self.axis, 0)[0])
         params = self.params
         done = (lambda index, _: params.let_go(index)) if self.sharded else params.show
         return fill(setup, params.values, done)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fzero._check import check_flags, is_count, is_positive, require
 from fzero.state import Gathering, OptimizerOver, Reduction
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
@@ -15,12 +16,9 @@ from fzero.state.precision import Autocast
 from fzero.state.scale import as_policy
 from fzero.transforms._options import (
     check_bucket,
-    check_flags,
     check_optimizer_over,
     check_reduction,
     check_reshard,
-    is_positive,
-    require,
 )
 from fzero.transforms.scale_loss import Scale
 
@@ -95,10 +93,11 @@ def require_options(options: Options) -> None:
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,
         check_finite=updating.check_finite,
+        quantized_weights=options.gathering.quantized_weights,
     )
     check_reduction(options.reduction)
     steps = updating.gradient_accumulation_steps
-    require("gradient_accumulation_steps", steps, _is_count, "an int of 1 or more")
+    require("gradient_accumulation_steps", steps, is_count, "an int of 1 or more")
     as_policy("loss_scale", updating.loss_scale)
     if updating.max_norm is not None:
         require("max_norm", updating.max_norm, is_positive, "a positive number, or None for off")
@@ -107,15 +106,7 @@ def require_options(options: Options) -> None:
         "persistence_threshold_numel": options.persistence_threshold_numel,
     }
     for name, value in numels.items():
-        require(name, value, _is_numel, "a number of elements: an int of 0 or more")
+        require(name, value, lambda x: is_count(x, 0), "a number of elements: an int of 0 or more")
     wanted = "a fzero.adapter.LeafSpec(classes=..., names=..., name_suffixes=...)"
     leaves = options.leaf_modules
     require("leaf_modules", leaves, lambda x: x is None or isinstance(x, LeafSpec), wanted)
-
-
-def _is_numel(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_count(value: Any) -> bool:
-    return _is_numel(value) and value >= 1

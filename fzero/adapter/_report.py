@@ -60,7 +60,7 @@ def report(state: TrainState, running: Pass) -> MemoryReport:
     rest = replace(state.optimizer, masters=()) if masters else state.optimizer
     return MemoryReport(
         parameters=_bytes(state.params.flats),
-        live_parameters=_bytes(x for flats in running.gatherer.flats.values() for x in flats),
+        live_parameters=_bytes(x for full in running.gatherer.held.values() for x in full.flats),
         gradients=_bytes([*state.gradients.flats, *_waiting(state.window)]),
         masters=_bytes(masters),
         optimizer=_bytes(optree.tree_leaves(rest, namespace=NAMESPACE)),

@@ -2,7 +2,6 @@
 
 from fzero.collectives._agree import assert_same_everywhere as assert_same_everywhere
 from fzero.collectives._agree import broadcast as broadcast
-from fzero.collectives._agree import broadcast_from_first as broadcast_from_first
 from fzero.collectives._agree import disagreement as disagreement
 from fzero.collectives._agree import told_everywhere as told_everywhere
 from fzero.collectives._api import all_gather as all_gather
@@ -20,12 +19,10 @@ from fzero.collectives._channels import gather_objects as gather_objects
 from fzero.collectives._channels import gather_objects_beside as gather_objects_beside
 from fzero.collectives._functions import gather_many as gather_many
 from fzero.collectives._functions import reduce_many as reduce_many
-from fzero.collectives._functions import reduce_owned as reduce_owned
 from fzero.collectives._functions import scatter_many as scatter_many
 from fzero.collectives._log import CollectiveLog as CollectiveLog
 from fzero.collectives._log import about as about
 from fzero.collectives._log import count_collectives as count_collectives
-from fzero.collectives._lowering import gather_in_place as gather_in_place
 from fzero.collectives._parts import cut as cut
 from fzero.collectives._parts import gather_parts as gather_parts
 from fzero.collectives._parts import gather_parts_in_place as gather_parts_in_place

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._channels import channel_of
+from fzero.collectives._round import first_difference
 from fzero.errors import AxisError, MismatchError, explain
 from fzero.mesh import Axis, Runtime
 
 _CALL = "init, an Engine or a checkpoint"
-"""What this is to ranks that do something else: a rank that raised does not know where the others
-wait to hear of it."""
+"""The call that ranks announce. One name for all: a rank that raised does not know in which of them
+the others wait."""
 
 
 def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> None:
@@ -37,13 +38,10 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
 
 def disagreement(everyone: Sequence[Sequence[str]], *, what: str) -> MismatchError:
     """Return the error that names the first rank and line that differ, of the lines of each."""
-    mine = everyone[0]
-    rank, theirs = next((r, other) for r, other in enumerate(everyone) if other != mine)
-    at = next(i for i in range(max(len(mine), len(theirs))) if mine[i : i + 1] != theirs[i : i + 1])
-    zero, other = ((side[at] if at < len(side) else "nothing") for side in (mine, theirs))
+    rank, _, mine, theirs = first_difference(everyone)
     return MismatchError(
         explain(
-            f"the ranks disagree about {what}: rank 0 has {zero}, rank {rank} has {other}.",
+            f"the ranks disagree about {what}: rank 0 has {mine}, rank {rank} has {theirs}.",
             cause="the model or an option was built from something that differs by rank.",
             fix=f"build the same on every rank; compare ranks 0 and {rank} first.",
         )
@@ -59,11 +57,6 @@ def told_everywhere(axis: Axis, *, what: str) -> Iterator[None]:
         with suppress(AxisError):  # this rank's own error says more
             assert_same_everywhere([f"{type(error).__name__}: {error}"], axis, what=what)
         raise
-
-
-def broadcast_from_first(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Each [*t] -> [*t]: rank 0's values on every rank, as DDP does when it is built."""
-    return broadcast(values, axis, 0)
 
 
 def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]:

@@ -18,7 +18,8 @@ def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tens
 
     transpose   dx = reduce_scatter(dy): the cotangents of all ranks are summed.
     valid when  every rank calls it with the same shape. Differentiable in every mode of
-    torch.func, to any order; `torch.func.linearize` raises `AxisError`.
+    torch.func, to any order; `torch.func.linearize` raises `AxisError`, and on virtual ranks
+    torch's error of nested forward mode.
 
     `axis` defaults to the axis of the step that runs now, or else the world; its name, "dp" if
     the mesh gives no other, says the same. The name of one dim of a mesh of two is that dim.

@@ -3,7 +3,7 @@
 A round is one small all_gather: every rank posts one `Message`, and gets those of all ranks. Ranks
 that announce the same pass or the same call go on without asking each other again until it ends:
 so a step costs a constant number of rounds. Ranks that announce different things raise, or serve
-each other, collective by collective, until they meet again.
+each other, collective by collective, until they announce the same again.
 
     PASS   "my forward (or backward) begins"      replayed if all ranks announce the same
     ASK    "I need this collective now"           every rank takes part in it
@@ -45,15 +45,15 @@ class Member(Protocol):
         """Take part in that collective with what this rank has of the unit."""
         ...
 
-    def give_way(self) -> None:
+    def end_plan(self) -> None:
         """Another member's pass begins or asks in the middle of its own: end its plan first."""
         ...
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         """A collective of the user's comes in the middle of its pass: be where the others are."""
         ...
 
-    def land(self) -> None:
+    def wait_all(self) -> None:
         """All ranks are at one place: wait for the reductions that were started."""
         ...
 
@@ -134,7 +134,7 @@ class Channel:
         failed = self._unread.failed
         if failed:
             self.ended_in_error = True
-            self._land()
+            self._wait_all()
             raise PeerFailedError(
                 explain(
                     f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
@@ -199,7 +199,7 @@ class Channel:
             self.post(Kind.DONE, hint=int(asked))
             said = self.read()
             if said.is_over:
-                self._land()
+                self._wait_all()
                 return said.has_asked
             self._serve(said)
 
@@ -227,7 +227,7 @@ class Channel:
                     return frozenset(code - 1 for code in said.first_codes)
             self._serve(said)
             if said.is_over:
-                self._land()
+                self._wait_all()
                 if said.has_asked:
                     self.tell_each_once(None)  # those that end their pass tell what they did
 
@@ -242,7 +242,7 @@ class Channel:
             number, unit = divmod(rest, _MANY)
             self._member(number).serve(What(what), unit)
 
-    def _land(self) -> None:
+    def _wait_all(self) -> None:
         """Every rank has read this round: wait for all that was started, on every rank alike.
 
         A reduction may communicate again when it is waited for. So no rank waits for one alone,
@@ -251,7 +251,7 @@ class Channel:
         for number in sorted(self._members):
             member = self._members[number]()
             if member is not None:
-                member.land()
+                member.wait_all()
 
     def _member(self, number: int) -> Member:
         member = self._members.get(number, lambda: None)()
@@ -269,5 +269,5 @@ class Channel:
 
     def _raise_mismatch(self) -> None:
         self.ended_in_error = True
-        self._land()
+        self._wait_all()
         raise mismatch(lowering.gather_objects(self._text, self.axis))

@@ -70,7 +70,7 @@ def before_collective(axis: Axis) -> None:
         ours = _ranks_of(axis) if running else ()
         channels = [_OPEN[place] for place in running if place[0] == ours]
     for member in [member for channel in channels for member in channel.running]:
-        member.meet()
+        member.sync()
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

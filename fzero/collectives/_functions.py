@@ -13,14 +13,15 @@ through torch.distributed; otherwise it is called directly, so that counters see
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fzero._modes import is_recorded
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._channels import before_collective
@@ -82,15 +83,6 @@ def reduce_many(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False) 
     return _apply(("reduce", axis, ordered), values)
 
 
-def reduce_owned(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> list[Tensor]:
-    """Like `reduce_many`, but may write into `values`: contiguous, nobody else's, no autograd."""
-    if axis.runtime is Runtime.LOCAL or traced.is_traced(values):
-        return reduce_many(values, axis, ordered=ordered)
-    wanted = [x for x in values if x.numel()]
-    done = iter(lowering.all_reduce(wanted, axis, ordered=ordered, owned=True) if wanted else ())
-    return [next(done) if x.numel() else x for x in values]
-
-
 def _apply(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
     axis = plan[1]
     if axis.runtime is Runtime.LOCAL:
@@ -113,31 +105,30 @@ def _of_nothing(plan: Plan, x: Tensor) -> Tensor:
 def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis, ordered = plan
     before_collective(axis)
-    if axis.runtime is Runtime.PROCESSES and traced.is_traced(xs):
+    if axis.runtime is Runtime.PROCESSES and is_recorded(xs):
         return traced.RUN[kind](list(xs), axis.name, axis.group().group_name, axis.size, ordered)
-    return _LOWER[kind](xs, axis, ordered)
+    return _BEGIN[kind](xs, axis, ordered).wait()
 
 
-_LOWER: dict[str, Callable[[Sequence[Tensor], Axis, bool], list[Tensor]]] = {
-    "gather": lambda xs, axis, ordered: lowering.all_gather(xs, axis),
-    "scatter": lambda xs, axis, ordered: lowering.reduce_scatter(xs, axis, ordered=ordered),
-    "reduce": lambda xs, axis, ordered: lowering.all_reduce(xs, axis, ordered=ordered),
+_BEGIN: dict[str, Callable[[Sequence[Tensor], Axis, bool], lowering.Started]] = {
+    "gather": lambda xs, axis, ordered: lowering.begin_all_gather(xs, axis),
+    "scatter": lambda xs, axis, ordered: lowering.begin_reduce_scatter(xs, axis, ordered=ordered),
+    "reduce": lambda xs, axis, ordered: lowering.begin_all_reduce(xs, axis, ordered=ordered),
 }
 
 
 def _refuse_linearize() -> None:
-    """`torch.func.linearize` folds a traced collective's result as a constant: wrong numbers."""
-    if get_proxy_mode() is None:
+    """Refuse a trace with dual numbers that `torch.func.jvp` has not made: that of linearize.
+
+    It folds a collective's result as a constant: wrong numbers.
+    """
+    if get_proxy_mode() is None or eager_transforms.JVP_NESTING:
         return
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is torch.func.linearize.__code__:
-            raise AxisError(
-                explain(
-                    "torch.func.linearize over a collective.",
-                    cause="linearize folds what a collective returned as a constant, so its "
-                    "result would be wrong without an error.",
-                    fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
-                )
-            )
-        frame = frame.f_back
+    raise AxisError(
+        explain(
+            "torch.func.linearize over a collective.",
+            cause="linearize folds what a collective returned as a constant, so its result would "
+            "be wrong without an error.",
+            fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
+        )
+    )

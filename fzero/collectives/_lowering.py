@@ -2,7 +2,7 @@
 
 Every function takes a list of buffers and starts all of them before it waits for the first, for
 a collective costs its latency whatever its size. `begin_*` stops there and returns what is
-`Started`; the function without that word waits for it. None of them knows about autograd.
+`Started`. None of them knows about autograd.
 
 The choices for gloo are measured (`benchmarks/collectives.py`): its reduce_scatter moves the
 bytes of an all_reduce, so an all_to_all with a local sum in rank order is used (which is
@@ -43,30 +43,8 @@ from fzero.state.buffers import SIXTEEN_BIT
 from fzero.virtual import current_ranks, has_no_values, is_abstract, require_no_trace
 
 
-def all_gather(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Each [l, *t] -> [r l, *t], the ranks' shards in rank order."""
-    return begin_all_gather(shards, axis).wait()
-
-
-def reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) -> list[Tensor]:
-    """Each [r l, *t] -> [l, *t]: this rank's shard of the sum over ranks."""
-    return begin_reduce_scatter(fulls, axis, ordered=ordered).wait()
-
-
-def all_reduce(
-    values: Sequence[Tensor], axis: Axis, *, ordered: bool, owned: bool = False
-) -> list[Tensor]:
-    """Each [*t] -> [*t]: the sum over ranks, on every rank; in place if they are `owned`."""
-    return begin_all_reduce(values, axis, ordered=ordered, owned=owned).wait()
-
-
-def gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> None:
-    """Each [r l]: the shard of rank r is right on rank r only; make them right on every rank."""
-    begin_gather_in_place(fulls, axis).wait()
-
-
 def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
-    """Start `all_gather`."""
+    """Start to give each [l, *t] -> [r l, *t], the ranks' shards in rank order."""
     shards = [shard.contiguous() for shard in shards]
     if is_abstract():
         outs = _as_op("all_gather", shards, axis)
@@ -83,7 +61,7 @@ def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
 
 
 def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) -> Started:
-    """Start `reduce_scatter`."""
+    """Start to give each [r l, *t] -> [l, *t]: this rank's shard of the sum over ranks."""
     fulls = [full.contiguous() for full in fulls]
     for full in fulls:
         note("reduce_scatter", axis, full.numel(), full.dtype)
@@ -116,7 +94,11 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
 def begin_all_reduce(
     values: Sequence[Tensor], axis: Axis, *, ordered: bool, owned: bool = False
 ) -> Started:
-    """Start `all_reduce`. Summed by exchange, its gather is communicated when it is waited for."""
+    """Start to give each [*t] -> [*t]: the sum over ranks, on every rank.
+
+    It may write into values that are `owned`. Summed by exchange, its gather is communicated when
+    it is waited for.
+    """
     for value in values:
         note("all_reduce", axis, value.numel(), value.dtype)
     if _is_op(values):
@@ -136,7 +118,7 @@ def begin_all_reduce(
 
 
 def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
-    """Start `gather_in_place`; what it gives are the `fulls`."""
+    """Each [r l], right in the shard of this rank: start to fill in the others. Gives `fulls`."""
     for full in fulls:
         note("all_gather", axis, full.numel(), full.dtype)
     shards = [_own_rows(full, axis) for full in fulls]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from fzero.errors import MismatchError, explain
@@ -109,23 +110,24 @@ def each_once(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _named(lines: Sequence[str], at: int) -> str:
-    """The call, and the line of it that differs."""
-    if at == 0:
-        return lines[0] if lines else "nothing"
-    return f"{lines[0]} with {lines[at] if at < len(lines) else 'nothing'}"
+def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, int, str, str]:
+    """Return (rank, line, rank 0's text of it, that rank's): where lines first differ."""
+    mine = everyone[0]
+    rank, theirs = next((r, other) for r, other in enumerate(everyone) if other != mine)
+    pairs = enumerate(zip_longest(mine, theirs, fillvalue="nothing"))
+    line, texts = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    return rank, line, *texts
 
 
 def mismatch(texts: Sequence[str]) -> MismatchError:
     """Return the error of ranks that announce what cannot go together; a text from each rank."""
     lines = [text.splitlines() for text in texts]
-    first = lines[0]
-    rank, other = next((r, t) for r, t in enumerate(lines) if t != first)
-    at = next(i for i in range(max(len(first), len(other))) if first[i : i + 1] != other[i : i + 1])
+    rank, line, mine, theirs = first_difference(lines)
+    if line:  # after the call, which is the first one
+        mine, theirs = f"{lines[0][0]} with {mine}", f"{lines[rank][0]} with {theirs}"
     return MismatchError(
         explain(
-            f"the ranks make different calls: rank 0 {_named(first, at)}, "
-            f"rank {rank} {_named(other, at)}.",
+            f"the ranks make different calls: rank 0 {mine}, rank {rank} {theirs}.",
             cause="a call under `if rank == 0:`, one step more on some ranks, or an option "
             "that differs by rank.",
             fix="make the same calls, with the same options, on every rank. Nothing was changed.",

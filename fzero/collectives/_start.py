@@ -127,7 +127,7 @@ def start_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
     if axis.runtime is Runtime.LOCAL:
         return InFlight(lowering.given(fulls, axis), {})
     with torch.no_grad():
-        # With the empty ones, as `gather_in_place` has it: they are counted, and not sent.
+        # With the empty ones, which are counted, and not sent.
         return InFlight(lowering.begin_gather_in_place(fulls, axis), {})
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives import _lowering as lowering
 from fzero.errors import AxisError, explain
@@ -15,15 +11,10 @@ from fzero.mesh import Axis, Runtime
 from fzero.virtual import is_abstract
 
 
-def is_traced(xs: Sequence[Tensor]) -> bool:
-    """Whether these tensors are being recorded, or have no numbers at all."""
-    return get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in xs)
-
-
 @torch.library.custom_op("fzero::all_gather", mutates_args=())
 def all_gather(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     """Each [l] -> [size l]."""
-    return lowering.all_gather(xs, _axis(name, group, size))
+    return lowering.begin_all_gather(xs, _axis(name, group, size)).wait()
 
 
 @torch.library.custom_op("fzero::reduce_scatter", mutates_args=())
@@ -31,13 +22,13 @@ def reduce_scatter(
     xs: list[Tensor], name: str, group: str, size: int, ordered: bool
 ) -> list[Tensor]:
     """Each [size l] -> [l]."""
-    return lowering.reduce_scatter(xs, _axis(name, group, size), ordered=ordered)
+    return lowering.begin_reduce_scatter(xs, _axis(name, group, size), ordered=ordered).wait()
 
 
 @torch.library.custom_op("fzero::all_reduce", mutates_args=())
 def all_reduce(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     """Each [n] -> [n]."""
-    return lowering.all_reduce(xs, _axis(name, group, size), ordered=ordered)
+    return lowering.begin_all_reduce(xs, _axis(name, group, size), ordered=ordered).wait()
 
 
 @torch.library.custom_op("fzero::all_to_all", mutates_args=())

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError, PhaseError, explain
 from fzero.optim._elementwise import SMALL, is_elementwise
 from fzero.optim._precision import Precision
 from fzero.optim._trial import Early, Kept, early_of, early_of_group, learn, rule_of
-from fzero.state.layout import Leaf
+from fzero.partition import identity
+from fzero.state.layout import Leaf, learns
 from fzero.state.setup import ParamGroups
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
@@ -67,7 +67,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         earlies = [early_of_group(instance, g) for g in range(len(instance.param_groups))]
     else:
         instance, early = _made_by(source, params)
-        group_at = {path: 0 for path, p in params.items() if _learns(p)}
+        group_at = {path: 0 for path, p in params.items() if learns(p)}
         earlies = [early]
     devices = _devices(instance, params, group_at)
     elementwise = all(
@@ -79,7 +79,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         p = params[path]
         dtype = precision.stepped(p.dtype)
         dims = 1 if elementwise else max(p.ndim, 1)
-        if _learns(p) and (g, dtype, dims) not in kept:
+        if learns(p) and (g, dtype, dims) not in kept:
             like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
             kept[g, dtype, dims] = _learned(instance, g, earlies[g], like, dims)
     instance.state.clear()  # what the constructor made; it is made again for the shards
@@ -118,13 +118,12 @@ def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer,
 def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, int]:
     paths: dict[Any, list[str]] = {}
     for path, p in params.items():
-        for key in _keys(p):
-            paths.setdefault(key, []).append(path)
+        paths.setdefault(identity(p), []).append(path)
     found: dict[str, int] = {}
     for number, group in enumerate(instance.param_groups):
         for p in group["params"]:
-            mine = list(dict.fromkeys(path for key in _keys(p) for path in paths.get(key, ())))
-            if not mine:
+            mine = paths.get(identity(p))
+            if mine is None:
                 raise LayoutError(
                     explain(
                         f"the optimizer's group {number} has a parameter of shape "
@@ -145,18 +144,6 @@ def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, in
                 )
             found.update(dict.fromkeys(mine, number))
     return found
-
-
-def _keys(p: Tensor) -> Iterator[Any]:
-    """What tells that two tensors are one parameter: the same object, or the same memory."""
-    yield id(p)
-    plain = type(p) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(p)
-    if plain and p.numel() and not p.is_meta:
-        yield p.data_ptr(), tuple(p.shape), p.stride(), p.dtype, p.device
-
-
-def _learns(p: Tensor) -> bool:
-    return p.is_floating_point() and (p.requires_grad or not isinstance(p, nn.Parameter))
 
 
 def _devices(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, explain
+from fzero.optim._base import Base
 
 SMALL = (4, 6)
 RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats: (start, stop)
@@ -19,12 +19,7 @@ Rule = Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]
 """(parameters, for each step their gradients) -> what each parameter was changed by."""
 
 
-class _Optimizer(Protocol):
-    @property
-    def elementwise(self) -> bool: ...
-
-
-def require_elementwise(optimizer: _Optimizer) -> None:
+def require_elementwise(optimizer: Base) -> None:
     """Raise `LayoutError` for an optimizer whose shards are not updated as the whole would be.
 
     The rule is run on a small matrix, whole and cut as three ranks hold it: three steps, with
@@ -65,11 +60,10 @@ def not_elementwise(optimizer: object) -> LayoutError:
     )
 
 
-def _difference(rule: Rule, device: torch.device) -> float:
-    """Return by what part of its size an update differs between a whole matrix and flat shards.
+def is_elementwise(rule: Rule, device: torch.device) -> bool:
+    """Whether flat shards are updated as they are inside of a whole matrix, up to rounding.
 
-    The shards are those of three ranks, each of which runs the rule alone. 0 up to rounding for
-    an elementwise rule; infinity for one that cannot step flat tensors.
+    The shards are those of three ranks, each of which runs the rule alone.
     """
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     matrix = numbers_of(SMALL, 0).to(device, dtype)
@@ -84,19 +78,14 @@ def _difference(rule: Rule, device: torch.device) -> float:
             with seeded(device):
                 parts = rule(params, grads)
         except Exception:  # a rule for matrices says in its own way that a flat tensor is none
-            return float("inf")
+            return False
         for (a, b), part in zip(spans, parts, strict=True):
             cut[a:b] = part
     whole, cut = whole.nan_to_num(), cut.nan_to_num()
     size = whole.abs().max().item()
     rounding = 16 * torch.finfo(dtype).eps * (size + matrix.abs().max().item())
     apart = (whole - cut).abs().max().item()
-    return apart / size if apart > rounding else 0.0
-
-
-def is_elementwise(rule: Rule, device: torch.device) -> bool:
-    """Whether a rank's flat shards are updated as they are inside of the whole parameters."""
-    return _difference(rule, device) < (1e-9 if device.type == "cpu" else 1e-4)
+    return apart <= rounding or apart < size * (1e-9 if device.type == "cpu" else 1e-4)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def step_by_formula(
     parts: list[list[tuple[int, Tensor, tuple[Tensor, ...]]]] = [[] for _ in work]
     for options, spans in by_options:
         every = (work, grads, *moments)
-        ps, gs, *ms = ([_cut(some[i], start, stop) for i, start, stop in spans] for some in every)
+        ps, gs, *ms = (cut(some, spans) for some in every)
         new_ps, new_ms = update(rule, ps, gs, ms, count, options)
         for k, (i, start, _) in enumerate(spans):
             parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
@@ -81,8 +81,12 @@ def _update_each(
     return [p for p, _ in made], [[ms[k] for _, ms in made] for k in range(len(moments))]
 
 
-def _cut(x: Tensor, start: int, stop: int) -> Tensor:
-    return x if stop - start == x.numel() else x[start:stop]
+def cut(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
+    """Return the elements of each span: views, or a flat itself if it is all of it."""
+    return [
+        flats[i] if stop - start == flats[i].numel() else flats[i].view(-1)[start:stop]
+        for i, start, stop in spans
+    ]
 
 
 def _join(parts: list[tuple[int, Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fzero.errors import PhaseError, explain
+from fzero.optim._base import Base
 from fzero.optim._piece import Piece
 from fzero.state.layout import Leaf
 from fzero.state.setup import ParamGroups, SavedNames
 
 
 @dataclass(frozen=True, slots=True)
-class NoOptimizer:
+class NoOptimizer(Base):
     """Has no state, and steps nothing."""
-
-    elementwise: bool = True
-
-    def bind(self, params: Mapping[str, Tensor]) -> NoOptimizer:
-        """Return itself."""
-        return self
-
-    def group_of(self, path: str) -> int:
-        """Return 0: all parameters may share buffers."""
-        return 0
 
     def init(
         self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Any = None
@@ -37,10 +28,6 @@ class NoOptimizer:
     def advance(self, *args: Any, **options: Any) -> tuple[list[Tensor], Any]:
         """Raise `PhaseError`."""
         raise no_optimizer()
-
-    def skips(self, params: Sequence[Tensor], state: Any) -> bool:
-        """It steps nothing, also without an overflow."""
-        return False
 
     def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """What ranks compare."""

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.homes import cloned
-from fzero.optim._formula import step_by_formula
+from fzero.optim._base import Base
+from fzero.optim._formula import Span, cut, step_by_formula
 from fzero.optim._masters import Place, make_masters, stay, work_tensors
 from fzero.optim._piece import Piece, pieces_in
 from fzero.optim._precision import Precision
@@ -41,7 +42,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class Optimizer(Base):
     """An elementwise update rule, its options, and the leaves that have other options.
 
     `init(params)` and `update(grads, state, params)` are the pure pair that optax and TorchOpt
@@ -52,19 +53,6 @@ class Optimizer:
     options: tuple[tuple[str, Any], ...]
     overrides: tuple[tuple[LeafTest, tuple[tuple[str, Any], ...]], ...] = ()
     precision: Precision = field(default_factory=Precision)
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether a part of a leaf may be updated alone: each rule is a formula of elements."""
-        return True
-
-    def group_of(self, path: str) -> int:
-        """Return 0: options may differ inside of a flat buffer, so all leaves may share one."""
-        return 0
-
-    def bind(self, params: Any) -> Optimizer:
-        """Return itself: the rule does not depend on which parameters there are."""
-        return self
 
     @property
     def divides(self) -> bool:
@@ -154,7 +142,7 @@ class Optimizer:
         own = pieces_in(pieces, portion.indices)
         for options, chosen in self._by_options(portion.work, own, count):
             every = (portion.work, portion.grads, *portion.slots.values())
-            work, gs, *slots = (_cut(some, chosen) for some in every)
+            work, gs, *slots = (cut(some, chosen) for some in every)
             self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)
         return portion.slots
 
@@ -187,12 +175,12 @@ class Optimizer:
 
     def _by_options(
         self, work: Sequence[Tensor], pieces: Sequence[Piece], count: Tensor
-    ) -> list[tuple[dict[str, Any], list[tuple[int, int, int]]]]:
+    ) -> list[tuple[dict[str, Any], list[Span]]]:
         """Group what is to be updated by its options: (options, [(index, start, stop)])."""
         if not (self.overrides and pieces):
             everything = [(i, 0, w.numel()) for i, w in enumerate(work)]
             return [(_at(dict(self.options), count), everything)] if everything else []
-        chosen: dict[int, list[tuple[int, int, int]]] = {}
+        chosen: dict[int, list[Span]] = {}
         for piece in pieces:
             which = self._override_of(piece.leaf)
             chosen.setdefault(which, []).append((piece.index, piece.start, piece.stop))
@@ -284,13 +272,6 @@ def _not_rounded(optimizer: Optimizer) -> PhaseError:
             fix="leave stochastic_rounding out, and use master_weights=True.",
         )
     )
-
-
-def _cut(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-    return [
-        tensors[i] if stop - start == tensors[i].numel() else tensors[i].view(-1)[start:stop]
-        for i, start, stop in spans
-    ]
 
 
 def _whole(i: int, path: str, p: Tensor) -> Piece:

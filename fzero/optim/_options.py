@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fzero._check import is_number
 from fzero.errors import LayoutError, explain
 
 
@@ -47,11 +48,6 @@ def bad_option(name: str, seen: str, fix: str) -> LayoutError:
     return LayoutError(
         explain(f"optim.{name}: {seen} is not possible.", cause="a mistyped option.", fix=f"{fix}.")
     )
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is a number; True and False are none here."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_group(group: Any) -> bool:

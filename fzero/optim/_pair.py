@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.homes import give_back, lent
+from fzero.optim._base import Base
 from fzero.optim._elementwise import is_elementwise
 from fzero.optim._masters import Place, stay
 from fzero.optim._none import NoOptimizer
@@ -25,7 +26,7 @@ from fzero.state.setup import ParamGroups, SavedNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(Base):
     """A foreign pair, called on the list of this rank's flat shards.
 
     Right for elementwise rules. One that looks at whole matrices or at global norms sees only
@@ -41,14 +42,6 @@ class Pair:
     def elementwise(self) -> bool:
         """Whether it may update a part of a leaf; found out by a trial, each time it is asked."""
         return is_elementwise(self._changes, torch.device("cpu"))
-
-    def group_of(self, path: str) -> int:
-        """Return 0: all leaves have the same options."""
-        return 0
-
-    def bind(self, params: Any) -> Pair:
-        """Return itself: the rule does not depend on which parameters there are."""
-        return self
 
     def init(
         self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Place = stay
@@ -79,10 +72,6 @@ class Pair:
 
     def __repr__(self) -> str:
         return f"pair({getattr(self.update, '__qualname__', type(self.update).__name__)})"
-
-    def skips(self, params: Sequence[Tensor], state: Any) -> bool:
-        """A foreign update knows no `found_inf`."""
-        return False
 
     def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """What ranks compare: a foreign pair shows no options, at no `step`."""

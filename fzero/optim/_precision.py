@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fzero._check import check_flags, require
 from fzero.errors import LayoutError, explain
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf
@@ -134,17 +135,9 @@ def require_combination(path: str, numbers: Numbers) -> None:
 def precision_of(name: str, master_weights: Any, state_dtype: Any, rounding: Any) -> Precision:
     """Return the record of the options of an optimizer; raise `LayoutError` for another kind."""
     flags = {"master_weights": master_weights, "stochastic_rounding": rounding}
-    wrong = [(key, x, "True or False") for key, x in flags.items() if not isinstance(x, bool)]
-    if not (state_dtype is None or isinstance(state_dtype, torch.dtype)):
-        wrong.append(("state_dtype", state_dtype, "a torch.dtype, or None"))
-    for key, value, wanted in wrong:
-        raise LayoutError(
-            explain(
-                f"{name}: {key}={value!r}.",
-                cause="a word from a config file or a command line.",
-                fix=f"give {wanted}.",
-            )
-        )
+    check_flags(**{f"{name}: {key}": value for key, value in flags.items()})
+    is_dtype = state_dtype is None or isinstance(state_dtype, torch.dtype)
+    require(f"{name}: state_dtype", state_dtype, lambda _: is_dtype, "a torch.dtype, or None")
     return Precision(
         master_weights=master_weights, state_dtype=state_dtype, stochastic_rounding=rounding
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.homes import Lane, give_back, is_here
+from fzero.homes import CopyStream, give_back, is_here
 from fzero.optim._masters import as_stepped
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
@@ -74,8 +74,8 @@ def step_flats(
             _write_back(flats, i, work[i], None)
         return slots
     made = {name: list(some) for name, some in flats.slots.items()}
-    lane = Lane(device or flats.params[0].device)
-    for i, work, grad, slots in _lent(flats, precision, lane):
+    copies = CopyStream(device or flats.params[0].device)
+    for i, work, grad, slots in _lent(flats, precision, copies):
         grads, told = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
         given = {name: [x] for name, x in slots.items()}
         after = run(Portion([i], [work], grads, given, told))
@@ -89,8 +89,8 @@ def step_flats(
                 changed.append((flats.slots[name][i], x))
             else:  # of another shape: it stays on the device
                 made[name][i] = after[name][0]
-        lane.store(changed)
-    lane.end()
+        copies.store(changed)
+    copies.end()
     return made
 
 
@@ -113,7 +113,7 @@ def _is_here(flats: Flats, precision: Precision, device: torch.device | None) ->
 
 
 def _lent(
-    flats: Flats, precision: Precision, lane: Lane
+    flats: Flats, precision: Precision, copies: CopyStream
 ) -> Iterator[tuple[int, Tensor, Tensor, dict[str, Tensor]]]:
     """Each flat as it is stepped: (its index, what is stepped, its gradient, its slots)."""
     names = list(flats.slots)
@@ -126,11 +126,11 @@ def _lent(
         given = [(flats.steps(i), stepped), (flats.grads[i], flats.grads[i].dtype)]
         return [*given, *zip(slots, dtypes, strict=True)]
 
-    coming = [lane.fetch(fetch(i)) for i in indices[:1]]
+    coming = [copies.fetch(fetch(i)) for i in indices[:1]]
     for i, following in zip(indices, [*indices[1:], None], strict=True):
         work, grad, *slots = coming.pop().wait()
         if following is not None:
-            coming.append(lane.fetch(fetch(following)))
+            coming.append(copies.fetch(fetch(following)))
         yield i, work, grad, dict(zip(names, slots, strict=True))
 
 

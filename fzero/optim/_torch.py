@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero.errors import PhaseError, explain
 from fzero.homes import cloned
+from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind, name_of, require_usable
 from fzero.optim._elementwise import not_elementwise
 from fzero.optim._masters import Place, stay, work_tensors
@@ -30,7 +31,7 @@ _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchOptimizer:
+class TorchOptimizer(Base):
     """A torch.optim class, factory or instance, used on the flat shards of a state.
 
     Between updates an instance is as its user left it: its param groups have the user's

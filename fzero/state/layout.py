@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 from optree import PyTreeSpec
+from torch import Tensor
+from torch.nn import Parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,11 @@ class Group:
     shard_numel: int
     communication_dtype: torch.dtype | None = None
     quantized: bool = False
+
+
+def learns(p: Tensor) -> bool:
+    """Whether a tensor is trained if nobody says otherwise: a frozen `nn.Parameter` is not."""
+    return p.is_floating_point() and (p.requires_grad or not isinstance(p, Parameter))
 
 
 class Part(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from fzero._check import is_count, require
 from fzero.errors import LayoutError, explain
 
 CONTAINERS = ("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
@@ -54,29 +55,17 @@ class LeafSpec:
 
     def __post_init__(self) -> None:
         """Refuse what names no module."""
-        kinds: dict[str, tuple[type, ...]] = {
-            "classes": (str, type),
-            "names": (str,),
-            "name_suffixes": (str,),
-        }
+        cause = "a module itself, or a number that is no int."
+        kinds = {"classes": (str, type), "names": (str,), "name_suffixes": (str,)}
         for field, allowed in kinds.items():
             value = getattr(self, field)
             several = isinstance(value, Iterable) and not isinstance(value, str | type)
-            if not all(isinstance(one, allowed) for one in (value if several else [value])):
-                raise _bad_spec(field, value, "names" + (" or classes" if type in allowed else ""))
-        numel = self.granularity_threshold_numel
-        if isinstance(numel, bool) or not isinstance(numel, int):
-            raise _bad_spec("granularity_threshold_numel", numel, "a number of elements")
-
-
-def _bad_spec(field: str, value: object, wanted: str) -> LayoutError:
-    return LayoutError(
-        explain(
-            f"LeafSpec: {field}={value!r}.",
-            cause="a module itself, or a number that is no int.",
-            fix=f"give {wanted}, one or a list.",
-        )
-    )
+            good = all(isinstance(one, allowed) for one in (value if several else [value]))
+            wanted = "names" + (" or classes" if type in allowed else "") + ", one or a list"
+            require(f"LeafSpec: {field}", value, lambda _, good=good: good, wanted, cause=cause)
+        name, numel = "granularity_threshold_numel", self.granularity_threshold_numel
+        wanted = "elements for each module, an int; 0 is off"
+        require(f"LeafSpec: {name}", numel, lambda x: is_count(x, 0), wanted, cause=cause)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +154,6 @@ def _fine_grained(
     tree: Sequence[ModuleInfo], threshold_numel: int
 ) -> tuple[set[str], tuple[str, ...]]:
     """The modules below the threshold, and a warning if that is no module at all."""
-    if threshold_numel < 0:
-        raise LayoutError(
-            explain(
-                f"granularity_threshold_numel={threshold_numel} is less than 0.",
-                cause="-1 written for 'off'.",
-                fix="0 is off; else give elements for each module.",
-            )
-        )
     candidates = [info for info in tree if _can_be_fine_grained(info)]
     fine = {info.name for info in candidates if info.granularity_numel < threshold_numel}
     if fine or not threshold_numel:

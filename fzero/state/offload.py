@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fzero._check import require
 from fzero.errors import LayoutError, explain
 
 Home = Literal["cpu", "disk"] | None
@@ -42,14 +43,13 @@ class Offload:
     def __post_init__(self) -> None:
         """Check it."""
         for name, home in self.homes.items():
-            if home not in (None, "cpu", "disk"):
-                raise LayoutError(
-                    explain(
-                        f"offload: {name}={home!r}.",
-                        cause="another word for a place (DeepSpeed's are none, cpu and nvme).",
-                        fix='give "cpu", "disk", or None for the device.',
-                    )
-                )
+            require(
+                f"offload: {name}",
+                home,
+                lambda x: x in (None, "cpu", "disk"),
+                '"cpu", "disk", or None for the device',
+                cause="another word for a place (DeepSpeed's are none, cpu and nvme).",
+            )
         is_there = self.folder is not None and Path(self.folder).is_dir()
         if "disk" in self.homes.values() and not is_there:
             raise LayoutError(
@@ -86,14 +86,13 @@ def as_offload(given: Any, stage: int, device: torch.device) -> Offload:
     """
     if given is None:
         return Offload()
-    if not isinstance(given, Offload):
-        raise LayoutError(
-            explain(
-                f"offload={given!r}.",
-                cause="a place without saying what is to live there.",
-                fix='give fzero.Offload(optimizer="cpu"), or other fields of it.',
-            )
-        )
+    require(
+        "offload",
+        given,
+        lambda x: isinstance(x, Offload),
+        'fzero.Offload(optimizer="cpu"), or other fields of it',
+        cause="a place without saying what is to live there.",
+    )
     if given.params is not None and stage != 3:
         raise LayoutError(
             explain(

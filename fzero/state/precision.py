@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero._check import require
 from fzero.errors import LayoutError, explain
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.layout import learns
 from fzero.state.leaf_modules import class_name
 
 SafeModules = Sequence[type[nn.Module] | str] | Callable[[str], bool]
@@ -43,25 +45,20 @@ class Autocast:
 
     def __post_init__(self) -> None:
         """Check it."""
-        if self.dtype not in (*SIXTEEN_BIT, torch.float32):
-            raise LayoutError(
-                explain(
-                    f"autocast: dtype={self.dtype!r}.",
-                    cause="a dtype that torch.autocast has no policy for, or its name.",
-                    fix="use torch.bfloat16 or torch.float16; torch.float32 switches it off.",
-                )
-            )
-        safe = self.lower_precision_safe_modules
-        named = isinstance(safe, list | tuple) and all(map(_is_module, safe))
-        if not (safe is None or named or (callable(safe) and not isinstance(safe, type))):
-            raise LayoutError(
-                explain(
-                    f"autocast: lower_precision_safe_modules={safe!r}.",
-                    cause="one class instead of a list of them, or modules instead of classes.",
-                    fix="give classes, [nn.Linear, 'my.package.Projection'], or a function of a "
-                    "parameter's path.",
-                )
-            )
+        require(
+            "autocast: dtype",
+            self.dtype,
+            lambda x: x in (*SIXTEEN_BIT, torch.float32),
+            "torch.bfloat16 or torch.float16; torch.float32 switches it off",
+            cause="a dtype that torch.autocast has no policy for, or its name.",
+        )
+        require(
+            "autocast: lower_precision_safe_modules",
+            self.lower_precision_safe_modules,
+            _names_modules,
+            "classes, [nn.Linear, 'my.package.Projection'], or a function of a parameter's path",
+            cause="one class instead of a list of them, or modules instead of classes.",
+        )
 
     @property
     def computes(self) -> torch.dtype | None:
@@ -75,7 +72,7 @@ class Autocast:
         """
         if self.computes is None:
             return None
-        if p.dtype in SIXTEEN_BIT and (p.requires_grad or not isinstance(p, nn.Parameter)):
+        if p.dtype in SIXTEEN_BIT and learns(p):
             raise sixteen_bit_error(path, p.dtype)
         safe = self.lower_precision_safe_modules
         if callable(safe):
@@ -152,5 +149,8 @@ def _qualified(one: type | str) -> str:
     return one if isinstance(one, str) else class_name(one)
 
 
-def _is_module(one: Any) -> bool:
-    return isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module))
+def _names_modules(safe: Any) -> bool:
+    if isinstance(safe, list | tuple):
+        classes = [one for one in safe if not isinstance(one, str)]
+        return all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes)
+    return safe is None or (callable(safe) and not isinstance(safe, type))

@@ -80,28 +80,20 @@ def next_part(progress: Progress, *, deferred: bool) -> Progress:
 
 def saw_update(progress: Progress) -> Progress:
     """Start again. Raises `PhaseError` when there was no gradient to update from."""
-    if not progress.backwards:
-        raise PhaseError(
-            explain(
-                "apply_gradients: the state holds no gradients.",
-                cause="apply_gradients was called twice, or with a state from before "
-                "grad_and_reduce (which returns a new state).",
-                fix="write `state, loss = fzero.grad_and_reduce(fn, state)(batch)` and pass on "
-                "the state it returned.",
-            )
-        )
+    require_gradients(progress, "apply_gradients")
     return Progress()
 
 
 def require_gradients(progress: Progress, name: str) -> None:
-    """Raise `PhaseError` when there is no gradient to look at."""
+    """Raise `PhaseError` when the call `name` finds no gradient."""
     if not progress.backwards:
         raise PhaseError(
             explain(
                 f"{name}: the state holds no gradients.",
-                cause="it was asked before grad_and_reduce, or after apply_gradients (which "
-                "clears them).",
-                fix="ask the state that grad_and_reduce returned.",
+                cause="a state from before grad_and_reduce (which returns a new state), or from "
+                "after apply_gradients (which clears them).",
+                fix="write `state, loss = fzero.grad_and_reduce(fn, state)(batch)`, and go on with "
+                "the state it returned.",
             )
         )
 

@@ -10,7 +10,6 @@ Transitions are tensor arithmetic on the device of the parameters: the host read
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero._check import is_count, is_number, require
 from fzero.errors import LayoutError, explain
 from fzero.state._record import record, static
 
@@ -71,7 +71,7 @@ class DynamicScale:
 
 @dataclass(frozen=True, slots=True)
 class StaticScale:
-    """A scale that stays as it is. An overflow is skipped all the same: by one of 1, that alone."""
+    """A constant scale. An overflow is skipped all the same; that is all that a scale of 1 does."""
 
     value: float
 
@@ -294,28 +294,14 @@ def _adapted(scale: LossScale, policy: DynamicScale, bad: Tensor) -> LossScale:
     )
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number; True and False are none here."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and (isinstance(value, int) or math.isfinite(value))
-
-
 def is_scale(value: Any) -> bool:
     """Whether it is a positive number that fp32 holds."""
     return is_number(value) and SMALLEST <= value <= LARGEST
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
+    return is_count(value) and value < 2**31
 
 
 def _require(policy: DynamicScale, name: str, good: Callable[[Any], bool], wanted: str) -> None:
-    value = getattr(policy, name)
-    if not good(value):
-        raise LayoutError(
-            explain(
-                f"DynamicScale: {name}={value!r}.",
-                cause="a value of another kind or out of range.",
-                fix=f"give {wanted}.",
-            )
-        )
+    require(f"DynamicScale: {name}", getattr(policy, name), good, wanted)

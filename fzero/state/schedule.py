@@ -71,22 +71,22 @@ def record(schedule: Schedule, index: int, phase: int, program: Program) -> Sche
     return replace(schedule, passes=tuple(passes))
 
 
-def union(programs: Sequence[Events], meeting: int | None = None) -> Program:
+def union(programs: Sequence[Events], sync_point: int | None = None) -> Program:
     """Return a program of which each of `programs` is a part, in the same order.
 
-    `meeting` is an event at which all ranks are at the same place: the k-th of one program is the
-    k-th of every other.
+    `sync_point` is an event at which ranks wait for each other: the k-th of one program is the k-th
+    of every other.
 
     Example:
         >>> union([(0, 1, 3), (0, 2, 3)]).events
         (0, 1, 2, 3)
-        >>> union([(0, 9, 1), (9, 0, 1)], meeting=9).events
+        >>> union([(0, 9, 1), (9, 0, 1)], sync_point=9).events
         (0, 9, 0, 1)
     """
-    parts = [_split(events, meeting) for events in dict.fromkeys(programs)]
+    parts = [_split(events, sync_point) for events in dict.fromkeys(programs)]
     whole: list[int] = []
     for number, segments in enumerate(zip_longest(*parts, fillvalue=())):
-        whole += [meeting] if number and meeting is not None else []
+        whole += [sync_point] if number and sync_point is not None else []
         merged: Sequence[int] = ()
         for segment in segments:
             merged = _merged(merged, segment)
@@ -94,10 +94,10 @@ def union(programs: Sequence[Events], meeting: int | None = None) -> Program:
     return Program(tuple(whole))
 
 
-def _split(events: Events, meeting: int | None) -> list[Events]:
+def _split(events: Events, sync_point: int | None) -> list[Events]:
     segments: list[Events] = [()]
     for event in events:
-        if event == meeting:
+        if event == sync_point:
             segments.append(())
         else:
             segments[-1] += (event,)

@@ -22,7 +22,7 @@ Reshard = bool | Literal["window"]
 """Whether stage 3 lets a unit go after its use: True, or False: after the backward, or "window"."""
 
 ReduceOp = Literal["mean", "sum"]
-"""What a gradient is of those of the ranks."""
+"""How the gradients of the ranks are combined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

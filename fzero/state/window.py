@@ -85,7 +85,7 @@ def lost(window: Window, before: Buffers, after: Buffers) -> Window:
     return replace(window, residual=after, residual_before=at_update)
 
 
-def settle(window: Window, skipped: Tensor | None = None) -> Window:
+def after_update(window: Window, skipped: Tensor | None = None) -> Window:
     """Return the window after an update; where that was `skipped` ([], not 0), nothing was lost."""
     now, before = window.residual, window.residual_before
     if skipped is not None and before.held:

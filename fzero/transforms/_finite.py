@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -136,25 +136,10 @@ def with_found(state: TrainState, found: NonFinite | None) -> TrainState:
     return state.replace(progress=progress.saw_nonfinite(state.progress, found))
 
 
-class Report(NamedTuple):
-    """What one rank found, or the ranks together; the first field decides which is the first."""
-
-    backward: int
-    rank: int
-    ranks: tuple[int, ...]
-    step: int
-    what: str
-    path: str | None
-
-    def error(self) -> NonFiniteError:
-        """Return it as what is raised."""
-        return NonFiniteError(self.step, self.rank, self.what, self.path, self.backward, self.ranks)
-
-
 def report_of(
     states: Sequence[TrainState], treespec: optree.PyTreeSpec | None = None
-) -> Report | None:
-    """Return the first that the backwards of this rank brought to states, at an update of them.
+) -> NonFiniteError | None:
+    """Return the error for the first that this rank's backwards brought to states, at an update.
 
     treespec: of the tree that the states are in; None for one state.
     """
@@ -171,17 +156,18 @@ def report_of(
     if path is not None and key:  # a model that is one tensor has the path "."
         path = ".".join([*map(str, key), *([] if path == "." else [path])])
     rank = world().rank
-    return Report(noted.backward, rank, (rank,), int(state.step), noted.what, path)
+    return NonFiniteError(int(state.step), rank, noted.what, path, noted.backward)
 
 
-def first_of(channel: Channel | None, own: Report | None) -> Report | None:
+def first_of(channel: Channel | None, own: NonFiniteError | None) -> NonFiniteError | None:
     """Return the first that any rank reports, the same on every rank. An exchange."""
     told = [own] if channel is None else channel.tell(own)
-    found = [report for report in told if report is not None]
+    found = [error for error in told if error is not None]
     if not found:
         return None
-    ranks = sorted({rank for report in found for rank in report.ranks})
-    return min(found, key=lambda one: one[:2])._replace(ranks=tuple(ranks))
+    ranks = sorted({rank for error in found for rank in error.ranks})
+    one = min(found, key=lambda error: (error.backward, error.rank))
+    return NonFiniteError(one.step, one.rank, one.what, one.path, one.backward, ranks)
 
 
 def _bounds(x: Tensor) -> Tensor:

@@ -69,11 +69,8 @@ def _aligned(treespec: optree.PyTreeSpec, tree: Any, what: str, of: str) -> list
     """The parts of `tree` (that is `what`) at the leaves of `treespec`, the structure `of`."""
     try:
         return treespec.flatten_up_to(tree)
-    except ValueError:
-        shape = optree.tree_unflatten(treespec, [0] * treespec.num_leaves)
-        kinds = (f"a {type(tree).__name__}", f"a {type(shape).__name__}")
-        found, wanted = _first_difference(tree, shape) or kinds
-        raise _misfit(f"{what} are {found}, the {of} {wanted}") from None
+    except ValueError as error:  # it names the keys, and then shows all values
+        raise _misfit(f"{what} do not fit the {of}: {error!s:.200}") from None
 
 
 def _misfit(seen: str) -> LayoutError:
@@ -85,28 +82,3 @@ def _misfit(seen: str) -> LayoutError:
             'shard(step, stage={"g": 2, "d": 3}).init({"g": ..., "d": ...}, {"g": ..., "d": ...}).',
         )
     )
-
-
-def _first_difference(tree: Any, shape: Any) -> tuple[str, str] | None:
-    """The children of both at the first node, from the top, where they differ."""
-    found, wanted = _children(tree), _children(shape)
-    if not wanted:  # a leaf of the shape: there, anything may stand
-        return None
-    if found.keys() != wanted.keys():
-        return _names(tree, found), _names(shape, wanted)
-    below = (_first_difference(found[key], wanted[key]) for key in wanted)
-    return next(filter(None, below), None)
-
-
-def _children(node: Any) -> dict[Any, Any]:
-    """The children of a container by their key; of a leaf or a state none."""
-    if is_state(node):
-        return {}
-    paths, children, _ = optree.tree_flatten_with_path(
-        node, is_leaf=lambda x: x is not node, none_is_leaf=True, namespace=NAMESPACE
-    )
-    return {path[0]: child for path, child in zip(paths, children, strict=True) if path}
-
-
-def _names(node: Any, children: dict[Any, Any]) -> str:
-    return ", ".join(sorted(map(repr, children))) or f"a {type(node).__name__}"

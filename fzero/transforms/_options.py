@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
 import optree
 import torch
 
+from fzero._check import check_flags, is_count, is_positive, require
 from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis, MeshLike
 from fzero.partition import unit_of
@@ -93,15 +93,14 @@ def check_options(
 
 def check_stage(stage: Any) -> int:
     """Return `stage` if it is 0, 1, 2 or 3; raise `LayoutError` otherwise."""
-    if isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3:
-        return stage
-    raise LayoutError(
-        explain(
-            f"stage={stage!r}.",
-            cause="a ZeRO stage that does not exist.",
-            fix="use 0 (replicas), 1 (+ optimizer sharded), 2 (+ gradients) or 3 (+ parameters).",
-        )
+    require(
+        "stage",
+        stage,
+        lambda x: is_count(x, 0) and x <= 3,
+        "0 (replicas), 1 (+ optimizer sharded), 2 (+ gradients) or 3 (+ parameters)",
+        cause="a ZeRO stage that does not exist.",
     )
+    return stage
 
 
 def check_stages(stage: Any) -> Any:
@@ -111,57 +110,32 @@ def check_stages(stage: Any) -> Any:
     return optree.tree_map(check_stage, stage, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def check_flags(**flags: Any) -> dict[str, bool]:
-    """Return the flags; raise `LayoutError` for what is no bool: "no" would count as True."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise LayoutError(
-                explain(
-                    f"{name}={value!r}.",
-                    cause="a word from a config file or a command line.",
-                    fix="pass True or False.",
-                )
-            )
-    return flags
-
-
 def check_reshard(reshard: Any) -> Reshard:
     """Return `reshard` if it is True, False or "window"; raise `LayoutError` otherwise."""
-    if reshard is True or reshard is False or reshard == "window":
-        return reshard
-    raise LayoutError(
-        explain(
-            f"reshard_after_forward={reshard!r}.",
-            cause="a mistyped option.",
-            fix='use True (gather again in backward), False (keep until then) or "window".',
-        )
+    require(
+        "reshard_after_forward",
+        reshard,
+        lambda x: x is True or x is False or x == "window",
+        'True (gather again in backward), False (keep until then) or "window"',
     )
+    return reshard
 
 
 def check_optimizer_over(ranks: Any) -> OptimizerOver:
     """Return `ranks` if it is "shard" or "all"; raise `LayoutError` otherwise."""
-    if ranks == "shard" or ranks == "all":
-        return ranks
-    raise LayoutError(
-        explain(
-            f"optimizer_over={ranks!r}.",
-            cause="a mistyped option, or the name of another mesh dim.",
-            fix='use "shard" (the ranks of one replica share masters and optimizer states) or '
-            '"all" (all ranks of the mesh do).',
-        )
+    require(
+        "optimizer_over",
+        ranks,
+        lambda x: x in ("shard", "all"),
+        '"shard" (the ranks of one replica share masters and optimizer states) or "all" (all '
+        "ranks of the mesh do)",
     )
+    return ranks
 
 
 def check_bucket(bucket_bytes: Any) -> int:
     """Return a size in bytes; raise `LayoutError` for what is no positive integer."""
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise LayoutError(
-            explain(
-                f"bucket_bytes={bucket_bytes!r}.",
-                cause="a size that is no positive integer.",
-                fix=f"give bytes, e.g. the default {BUCKET_BYTES}.",
-            )
-        )
+    require("bucket_bytes", bucket_bytes, is_count, f"bytes, e.g. the default {BUCKET_BYTES}")
     return bucket_bytes
 
 
@@ -201,7 +175,6 @@ def check_quantized(
     stage: int, axis: Axis, reduction: Reduction, gathering: Gathering
 ) -> Reduction:
     """Return `reduction`; raise `LayoutError` if this stage sends nothing of what is quantized."""
-    check_flags(quantized_weights=gathering.quantized_weights)
     if gathering.quantized_weights and stage != 3:
         raise LayoutError(
             explain(
@@ -230,21 +203,3 @@ def check_quantized(
             )
         )
     return reduction
-
-
-def require(name: str, value: Any, good: Callable[[Any], bool], wanted: str) -> None:
-    """Raise `LayoutError`, naming the option, for a value that is not `good`."""
-    if not good(value):
-        raise LayoutError(
-            explain(
-                f"{name}={value!r}.",
-                cause="a value of another kind or out of range.",
-                fix=f"give {wanted}.",
-            )
-        )
-
-
-def is_positive(value: Any) -> bool:
-    """Whether `value` is a finite number above zero."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0

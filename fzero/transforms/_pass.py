@@ -258,8 +258,8 @@ class Pass:
 
     def _saw_gathered(self, group: int, flat: Tensor) -> None:
         numbered = ((s, i) for s in self.states for i in range(len(s.setup.layout.groups)))
-        for state, index in islice(numbered, group, group + 1):
-            tell("gathered", state, (index, flat))
+        state, index = next(islice(numbered, group, None))
+        tell("gathered", state, (index, flat))
 
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]

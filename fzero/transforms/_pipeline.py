@@ -44,14 +44,7 @@ class Step(Generic[P, R]):
         init_options: Mapping[str, Any] | None = None,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
-        if not callable(inner):
-            raise LayoutError(
-                explain(
-                    f"fzero.{name} got a {type(inner).__name__}, not a function.",
-                    cause="options were passed by position, or a state in place of the step.",
-                    fix=f"write fzero.{name}(step_fn, ...) or @fzero.{name}(...).",
-                )
-            )
+        require_function(name, inner)
         self.name, self.inner, self.options = name, inner, options
         self._around, self._init, self._prepare = around, init, prepare
         self.init_options = dict(init_options or {})
@@ -137,6 +130,50 @@ def init_options_of(fn: Any) -> dict[str, Any]:
 def names_inside(fn: Any) -> list[str]:
     """Return the names of the transforms that `fn` already has, from the outside in."""
     return fn.names() if isinstance(fn, Step) else []
+
+
+def transform(
+    name: str,
+    fn: Callable[..., Any] | None,
+    around: Around,
+    *,
+    never_around: tuple[str, ...],
+    right: str,
+    options: dict[str, Any],
+    init_of: Callable[[Any], Callable[..., Any]] | None = None,
+    init_options: Mapping[str, Any] | None = None,
+    prepare: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return `around(fn)` as a step; without `fn`, the decorator that gives it.
+
+    never_around, right: see `require_order`. init_of: (fn) -> the init of the step.
+    """
+
+    def wrap(inner: Callable[..., Any]) -> Step[..., Any]:
+        require_order(name, inner, never_around=never_around, right=right)
+        return Step(
+            name,
+            inner,
+            around,
+            options=options,
+            init=init_of and init_of(inner),
+            init_options=init_options,
+            prepare=prepare,
+        )
+
+    return wrap if fn is None else wrap(fn)
+
+
+def require_function(name: str, fn: Any) -> None:
+    """Raise `LayoutError` if the transform `name` is given something else."""
+    if not callable(fn):
+        raise LayoutError(
+            explain(
+                f"fzero.{name} got a {type(fn).__name__}, not a function.",
+                cause="options were passed by position, or a state in place of the step.",
+                fix=f"write fzero.{name}(step_fn, ...) or @fzero.{name}(...).",
+            )
+        )
 
 
 def require_order(name: str, fn: Any, *, never_around: tuple[str, ...], right: str) -> None:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded, needs_func
 from fzero.collectives import channel_of, cut, gather_parts, sum_parts
-from fzero.errors import PhaseError, explain
+from fzero.errors import NonFiniteError, PhaseError, explain
 from fzero.homes import lent, placed
 from fzero.mesh import Axis, Runtime
 from fzero.quantize import ErrorFeedback, residual_of
 from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
-from fzero.transforms._finite import Report, first_of
+from fzero.transforms._finite import first_of
 
 
 def receive(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
@@ -109,7 +109,7 @@ def reduced(state: TrainState, local: dict[int, Tensor]) -> tuple[TrainState, di
     local.clear()
     for unit in reducer.backwards:
         reducer.start(unit)
-    reducer.land()
+    reducer.wait_all()
     return with_lost(state, reducer.feedback[0]), reducer.take_means(0)
 
 
@@ -171,8 +171,8 @@ def boundary(
     states: Sequence[TrainState],
     *,
     updates: bool = False,
-    bad: Report | None = None,
-) -> Report | None:
+    bad: NonFiniteError | None = None,
+) -> NonFiniteError | None:
     """Wait until every rank makes this call, with the same options, on states that stand alike.
 
     If it `updates`, the optimizers and their learning rates must be the same, too. Returns the

@@ -46,10 +46,7 @@ def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
 
 def with_value(state: TrainState) -> TrainState:
     """Return a state whose scale is known: the user's was read, if it had to be."""
-    held = state.scale
-    if held is None or held.is_read:
-        return state
-    return state.replace(scale=scale.read(held))
+    return state if state.scale is None else state.replace(scale=scale.read(state.scale))
 
 
 def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -119,7 +116,7 @@ def chosen(found: Tensor, old: Any, new: Any) -> Any:
 
 def after_update(state: TrainState, found: Tensor | None) -> dict[str, Any]:
     """Return `step`, `window` and `scale` after an update; a skipped one does not count."""
-    settled = {"window": window.settle(state.window, found)}
+    settled = {"window": window.after_update(state.window, found)}
     if found is None or state.scale is None:
         return {"step": state.step + 1, **settled}
     made = (1 - found).to(state.step.dtype)

@@ -9,6 +9,7 @@ import optree
 
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, TrainState
+from fzero.transforms._pipeline import returned_pair
 
 S = TypeVar("S")  # a state, or a pytree of them
 
@@ -41,6 +42,18 @@ def map_states(name: str, fn: Callable[[TrainState], TrainState], tree: Any) -> 
     """Apply `fn` to every state in `tree`."""
     states, treespec = flatten_states(name, tree)
     return optree.tree_unflatten(treespec, [fn(state) for state in states])
+
+
+def under_policy(
+    name: str, inner: Callable[..., Any], state: Any, arguments: Any, **asked: Any
+) -> tuple[Any, Any]:
+    """Call a step with `asked` in the policies of its states, which are as before afterwards."""
+    args, kwargs = arguments
+    policy = flatten_states(name, state)[0][0].setup.policy
+    before = {key: getattr(policy, key) for key in asked}
+    given = map_states(name, lambda one: one.replace_policy(**asked), state)
+    state, aux = returned_pair(name, inner, inner(given, *args, **kwargs))
+    return map_states(name, lambda one: one.replace_policy(**before), state), aux
 
 
 def is_state(node: Any) -> bool:

@@ -103,7 +103,6 @@ def _is_gathered(state: TrainState) -> bool:
 
 
 def _full_params(state: TrainState) -> Any:
-    check_alive(state)
     held = state.params.flats
     flats = [lent(flat, state.device) for flat in held]
     if _is_gathered(state):

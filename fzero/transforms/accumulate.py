@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import optree
 import torch
 from torch import Tensor
 
+from fzero._check import is_count, require
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, Policy, TrainState, progress
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
+from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms._states import flatten_states, is_state, map_states
 
 
@@ -62,67 +64,51 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
         >>> loss, fzero.full_params(state)
         (tensor(2.5000), tensor(-1.5000))
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise LayoutError(
-            explain(
-                f"accumulate: steps={steps!r}.",
-                cause="a count of micro-batches that is no positive integer.",
-                fix="give at least 1.",
-            )
-        )
+    require("accumulate: steps", steps, is_count, "at least 1")
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         parts = _split((args, kwargs), steps)
         states = flatten_states("accumulate", state)[0]
-        before = [one.setup.policy for one in states]
-        deferred = [one.progress.deferred for one in states]
+        before = [(one.setup.policy, one.progress.deferred) for one in states]
         auxes = []
         for i, (part_args, part_kwargs) in enumerate(parts):
-            state = _with_policies(state, [_part(p, steps, i == steps - 1) for p in before])
-            state = _next_part(state, deferred)
+            begin = partial(_begin_part, steps=steps, last=i == steps - 1)
+            state = _each(state, before, begin)
             returned = inner(state, *part_args, **part_kwargs)
             state, aux = returned_pair("accumulate", inner, returned)
             auxes.append(aux)
         # Whether an update waits stays as the last part left it: what comes next, inside an
         # accumulation further out, must not add to its gradients.
-        return _with_policies(state, before), _join(auxes)
+        return _each(state, before, lambda one, before: _with_policy(one, before[0])), _join(auxes)
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "accumulate",
-            inner,
-            never_around=("simulate",),
-            right="fzero.simulate(fzero.accumulate(step, steps=...), world_size=...)",
-        )
-        return Step("accumulate", inner, around, options={"steps": steps})
-
-    return wrap if fn is None else wrap(fn)
-
-
-def _part(policy: Policy, steps: int, last: bool) -> Policy:
-    return replace(
-        policy,
-        grad_scale=policy.grad_scale / steps,
-        defer_update=policy.defer_update or not last,
+    return transform(
+        "accumulate",
+        fn,
+        around,
+        never_around=("simulate",),
+        right="fzero.simulate(fzero.accumulate(step, steps=...), world_size=...)",
+        options={"steps": steps},
     )
 
 
-def _with_policies(state: Any, policies: list[Policy]) -> Any:
-    rest = iter(policies)
-
-    def put(one: TrainState) -> TrainState:
-        return one.replace(setup=replace(one.setup, policy=next(rest)))
-
-    return map_states("accumulate", put, state)
+Before = tuple[Policy, bool]
+"""The policy of a state before the first part, and whether an update of it waits."""
 
 
-def _next_part(state: Any, deferred: list[bool]) -> Any:
-    rest = iter(deferred)
+def _each(state: Any, before: list[Before], fn: Callable[[TrainState, Before], TrainState]) -> Any:
+    rest = iter(before)
+    return map_states("accumulate", lambda one: fn(one, next(rest)), state)
 
-    def put(one: TrainState) -> TrainState:
-        return one.replace(progress=progress.next_part(one.progress, deferred=next(rest)))
 
-    return map_states("accumulate", put, state)
+def _begin_part(state: TrainState, before: Before, *, steps: int, last: bool) -> TrainState:
+    policy, deferred = before
+    state = state.replace(progress=progress.next_part(state.progress, deferred=deferred))
+    share, defers = policy.grad_scale / steps, policy.defer_update or not last
+    return _with_policy(state, replace(policy, grad_scale=share, defer_update=defers))
+
+
+def _with_policy(state: TrainState, policy: Policy) -> TrainState:
+    return state.replace(setup=replace(state.setup, policy=policy))
 
 
 def _split(arguments: Any, steps: int) -> list[Any]:

@@ -15,9 +15,9 @@ from fzero.state import TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.precision import Autocast, SafeModules, sixteen_bit_error
 from fzero.state.scale import dynamic
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
+from fzero.transforms._pipeline import P, R, Step, Transform, transform
 from fzero.transforms._scaled import with_policy
-from fzero.transforms._states import flatten_states, map_states
+from fzero.transforms._states import flatten_states, map_states, under_policy
 
 
 @overload
@@ -97,32 +97,22 @@ def autocast(
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         state = prepare(state)
         states = flatten_states("autocast", state)[0]
-        before = states[0].setup.policy.autocast
         for one in states if computes else ():
             _require_fp32(one)
         if computes and not warned[0]:
             warned[0] = _warn_of_other(computes, states[0].device)
-        state = map_states("autocast", lambda one: one.replace_policy(autocast=computes), state)
-        state, aux = returned_pair("autocast", inner, inner(state, *args, **kwargs))
-        return map_states("autocast", lambda one: one.replace_policy(autocast=before), state), aux
+        return under_policy("autocast", inner, state, (args, kwargs), autocast=computes)
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "autocast",
-            inner,
-            never_around=("autocast", "shard", "simulate"),
-            right="fzero.shard(fzero.autocast(step, dtype=...), stage=...), with one autocast",
-        )
-        return Step(
-            "autocast",
-            inner,
-            around,
-            options={"dtype": dtype},
-            init_options={"autocast": record},
-            prepare=prepare,
-        )
-
-    return wrap if fn is None else wrap(fn)
+    return transform(
+        "autocast",
+        fn,
+        around,
+        never_around=("autocast", "shard", "simulate"),
+        right="fzero.shard(fzero.autocast(step, dtype=...), stage=...), with one autocast",
+        options={"dtype": dtype},
+        init_options={"autocast": record},
+        prepare=prepare,
+    )
 
 
 def _scaled(state: TrainState, dtype: torch.dtype | None) -> TrainState:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
-from fzero.transforms._states import flatten_states, map_states
+from fzero.transforms._pipeline import P, R, Step, Transform, transform
+from fzero.transforms._states import under_policy
 
 
 @overload
@@ -61,22 +61,13 @@ def check_finite(fn: Callable[..., Any] | None = None, /) -> Any:
     """
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        before = flatten_states("check_finite", state)[0][0].setup.policy.check_finite
+        return under_policy("check_finite", inner, state, (args, kwargs), check_finite=True)
 
-        def put(tree: Any, on: bool) -> Any:
-            return map_states("check_finite", lambda s: s.replace_policy(check_finite=on), tree)
-
-        returned = inner(put(state, True), *args, **kwargs)
-        state, aux = returned_pair("check_finite", inner, returned)
-        return put(state, before), aux
-
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "check_finite",
-            inner,
-            never_around=("simulate",),
-            right="fzero.simulate(fzero.check_finite(step), world_size=...)",
-        )
-        return Step("check_finite", inner, around, options={})
-
-    return wrap if fn is None else wrap(fn)
+    return transform(
+        "check_finite",
+        fn,
+        around,
+        never_around=("simulate",),
+        right="fzero.simulate(fzero.check_finite(step), world_size=...)",
+        options={},
+    )

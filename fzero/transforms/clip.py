@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-from fzero.errors import LayoutError, explain
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
-from fzero.transforms._states import flatten_states, map_states
+from fzero._check import is_positive, require
+from fzero.transforms._pipeline import P, R, Step, Transform, transform
+from fzero.transforms._states import flatten_states, under_policy
 
 
 @overload
@@ -44,38 +44,24 @@ def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> 
         >>> fzero.full_params(fzero.clip(step_fn, max_norm=1.0)(state)[0])
         tensor([-1.0000])
     """
-    if max_norm is not None and not _is_bound(max_norm):
-        raise LayoutError(
-            explain(
-                f"clip: max_norm={max_norm!r}.",
-                cause="zero or a negative number was meant to switch clipping off.",
-                fix="pass None to switch it off, else a positive bound.",
-            )
-        )
     bound = None if max_norm == float("inf") else max_norm
+    if bound is not None:
+        wanted = "None to switch it off, else a positive bound"
+        require("clip: max_norm", bound, is_positive, wanted)
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         before = flatten_states("clip", state)[0][0].setup.policy.max_norm
-        state = map_states(
-            "clip", lambda one: one.replace_policy(max_norm=_smaller(before, bound)), state
-        )
-        state, aux = returned_pair("clip", inner, inner(state, *args, **kwargs))
-        return map_states("clip", lambda one: one.replace_policy(max_norm=before), state), aux
+        smaller = _smaller(before, bound)
+        return under_policy("clip", inner, state, (args, kwargs), max_norm=smaller)
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "clip",
-            inner,
-            never_around=("simulate",),
-            right="fzero.simulate(fzero.clip(step, max_norm=...), world_size=...)",
-        )
-        return Step("clip", inner, around, options={"max_norm": max_norm})
-
-    return wrap if fn is None else wrap(fn)
-
-
-def _is_bound(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return transform(
+        "clip",
+        fn,
+        around,
+        never_around=("simulate",),
+        right="fzero.simulate(fzero.clip(step, max_norm=...), world_size=...)",
+        options={"max_norm": max_norm},
+    )
 
 
 def _smaller(a: float | None, b: float | None) -> float | None:

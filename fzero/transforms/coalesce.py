@@ -7,7 +7,7 @@ from typing import Any, overload
 
 from fzero.state import TrainState, window
 from fzero.transforms._donate import check_alive
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
+from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._states import flatten_states, map_states
 
@@ -61,16 +61,14 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
         boundary("the end of coalesce", waiting)
         return map_states("coalesce", _close, state), aux
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "coalesce",
-            inner,
-            never_around=("coalesce", "simulate"),
-            right="fzero.simulate(fzero.shard(fzero.coalesce(step), stage=...)), with one coalesce",
-        )
-        return Step("coalesce", inner, around, options={})
-
-    return wrap if fn is None else wrap(fn)
+    return transform(
+        "coalesce",
+        fn,
+        around,
+        never_around=("coalesce", "simulate"),
+        right="fzero.simulate(fzero.shard(fzero.coalesce(step), stage=...)), with one coalesce",
+        options={},
+    )
 
 
 def _open(state: TrainState) -> TrainState:

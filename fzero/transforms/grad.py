@@ -211,9 +211,9 @@ def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
 def _listen(
     leaves: dict[int, Tensor], one: Pass, number: int, factor: Tensor | None = None
 ) -> None:
-    """From now on gradients, times `factor`, are the pass's.
+    """Hand the gradients of leaves to the pass from now on, times `factor`.
 
-    What a backward inside the loss brought is not.
+    Those that a backward inside of the loss has left on the leaves are dropped.
     """
     for index, leaf in leaves.items():
         leaf.grad = None

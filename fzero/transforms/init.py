@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero._modes import in_transform, require_autograd
-from fzero.collectives import broadcast_from_first, cut, told_everywhere
+from fzero.collectives import broadcast, cut, told_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.homes import placed
 from fzero.mesh import axis_of
@@ -255,7 +255,7 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
     for index in range(len(layout.groups)):
         flat = pack(layout, index, make(index))
         if not in_transform():  # inside one, the state goes on depending on `params`
-            flat = broadcast_from_first([flat.detach()], setup.axis)[0]
+            flat = broadcast([flat.detach()], setup.axis, 0)[0]
         flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
         home = setup.offload.params
         held.append(flat if home is None else placed(home, flat, setup.offload))

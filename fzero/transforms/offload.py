@@ -12,7 +12,7 @@ from fzero.errors import PhaseError, explain
 from fzero.homes import at_home
 from fzero.state import TrainState
 from fzero.state.offload import Home, Offload, as_offload
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order
+from fzero.transforms._pipeline import P, R, Step, Transform, transform
 from fzero.transforms._states import map_states
 
 
@@ -90,17 +90,15 @@ def offload(
         moved = map_states("offload", lambda one: _living(one, record), state)
         return inner(moved, *args, **kwargs)
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "offload",
-            inner,
-            never_around=("offload", "shard", "simulate"),
-            right="fzero.shard(fzero.offload(step, ...), stage=...), with one offload",
-        )
-        shown: dict[str, Any] = {kind: home for kind, home in record.homes.items() if home}
-        return Step("offload", inner, around, options=shown, init_options={"offload": record})
-
-    return wrap if fn is None else wrap(fn)
+    return transform(
+        "offload",
+        fn,
+        around,
+        never_around=("offload", "shard", "simulate"),
+        right="fzero.shard(fzero.offload(step, ...), stage=...), with one offload",
+        options={kind: home for kind, home in record.homes.items() if home},
+        init_options={"offload": record},
+    )
 
 
 def _living(state: TrainState, record: Offload) -> TrainState:

@@ -19,7 +19,7 @@ from fzero._ambient import AutocastModes
 from fzero._module_copy import tracks
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE
-from fzero.transforms._pipeline import P, R, Step, describe, require_order
+from fzero.transforms._pipeline import P, R, describe, require_function, require_order
 from fzero.transforms._watch import Watch
 
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
@@ -76,11 +76,10 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
     """
 
     def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
+        require_function("remat", inner)
         require_order(
             "remat", inner, never_around=_STEPS, right="remat around a layer inside the loss"
         )
-        if not callable(inner):
-            return Step("remat", inner, inner, options={})  # raises, and says what to write
         # A partial is copied along with the module that holds it, and then runs the copy's layer;
         # a function may be a method of a class.
         bound: Any = functools.partial(_recomputed, inner)

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from fzero.state.scale import DynamicScale, as_policy
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order, returned_pair
+from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms._scaled import with_policy
 from fzero.transforms._states import map_states
 
@@ -76,14 +76,12 @@ def scale_loss(fn: Callable[..., Any] | None = None, /, scale: Scale = "dynamic"
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         return returned_pair("scale_loss", inner, inner(prepare(state), *args, **kwargs))
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "scale_loss",
-            inner,
-            never_around=("scale_loss", "simulate"),
-            right="fzero.simulate(fzero.scale_loss(step, ...), world_size=...), with one scale",
-        )
-        shown = scale if isinstance(scale, str) or policy is None else policy
-        return Step("scale_loss", inner, around, options={"scale": shown}, prepare=prepare)
-
-    return wrap if fn is None else wrap(fn)
+    return transform(
+        "scale_loss",
+        fn,
+        around,
+        never_around=("scale_loss", "simulate"),
+        right="fzero.simulate(fzero.scale_loss(step, ...), world_size=...), with one scale",
+        options={"scale": scale if isinstance(scale, str) or policy is None else policy},
+        prepare=prepare,
+    )

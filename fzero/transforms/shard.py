@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Unpack, overload
 
+from fzero._check import check_flags
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
@@ -19,7 +20,6 @@ from fzero.transforms._options import (
     BUCKET_BYTES,
     InitOptions,
     Stages,
-    check_flags,
     check_options,
     check_stages,
 )
@@ -29,8 +29,8 @@ from fzero.transforms._pipeline import (
     Step,
     Transform,
     init_options_of,
-    require_order,
     returned_pair,
+    transform,
 )
 from fzero.transforms._states import flatten_states, map_states
 from fzero.transforms.init import init
@@ -120,17 +120,18 @@ def shard(
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "shard",
-            inner,
-            never_around=("shard", "simulate"),
-            right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
-        )
-        made = functools.partial(init, stage=stage, **options, **init_options_of(inner))
-        return Step("shard", inner, around, options=_shown(stage, donate, options), init=made)
+    def init_of(inner: Any) -> Callable[..., Any]:
+        return functools.partial(init, stage=stage, **options, **init_options_of(inner))
 
-    return wrap if fn is None else wrap(fn)
+    return transform(
+        "shard",
+        fn,
+        around,
+        never_around=("shard", "simulate"),
+        right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
+        options=_shown(stage, donate, options),
+        init_of=init_of,
+    )
 
 
 _DEFAULTS = {

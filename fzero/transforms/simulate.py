@@ -10,11 +10,12 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._check import is_count, require
 from fzero._modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state import NAMESPACE
 from fzero.transforms._donate import empty
-from fzero.transforms._pipeline import P, R, Step, Transform, require_order
+from fzero.transforms._pipeline import P, R, Step, Transform, transform
 from fzero.transforms._states import is_state
 from fzero.virtual import current_ranks, run_ranks
 
@@ -65,14 +66,7 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
         >>> centered(torch.tensor([1.0, 2.0, 6.0]))
         tensor([-2., -1.,  3.])
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise LayoutError(
-            explain(
-                f"simulate: world_size={world_size!r}.",
-                cause="a number of ranks that is no positive integer.",
-                fix="give at least 1.",
-            )
-        )
+    require("simulate: world_size", world_size, is_count, "at least 1")
 
     def around(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arguments: Any = (args, kwargs)
@@ -93,11 +87,7 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
         finally:  # also when a rank raised after its update
             _use_up(leaves, per_rank)
 
-    def wrap(inner: Callable[P, R]) -> Step[P, R]:
-        require_order(
-            "simulate", inner, never_around=("simulate",), right="one fzero.simulate, outermost"
-        )
-
+    def init_of(inner: Any) -> Callable[..., Any]:
         def init(params: Any, optimizer: Any, **options: Any) -> Any:
             if not isinstance(inner, Step):
                 raise LayoutError(
@@ -110,9 +100,17 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
             _check([], (), world_size)
             return _stack(run_ranks(lambda _: inner.init(params, optimizer, **options), world_size))
 
-        return Step("simulate", inner, around, options={"world_size": world_size}, init=init)
+        return init
 
-    return wrap if fn is None else wrap(fn)
+    return transform(
+        "simulate",
+        fn,
+        around,
+        never_around=("simulate",),
+        right="one fzero.simulate, outermost",
+        options={"world_size": world_size},
+        init_of=init_of,
+    )
 
 
 def _of_rank(leaf: Tensor, rank: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded, wants_graph
-from fzero.collectives import about, cut, gather_parts, gather_parts_in_place
+from fzero.collectives import about, cut, gather_parts, gather_parts_in_place, reduce_many
 from fzero.homes import at_home, change, lent, placed
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
@@ -24,7 +24,6 @@ from fzero.transforms._donate import (
     without_donation,
 )
 from fzero.transforms._finite import report_of
-from fzero.transforms._norm import clip_factor, norm_of
 from fzero.transforms._observe import tell
 from fzero.transforms._pieces import pieces_of
 from fzero.transforms._receive import boundary, reduce_pending
@@ -65,7 +64,7 @@ def apply_gradients(state: S) -> S:
         progress.saw_update(one.progress)
     bad = boundary("apply_gradients", due, updates=True, bad=report_of(states, treespec))
     if bad is not None:
-        raise bad.error()
+        raise bad
     new: Any = optree.tree_unflatten(treespec, [_apply(one) for one in states])
     return new
 
@@ -292,7 +291,18 @@ def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:
 
 
 def _norm(state: TrainState, flats: Iterable[Tensor], placement: Placement) -> Tensor:
-    setup = state.setup
-    ordered = setup.reduction.ordered
+    setup, device = state.setup, state.device
+    squares = [_square_sum(lent(flat, device)) for flat in flats if flat.numel()]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     axis = setup.over(placement)  # replicas have the same elements, which count once
-    return norm_of(flats, axis, ordered=ordered, device=state.device)
+    return reduce_many([total], axis, ordered=setup.reduction.ordered)[0].sqrt()
+
+
+def _square_sum(flat: Tensor) -> Tensor:
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    return torch.linalg.vector_norm(flat, dtype=wide).square()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / |g|): the factor that torch.nn.utils.clip_grad_norm_ uses."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

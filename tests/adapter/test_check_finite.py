@@ -221,5 +221,5 @@ def test_with_a_loss_scale_overflows_are_skipped_and_losses_looked_at(way: str) 
 
 def test_what_is_no_flag_is_refused() -> None:
     no_flag: Any = "yes"
-    with pytest.raises(LayoutError, match=r"check_finite='yes'[\s\S]*Fix: pass True or False"):
+    with pytest.raises(LayoutError, match=r"check_finite='yes'[\s\S]*Fix: give True or False"):
         Engine(Net(), torch.optim.AdamW, stage=0, check_finite=no_flag)

@@ -1,4 +1,4 @@
-"""Behaviour 31: modules as they are, with their buffers, at every stage."""
+"""Modules as they are, with their buffers, at every stage."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 @at_every_place
 @pytest.mark.parametrize("name", MODULES)
-def test_31_modules_of_torch_need_no_edit(name: str, place: Place) -> None:
+def test_modules_of_torch_need_no_edit(name: str, place: Place) -> None:
     module = MODULES[name]().to(torch.float64)
     fill(module, torch.Generator().manual_seed(4))
     apply, params = fzero.functionalize(module)
@@ -102,7 +102,7 @@ def test_31_modules_of_torch_need_no_edit(name: str, place: Place) -> None:
 
 
 @at_every_place
-def test_31_a_model_with_a_tied_head_equals_the_unsharded_one(place: Place) -> None:
+def test_a_model_with_a_tied_head_equals_the_unsharded_one(place: Place) -> None:
     apply, params = fzero.functionalize(Gpt(depth=2))
     loss, batch = next_token_loss(apply), tokens(3)
     want = mean_gradient(loss, params, per_rank(batch))

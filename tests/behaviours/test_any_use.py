@@ -1,4 +1,4 @@
-"""Behaviours 29 and 31: a loss may read its parameters in any way, at every stage.
+"""A loss may read its parameters in any way, at every stage.
 
 At stage 3 a parameter is a tensor that gathers itself when a kernel reads it, so every kind of
 kernel, view and control flow is tried, and what leaves the loss must be a plain value.
@@ -86,14 +86,14 @@ def plain_gradient(fn: Callable[..., Tensor]) -> dict[str, Tensor]:
 
 @at_every_place
 @pytest.mark.parametrize("name", USES)
-def test_29_any_kernel_may_read_a_parameter(name: str, place: Place) -> None:
+def test_any_kernel_may_read_a_parameter(name: str, place: Place) -> None:
     got = gradient_on(USES[name], P, X, **place)
     assert got.pop("frozen") is None
     assert_every_rank(got, plain_gradient(USES[name]))
 
 
 @at_every_place
-def test_29_what_leaves_the_loss_is_a_plain_value(place: Place) -> None:
+def test_what_leaves_the_loss_is_a_plain_value(place: Place) -> None:
     """The loss may be a parameter, aux may hold some; an update does not change them."""
 
     def loss(params: Any, x: Tensor) -> tuple[Tensor, Any]:

@@ -1,4 +1,4 @@
-"""Behaviour 8 and the issue's bad input: a clear error, or a warning that shows the place."""
+"""Bad input: a clear error, or a warning that shows the place."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def writes_to_a_frozen_one(params: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @at_every_place
 @pytest.mark.parametrize("write", [writes, writes_under_no_grad, writes_to_a_frozen_one])
-def test_8_a_loss_that_writes_to_a_parameter_is_refused(
+def test_a_loss_that_writes_to_a_parameter_is_refused(
     write: Callable[[Any], None], place: Place, ranks: int
 ) -> None:
     """Where torch allows the write a buffer of stages 0 to 2 has changed: the error says so."""
@@ -186,6 +186,7 @@ def test_a_state_of_virtual_ranks_outside_of_them(stage: int) -> None:
         fzero.global_norm,
         lambda state: gradients(state, X[0]),
         lambda state: fzero.coalesce(gradients)(state, X[0]),
+        lambda state: fzero.psum(X[0], state.setup.axis),
     ):
         with refused(fzero.AxisError, "2 virtual ranks", "fzero.simulate"):
             use(state)
@@ -218,19 +219,6 @@ TIED = Parameter(torch.ones(2))
 def test_what_init_cannot_take(params: Any, options: dict[str, Any], seen: str) -> None:
     with refused(fzero.LayoutError, seen):
         fzero.init(params, fzero.optim.sgd(0.5), stage=0, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "seen"),
-    [
-        ({"decay_mask": True}, "decay_mask=True"),
-        ({"groups": [{"lr": 1.0}]}, "groups="),
-        ({"groups": [("a", {"lr": 1.0})]}, "groups="),
-    ],
-)
-def test_optimizers_refuse_what_is_no_test_of_leaves(options: dict[str, Any], seen: str) -> None:
-    with refused(fzero.LayoutError, seen):
-        fzero.optim.adamw(0.1, **options)
 
 
 def test_a_schedule_that_gives_no_number_says_so() -> None:

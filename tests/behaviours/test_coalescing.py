@@ -1,4 +1,4 @@
-"""Behaviours 3 and 4: a window of N backward passes costs the collectives of one.
+"""A window of N backward passes costs the collectives of one.
 
 Counts and bytes of whole windows, for each stage, N and number of ranks, are in gloo/test_laws.py,
 which compares those of virtual ranks and of processes with theory.
@@ -30,7 +30,7 @@ from tests.behaviours.networks import Place, at_every_place
 
 @pytest.mark.parametrize("bucket_numel", [1, NUMEL, 2 * NUMEL, LAYERS * NUMEL])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_3_there_is_one_reduction_for_each_bucket(stage: int, bucket_numel: int) -> None:
+def test_there_is_one_reduction_for_each_bucket(stage: int, bucket_numel: int) -> None:
     log = cost_of(steps_of(3), stage=stage, ranks=2, bucket_bytes=8 * bucket_numel)
     buckets = LAYERS // max(1, bucket_numel // NUMEL)
     assert set(counts(log).values()) == {buckets}
@@ -38,7 +38,7 @@ def test_3_there_is_one_reduction_for_each_bucket(stage: int, bucket_numel: int)
 
 
 @pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 1), (2, 1), (3, 3)])
-def test_3_without_a_window_each_pass_pays(stage: int, factor: int) -> None:
+def test_without_a_window_each_pass_pays(stage: int, factor: int) -> None:
     for n in (1, 3):
         log = cost_of(steps_of(n, coalesced=False), stage=stage, ranks=2)
         update = 1 if stage in (1, 2) else 0
@@ -46,7 +46,7 @@ def test_3_without_a_window_each_pass_pays(stage: int, factor: int) -> None:
 
 
 @at_every_place
-def test_3_clipping_costs_one_number_and_no_second_reduction(place: Place) -> None:
+def test_clipping_costs_one_number_and_no_second_reduction(place: Place) -> None:
     plain = cost_of(steps_of(2), ranks=2, **place)
     clipped = cost_of(fzero.clip(steps_of(2), max_norm=1.0), ranks=2, **place)
     norm_bytes = 8 if place["stage"] else 0  # of an fp64 scalar; replicas need not ask each other
@@ -54,7 +54,7 @@ def test_3_clipping_costs_one_number_and_no_second_reduction(place: Place) -> No
 
 
 @at_every_place
-def test_4_an_empty_window_or_one_that_raises_reduces_nothing(place: Place) -> None:
+def test_an_empty_window_or_one_that_raises_reduces_nothing(place: Place) -> None:
     def raises(state: Any, x: Tensor) -> Any:
         state, _ = fzero.grad_and_reduce(chain_loss, state)(x)
         raise ArithmeticError
@@ -66,7 +66,7 @@ def test_4_an_empty_window_or_one_that_raises_reduces_nothing(place: Place) -> N
 
 
 @given(n=st.integers(1, 4), accumulated=st.sampled_from([1, 2]), stage=st.integers(0, 3))
-def test_3_the_count_does_not_depend_on_where_the_passes_come_from(
+def test_the_count_does_not_depend_on_where_the_passes_come_from(
     n: int, accumulated: int, stage: int
 ) -> None:
     """Frozen and unused leaves, accumulate inside the window, several updates after it."""

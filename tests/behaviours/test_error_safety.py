@@ -1,4 +1,4 @@
-"""Behaviour 8: after an error in the middle of a step the state is the one from before.
+"""After an error in the middle of a step the state is the one from before.
 
 Errors of the step and of the forward are in test_interleavings.py, those of one rank of several in
 gloo/test_failures.py.
@@ -50,7 +50,7 @@ def in_the_update(state: Any, xs: Tensor) -> Any:
 @pytest.mark.parametrize("window", [False, True])
 @at_every_place
 @pytest.mark.parametrize("failing", [in_backward, in_the_update])
-def test_8_after_an_error_the_state_is_the_one_before(
+def test_after_an_error_the_state_is_the_one_before(
     failing: Callable[..., Any], place: Place, window: bool, donate: bool
 ) -> None:
     """Twice in a row; the step after it gives what it gives without the error."""

@@ -1,4 +1,4 @@
-"""Behaviours 26 and 31: stage 3 gathers a unit before its use and lets it go after the last."""
+"""Stage 3 gathers a unit before its use and lets it go after the last."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def an_mlp_in_chosen_units(ranks: int) -> Program:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("program", [an_mlp, a_transformer, an_mlp_in_chosen_units])
-def test_26_no_more_than_the_two_largest_units_are_whole_at_once(
+def test_no_more_than_the_two_largest_units_are_whole_at_once(
     program: Callable[[int], Program], ranks: int
 ) -> None:
     """In a coalesced step of two backwards; after each call, and after the step, none is."""
@@ -107,7 +107,7 @@ def remat_loss(params: Any, x: Tensor) -> Tensor:
 
 @at_every_place
 @pytest.mark.parametrize("loss", [shared_loss, expert_loss, remat_loss])
-def test_31_layers_that_are_used_again_are_right_and_released(loss: Loss, place: Place) -> None:
+def test_layers_that_are_used_again_are_right_and_released(loss: Loss, place: Place) -> None:
     generator = torch.Generator().manual_seed(3)
     shapes = dict.fromkeys(("twice", "expert0", "expert1", "unused"), (5, 5)) | {"bias": (5,)}
     params = {

@@ -1,7 +1,6 @@
-"""Law 3: any interleaving, at every stage, equals unsharded training on a list of gradients.
+"""Any interleaving, at every stage, equals unsharded training on a list of gradients.
 
-Behaviours 1, 2, 4, 5, 6, 8, 33 to 36. And law 10: a state from before a step is as it was, or
-refuses to be used.
+And a state from before a step is as it was, or refuses to be used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Law 12: what is alive at once, counted in bytes of tensors, in both drivers.
+"""What is alive at once, counted in bytes of tensors, in both drivers.
 
 For P bytes of parameters in L equal layers of B bytes, each a bucket and a unit, and AdamW's two
 moments, over W ranks:

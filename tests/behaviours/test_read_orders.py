@@ -1,4 +1,4 @@
-"""Behaviour 6: each rank reads units in its own order, as often as it likes, other ones each time.
+"""Each rank reads units in its own order, as often as it likes, other ones each time.
 
 At stage 3 what a step records is replayed by the next one; a rank that does something else must be
 right too. What a loss differentiates by itself is its own, and counted nowhere.

@@ -1,4 +1,4 @@
-"""Behaviour 25: what is reduced is the mean over ranks of what each rank's loss says."""
+"""What is reduced is the mean over ranks of what each rank's loss says."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ SAME: dict[str, tuple[Callable[..., Tensor], float]] = {
 @pytest.mark.parametrize("ordered", [False, True])
 @at_every_place
 @pytest.mark.parametrize("name", SAME)
-def test_25_sums_means_and_scales_agree_at_every_stage(
-    name: str, place: Place, ordered: bool
-) -> None:
+def test_sums_means_and_scales_agree_at_every_stage(name: str, place: Place, ordered: bool) -> None:
     fn, factor = SAME[name]
     got = gradient_on(fn, PARAMS, X, ranks=RANKS, ordered=ordered, **place)
     for leaf, want in WANT.items():
@@ -57,7 +55,7 @@ def test_25_sums_means_and_scales_agree_at_every_stage(
 
 
 @at_every_place
-def test_25_contrastive_losses_differentiate_through_the_gather(place: Place) -> None:
+def test_contrastive_losses_differentiate_through_the_gather(place: Place) -> None:
     """The objective is the mean over ranks of losses that see every rank's embeddings."""
     x = torch.randn(RANKS, 2, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 

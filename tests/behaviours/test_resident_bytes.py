@@ -74,7 +74,7 @@ def test_each_stage_holds_what_theory_says(stage: int, ranks: int, donate: bool)
 
 
 @at_every_place
-def test_26_a_window_holds_one_full_gradient_and_what_it_was_told_to_keep(place: Place) -> None:
+def test_a_window_holds_one_full_gradient_and_what_it_was_told_to_keep(place: Place) -> None:
     """P bytes for N = 1 and 4, and P more for kept parameters; none of it after the window."""
 
     def step(state: Any, batch: Tensor) -> tuple[Any, Tensor]:

@@ -1,4 +1,4 @@
-"""Behaviour 38: a loss may differentiate, and be differentiated, again; through every stage.
+"""A loss may differentiate, and be differentiated, again; through every stage.
 
 Inside the loss parameters are ordinary values, so all of torch.func and torch.autograd.grad must
 give what it gives on whole parameters. Around `grad_and_reduce` a transform differentiates the
@@ -151,7 +151,7 @@ INSIDE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 
 @at_every_place
 @pytest.mark.parametrize("name", INSIDE)
-def test_38_second_order_inside_the_loss(name: str, place: Place) -> None:
+def test_second_order_inside_the_loss(name: str, place: Place) -> None:
     loss, known = INSIDE[name]
     want = mean_gradient(known, PARAMS, per_rank(X, Y))
     assert_every_rank(gradient_on(loss, PARAMS, X, Y, **place), want)
@@ -159,7 +159,7 @@ def test_38_second_order_inside_the_loss(name: str, place: Place) -> None:
 
 @at_every_place
 @pytest.mark.parametrize(("stage", "reshard"), PLACES)
-def test_38_one_state_is_trained_inside_the_loss_of_another(
+def test_one_state_is_trained_inside_the_loss_of_another(
     stage: int, reshard: Any, place: Place
 ) -> None:
     """Bilevel: weights of samples are learned through an update of the model, both sharded."""
@@ -274,7 +274,7 @@ AROUND: dict[str, Callable[..., Any]] = {
 
 @at_every_place
 @pytest.mark.parametrize("name", AROUND)
-def test_38_second_order_around_the_step(name: str, place: Place) -> None:
+def test_second_order_around_the_step(name: str, place: Place) -> None:
     product = hvp(mean_loss, PARAMS, V)
     assert all(h.abs().max() > 1e-3 for h in product.values())  # it could show what is wrong
     want = product if "hvp" in name else torch.func.grad(unsharded_maml)(PARAMS)
@@ -282,7 +282,7 @@ def test_38_second_order_around_the_step(name: str, place: Place) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_38_vmap_around_grad_and_reduce(stage: int) -> None:
+def test_vmap_around_grad_and_reduce(stage: int) -> None:
     """The mean over ranks of the gradient of each sample."""
 
     def mapped(state: TrainState, x: Tensor, y: Tensor) -> Any:
@@ -298,7 +298,7 @@ def test_38_vmap_around_grad_and_reduce(stage: int) -> None:
 
 
 @at_every_place
-def test_38_an_argument_that_requires_grad_is_differentiated_through(place: Place) -> None:
+def test_an_argument_that_requires_grad_is_differentiated_through(place: Place) -> None:
     """Data learned by gradient matching: d(g . v)/dx, with ordinary autograd around."""
 
     def by_data(state: TrainState, x: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Sums that round are the same bits at every stage, for every dtype and bucket.
 
-Law 3, that updates are those of the unsharded step, is in test_interleavings.py.
+That updates are those of the unsharded step is in test_interleavings.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.behaviours.networks import Gpt, next_token_loss, tokens, virtual
     [(2, torch.float32), (3, torch.float32), (4, torch.float32)]
     + [(3, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)],
 )
-def test_13_and_21_neither_stages_nor_buckets_change_a_bit_of_a_gradient(
+def test_neither_stages_nor_buckets_change_a_bit_of_a_gradient(
     ranks: int, dtype: torch.dtype, coalesced: bool
 ) -> None:
     """On virtual ranks, which add in rank order; 16 bits are added up in fp32.

@@ -30,13 +30,13 @@ class Served:
     def serve(self, what: What, unit: int) -> None:
         self.seen.append((what, unit))
 
-    def give_way(self) -> None:
+    def end_plan(self) -> None:
         pass
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         raise AssertionError("no collective of the user's is in this test")
 
-    def land(self) -> None:
+    def wait_all(self) -> None:
         pass
 
 

@@ -19,7 +19,6 @@ import fzero
 from fzero import _groups, mesh
 from fzero import collectives as c
 from fzero.collectives import InFlight, _backend, _lowering
-from fzero.mesh import Runtime
 from tests.collectives.maps import gathered, reduced, scattered
 from tests.ranks import run_ranks
 from tests.strategies import integers, same, seeds, worlds
@@ -39,11 +38,9 @@ class Call(NamedTuple):
 
 
 def sync(call: Call, xs: Sequence[Tensor], axis: Any) -> list[Tensor]:
-    if call.kind != "gather_in_place":
-        return getattr(c, f"{call.kind}_many")(xs, axis, **options(call))
-    if axis.runtime is not Runtime.LOCAL:
-        c.gather_in_place(xs, axis)
-    return list(xs)
+    if call.kind == "gather_in_place":
+        return start(call, xs, axis).wait()
+    return getattr(c, f"{call.kind}_many")(xs, axis, **options(call))
 
 
 def start(call: Call, xs: Sequence[Tensor], axis: Any) -> InFlight:
@@ -204,7 +201,7 @@ def start_alone(rank: int, world_size: int, timeout_s: float) -> list[tuple[str,
     if rank == 0:
         found.append(("codes", _raised(_lowering.begin_exchange([1], axis, list, width=1).wait)))
         found.append(("objects", _raised(lambda: _lowering.gather_objects("x", axis))))
-        found.append(("first", _raised(lambda: c.broadcast_from_first([torch.ones(2)], axis))))
+        found.append(("first", _raised(lambda: c.broadcast([torch.ones(2)], axis, 0))))
     _lowering.gather_objects(0, fzero.world())  # rank 1 stays until rank 0 has seen it all
     dist.destroy_process_group(group)
     return found

@@ -1,4 +1,4 @@
-"""Law 2 on real ranks: make_fx sees through the collectives; linearize is refused."""
+"""On real ranks: make_fx sees through the collectives; linearize is refused."""
 
 from __future__ import annotations
 

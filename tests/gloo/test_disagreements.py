@@ -44,7 +44,7 @@ SEEN = {
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("what", SEEN)
-def test_22_ranks_that_disagree_at_init_are_told_the_same_words(what: str, ranks: int) -> None:
+def test_ranks_that_disagree_at_init_are_told_the_same_words(what: str, ranks: int) -> None:
     for stage in range(4):
         errors = run_ranks(init_differently, ranks, what, stage, raises=True, timeout_s=20)
         for kind, message in errors:

@@ -74,7 +74,7 @@ def raise_somewhere(
 
 @pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_8_an_error_on_one_rank_is_raised_by_all_in_the_same_step(
+def test_an_error_on_one_rank_is_raised_by_all_in_the_same_step(
     ranks: int, stage: int, reshard: Any
 ) -> None:
     for rank, found in enumerate(run_ranks(raise_somewhere, ranks, stage, reshard)):
@@ -110,7 +110,7 @@ def use_up(rank: int, world_size: int) -> None:
         assert donating(new, torch.ones(()))[0].step.item() == 2
 
 
-def test_10_a_state_that_cannot_be_used_is_refused_before_anything_hangs() -> None:
+def test_a_state_that_cannot_be_used_is_refused_before_anything_hangs() -> None:
     run_ranks(use_up, 2)
 
 

@@ -1,6 +1,6 @@
-"""Laws 4 and 8 on real ranks: the same bits, the same counts, the same bytes as elsewhere.
+"""On real ranks: the same bits, the same counts, the same bytes as elsewhere.
 
-Law 3, that updates are the unsharded ones, is in test_programs.py.
+That updates are the unsharded ones is in test_programs.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def count_everywhere(rank: int, world_size: int) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_4_and_8_the_collectives_of_a_window_are_those_of_theory(ranks: int) -> None:
+def test_the_collectives_of_a_window_are_those_of_theory(ranks: int) -> None:
     """And those that virtual ranks count, agreements included."""
     one_way = P_BYTES * (ranks - 1) // ranks
     for rank, found in enumerate(run_ranks(count_everywhere, ranks)):
@@ -96,7 +96,7 @@ def numbers_everywhere(rank: int, world_size: int) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_8_virtual_ranks_give_the_same_bits_as_processes(ranks: int) -> None:
+def test_virtual_ranks_give_the_same_bits_as_processes(ranks: int) -> None:
     """With ordered sums; the default sum of gloo differs in the last bit from three ranks on."""
     by_rank = run_ranks(numbers_everywhere, ranks)
     for i, options in enumerate(OPTIONS):
@@ -124,7 +124,7 @@ def peak_everywhere(rank: int, world_size: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_26_no_more_than_two_units_are_whole_at_once(ranks: int) -> None:
+def test_no_more_than_two_units_are_whole_at_once(ranks: int) -> None:
     apply, params = fzero.functionalize(Gpt(depth=5))
     units = unit_bytes(params, apply.units, ranks)
     for peak, left in run_ranks(peak_everywhere, ranks):

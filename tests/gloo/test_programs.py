@@ -1,7 +1,4 @@
-"""Any interleaving on real ranks equals the list of gradients, and the virtual ranks.
-
-Behaviours 1, 2, 4, 5, 6, 8, 33 to 36, and law 8.
-"""
+"""Any interleaving on real ranks equals the list of gradients, and the virtual ranks."""
 
 from __future__ import annotations
 

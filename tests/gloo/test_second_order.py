@@ -1,4 +1,4 @@
-"""Behaviour 38 on real ranks: second order in the loss, equal to unsharded."""
+"""On real ranks: second order in the loss, equal to unsharded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inside_everywhere(rank: int, world_size: int) -> dict[Any, Tensors]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_38_inside_the_loss(ranks: int) -> None:
+def test_inside_the_loss(ranks: int) -> None:
     batches = per_rank(*regression(ranks, 4, 3, 2))
     want = {name: mean_gradient(known, PARAMS, batches) for name, (_, known) in INSIDE.items()}
     for found in run_ranks(inside_everywhere, ranks):

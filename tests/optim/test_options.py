@@ -154,6 +154,9 @@ BAD = [
     (fzero.optim.lion, {"lr": 0.1, "betas": (-0.1, 0.9)}, "use two numbers in"),
     (fzero.optim.lion, {"lr": 0.1, "groups": [(is_odd, {"eps": 1.0})]}, "use one of"),
     (fzero.optim.adam, {"lr": 0.1, "groups": [(is_odd, {"lr": -1})]}, "use a number >= 0"),
+    (fzero.optim.adamw, {"lr": 0.1, "decay_mask": True}, "use leaf -> whether it decays"),
+    (fzero.optim.adamw, {"lr": 0.1, "groups": [{"lr": 1.0}]}, r"use \[\(leaf -> bool"),
+    (fzero.optim.adamw, {"lr": 0.1, "groups": [("a", {"lr": 1.0})]}, r"use \[\(leaf -> bool"),
 ]
 
 

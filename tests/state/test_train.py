@@ -90,7 +90,7 @@ def test_a_state_without_gradients_has_none_to_show_or_to_apply() -> None:
     new, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
     done = fzero.apply_gradients(new)
     for empty in (state, done):
-        with pytest.raises(PhaseError, match=r"holds no gradients[\s\S]*Fix: ask the state that"):
+        with pytest.raises(PhaseError, match=r"holds no gradients[\s\S]*Fix: write `state, loss"):
             fzero.gradients(empty)
         with pytest.raises(PhaseError, match=r"holds no gradients[\s\S]*Fix: write `state, loss"):
             fzero.apply_gradients(empty)
@@ -100,12 +100,12 @@ def test_a_state_without_gradients_has_none_to_show_or_to_apply() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": -1}, r"stage=-1.*\n.*\nFix: use 0 \(replicas\)"),
-        ({"stage": 4}, "Fix: use 0"),
-        ({"stage": True}, "Fix: use 0"),
-        ({"stage": "2"}, "Fix: use 0"),
-        ({"reshard_after_forward": "forever"}, r"Fix: use True .*, False .* or \"window\""),
-        ({"reshard_after_forward": 1}, r"Fix: use True .*, False .* or \"window\""),
+        ({"stage": -1}, r"stage=-1.*\n.*\nFix: give 0 \(replicas\)"),
+        ({"stage": 4}, "Fix: give 0"),
+        ({"stage": True}, "Fix: give 0"),
+        ({"stage": "2"}, "Fix: give 0"),
+        ({"reshard_after_forward": "forever"}, r"Fix: give True .*, False .* or \"window\""),
+        ({"reshard_after_forward": 1}, r"Fix: give True .*, False .* or \"window\""),
         ({"bucket_bytes": 0}, "Fix: give bytes"),
         ({"bucket_bytes": 1.5}, "Fix: give bytes"),
         ({"mesh": [0, 1]}, "Fix: pass a DeviceMesh"),

@@ -106,7 +106,7 @@ def test_16_bit_gradients_have_their_norm_in_fp32() -> None:
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1", True])
 def test_a_bound_that_is_no_positive_number_is_refused(max_norm: Any) -> None:
-    with pytest.raises(LayoutError, match=r"clip: max_norm=[\s\S]*Fix: pass None to switch it off"):
+    with pytest.raises(LayoutError, match=r"clip: max_norm=[\s\S]*Fix: give None to switch it off"):
         fzero.clip(step_fn, max_norm=max_norm)
 
 

@@ -1,4 +1,4 @@
-"""Law 10: a donated state cannot be used again; until its update it is good.
+"""A donated state cannot be used again; until its update it is good.
 
 That donation changes no number, and what an error leaves, is in behaviours/test_interleavings.py.
 """

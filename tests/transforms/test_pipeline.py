@@ -1,4 +1,4 @@
-"""Law 5: neutral settings, orders, forms, and how a pipeline prints."""
+"""Neutral settings, orders, forms, and how a pipeline prints."""
 
 from __future__ import annotations
 

@@ -147,27 +147,28 @@ BOTH = {"g": SGD, "d": SGD}
 
 
 @pytest.mark.parametrize(
-    ("params", "optimizers", "stage", "message"),
+    ("params", "optimizers", "stage", "what", "keys"),
     [
-        ({"g": W, "e": W}, BOTH, {"g": 2, "d": 3}, "parameters are 'e', 'g', the stages 'd',"),
-        ({"g": W, "d": W}, {"g": SGD}, {"g": 2, "d": 3}, "optimizers are 'g', the stages 'd', 'g'"),
-        ({"g": W, "e": W}, BOTH, 2, "parameters are 'e', 'g', the optimizers 'd', 'g'"),
-        ([W, W], [SGD, SGD], (2, 3), "parameters are a list, the stages a tuple"),
-        ({"a": {"g": W}}, SGD, {"a": {"g": 2, "d": 3}}, "parameters are 'g', the stages 'd', 'g'"),
+        ({"g": W, "e": W}, BOTH, {"g": 2, "d": 3}, "parameters do not fit the stages", "deg"),
+        ({"g": W, "d": W}, {"g": SGD}, {"g": 2, "d": 3}, "optimizers do not fit the stages", "dg"),
+        ({"g": W, "e": W}, BOTH, 2, "parameters do not fit the optimizers", "deg"),
+        ([W, W], [SGD, SGD], (2, 3), "parameters do not fit the stages", ()),
+        ({"a": {"g": W}}, SGD, {"a": {"g": 2, "d": 3}}, "parameters do not fit the stages", "dg"),
     ],
 )
 def test_trees_that_do_not_fit_are_refused_by_their_keys(
-    params: Any, optimizers: Any, stage: Any, message: str
+    params: Any, optimizers: Any, stage: Any, what: str, keys: str
 ) -> None:
     with pytest.raises(LayoutError) as caught:
         fzero.shard(gan_step, stage=stage).init(params, optimizers)
-    assert f"init: the {message}" in str(caught.value)
+    assert f"init: the {what}" in str(caught.value)
+    assert all(repr(key) in str(caught.value) for key in keys)
     assert "Fix: give each model one of everything under the same key" in str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [{}, {"g": 2, "d": 4}, {"g": 2, "d": None}, [1, "2"], (True,)])
 def test_what_is_no_stage_is_refused_in_a_tree_too(stage: Any) -> None:
-    with pytest.raises(LayoutError, match=r"stage=[\s\S]*Fix: use 0 \(replicas\)"):
+    with pytest.raises(LayoutError, match=r"stage=[\s\S]*Fix: give 0 \(replicas\)"):
         fzero.shard(gan_step, stage=stage)
 
 
@@ -176,9 +177,9 @@ def test_states_that_do_not_fit_a_step_are_refused_before_it_runs() -> None:
     step = fzero.shard(lambda states, x: (calls.append(x), states)[::-1], stage={"g": 2, "d": 3})
     states = step.init(PARAMS, make_optimizers())
     for wrong, message in (
-        (states["g"], "the states are a TrainState, the stages 'd', 'g'"),
-        ({"g": states["g"]}, "the states are 'g', the stages 'd', 'g'"),
-        ({**states, "e": states["g"]}, "the states are 'd', 'e', 'g', the stages 'd', 'g'"),
+        (states["g"], "the states do not fit the stages: Expected an instance of dict"),
+        ({"g": states["g"]}, "missing key(s): ['d']"),
+        ({**states, "e": states["g"]}, "extra key(s): ['e']"),
         ({**states, "d": {"a": states["d"]}}, "there is a dict of states at ['d']"),
         ({**states, "d": states["g"]}, "stage 2 was given to a step of stage 3, at ['d']"),
     ):

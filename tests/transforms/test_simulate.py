@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from fzero.errors import AxisError, LayoutError, PhaseError
+from fzero.errors import LayoutError, PhaseError
 from tests.strategies import Block, Pair, everywhere, on_rank, same, seeds, trees, worlds
 
 
@@ -133,12 +133,6 @@ def test_results_that_cannot_be_stacked_are_refused(values: list[Any], message: 
 def test_a_world_that_cannot_be_is_refused(world_size: Any) -> None:
     with pytest.raises(LayoutError, match=r"world_size=[\s\S]*Fix: give at least 1"):
         fzero.simulate(lambda: 1, world_size=world_size)
-
-
-def test_a_virtual_axis_outside_is_refused() -> None:
-    axis = fzero.simulate(lambda: fzero.world(), world_size=2)()
-    with pytest.raises(AxisError, match=r"none run here[\s\S]*Fix: call `fzero.simulate"):
-        fzero.psum(torch.ones(1), axis)
 
 
 def _own_schedule() -> Any:

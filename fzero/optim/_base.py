@@ -1,0 +1,31 @@
+"""What optimizers of a state have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+
+class Base:
+    """An optimizer with one elementwise rule for all parameters, unless it says otherwise."""
+
+    __slots__ = ()
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether a part of a leaf may be updated alone."""
+        return True
+
+    def group_of(self, path: str) -> int:
+        """Return the number of the buffers that a leaf may be in: leaves of one share them."""
+        return 0
+
+    def bind(self, params: Any) -> Self:
+        """Return the optimizer of these parameters, {path: tensor}."""
+        return self
+
+    def skips(self, params: Sequence[Tensor], state: Any) -> bool:
+        """Whether `advance` takes `found_inf` and `grad_scale`: for updates that may be skipped."""
+        return False

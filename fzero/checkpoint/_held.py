@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fzero.checkpoint._driven import Driven
 from fzero.collectives import gather_parts
-from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.homes import wait_for_copies
 from fzero.mesh import Axis, Runtime
 from fzero.state import NAMESPACE, Phase, Placement, TrainState
+from fzero.state.alive import require_not_donated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ def held_states(name: str, state: TrainState) -> Held:
             )
         )
     for one in held.states:
-        _check_alive(name, one)
+        require_not_donated(one)
         tree: Any = one
         wait_for_copies(optree.tree_leaves(tree, namespace=NAMESPACE))
     return held
@@ -127,20 +128,3 @@ def _of_stack(state: Any, size: int) -> Held:
 
     ranks = tuple(range(size))
     return Held(axis=Axis(size=1), ranks=ranks, states=tuple(map(row, ranks)), is_stack=True)
-
-
-def _check_alive(name: str, state: TrainState) -> None:
-    setup = state.setup
-    for index, (group, flat) in enumerate(
-        zip(setup.layout.groups, state.params.flats, strict=True)
-    ):
-        if flat.numel() != setup.numel(index, setup.params):
-            raise DonatedError(
-                explain(
-                    f"{name}: this state was donated: the parameters of {group.name} belong to a "
-                    "newer state now.",
-                    cause="a state was used again after a step made with shard(..., donate=True), "
-                    "or after engine.step().",
-                    fix="use the state that the step returned, or a new one from init.",
-                )
-            )

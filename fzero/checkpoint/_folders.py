@@ -116,16 +116,6 @@ def sweep(path: Path) -> None:
             _remove_if_unused(path, folder)
 
 
-def sync(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the file system can."""
-    with suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
-
-
 def _remove_if_unused(path: Path, folder: Path) -> None:
     try:
         held = os.open(folder / LOCK, os.O_RDWR)

@@ -1,8 +1,8 @@
-"""The states that this process holds, one for each of its ranks, checked before anything runs."""
+"""What is saved or loaded: the states that this process holds, checked before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,14 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._driven import Driven
+from fzero.checkpoint._driven import Buffers, Driven, buffers_of, set_buffers
+from fzero.checkpoint._everywhere import Ranks
 from fzero.collectives import gather_parts
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.homes import wait_for_copies
+from fzero.homes import lent, wait_for_copies
 from fzero.mesh import Axis, Runtime
-from fzero.state import NAMESPACE, Phase, Placement, TrainState
+from fzero.packing import unpack
+from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 
 
@@ -23,41 +25,47 @@ from fzero.state.alive import require_not_donated
 class Held:
     """A process has one rank's state; with virtual ranks, all of them (views of the stack)."""
 
-    axis: Axis  # the processes that save or load together
+    processes: Ranks  # that save or load together
     ranks: tuple[int, ...]
     states: tuple[TrainState, ...]
+    engine: Driven | None = None  # that the state is of
     is_stack: bool = False  # all ranks are here, as fzero.simulate returns them
 
+    @property
+    def setup(self) -> Setup:
+        """Of the state: the same on all ranks."""
+        return self.states[0].setup
 
-def held_things(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
-    """Return the state, and the engine that holds it if an engine was given.
+    @property
+    def buffers(self) -> Buffers:
+        """Of the engine's module, by path; {} without an engine."""
+        return {} if self.engine is None else buffers_of(self.engine.module)
 
-    Raises `LayoutError` for something that is neither.
+    def returned(self, states: list[Any], buffers: Buffers) -> Any:
+        """Return the new state; or the engine, into which it and its module's buffers go."""
+        made = states[0]
+        if self.is_stack:
+            made: Any = optree.tree_map(lambda *xs: torch.stack(xs), *states, namespace=NAMESPACE)
+        if self.engine is None:
+            return made
+        self.engine.state = made
+        set_buffers(self.engine.module, buffers)
+        return self.engine
+
+
+def held_by(name: str, thing: Any) -> Held:
+    """Return what this process has of `thing`, a state or an engine.
+
+    Raises `LayoutError` for something else, `DonatedError` for a used-up state, `AxisError` inside
+    `fzero.simulate` or without the state's process group.
     """
-    if isinstance(thing, TrainState):
-        return thing, None
-    if isinstance(thing, Driven) and isinstance(thing.state, TrainState):
-        return thing.state, thing
-    raise LayoutError(
-        explain(
-            f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
-            cause="parameters, or a dict of several states, were passed.",
-            fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
-        )
-    )
-
-
-def held_states(name: str, state: TrainState) -> Held:
-    """Return what of `state` is in this process, or raise for a state that cannot be used.
-
-    Raises `DonatedError` for a used-up one, `AxisError` inside `fzero.simulate` or without the
-    state's process group.
-    """
+    state, engine = _state_of(name, thing)
     axis = state.setup.axis
     if tuple(state.step.shape) == (axis.size,):
         held = _of_stack(state, axis.size)
     elif axis.runtime is not Runtime.VIRTUAL:
-        held = Held(axis=axis, ranks=(axis.rank,), states=(state,))
+        processes = Ranks(axis=axis)
+        held = Held(processes=processes, ranks=(axis.rank,), states=(state,), engine=engine)
     else:
         raise AxisError(
             explain(
@@ -103,21 +111,35 @@ def require_closed(state: TrainState) -> None:
         )
 
 
-def whole_flat(held: Held, flats: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Return a whole flat from what each of the held ranks has of it. A collective if cut."""
-    setup = held.states[0].setup
-    if not held.is_stack:
-        return gather_parts(setup, [flats[0]], placement, Placement.REPLICATED)[0]
-    found = {setup.part(placement, rank).index: flat for rank, flat in enumerate(flats)}
-    return torch.cat([found[index] for index in sorted(found)])
+def whole_leaves(
+    held: Held, index: int, flats: Sequence[Tensor], placement: Placement
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (number of the leaf, whole values) of a group. A collective if it is cut.
+
+    flats: what each of the held ranks has of the group, wherever it lives.
+    """
+    setup, layout = held.setup, held.setup.layout
+    here = [lent(x.detach(), one.device) for x, one in zip(flats, held.states, strict=True)]
+    if held.is_stack:
+        found = {setup.part(placement, rank).index: flat for rank, flat in enumerate(here)}
+        flat = torch.cat([found[part] for part in sorted(found)])
+    else:
+        flat = gather_parts(setup, here, placement, Placement.REPLICATED)[0]
+    yield from zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True)
 
 
-def restack(held: Held, states: list[Any]) -> TrainState:
-    """Return this process's one state, or the stack of its virtual ranks' states."""
-    if not held.is_stack:
-        return states[0]
-    stack: Any = optree.tree_map(lambda *xs: torch.stack(xs), *states, namespace=NAMESPACE)
-    return stack
+def _state_of(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
+    if isinstance(thing, TrainState):
+        return thing, None
+    if isinstance(thing, Driven) and isinstance(thing.state, TrainState):
+        return thing.state, thing
+    raise LayoutError(
+        explain(
+            f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
+            cause="parameters, or a dict of several states, were passed.",
+            fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
+        )
+    )
 
 
 def _of_stack(state: Any, size: int) -> Held:
@@ -127,4 +149,5 @@ def _of_stack(state: Any, size: int) -> Held:
         )
 
     ranks = tuple(range(size))
-    return Held(axis=Axis(size=1), ranks=ranks, states=tuple(map(row, ranks)), is_stack=True)
+    alone = Ranks(axis=Axis(size=1))
+    return Held(processes=alone, ranks=ranks, states=tuple(map(row, ranks)), is_stack=True)

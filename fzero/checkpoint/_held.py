@@ -43,9 +43,7 @@ class Held:
 
     def returned(self, states: list[Any], buffers: Buffers) -> Any:
         """Return the new state; or the engine, into which it and its module's buffers go."""
-        made = states[0]
-        if self.is_stack:
-            made: Any = optree.tree_map(lambda *xs: torch.stack(xs), *states, namespace=NAMESPACE)
+        made = stack_of(states) if self.is_stack else states[0]
         if self.engine is None:
             return made
         self.engine.state = made
@@ -142,12 +140,19 @@ def _state_of(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
     )
 
 
-def _of_stack(state: Any, size: int) -> Held:
-    def row(rank: int) -> Any:
-        return optree.tree_map(
-            lambda x: x[rank] if isinstance(x, Tensor) else x, state, namespace=NAMESPACE
-        )
+def row_of(stack: Any, rank: int) -> Any:
+    """Return what one virtual rank has of a stacked state: views."""
+    return optree.tree_map(
+        lambda x: x[rank] if isinstance(x, Tensor) else x, stack, namespace=NAMESPACE
+    )
 
-    ranks = tuple(range(size))
-    alone = Ranks(axis=Axis(size=1))
-    return Held(processes=alone, ranks=ranks, states=tuple(map(row, ranks)), is_stack=True)
+
+def stack_of(states: Sequence[Any]) -> Any:
+    """Return the stack of the states of all virtual ranks."""
+    return optree.tree_map(lambda *xs: torch.stack(xs), *states, namespace=NAMESPACE)
+
+
+def _of_stack(state: TrainState, size: int) -> Held:
+    ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
+    states = tuple(row_of(state, rank) for rank in ranks)
+    return Held(processes=alone, ranks=ranks, states=states, is_stack=True)

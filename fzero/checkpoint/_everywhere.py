@@ -26,7 +26,7 @@ class Ranks:
     """The processes that save or load together, and how they tell each other how it went."""
 
     axis: Axis
-    beside: bool = False  # the group is nobody else's: the training goes on in another thread
+    beside: bool = False  # in a thread beside the training: over a group that only saves use
 
     def tell(self, value: Any) -> list[Any]:
         """Return every rank's picklable `value`, in rank order. A collective."""

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -202,10 +201,9 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         found = saved.module["buffers"]
         buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
         require_options(engine.optimizer, saved.module["options"])
-    is_there = partial(storage().read_index, folder, saved.files)
     residuals = []
     for one, number in zip(held.states, held.ranks, strict=True):
-        rooms, more = rooms_of(one, saved, number, is_there)
+        rooms, more = rooms_of(one, saved, number)
         residuals.append(rooms)
         pieces += more
     wanted = {piece.name: Wanted(piece.numel, piece.values.dtype) for piece in pieces}

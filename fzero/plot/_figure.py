@@ -81,7 +81,7 @@ def side_by_side(maps: Sequence[PartitionMap]) -> Figure:
 def _compose(maps: Sequence[PartitionMap], *, legend: bool) -> Figure:
     width = max(7.5, 1.2 + 3.0 * len(maps))
     height = 1.2 + 0.26 * max(_height(_places(partition)) for partition in maps)
-    figure = _new_figure((width, height))
+    figure = new_figure((width, height))
     for i, partition in enumerate(maps):
         ax = figure.add_subplot(1, len(maps), i + 1)
         _draw_bars(ax, partition)
@@ -101,7 +101,7 @@ def _compose(maps: Sequence[PartitionMap], *, legend: bool) -> Figure:
     return figure
 
 
-def _new_figure(inches: tuple[float, float]) -> Figure:
+def new_figure(inches: tuple[float, float]) -> Figure:
     """Return a figure without pyplot: it needs no display, and nobody has to close it."""
     try:
         from matplotlib.figure import Figure
@@ -166,7 +166,7 @@ def _name_groups(ax: Axes, partition: PartitionMap) -> None:
         name = _fitting([f"group {span.name}", *_shorter(span.name)], ax, partition, length)
         if name:
             x = span.start + length / 2
-            ax.text(x, -0.62, _verbatim(name), ha="center", va="bottom", fontsize=FONT_POINTS)
+            ax.text(x, -0.62, verbatim(name), ha="center", va="bottom", fontsize=FONT_POINTS)
 
 
 def points_wide(ax: Axes) -> float:
@@ -221,7 +221,7 @@ def _draw_segment(
         ax.text(
             segment.start + length / 2,
             y,
-            _verbatim(name),
+            verbatim(name),
             ha="center",
             va="center_baseline",
             fontsize=FONT_POINTS,
@@ -235,7 +235,7 @@ def _legend(maps: Sequence[PartitionMap]) -> list[Any]:
 
     leaves = maps[0].leaves
     handles = [
-        Patch(color=colour(i), label=_verbatim(name)) for i, name in enumerate(leaves[:MOST_NAMES])
+        Patch(color=colour(i), label=verbatim(name)) for i, name in enumerate(leaves[:MOST_NAMES])
     ]
     if len(leaves) > MOST_NAMES:
         handles.append(Patch(color="none", label=f"and {len(leaves) - MOST_NAMES} more"))
@@ -247,7 +247,7 @@ def _legend(maps: Sequence[PartitionMap]) -> list[Any]:
     return handles
 
 
-def _verbatim(name: str) -> str:
+def verbatim(name: str) -> str:
     """Keep matplotlib from reading `$` as mathematics, and `_` in front as "not in the legend"."""
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 

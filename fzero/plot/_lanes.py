@@ -125,7 +125,7 @@ def stacked(timelines: Sequence[StepTimeline]) -> Figure:
         _height(timeline, AXES_INCHES * 72 / (span or 1.0)) + AROUND_INCHES
         for timeline, span in pairs
     ]
-    figure = _figure._new_figure((WIDE_INCHES, sum(heights)))
+    figure = _figure.new_figure((WIDE_INCHES, sum(heights)))
     every = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for timeline, span, ax in zip(timelines, spans, every, strict=True):
         _frame(ax, timeline, span)
@@ -178,7 +178,7 @@ def _frame(ax: Axes, timeline: StepTimeline, span: float) -> None:
     ax.xaxis.set_major_formatter(lambda seconds, _: in_seconds(seconds))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
     title = f"{timeline.title}\n{timeline.summary()}"
-    ax.set_title(_figure._verbatim(title), loc="left", fontsize="small")
+    ax.set_title(_figure.verbatim(title), loc="left", fontsize="small")
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
     _key(ax, timeline)
@@ -217,14 +217,14 @@ def _name(ax: Axes, some: Named, inside: str, y: float, side: int, room: float) 
     look: dict[str, Any] = {"ha": "center", "fontsize": FONT_POINTS}
     if inside:
         look.update(va="center_baseline", color=ink(_fill(some.events[0])))
-        ax.text(some.middle, y, _figure._verbatim(inside), **look)
+        ax.text(some.middle, y, _figure.verbatim(inside), **look)
         return
     edge = y + side * (BAR / 2 + 3)
     if len(some.events) > 1:
         inset = min(0.15 * (some.end - some.start), 2 / _figure.points_wide(ax) * ax.get_xlim()[1])
         ax.plot([some.start + inset, some.end - inset], [edge, edge], color=EDGE, linewidth=1.0)
     look.update(rotation=90, va="bottom" if side > 0 else "top")
-    ax.text(some.middle, edge + side * 3, _figure._verbatim(_upright(some, room)), **look)
+    ax.text(some.middle, edge + side * 3, _figure.verbatim(_upright(some, room)), **look)
 
 
 def _key(ax: Axes, timeline: StepTimeline) -> None:

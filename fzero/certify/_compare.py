@@ -12,7 +12,7 @@ from fzero.certify._drivers import Seen
 from fzero.certify._reference import Task, Update
 from fzero.state.buffers import SIXTEEN_BIT
 
-MARGIN = 3.0  # times what such a disturbance of the gradients makes of the same number
+MARGIN = 3.0  # times the change of the same number when the gradients are disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""What quantized reductions have lost, in a checkpoint: each rank's own, for what it is for.
+"""What quantized reductions have lost so far, the residual e_r of each rank, in a checkpoint.
 
-Of W ranks' residuals only the sum counts, sum_r e_r: it is what the updates so far lack. On as many
-ranks as have saved each rank gets its own back, for the same bits; on another number of ranks each
+Updates depend only on the sum over ranks, sum_r e_r. A load on as many ranks as saved gives each
+rank its own residual, so training goes on with the same bits. On another number of ranks each rank
 gets its shard of the sum, and zeros elsewhere.
 """
 

@@ -1,8 +1,8 @@
 """Pieces <-> a folder, by torch.distributed.checkpoint (DCP).
 
 DCP plans, writes, reads and reshards; two small planners tell it which ranges of which 1-D
-tensors this process has. So a rank reads only the saved chunks that its own ranges touch. The
-state dict that DCP wants stays empty: it has no form for ranges, and DCP logs each entry of it.
+tensors this process has. So a rank reads only the saved chunks that its own ranges touch. DCP is
+given an empty state dict: a state dict cannot hold ranges, and DCP logs each of its entries.
 """
 
 from __future__ import annotations

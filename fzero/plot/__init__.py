@@ -18,6 +18,7 @@ schedule_diff(a, b) --> ScheduleDiff: the collectives of two traces side by side
 """
 
 from fzero.plot._extra import MissingExtraError as MissingExtraError
+from fzero.plot._lanes import StepEvent as StepEvent
 from fzero.plot._map import PartitionMap as PartitionMap
 from fzero.plot._map import Segment as Segment
 from fzero.plot._map import Span as Span
@@ -31,7 +32,6 @@ from fzero.plot._planned import step_timeline as step_timeline
 from fzero.plot._schedule import ScheduleDiff as ScheduleDiff
 from fzero.plot._schedule import ScheduleRow as ScheduleRow
 from fzero.plot._schedule import schedule_diff as schedule_diff
-from fzero.plot._step import StepEvent as StepEvent
 from fzero.plot._step import StepTimeline as StepTimeline
 from fzero.plot._step import draw_timelines as draw_timelines
 from fzero.plot._table import ShardRow as ShardRow

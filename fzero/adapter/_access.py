@@ -57,9 +57,7 @@ class Access:
         """Make `value` (the same on every rank) the gradient that the update will use."""
         number, index, position = parts.find_learning(self._driver, path)
         state = with_gradients(self._driver, "set_full_gradient()", path)
-        if isinstance(value, Tensor):
-            factor = 1 / share(state)
-            value = times_scale(state, [value if factor == 1.0 else value * factor])[0]
+        value = _held(state, value)
         parts.write(state, index, position, state.gradients.flats[number], value)
 
     def local_gradient(self, path: str) -> Tensor:
@@ -90,10 +88,8 @@ class Access:
                     fix="call it between the backward and step(), outside of a window.",
                 )
             )
-        flat = state.gradients.flats[number]
-        factor = 1 / share(state)
-        scaled = times_scale(state, [value if factor == 1.0 else value * factor])[0]
-        parts.write_piece(state, index, position, flat, scaled)
+        value = _held(state, value)
+        parts.write_piece(state, index, position, state.gradients.flats[number], value)
 
     @property
     def global_grad_norm(self) -> Tensor | None:
@@ -245,6 +241,14 @@ class Access:
 def _used(state: TrainState, gradient: Tensor) -> Tensor:
     """A gradient that a state holds as an update uses it."""
     return without_scale(state, gradient) * share(state)
+
+
+def _held(state: TrainState, gradient: Any) -> Any:
+    """The other way round; what is no tensor is refused where it is written."""
+    if not isinstance(gradient, Tensor):
+        return gradient
+    factor = 1 / share(state)
+    return times_scale(state, [gradient if factor == 1.0 else gradient * factor])[0]
 
 
 def _whole_copy(value: Any) -> Any:

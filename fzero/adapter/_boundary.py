@@ -1,7 +1,7 @@
-"""Calls that every rank makes together: they meet, agree on what is held, and reduce it.
+"""Calls that every rank makes together: the ranks agree on what they hold, and reduce it.
 
-Each of them says which call it is, so a call on some ranks only raises on all of them. Ranks that
-are still in a backward are served until they come.
+Each rank says which call it makes. If some ranks make another call, or none, all of them raise. A
+rank that is still in a backward gets the collectives that it needs until it makes the call, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fzero.adapter._autograd import in_backward
 from fzero.adapter._driver import Driver
 from fzero.errors import PhaseError, explain
 from fzero.optim import NoOptimizer, no_optimizer
@@ -132,11 +133,11 @@ def clip(driver: Driver, max_norm: float) -> Tensor:
 
 
 def zero_grad(driver: Driver) -> progress.Progress:
-    """Throw away every gradient, and return what they counted. In a window no rank is asked."""
+    """Throw away every gradient; return the progress from before. No collective in a window."""
     driver.require_not_closed()
-    if not driver.events.inside():
-        driver.events.abandon()  # a backward that raised is what is to be thrown away
-        driver.running.put_aside()  # so is what a forward brought
+    if not in_backward():
+        driver.events.abandon()  # the gradients of a backward that raised are thrown away
+        driver.running.put_aside()  # and those that came inside of a forward
     driver.norm = None
     if not driver.state.window.is_open:
         call(driver, "zero_grad()")
@@ -212,7 +213,7 @@ def require_optimizer(driver: Driver) -> None:
 def require_outside(driver: Driver, name: str) -> None:
     """Raise `PhaseError` inside a backward."""
     driver.require_not_closed()
-    if driver.events.inside():
+    if in_backward():
         raise PhaseError(
             explain(
                 f"{name} inside a backward.",

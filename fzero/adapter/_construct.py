@@ -78,12 +78,13 @@ class _Unowned(Gatherer):
 def sharded_init(mesh: MeshLike = None) -> Iterator[None]:
     """Modules made inside keep only this rank's shard of each parameter.
 
-    A module is sharded when it becomes a part of another one, or at the end of the block. So whole
-    are only modules that are no part of another one yet (a list of layers that is then given to
-    nn.Sequential, say), and a model may be larger than a rank's memory. The values are rank 0's.
-    Initializers that run later write to the placeholders, inside and after the block, until an
-    `Engine` takes them over: on every rank.
-    What is on the meta device when the block ends is not sharded: call to_empty() inside.
+    A module is sharded when it becomes a part of another one, or at the end of the block. Until
+    then its parameters are whole: those of a list of layers that is given to nn.Sequential later,
+    for example. So a model may be larger than a rank's memory. The values are those of rank 0.
+    Initializers may write to the placeholders, inside and after the block, until an `Engine` takes
+    them over. Every rank must run them.
+    Parameters that are on the meta device when the block ends are not sharded: call to_empty()
+    inside.
     Every rank must make the same modules in the same order. On one rank nothing is different.
     `mesh` is that of the engine: of two dims, the ranks of each replica share a parameter.
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.adapter._autograd import in_backward
 from fzero.adapter._events import Events
 from fzero.adapter._gradient import Gradients, HeldGradient
 from fzero.adapter._guard import Guard, optimizer_of
@@ -210,7 +211,7 @@ class Driver:
 
     def failed(self, error: BaseException) -> None:
         """A forward or a backward raised here; what it is part of comes here as well."""
-        if not self.events.inside():
+        if not in_backward():
             self.running.fail(error)
             self.events.abandon()
             if self.region is not None:
@@ -277,7 +278,7 @@ class Driver:
         """Before a call of all ranks: drop what raised, and put aside what a forward brought."""
         self.require_not_closed()
         self.drop_unfinished()
-        if not self.events.inside():
+        if not in_backward():
             self.running.put_aside()
 
     def drop_unfinished(self) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fzero._compiled import DISABLED_FRAMES
 from fzero.adapter import _boundary as boundary
 from fzero.adapter._access import Access
+from fzero.adapter._autograd import in_backward
 from fzero.adapter._close import give_back
 from fzero.adapter._driver import Driver
 from fzero.adapter._options import options_of
@@ -168,7 +169,7 @@ class Engine(Access, Scaling):
         its module's buffers.
         """
         self._driver.require_not_closed()
-        if self._driver.gradients.gone and not self._driver.events.inside():
+        if self._driver.gradients.gone and not in_backward():
             self._driver.drop_if_user_did()
         self._driver.masters.follow(self._driver.state)  # what was written since the last update
         return self._driver.state

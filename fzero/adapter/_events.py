@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fzero._modes import in_transform
-from fzero.adapter._autograd import autograd_has_callbacks
-from fzero.adapter._pytree import count_leaves_below, tensors_in
+from fzero.adapter._autograd import current_graph_task, in_backward
+from fzero.adapter._pytree import tensors_in
 from fzero.errors import PhaseError, explain
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
@@ -66,16 +66,12 @@ class Events:
     def __init__(self, module: nn.Module, learning: Sequence[Learning], driven: Driven) -> None:
         self.hooks = HookState()
         self._driven = driven
-        self._callbacks = autograd_has_callbacks()
         self._learning = [p for p, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _ in learning]
-        self._expected_by_count = 0
         self._depth = 0  # of root forwards that are running
         self._own = False  # this root forward is no recompute and not inside another
         self._foreign = False  # it uses none of the engine's parameters, or is transformed
-        self._nested: int | None = (
-            None  # a graph task that ran while another one's backward is open
-        )
+        self._nested = -1  # a graph task that ran while another one's backward is open
         self._apart = False  # that task ended, and nothing came of the one that is open since
         self._stands_in = _stands_in(module)
         self._handles = [
@@ -96,7 +92,7 @@ class Events:
         if self._depth > 1:
             return
         self._foreign = in_transform() or self._stands_in()
-        self._own = not self._foreign and not self.inside()
+        self._own = not self._foreign and not in_backward()
         if self._own:
             self.drop_unfinished()
             self._apply(hooks.reset_for_new_step)
@@ -117,20 +113,18 @@ class Events:
         watched = [x for x in outputs if x.grad_fn is not None] if learns else []
         for x in watched:
             x.register_hook(self._on_output)
-        if watched and not self._callbacks:
-            self._expected_by_count = count_leaves_below(watched, self._nodes)
         return bool(watched)
 
     # Backward.
 
     @torch._disable_dynamo
     def _on_output(self, gradient: Tensor) -> None:
-        task = self._task()
+        task = current_graph_task()
         if self.hooks.backward_active_depth and task == self._task_of_record:
             return
         self._enter(task, None)
 
-    def _enter(self, task: int | None, first: Tensor | None) -> None:
+    def _enter(self, task: int, first: Tensor | None) -> None:
         """A backward begins; one that is still open has raised, and is dropped."""
         self._drop_what_raised()
         self._driven.backward_begins(first)
@@ -142,16 +136,16 @@ class Events:
         def on_gradient(p: Tensor) -> None:
             if p.grad is not None:
                 if not self.hooks.backward_active_depth and not self._depth:
-                    self._reenter(p)
+                    self._enter(current_graph_task(), p)  # it came by another way than an output
                 self._on_gradient(leaf, p)
 
         return on_gradient
 
     def _on_gradient(self, leaf: int, p: Tensor) -> None:
         self._driven.received(leaf, p)
-        state, task = self.hooks, self._task()
+        state, task = self.hooks, current_graph_task()
         inside = state.backward_active_depth > 0
-        if inside and task != state.post_backward_callback_graph_task_id:
+        if inside and task != self._task_of_record:
             self._received_in_another(task)
         elif self._apart:
             self._apart = False
@@ -164,40 +158,33 @@ class Events:
         if effects:
             self._run(effects)
 
-    def _received_in_another(self, task: int | None) -> None:
+    def _received_in_another(self, task: int) -> None:
         """A graph task brings a gradient to a backward that another one began.
 
         It runs inside that one (reentrant checkpointing), or that one has raised.
         """
-        if self._callbacks and task != self._nested:
+        if task != self._nested:
             self._nested = task
             self._queue(self._another_completed)
 
     def _another_completed(self) -> None:
         self._apart = True
 
-    def _reenter(self, p: Tensor) -> None:
-        """A gradient came, and no backward is open: it came by another way than an output."""
-        if not self._callbacks:
-            self._apply(hooks.reenter_backward_if_needed)
-        if not self.hooks.backward_active_depth:
-            self._enter(self._task(), p)
-
     @torch._disable_dynamo
     def _on_completed(self, task: int) -> None:
-        self._nested, self._apart = None, False
+        self._nested, self._apart = -1, False
         self._apply(hooks.graph_completed, graph_task_id=task)
 
     # What raised.
 
     def drop_unfinished(self) -> None:
         """Outside of every graph task, a backward that is still open has raised: drop it."""
-        if self.hooks.unfinished and not self.inside():
+        if self.hooks.unfinished and not in_backward():
             self._drop_what_raised()
 
     def _drop_what_raised(self) -> None:
         """Start again. Raises `PhaseError` if a whole backward is dropped with one that raised."""
-        apart, self._nested, self._apart = self._apart, None, False
+        apart, self._nested, self._apart = self._apart, -1, False
         self._apply(hooks.reset_for_new_step)
         if apart:
             raise PhaseError(
@@ -214,14 +201,8 @@ class Events:
     def abandon(self) -> None:
         """An exception ended a forward or a backward."""
         self._depth, self._own = 0, False
-        self._nested, self._apart = None, False
+        self._nested, self._apart = -1, False
         self._apply(hooks.reset_for_new_step)
-
-    def inside(self) -> bool:
-        """Whether a backward is running in this thread."""
-        if self._callbacks:
-            return torch._C._current_graph_task_id() >= 0
-        return self.hooks.backward_active_depth > 0
 
     # Transitions and effects.
 
@@ -236,8 +217,6 @@ class Events:
                 case QueueCallback(task):
                     self._queue(functools.partial(self._on_completed, task))
                 case RunEpilogue():
-                    if not self._callbacks:
-                        self.hooks, _ = hooks.exit_backward(self.hooks)
                     self._driven.backward_ends()
                 case DropBackward():
                     self._driven.drop()
@@ -251,13 +230,8 @@ class Events:
     def _task_of_record(self) -> int | None:
         return self.hooks.post_backward_callback_graph_task_id
 
-    def _task(self) -> int | None:
-        return torch._C._current_graph_task_id() if self._callbacks else None
-
     def _expected(self) -> int:
         """The hooks of this backward as far as is known: those that fired, and those to come."""
-        if not self._callbacks:
-            return self._expected_by_count
         will = torch._C._will_engine_execute_node
         return self.hooks.hooks_fired_this_backward + sum(map(will, self._nodes))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.adapter._autograd import in_backward
 from fzero.errors import LayoutError, PhaseError, explain
 
 _WAYS = {
@@ -42,7 +43,7 @@ class HeldGradient(Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         held = next(x for x in _flat(args) if isinstance(x, HeldGradient))
-        inside = torch._C._current_graph_task_id() >= 0
+        inside = in_backward()
         if func is torch.ops.aten.add_.Tensor and args[0] is held and inside:
             held.arrived = args[1]
             return held
@@ -83,8 +84,9 @@ class HeldGradient(Tensor):
 class Gradients:
     """The stand-ins of an engine's parameters, and whether somebody touched `p.grad`.
 
-    They stay where they are while a backward runs: what it brings is added to them, and goes to
-    the engine. So they are there, too, when it raises, and zero_grad() then drops what is held.
+    A stand-in stays in `p.grad` while a backward runs: autograd adds the new gradient to it, and
+    the engine takes that. So it is still there after a backward that raised, and zero_grad() then
+    drops the gradients that the engine held before.
     """
 
     def __init__(self, learning: Sequence[tuple[Tensor, str]]) -> None:

@@ -16,10 +16,10 @@ from fzero.state.buffers import SIXTEEN_BIT
 
 
 class Masters:
-    """Sees ordinary writes (weight clipping, load_state_dict) by torch's count of them.
+    """Notices writes to parameters (weight clipping, load_state_dict) by torch's version counters.
 
-    A write through `p.data`, or from NumPy, is not counted, and is lost at the next update. Where
-    there are no masters, below stage 3, every write is to the state itself.
+    A write through `p.data`, or from NumPy, is not counted, and is lost at the next update. Without
+    masters, below stage 3, nothing can be lost: the parameters are views of the state's buffers.
     """
 
     def __init__(self, params: ModuleParameters, setup: Setup) -> None:

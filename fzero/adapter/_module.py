@@ -63,9 +63,9 @@ class ModuleParameters:
 
     @torch.no_grad()
     def let_go(self, index: int) -> None:
-        """Free the memory of a group's parameters: placeholders take their places soon.
+        """Free the memory of a group's parameters, which placeholders replace soon.
 
-        Whoever holds one that cannot be swapped then reads NaN, and notices.
+        Code that holds a parameter which cannot be swapped reads NaN from then on.
         """
         for leaf in self.layout.groups[index].leaves:
             for p in self.objects(leaf):
@@ -138,7 +138,7 @@ class ModuleParameters:
 
 @contextmanager
 def free_to_swap(module: nn.Module) -> Iterator[None]:
-    """Recurrent modules drop their weak references to weights, with which none can be swapped."""
+    """Let the weights of recurrent modules be swapped: torch refuses it for weak references."""
     recurrent: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     for part in recurrent:
         part._flat_weight_refs = []

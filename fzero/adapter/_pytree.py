@@ -1,8 +1,8 @@
-"""Tensors in whatever a module returns, and the parameters below them in the graph."""
+"""Tensors in whatever a module returns."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -45,20 +45,3 @@ def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
 def _walk_all(values: Iterable[Any], seen: dict[int, Any]) -> Iterator[Tensor]:
     for value in values:
         yield from _walk(value, seen)
-
-
-def count_leaves_below(outputs: Iterable[Tensor], leaves: Collection[Any]) -> int:
-    """Return how many of the AccumulateGrad nodes `leaves` the graph below `outputs` has."""
-    wanted = set(leaves)
-    found: set[Any] = set()
-    seen: set[Any] = set()
-    stack = [x.grad_fn for x in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in wanted:
-            found.add(node)
-        stack.extend(below for below, _ in node.next_functions)
-    return len(found)

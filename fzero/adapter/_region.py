@@ -16,10 +16,10 @@ from fzero.transforms.autocast import around_message
 
 
 class Region:
-    """Enters autocast before each forward of the module, and leaves it behind the forward.
+    """Enters autocast before each forward of the module, and leaves it after that forward.
 
-    By hooks, so that module(x) is as good as engine(x). A forward that is recomputed in backward is
-    a forward.
+    Hooks do it, so module(x) does the same as engine(x). It is entered again where a checkpoint
+    recomputes a forward in backward.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One parameter in the place of another, for everybody who holds that one."""
+"""Put one parameter in the place of another, also where other code holds a reference to it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from fzero.placeholder import LazyParam
 
 
 def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
-    """Return a parameter of `value` that is `old` for everybody who holds it, if it can be.
+    """Return a parameter with this value: the object `old` itself, if torch can swap it.
 
-    It cannot where somebody has a weak reference to `old`, as recurrent modules do: assign what
-    is returned, in any case. Hooks, attributes and a gradient that `old` has go over to it.
+    torch cannot swap a tensor that has weak references, as recurrent modules hold them. A new
+    parameter is returned then, so the caller assigns the result in any case. Hooks, attributes and
+    the gradient of `old` move to it.
     """
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     taken = _Belongings(old)
@@ -24,7 +25,10 @@ def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
 
 
 class _Belongings:
-    """What users put on a parameter. torch would swap half of a hook: its dict, not its caller."""
+    """Hooks, attributes and the gradient of a parameter: taken off it, and put on another one.
+
+    torch.utils.swap_tensors would swap the dict of a hook, and leave what calls it behind.
+    """
 
     def __init__(self, p: Tensor) -> None:
         own = (*LazyParam.__annotations__, "_is_param")

@@ -34,16 +34,16 @@ _BY_ANOTHER = explain(
 
 
 class ScaledLosses:
-    """Multiplies losses, and knows by their hooks which graph task began at a scaled one."""
+    """Multiplies losses. A hook on each product notes which graph task began at it."""
 
-    latest: tuple[int | None, ScaledLosses | None] = (-1, None)
+    latest: tuple[int, ScaledLosses | None] = (-1, None)
     """Of all engines: the graph task that reached a scaled loss last, and whose loss it was."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()  # of what was made: an id may be given again
         self._roots: set[int | None] | None = None  # of engine.backward(), while it runs
-        self._task: int | None = -1
+        self._task = -1
         self._by: Tensor | None = None  # the scale of that task's loss
 
     def scaled(self, loss: Tensor, held: LossScale | None) -> Tensor:
@@ -85,13 +85,15 @@ class ScaledLosses:
         self._roots = None
 
     def require(self, outer_task: int | None, held: LossScale | None) -> None:
-        """A parameter gets a gradient: raise `PhaseError` if it is not that of a scaled loss.
+        """Raise `PhaseError` unless the gradient of a parameter comes from a loss scaled here.
 
-        Or if it is that of a loss that another engine scaled.
+        Called for each gradient. A loss that another engine has scaled is refused as well.
+
+        outer_task: the graph task that began the backward; the one that runs may be inside of it.
         """
         tasks = (current_graph_task(), outer_task)
         task, owner = ScaledLosses.latest
-        if owner is not None and owner is not self and task is not None and task in tasks:
+        if owner is not None and owner is not self and task in tasks:
             raise PhaseError(_BY_ANOTHER)
         if held is None or (self._task in tasks and self._by is held.scale):
             return

@@ -32,7 +32,7 @@ Factory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: Options) -> Setup:
-    """What the engine's state will be, if everything is as it must be. Nothing is touched yet."""
+    """Check module, optimizer and options; return the setup of the engine's state."""
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
         require_options(options)

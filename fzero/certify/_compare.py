@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fzero.certify._drivers import Seen
-from fzero.certify._reference import SIXTEEN_BIT, Task, Update
+from fzero.certify._reference import Task, Update
+from fzero.state.buffers import SIXTEEN_BIT
 
-MARGIN = 3.0  # times what such a disturbance of the gradients makes of the same number
+MARGIN = 3.0  # times the change of the same number when the gradients are disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

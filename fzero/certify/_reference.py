@@ -17,9 +17,9 @@ from fzero.certify._axes import Precision
 from fzero.certify._exact import is_exact
 from fzero.certify._subject import Subject, learns, tensors_of
 from fzero.errors import LayoutError, explain
+from fzero.state.buffers import SIXTEEN_BIT
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,10 @@ from fzero.errors import AxisError, explain
 from fzero.mesh import Axis, Runtime, own_group
 
 _EARLIER: list[AsyncSave] = []
-"""The last save that was started, until it was heard of: the process's, as its threads are."""
+"""The last save that this process started, until somebody has got its result."""
 
 _GROUPS: dict[Axis, Axis] = {}
-"""The process group of saves in flight, for each axis: a handle, which lives as long as the world.
-"""
+"""For each axis the same ranks with a process group for saves in flight: made once."""
 
 
 class AsyncSave:
@@ -24,7 +23,7 @@ class AsyncSave:
     def __init__(self, what: str) -> None:
         self._what = what
         self._future: Future[None] = Future()
-        self._heard = False
+        self._asked = False
 
     def done(self) -> bool:
         """Return whether it is over, well or not. No collective, and no wait."""
@@ -50,7 +49,7 @@ class AsyncSave:
                 )
             ) from None
         finally:
-            self._heard = self._heard or self._future.done()
+            self._asked = self._asked or self._future.done()
 
     def __repr__(self) -> str:
         if not self.done():
@@ -65,7 +64,7 @@ def start(run: Callable[[], None], *, what: str) -> AsyncSave:
     def body() -> None:
         try:
             run()
-        except BaseException as error:  # it is told to who asks, whatever it is
+        except BaseException as error:  # `result` raises it, whatever it is
             handle._future.set_exception(error)
         else:
             handle._future.set_result(None)
@@ -76,9 +75,9 @@ def start(run: Callable[[], None], *, what: str) -> AsyncSave:
 
 
 def wait_for_earlier(*, raises: bool = True) -> None:
-    """Wait for a save in flight; raise what went wrong with it, if nobody has heard of it."""
+    """Wait for a save in flight; raise its error, if nobody has asked for its result."""
     for handle in list(_EARLIER):
-        if raises and not handle._heard:
+        if raises and not handle._asked:
             _EARLIER.clear()
             handle.result()
         else:

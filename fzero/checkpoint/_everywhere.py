@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fzero.collectives import gather_objects, gather_objects_beside
@@ -22,7 +26,7 @@ class Ranks:
     """The processes that save or load together, and how they tell each other how it went."""
 
     axis: Axis
-    beside: bool = False  # the group is nobody else's: the training goes on in another thread
+    beside: bool = False  # in a thread beside the training: over a group that only saves use
 
     def tell(self, value: Any) -> list[Any]:
         """Return every rank's picklable `value`, in rank order. A collective."""
@@ -89,6 +93,51 @@ def everywhere(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
 def gathered(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
     """Return what `do()` returned on every rank, in rank order; raise as `everywhere` does."""
     return ranks.tell(everywhere(ranks, do, what=what))
+
+
+@contextmanager
+def hidden_folder(ranks: Ranks, folder: Path, name: str) -> Iterator[Path]:
+    """Give a new path in `folder`, for what has no name of its own before it is complete.
+
+    What is there at the end of the block is removed.
+    """
+    partial = folder / f".{name}-{secrets.token_hex(8)}"
+    try:
+        yield partial
+    finally:
+        if ranks.axis.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def written_by_first(
+    ranks: Ranks,
+    values: Iterable[T],
+    write: Callable[[T], None],
+    finish: Callable[[], None],
+    *,
+    what: str,
+) -> None:
+    """Call `write` on rank 0 with each of the values, which all ranks gather, and then `finish`.
+
+    Raises as `everywhere` does, when all values were gathered: the other ranks are on their way to
+    the next one while rank 0 writes.
+    """
+    first = ranks.axis.rank == 0
+    problem: list[Exception] = []
+    for value in values:
+        if first and not problem:
+            try:
+                write(value)
+            except Exception as error:
+                problem.append(error)
+
+    def end() -> None:
+        if problem:
+            raise problem[0]
+        if first:
+            finish()
+
+    everywhere(ranks, end, what=what)
 
 
 def first_of(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._disk import sync_files
 from fzero.checkpoint._driven import Driven, buffers_of
-from fzero.checkpoint._everywhere import Ranks, everywhere
+from fzero.checkpoint._everywhere import everywhere, hidden_folder, written_by_first
 from fzero.checkpoint._folders import require_path
-from fzero.checkpoint._held import Held, held_states, held_things, whole_flat
-from fzero.checkpoint._pieces import all_paths, leaf_names
+from fzero.checkpoint._held import Held, held_by, whole_leaves
+from fzero.checkpoint._pieces import leaf_names, paths_of
 from fzero.checkpoint._safetensors import (
     INDEX,
     Form,
@@ -28,8 +27,6 @@ from fzero.checkpoint._safetensors import (
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.homes import lent
-from fzero.packing import unpack
 from fzero.state import TrainState
 
 PathLike = str | os.PathLike[str]
@@ -70,50 +67,35 @@ def export_safetensors(
                 [1., 1.]])
     """
     wait_for_earlier(raises=False)
-    given, engine = held_things("export_safetensors", state)
-    held, where = held_states("export_safetensors", given), Path(folder)
-    ranks, layout = Ranks(axis=held.axis), given.setup.layout
+    held, where = held_by("export_safetensors", state), Path(folder)
+    ranks, layout, buffers = held.processes, held.setup.layout, held.buffers
     facts = [f"path {where}", f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
-    assert_same_everywhere(facts, held.axis, what="the export")
-    writes = held.axis.rank == 0
-    buffers = {} if engine is None else buffers_of(engine.module)
+    assert_same_everywhere(facts, ranks.axis, what="the export")
     names = leaf_names(layout)
     forms = {
         name: Form(leaf.shape, leaf.dtype) for name, leaf in zip(names, layout.leaves, strict=True)
     }
     forms |= {name: Form(tuple(x.shape), x.dtype) for name, x in buffers.items()}
-    partial = where / f".export-{secrets.token_hex(8)}"
 
-    def begin() -> dict[str, Place]:
+    def begin(partial: Path) -> dict[str, Place]:
         require_path("export_safetensors", folder)
         _require_bound(max_shard_bytes)
-        return _begun(partial, forms, max_shard_bytes) if writes else {}
+        return _begun(partial, forms, max_shard_bytes) if ranks.axis.rank == 0 else {}
 
-    places = everywhere(ranks, begin, what=f"write {where}")
-    problem: list[Exception] = []
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for number, value in _whole_leaves(held):
+            yield names[number], value
+        yield from buffers.items()
 
-    def put(name: str, values: Tensor) -> None:
-        try:  # the other ranks are in the next gather: they hear of it at the end
-            if writes and not problem:
-                write_values(places[name], values)
-        except Exception as error:
-            problem.append(error)
-
-    def finish() -> None:
-        if problem:
-            raise problem[0]
-        if writes:
-            _put_in_place(partial, where)
-
-    try:
-        for number, values in _whole_leaves(held):
-            put(names[number], values)
-        for name, values in buffers.items():
-            put(name, values)
-        everywhere(ranks, finish, what=f"write {where}")
-    finally:
-        if writes:
-            _remove(partial)
+    with hidden_folder(ranks, where, "export") as partial:
+        places = everywhere(ranks, lambda: begin(partial), what=f"write {where}")
+        written_by_first(
+            ranks,
+            values(),
+            lambda named: write_values(places[named[0]], named[1]),
+            lambda: _put_in_place(partial, where),
+            what=f"write {where}",
+        )
 
 
 def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> dict[str, Tensor]:
@@ -143,14 +125,14 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
         >>> module.load_state_dict(fzero.checkpoint.state_dict(state, module))
         <All keys matched successfully>
     """
-    given, engine = held_things("state_dict", state)
-    held = held_states("state_dict", given)
-    assert_same_everywhere([f"step {int(held.states[0].step)}"], held.axis, what="state_dict")
-    layout, found = given.setup.layout, {}
+    held = held_by("state_dict", state)
+    facts = [f"step {int(held.states[0].step)}"]
+    assert_same_everywhere(facts, held.processes.axis, what="state_dict")
+    paths, by_path = paths_of(held.setup.layout), {}
     for number, values in _whole_leaves(held):
-        found[number] = torch.empty_like(values, device="cpu").copy_(values)
-    by_path = {path: found[number] for path, number in all_paths(layout).items()}
-    of = module if engine is None else engine.module
+        copied = torch.empty_like(values, device="cpu").copy_(values)
+        by_path.update(dict.fromkeys(paths[number], copied))
+    of = module if held.engine is None else held.engine.module
     if of is None:
         return by_path
     result = {}
@@ -172,11 +154,9 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
 
 def _whole_leaves(held: Held) -> Iterator[tuple[int, Tensor]]:
     """Yield (number of the leaf, whole values), gathered group by group. A collective."""
-    setup = held.states[0].setup
-    for index, group in enumerate(setup.layout.groups):
-        flats = [lent(one.params.flats[index].detach(), one.device) for one in held.states]
-        flat = whole_flat(held, flats, setup.params)
-        yield from zip(group.leaves, unpack(setup.layout, index, flat), strict=True)
+    for index in range(len(held.setup.layout.groups)):
+        flats = [one.params.flats[index] for one in held.states]
+        yield from whole_leaves(held, index, flats, held.setup.params)
 
 
 def _begun(partial: Path, forms: Mapping[str, Form], max_bytes: int) -> dict[str, Place]:
@@ -197,22 +177,13 @@ def _begun(partial: Path, forms: Mapping[str, Form], max_bytes: int) -> dict[str
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Replace an earlier export. Without its index nobody reads files of both."""
     new = {file.name for file in partial.iterdir()}
-    for file in sorted(partial.iterdir()):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+    sync_files(partial.iterdir())
     (folder / INDEX).unlink(missing_ok=True)
     for old in folder.glob("model*.safetensors"):
         if old.name not in new:
             old.unlink()
     for name in sorted(new, key=lambda name: name == INDEX):
         os.replace(partial / name, folder / name)
-
-
-def _remove(partial: Path) -> None:
-    with suppress(OSError):
-        for file in partial.iterdir():
-            file.unlink()
-        partial.rmdir()
 
 
 def _require_bound(max_shard_bytes: int) -> None:

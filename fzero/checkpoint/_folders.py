@@ -1,10 +1,11 @@
-"""Data folders: made under a new name, kept while anybody uses them, removed by who needs none.
+"""Data folders: each save makes one with a new name, and removes those that nobody uses.
 
-Who writes a folder, or reads it, holds a shared lock (flock) on the file `lock` in it. A folder is
-removed under an exclusive lock only, and only if the manifest, read under that lock, does not name
-it. The manifest never goes back to a folder that it named before. So two writers, or a writer and
-a reader, never take a folder from each other; the lock of a process that was killed is gone with
-it, and the next save removes what it left. Where the file system has no locks, nothing is removed.
+A program that writes a folder, or reads it, holds a shared lock (flock) on the file `lock` in it. A
+save removes a folder only while it holds an exclusive lock on that file, and only if the manifest,
+which it reads under the lock, does not name the folder. A manifest never names a folder again that
+it named before. So no program loses a folder that it writes or reads. The lock of a process that
+was killed is gone, and the next save removes its folder. Without locks in the file system, nothing
+is removed.
 """
 
 from __future__ import annotations
@@ -114,16 +115,6 @@ def sweep(path: Path) -> None:
     for folder in path.iterdir():
         if DATA.fullmatch(folder.name) and not folder.is_symlink():
             _remove_if_unused(path, folder)
-
-
-def sync(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the file system can."""
-    with suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
 
 
 def _remove_if_unused(path: Path, folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""The states that this process holds, one for each of its ranks, checked before anything runs."""
+"""What is saved or loaded: the states that this process holds, checked before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,53 +10,60 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._driven import Driven
+from fzero.checkpoint._driven import Buffers, Driven, buffers_of, set_buffers
+from fzero.checkpoint._everywhere import Ranks
 from fzero.collectives import gather_parts
-from fzero.errors import AxisError, DonatedError, LayoutError, PhaseError, explain
-from fzero.homes import wait_for_copies
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
+from fzero.homes import lent, wait_for_copies
 from fzero.mesh import Axis, Runtime
-from fzero.state import NAMESPACE, Phase, Placement, TrainState
+from fzero.packing import unpack
+from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
+from fzero.state.alive import require_not_donated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """A process has one rank's state; with virtual ranks, all of them (views of the stack)."""
 
-    axis: Axis  # the processes that save or load together
+    processes: Ranks  # that save or load together
     ranks: tuple[int, ...]
     states: tuple[TrainState, ...]
+    engine: Driven | None = None  # that the state is of
     is_stack: bool = False  # all ranks are here, as fzero.simulate returns them
 
+    @property
+    def setup(self) -> Setup:
+        """Of the state: the same on all ranks."""
+        return self.states[0].setup
 
-def held_things(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
-    """Return the state, and the engine that holds it if an engine was given.
+    @property
+    def buffers(self) -> Buffers:
+        """Of the engine's module, by path; {} without an engine."""
+        return {} if self.engine is None else buffers_of(self.engine.module)
 
-    Raises `LayoutError` for something that is neither.
+    def returned(self, states: list[Any], buffers: Buffers) -> Any:
+        """Return the new state; or the engine, into which it and its module's buffers go."""
+        made = stack_of(states) if self.is_stack else states[0]
+        if self.engine is None:
+            return made
+        self.engine.state = made
+        set_buffers(self.engine.module, buffers)
+        return self.engine
+
+
+def held_by(name: str, thing: Any) -> Held:
+    """Return what this process has of `thing`, a state or an engine.
+
+    Raises `LayoutError` for something else, `DonatedError` for a used-up state, `AxisError` inside
+    `fzero.simulate` or without the state's process group.
     """
-    if isinstance(thing, TrainState):
-        return thing, None
-    if isinstance(thing, Driven) and isinstance(thing.state, TrainState):
-        return thing.state, thing
-    raise LayoutError(
-        explain(
-            f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
-            cause="parameters, or a dict of several states, were passed.",
-            fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
-        )
-    )
-
-
-def held_states(name: str, state: TrainState) -> Held:
-    """Return what of `state` is in this process, or raise for a state that cannot be used.
-
-    Raises `DonatedError` for a used-up one, `AxisError` inside `fzero.simulate` or without the
-    state's process group.
-    """
+    state, engine = _state_of(name, thing)
     axis = state.setup.axis
     if tuple(state.step.shape) == (axis.size,):
         held = _of_stack(state, axis.size)
     elif axis.runtime is not Runtime.VIRTUAL:
-        held = Held(axis=axis, ranks=(axis.rank,), states=(state,))
+        processes = Ranks(axis=axis)
+        held = Held(processes=processes, ranks=(axis.rank,), states=(state,), engine=engine)
     else:
         raise AxisError(
             explain(
@@ -67,7 +74,7 @@ def held_states(name: str, state: TrainState) -> Held:
             )
         )
     for one in held.states:
-        _check_alive(name, one)
+        require_not_donated(one)
         tree: Any = one
         wait_for_copies(optree.tree_leaves(tree, namespace=NAMESPACE))
     return held
@@ -102,45 +109,50 @@ def require_closed(state: TrainState) -> None:
         )
 
 
-def whole_flat(held: Held, flats: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Return a whole flat from what each of the held ranks has of it. A collective if cut."""
-    setup = held.states[0].setup
-    if not held.is_stack:
-        return gather_parts(setup, [flats[0]], placement, Placement.REPLICATED)[0]
-    found = {setup.part(placement, rank).index: flat for rank, flat in enumerate(flats)}
-    return torch.cat([found[index] for index in sorted(found)])
+def whole_leaves(
+    held: Held, index: int, flats: Sequence[Tensor], placement: Placement
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (number of the leaf, whole values) of a group. A collective if it is cut.
+
+    flats: what each of the held ranks has of the group, wherever it lives.
+    """
+    setup, layout = held.setup, held.setup.layout
+    here = [lent(x.detach(), one.device) for x, one in zip(flats, held.states, strict=True)]
+    if held.is_stack:
+        found = {setup.part(placement, rank).index: flat for rank, flat in enumerate(here)}
+        flat = torch.cat([found[part] for part in sorted(found)])
+    else:
+        flat = gather_parts(setup, here, placement, Placement.REPLICATED)[0]
+    yield from zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True)
 
 
-def restack(held: Held, states: list[Any]) -> TrainState:
-    """Return this process's one state, or the stack of its virtual ranks' states."""
-    if not held.is_stack:
-        return states[0]
-    stack: Any = optree.tree_map(lambda *xs: torch.stack(xs), *states, namespace=NAMESPACE)
-    return stack
-
-
-def _of_stack(state: Any, size: int) -> Held:
-    def row(rank: int) -> Any:
-        return optree.tree_map(
-            lambda x: x[rank] if isinstance(x, Tensor) else x, state, namespace=NAMESPACE
+def _state_of(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
+    if isinstance(thing, TrainState):
+        return thing, None
+    if isinstance(thing, Driven) and isinstance(thing.state, TrainState):
+        return thing.state, thing
+    raise LayoutError(
+        explain(
+            f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
+            cause="parameters, or a dict of several states, were passed.",
+            fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
         )
-
-    ranks = tuple(range(size))
-    return Held(axis=Axis(size=1), ranks=ranks, states=tuple(map(row, ranks)), is_stack=True)
+    )
 
 
-def _check_alive(name: str, state: TrainState) -> None:
-    setup = state.setup
-    for index, (group, flat) in enumerate(
-        zip(setup.layout.groups, state.params.flats, strict=True)
-    ):
-        if flat.numel() != setup.numel(index, setup.params):
-            raise DonatedError(
-                explain(
-                    f"{name}: this state was donated: the parameters of {group.name} belong to a "
-                    "newer state now.",
-                    cause="a state was used again after a step made with shard(..., donate=True), "
-                    "or after engine.step().",
-                    fix="use the state that the step returned, or a new one from init.",
-                )
-            )
+def row_of(stack: Any, rank: int) -> Any:
+    """Return what one virtual rank has of a stacked state: views."""
+    return optree.tree_map(
+        lambda x: x[rank] if isinstance(x, Tensor) else x, stack, namespace=NAMESPACE
+    )
+
+
+def stack_of(states: Sequence[Any]) -> Any:
+    """Return the stack of the states of all virtual ranks."""
+    return optree.tree_map(lambda *xs: torch.stack(xs), *states, namespace=NAMESPACE)
+
+
+def _of_stack(state: TrainState, size: int) -> Held:
+    ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
+    states = tuple(row_of(state, rank) for rank in ranks)
+    return Held(processes=alone, ranks=ranks, states=states, is_stack=True)

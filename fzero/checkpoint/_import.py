@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._driven import buffers_of, set_buffers
-from fzero.checkpoint._everywhere import Ranks, everywhere
+from fzero.checkpoint._everywhere import everywhere
 from fzero.checkpoint._folders import require_path
-from fzero.checkpoint._held import held_states, held_things, require_closed, restack
-from fzero.checkpoint._pieces import all_paths, leaf_names, optimizer_roles
+from fzero.checkpoint._held import held_by, require_closed
+from fzero.checkpoint._pieces import optimizer_roles, paths_of
 from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.homes import empty_where
 from fzero.packing import pack
 from fzero.partition import shard_of
-from fzero.state import NAMESPACE, Buffers, Layout, Part, TrainState
+from fzero.state import NAMESPACE, Buffers, Part, TrainState
 
 PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
@@ -94,19 +93,21 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
         >>> fzero.full_params(two)
         [tensor([1., 1.])]
     """
-    given, engine = held_things("import_safetensors", state)
-    held, where = held_states("import_safetensors", given), Path(folder)
-    ranks = Ranks(axis=held.axis)
-    assert_same_everywhere([f"path {where}"], held.axis, what="the import")
+    held, where = held_by("import_safetensors", state), Path(folder)
+    assert_same_everywhere([f"path {where}"], held.processes.axis, what="the import")
 
     def read() -> tuple[list[TrainState], dict[str, Tensor]]:
         require_path("import_safetensors", folder)
         for one in held.states:
             require_closed(one)
         places = places_in(where)
-        found = _places_of(given.setup.layout, places)
+        layout = held.setup.layout
+        found = [
+            _found(places, paths, Form(leaf.shape, leaf.dtype))
+            for paths, leaf in zip(paths_of(layout), layout.leaves, strict=True)
+        ]
         values = {}
-        for name, x in buffers_of(engine.module).items() if engine is not None else ():
+        for name, x in held.buffers.items():
             if name in places:
                 place = _found(places, [name], Form(tuple(x.shape), x.dtype))
                 values[name] = read_values(place)
@@ -114,21 +115,8 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
         return [_with_params(one, found, rank) for one, rank in each], values
 
     with torch.no_grad():
-        states, buffers = everywhere(ranks, read, what=f"read {where}")
-        made: Any = restack(held, states)
-    if engine is not None:
-        engine.state, made = made, engine
-        set_buffers(engine.module, buffers)
-    return made
-
-
-def _places_of(layout: Layout, places: Mapping[str, Place]) -> list[Place]:
-    """Return where each leaf is: at any of its paths."""
-    paths: list[list[str]] = [[name] for name in leaf_names(layout)]
-    for path, number in all_paths(layout).items():
-        paths[number].append(path)
-    forms = [Form(leaf.shape, leaf.dtype) for leaf in layout.leaves]
-    return [_found(places, some, form) for some, form in zip(paths, forms, strict=True)]
+        states, buffers = everywhere(held.processes, read, what=f"read {where}")
+        return held.returned(states, buffers)
 
 
 def _found(places: Mapping[str, Place], paths: list[str], wanted: Form) -> Place:

@@ -6,30 +6,16 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._driven import (
-    Buffers,
-    Driven,
-    blank_buffers,
-    require_options,
-    set_buffers,
-    set_options,
-)
-from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
+from fzero.checkpoint._driven import Buffers, blank_buffers, require_options, set_options
+from fzero.checkpoint._everywhere import damaged, everywhere, first_of
 from fzero.checkpoint._folders import LOCK, keep, let_go, require_path, require_whole
-from fzero.checkpoint._held import (
-    Held,
-    held_states,
-    held_things,
-    require_closed,
-    restack,
-)
+from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._manifest import Manifest, describe, read_manifest, require_fit
 from fzero.checkpoint._pieces import (
     Piece,
@@ -141,29 +127,24 @@ def load_with_extra(
         {'samples_seen': 1024}
     """
     wait_for_earlier(raises=False)
-    given, engine = held_things("load", state)
-    held, where = held_states("load", given), Path(path)
-    ranks = Ranks(axis=held.axis)
-    assert_same_everywhere([f"path {where}"], held.axis, what="the checkpoint")
+    held, where = held_by("load", state), Path(path)
+    ranks = held.processes
+    assert_same_everywhere([f"path {where}"], ranks.axis, what="the checkpoint")
     require_path("load", path)
     locks: list[int] = []
     try:
         saved = first_of(ranks, lambda: _kept_manifest(where, locks), what=f"read {where}")
-        plan = everywhere(
-            ranks, lambda: _plan(held, engine, saved, where, rng), what=f"read {where}"
-        )
+        plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
         with torch.no_grad():
-            storage().read(plan.pieces, where / saved.data, plan.index, held.axis)
+            storage().read(plan.pieces, where / saved.data, plan.index, ranks.axis)
             make_whole(held, plan.states, plan.roles)
     finally:
         for lock in locks:
             let_go(lock)
     every = zip(plan.states, plan.residuals, held.ranks, strict=True)
-    made: Any = restack(held, [with_residual(*one) for one in every])
-    if engine is not None:
-        engine.state, made = made, engine
-        set_buffers(engine.module, plan.buffers)
-        set_options(engine.optimizer, saved.module["options"])
+    made = held.returned([with_residual(*one) for one in every], plan.buffers)
+    if held.engine is not None:
+        set_options(held.engine.optimizer, saved.module["options"])
     plan.set_rng()
     return made, saved.extra
 
@@ -206,13 +187,13 @@ def _kept_manifest(path: Path, locks: list[int]) -> Manifest:
     raise damaged(path / saved.data / LOCK, "is missing")
 
 
-def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: bool) -> Plan:
+def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
     """Check all that can be checked, and make room for what is read. Reads no tensor."""
     for one in held.states:
         require_closed(one)
     roles = [optimizer_roles(one) for one in held.states]
     require_fit(saved, describe(held.states[0], roles[0]), path)
-    folder, axis = path / saved.data, held.axis
+    folder, axis, engine = path / saved.data, held.processes.axis, held.engine
     require_whole(folder, saved.files, axis.rank, axis.size)
     buffers, pieces = {}, []
     if engine is not None:
@@ -220,10 +201,9 @@ def _plan(held: Held, engine: Driven | None, saved: Manifest, path: Path, rng: b
         found = saved.module["buffers"]
         buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
         require_options(engine.optimizer, saved.module["options"])
-    is_there = partial(storage().read_index, folder, saved.files)
     residuals = []
     for one, number in zip(held.states, held.ranks, strict=True):
-        rooms, more = rooms_of(one, saved, number, is_there)
+        rooms, more = rooms_of(one, saved, number)
         residuals.append(rooms)
         pieces += more
     wanted = {piece.name: Wanted(piece.numel, piece.values.dtype) for piece in pieces}

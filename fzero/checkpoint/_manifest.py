@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import optree
 import torch
 
+from fzero.checkpoint._disk import put_text
 from fzero.checkpoint._everywhere import CheckpointError
 from fzero.checkpoint._parse import FORMAT, OtherFormatError, WrongError, crc32, parsed
 from fzero.checkpoint._pieces import leaf_names
@@ -141,12 +141,7 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
     """
     body = {"format": FORMAT, **asdict(manifest)}
     text = json.dumps({"crc32": crc32(body), "checkpoint": body}, indent=1)
-    partial = path / manifest.data / MANIFEST
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path / MANIFEST)
+    put_text(path / MANIFEST, text, through=path / manifest.data / MANIFEST)
 
 
 def read_manifest(path: Path) -> Manifest:

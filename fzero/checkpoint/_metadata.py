@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from fzero.checkpoint._everywhere import damaged
 from fzero.checkpoint._parse import INDEX
+from fzero.checkpoint._pickles import Kept
 from fzero.checkpoint._pieces import Wanted
 
 _DCP = "torch.distributed.checkpoint"
-_KEPT = {
+_RECORDS = {
     (f"{_DCP}.metadata", "Metadata"),
     (f"{_DCP}.metadata", "MetadataIndex"),
     (f"{_DCP}.metadata", "TensorStorageMetadata"),
@@ -73,17 +74,6 @@ def read_index(folder: Path, files: Mapping[str, list[int]], wanted: Mapping[str
     return found
 
 
-class _Kept:
-    """A stand-in for one of DCP's records: what it was made of, and nothing that runs."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
 class _Reader(pickle.Unpickler):
     """Finds the names of an index, each as something new that only this reader has."""
 
@@ -100,8 +90,8 @@ class _Reader(pickle.Unpickler):
 
 
 def _stand_in(module: str, name: str) -> Any:
-    if (module, name) in _KEPT:
-        return type(name, (_Kept,), {})
+    if (module, name) in _RECORDS:
+        return type(name, (Kept,), {})
     if (module, name) in _DROPPED:
         return lambda *args: None
     if (module, name) == ("torch", "Size"):

@@ -18,6 +18,7 @@ INDEX = ".metadata"  # the file in which torch.distributed.checkpoint says where
 DATA = re.compile(r"data-[0-9a-f]{16}")
 _FILE = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*")  # no folder, not . and not ..
 _INT64 = 2**63
+_RANKS = 2**20  # for each of which room may be made
 _COUNTS = ("step", "optimizer/step", "optimizer/count")  # of updates
 _SCALE: dict[str, Callable[[Any], bool]] = {
     "scale/scale": lambda x: type(x) is float and 0 < x < 3.5e38,  # as fp32 holds it
@@ -96,7 +97,7 @@ def _origin(value: Any) -> None:
     _require(isinstance(value, dict), f"'origin' is no dict, but {value!r:.80}")
     for key, good in (
         ("stage", _is_int(value.get("stage"), 0, 4)),
-        ("ranks", _is_int(value.get("ranks"), 1, _INT64)),
+        ("ranks", _is_int(value.get("ranks"), 1, _RANKS)),
         ("torch", isinstance(value.get("torch"), str)),
         ("optimizer", isinstance(value.get("optimizer"), str)),
     ):

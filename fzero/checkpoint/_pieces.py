@@ -72,11 +72,14 @@ def leaf_names(layout: Layout) -> list[str]:
     return list(names)
 
 
-def all_paths(layout: Layout) -> dict[str, int]:
-    """Return the leaf at each path, tied ones too."""
+def paths_of(layout: Layout) -> list[list[str]]:
+    """Return the paths of every leaf: its name in a checkpoint first; several of a tied one."""
+    found: list[list[str]] = [[name] for name in leaf_names(layout)]
     marks = [torch.empty(0, device="meta") for _ in layout.slots]
     paths = named_leaves(optree.tree_unflatten(layout.treespec, marks))[0]
-    return dict(zip(paths, layout.slots, strict=True))
+    for path, leaf in zip(paths, layout.slots, strict=True):
+        found[leaf].append(path)
+    return found
 
 
 def optimizer_roles(state: TrainState) -> list[Role]:

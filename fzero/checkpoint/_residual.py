@@ -1,13 +1,13 @@
-"""What quantized reductions have lost, in a checkpoint: each rank's own, for what it is for.
+"""What quantized reductions have lost so far, the residual e_r of each rank, in a checkpoint.
 
-Of W ranks' residuals only the sum counts, sum_r e_r: it is what the updates so far lack. On as many
-ranks as have saved each rank gets its own back, for the same bits; on another number of ranks each
+Updates depend only on the sum over ranks, sum_r e_r. A load on as many ranks as saved gives each
+rank its own residual, so training goes on with the same bits. On another number of ranks each rank
 gets its shard of the sum, and zeros elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._manifest import Manifest
-from fzero.checkpoint._pieces import OwnShard, Piece, Wanted, leaf_names, pieces_of
+from fzero.checkpoint._pieces import OwnShard, Piece, leaf_names, pieces_of
 from fzero.partition import shard_of
 from fzero.quantize import residual_of
 from fzero.state import Setup, TrainState
@@ -40,25 +40,14 @@ def residual_pieces(state: TrainState, flats: Sequence[Tensor], rank: int) -> li
     ]
 
 
-def rooms_of(
-    state: TrainState, saved: Manifest, rank: int, require: Callable[[dict[str, Wanted]], object]
-) -> tuple[list[Room], list[Piece]]:
-    """Return room for what a checkpoint has of a rank's residual, and the pieces to read.
-
-    require: raises `CheckpointError` for a tensor that is not there. It is asked for one of the
-    last rank before there is room for what many ranks have saved.
-    """
+def rooms_of(state: TrainState, saved: Manifest, rank: int) -> tuple[list[Room], list[Piece]]:
+    """Return room for what a checkpoint has of a rank's residual, and the pieces to read."""
     forms, layout = saved.origin.get("residual", {}), state.setup.layout
     rooms: list[Room] = []
     pieces: list[Piece] = []
     if not forms or not state.setup.quantizes_gradients:
         return rooms, pieces
     names, ranks = leaf_names(layout), saved.origin["ranks"]
-    numels = {name: leaf.numel for name, leaf in zip(names, layout.leaves, strict=True)}
-    some = max(numels.keys() & forms.keys(), key=lambda name: numels[name], default=None)
-    if some is not None and numels[some]:
-        wanted = Wanted(numels[some], _DTYPES[forms[some]])
-        require({f"residual/{ranks - 1}/{some}": wanted})
     for index in layout.trainable:
         group, device = layout.groups[index], state.device
         dtype = _DTYPES[forms.get(names[group.leaves[0]], "torch.float32")]

@@ -1,4 +1,4 @@
-"""States that are to be filled from files: made empty before, and made whole after."""
+"""New states that are filled from files; and the gathers that complete what each rank has read."""
 
 from __future__ import annotations
 

@@ -13,25 +13,18 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import AsyncSave, group_beside, start, wait_for_earlier
+from fzero.checkpoint._disk import sync
 from fzero.checkpoint._driven import (
     Buffers,
     Driven,
     buffer_pieces,
-    buffers_of,
     facts_of,
     options_of,
     own_buffers,
 )
 from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
-from fzero.checkpoint._folders import (
-    digest,
-    let_go,
-    make_folder,
-    require_path,
-    sweep,
-    sync,
-)
-from fzero.checkpoint._held import held_states, held_things, require_idle
+from fzero.checkpoint._folders import digest, let_go, make_folder, require_path, sweep
+from fzero.checkpoint._held import held_by, require_idle
 from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
 from fzero.checkpoint._pieces import OwnShard, Piece, optimizer_roles, pieces_of, shards_of
 from fzero.checkpoint._residual import residual_pieces
@@ -166,9 +159,8 @@ def _draft(
     copies: bool,
 ) -> Draft:
     """Check everything, and say what this process writes. A collective."""
-    state, engine = held_things("save", thing)
-    held = held_states("save", state)
-    ranks = Ranks(axis=held.axis)
+    held = held_by("save", thing)
+    ranks = held.processes
 
     def prepare() -> Draft:
         require_path("save", path)
@@ -176,8 +168,8 @@ def _draft(
             require_idle(one)
         roles = [optimizer_roles(one) for one in held.states]
         manifest = describe(held.states[0], roles[0])
-        if engine is not None:
-            manifest.module["options"] = options_of(engine.optimizer)
+        if held.engine is not None:
+            manifest.module["options"] = options_of(held.engine.optimizer)
         pieces = []
         for one, some, rank in zip(held.states, roles, held.ranks, strict=True):
             shards = shards_of(one, some, rank)
@@ -185,19 +177,18 @@ def _draft(
             pieces += pieces_of(one.setup, shards, rank)
             lost = one.window.residual.flats
             pieces += residual_pieces(one, list(map(_copied, lost)) if copies else lost, rank)
-        found = {} if engine is None else buffers_of(engine.module)
         return Draft(
             path=Path(path),
             ranks=ranks,
             manifest=replace(manifest, extra=as_extra(extra)),
             pieces=pieces,
-            buffers={name: _copied(x) for name, x in found.items()} if copies else found,
-            texts={rng_file(held.axis.rank): rng_text()} if rng else {},
+            buffers={name: _copied(x) if copies else x for name, x in held.buffers.items()},
+            texts={rng_file(ranks.axis.rank): rng_text()} if rng else {},
         )
 
     draft = everywhere(ranks, prepare, what="prepare the checkpoint")
     facts = [f"path {draft.path}", f"step {draft.manifest.counters['step']}"]
-    assert_same_everywhere(facts, held.axis, what="the checkpoint")
+    assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
     return draft
 
 

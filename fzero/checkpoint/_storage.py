@@ -1,8 +1,8 @@
 """Pieces <-> a folder, by torch.distributed.checkpoint (DCP).
 
 DCP plans, writes, reads and reshards; two small planners tell it which ranges of which 1-D
-tensors this process has. So a rank reads only the saved chunks that its own ranges touch. The
-state dict that DCP wants stays empty: it has no form for ranges, and DCP logs each entry of it.
+tensors this process has. So a rank reads only the saved chunks that its own ranges touch. DCP is
+given an empty state dict: a state dict cannot hold ranges, and DCP logs each of its entries.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.futures import Future
 
 from fzero.checkpoint._everywhere import could_not, said_by
 from fzero.checkpoint._metadata import read_index as read_index
@@ -57,7 +56,7 @@ def read(pieces: Sequence[Piece], folder: Path, index: dcp.Metadata, axis: Axis)
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads by an index that was checked, and tensors of the dtype and size that it says."""
+    """Reads by an index that was checked."""
 
     def __init__(self, folder: Path, index: dcp.Metadata) -> None:
         super().__init__(folder)
@@ -65,34 +64,6 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self._index
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            by_file[self.storage_data[item.storage_index].relative_path].append(item)
-        for name, items in by_file.items():
-            with (Path(self.path) / name).open("rb") as stream:
-                for item in items:
-                    self._read(item, stream, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, item: ReadItem, stream: Any, planner: dcp.LoadPlanner) -> None:
-        place = self._slice_file(stream, self.storage_data[item.storage_index])
-        # Tensors are pickled; `weights_only` reads them without calling what a pickle names.
-        saved: Any = torch.load(place, map_location="cpu", weights_only=True)
-        wanted: Any = self._index.state_dict_metadata[item.storage_index.fqn]
-        (begin,), (numel,) = item.storage_offsets, item.lengths
-        dtype = wanted.properties.dtype
-        if type(saved) is not Tensor or saved.dtype is not dtype or saved.ndim != 1:
-            raise ValueError(f"{item.storage_index.fqn} is no 1-D {dtype} in {stream.name}")
-        part = saved[begin : begin + numel]
-        target = planner.resolve_tensor(item).detach()
-        if part.numel() != target.numel():
-            raise ValueError(f"{item.storage_index.fqn} has too few elements in {stream.name}")
-        target.copy_(part)
-        planner.commit_tensor(item, target)
 
 
 class _Writing(dcp.DefaultSavePlanner):

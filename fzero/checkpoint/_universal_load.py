@@ -12,18 +12,12 @@ import optree
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._driven import set_buffers, set_options
+from fzero.checkpoint._driven import set_options
 from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
 from fzero.checkpoint._folders import require_path
-from fzero.checkpoint._held import Held, held_states, held_things, require_closed, restack
+from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
-from fzero.checkpoint._pieces import (
-    all_paths,
-    leaf_names,
-    optimizer_roles,
-    pieces_of,
-    shards_of,
-)
+from fzero.checkpoint._pieces import leaf_names, optimizer_roles, paths_of, pieces_of, shards_of
 from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._slots import Role
 from fzero.checkpoint._universal import (
@@ -101,12 +95,10 @@ def load_universal(
         [tensor([1., 1.])]
     """
     wait_for_earlier(raises=False)
-    given, engine = held_things("load_universal", state)
-    held, where = held_states("load_universal", given), Path(folder)
-    ranks = Ranks(axis=held.axis)
-    assert_same_everywhere(
-        [f"path {where}", f"tag {tag}", f"{optimizer=}"], held.axis, what="the checkpoint"
-    )
+    held, where = held_by("load_universal", state), Path(folder)
+    ranks, given = held.processes, held.states[0]
+    facts = [f"path {where}", f"tag {tag}", f"{optimizer=}"]
+    assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
 
     def begin() -> list[list[Role]]:
         require_path("load_universal", folder)
@@ -125,7 +117,7 @@ def load_universal(
     everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=f"read {where}")
     shared = first_of(
         ranks,
-        lambda: shared_of(source, held.states[0], roles[0], engine, optimizer),
+        lambda: shared_of(source, given, roles[0], held.engine, optimizer),
         what=f"read {where}",
     )
     with torch.no_grad():
@@ -135,10 +127,7 @@ def load_universal(
             what=f"read {where}",
         )
         make_whole(held, states, roles)
-    made: Any = restack(held, states)
-    if engine is not None:
-        engine.state, made = made, engine
-        set_buffers(engine.module, shared.buffers)
+    made = held.returned(states, shared.buffers)
     if shared.options:
         set_options(given.setup.optimizer.param_groups((), 0).instance, shared.options)
     if shared.differing:
@@ -150,7 +139,7 @@ def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks
     """Raise `CheckpointError` for a damaged or unknown file; the ranks share the reading."""
     source.require_there()
     names = names_in(source, state)
-    known = {*names, *all_paths(state.setup.layout)}
+    known = {path for paths in paths_of(state.setup.layout) for path in paths}
     for name in source.names():
         if name not in known:
             raise damaged(

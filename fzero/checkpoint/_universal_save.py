@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._driven import Buffers, Driven, buffers_of, plain_options
-from fzero.checkpoint._everywhere import Ranks, everywhere
-from fzero.checkpoint._folders import require_path, sync
-from fzero.checkpoint._held import Held, held_states, held_things, require_idle, whole_flat
+from fzero.checkpoint._disk import put_text, sync, sync_files
+from fzero.checkpoint._driven import Buffers, Driven, plain_options
+from fzero.checkpoint._everywhere import everywhere, hidden_folder, written_by_first
+from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
 from fzero.checkpoint._manifest import COUNT
 from fzero.checkpoint._pickles import write
 from fzero.checkpoint._pieces import leaf_names, optimizer_roles
@@ -36,8 +35,6 @@ from fzero.checkpoint._universal import (
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.homes import lent
-from fzero.packing import unpack
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.scale import as_numbers
 
@@ -88,75 +85,59 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
         >>> folder.cleanup()
     """
     wait_for_earlier(raises=False)
-    given, engine = held_things("save_universal", state)
-    held, where = held_states("save_universal", given), Path(folder)
-    ranks, names = Ranks(axis=held.axis), leaf_names(given.setup.layout)
-    facts = [f"path {where}", f"tag {tag}", f"step {int(held.states[0].step)}"]
-    assert_same_everywhere(facts, held.axis, what="the checkpoint")
-    partial = where / f".universal-{secrets.token_hex(8)}"
-    writes = held.axis.rank == 0
+    held, where = held_by("save_universal", state), Path(folder)
+    ranks, names = held.processes, leaf_names(held.setup.layout)
+    first, step = held.states[0], int(held.states[0].step)
+    facts = [f"path {where}", f"tag {tag}", f"step {step}"]
+    assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
 
-    def begin() -> list[list[Role]]:
+    def begin(partial: Path) -> list[Role]:
         require_path("save_universal", folder)
         for one in held.states:
             require_idle(one)
-        roles = [optimizer_roles(one) for one in held.states]
-        require_places("save_universal", roles[0], names)
+        roles = optimizer_roles(first)
+        require_places("save_universal", roles, names)
         _require_tag(where, tag)
-        if writes:
-            buffers = {} if engine is None else buffers_of(engine.module)
-            _write_shared(partial, held.states[0], roles[0], buffers)
+        if ranks.axis.rank == 0:
+            _write_shared(partial, first, roles, held.buffers)
         return roles
 
-    problem: list[Exception] = []
+    with hidden_folder(ranks, where, "universal") as partial:
 
-    def put(name: str, key: str, values: Tensor) -> None:
-        try:  # the other ranks are in the next gather: they hear of it at the end
-            if writes and not problem:
-                _write_values(partial / ZERO / name / f"{key}.pt", values)
-        except Exception as error:
-            problem.append(error)
+        def put(one: tuple[str, int, Tensor]) -> None:
+            key, number, values = one
+            _write_values(partial / ZERO / names[number] / f"{key}.pt", values)
 
-    def finish() -> None:
-        if problem:
-            raise problem[0]
-        if writes:
-            _put_in_place(partial, where, tag, int(held.states[0].step))
-
-    try:
-        roles = everywhere(ranks, begin, what=f"write {where}")
-        for key, number, values in _whole_values(held, roles):
-            put(names[number], key, values)
-        everywhere(ranks, finish, what=f"write {where}")
-    finally:
-        if writes:
-            shutil.rmtree(partial, ignore_errors=True)
+        roles = everywhere(ranks, lambda: begin(partial), what=f"write {where}")
+        written_by_first(
+            ranks,
+            _whole_values(held, roles),
+            put,
+            lambda: _put_in_place(partial, where, tag, step),
+            what=f"write {where}",
+        )
 
 
-def _whole_values(held: Held, roles: Sequence[Sequence[Role]]) -> Iterator[tuple[str, int, Tensor]]:
+def _whole_values(held: Held, roles: Sequence[Role]) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (fp32 or slot, number of the leaf, whole values), one flat at a time. A collective."""
-    setup = held.states[0].setup
-    layout, trainable = setup.layout, setup.layout.trainable
+    setup, trainable = held.setup, held.setup.layout.trainable
     kept = [optree.tree_leaves(one.optimizer, namespace=NAMESPACE) for one in held.states]
     slots: dict[int, dict[str, list[Tensor]]] = {}
-    for at, role in enumerate(roles[0]):
+    for at, role in enumerate(roles):
         if role.position is not None and kept[0][at].numel():
-            flats = [leaves[at].detach() for leaves in kept]
+            flats = [leaves[at] for leaves in kept]
             slots.setdefault(trainable[role.position], {})[role.name] = flats
-    for index, group in enumerate(layout.groups):
+    for index in range(len(setup.layout.groups)):
         own = slots.get(index, {})
         parts: list[tuple[str, list[Tensor], Placement]] = [
             (key, flats, setup.optimizer_state) for key, flats in own.items() if key != MASTERS
         ]
-        params = [one.params.flats[index].detach() for one in held.states]
         if MASTERS in own:
             parts.append((FP32, own[MASTERS], setup.optimizer_state))
         else:
-            parts.append((FP32, params, setup.params))
+            parts.append((FP32, [one.params.flats[index] for one in held.states], setup.params))
         for key, flats, placement in parts:
-            here = [lent(x, one.device) for x, one in zip(flats, held.states, strict=True)]
-            whole = unpack(layout, index, whole_flat(held, here, placement))
-            for number, values in zip(group.leaves, whole, strict=True):
+            for number, values in whole_leaves(held, index, flats, placement):
                 yield key, number, values
 
 
@@ -231,25 +212,14 @@ def _model_states(state: TrainState, buffers: Buffers) -> dict[str, Any]:
 
 def _put_in_place(partial: Path, folder: Path, tag: str | None, step: int) -> None:
     """Give the folder its name, and then say that it counts: a move each."""
-    # All of them after the last write: the first then takes most of the others with it.
-    for written in (*partial.rglob("*"), partial):
-        if written.is_dir():
-            sync(written)
-        else:
-            with written.open("rb") as stream:
-                os.fsync(stream.fileno())
+    sync_files((*partial.rglob("*"), partial))
     name, number = tag or f"global_step{step}_universal", 1
     while tag is None and (folder / name).exists():
         number += 1
         name = f"global_step{step}_universal_{number}"
     os.rename(partial, folder / name)
     sync(folder)
-    text = folder / f"{partial.name}-{LATEST}"
-    with text.open("w", encoding="utf-8") as stream:
-        stream.write(name)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(text, folder / LATEST)
+    put_text(folder / LATEST, name, through=folder / f"{partial.name}-{LATEST}")
     sync(folder)
 
 

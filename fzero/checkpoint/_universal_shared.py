@@ -12,7 +12,7 @@ from fzero.checkpoint._everywhere import damaged
 from fzero.checkpoint._manifest import COUNT, describe
 from fzero.checkpoint._options import differing, options_for
 from fzero.checkpoint._pickles import require_plain
-from fzero.checkpoint._pieces import all_paths, leaf_names
+from fzero.checkpoint._pieces import paths_of
 from fzero.checkpoint._slots import Role
 from fzero.checkpoint._universal import (
     OPTIMIZER,
@@ -39,11 +39,10 @@ class Shared:
 
 def names_in(source: Folder, state: TrainState) -> list[str]:
     """Return under which of its paths each leaf is there; of one that is not, the first."""
-    layout = state.setup.layout
-    paths: list[list[str]] = [[name] for name in leaf_names(layout)]
-    for path, number in all_paths(layout).items():
-        paths[number].append(path)
-    return [next((p for p in some if is_name(p) and source.holds(p)), some[0]) for some in paths]
+    return [
+        next((path for path in paths if is_name(path) and source.holds(path)), paths[0])
+        for paths in paths_of(state.setup.layout)
+    ]
 
 
 def shared_of(

@@ -41,10 +41,8 @@ class Found(NamedTuple):
 
 def carried(a: Tensor, twin: Tensor) -> float:
     """What the disturbance makes of the numbers of a leaf, with the margin."""
-    if not a.numel():
-        return 0.0
-    off = (a.double() - twin.double()).abs()
-    return MARGIN * float(off.nan_to_num(0.0, posinf=0.0).max())
+    off, _ = _disturbed(a, twin)
+    return MARGIN * float(off.max()) if off.numel() else 0.0
 
 
 def carried_each(a: Tensor, twin: Tensor) -> Tensor:
@@ -53,8 +51,7 @@ def carried_each(a: Tensor, twin: Tensor) -> Tensor:
     What the disturbance makes of one element is chance; what it makes of all of them, r, is not:
     4 (own + 3 r), and not more than `carried` says.
     """
-    off = (a.double() - twin.double()).abs().nan_to_num(0.0, posinf=0.0)
-    typical = off.square().mean().sqrt() if off.numel() else 0.0
+    off, typical = _disturbed(a, twin)
     return (MARGIN * (off + 3 * typical)).clamp(max=carried(a, twin))
 
 
@@ -63,9 +60,14 @@ def noise(a: Tensor, twin: Tensor) -> Tensor:
 
     The gradient by the bias of attention's keys is such: it is zero, but for rounding.
     """
-    off = (a.double() - twin.double()).abs().nan_to_num(0.0, posinf=0.0)
-    typical = off.square().mean().sqrt() if off.numel() else 0.0
+    off, typical = _disturbed(a, twin)
     return off + MARGIN * typical
+
+
+def _disturbed(a: Tensor, twin: Tensor) -> tuple[Tensor, Tensor | float]:
+    """How far each element was moved, and r, the root of the mean square of that."""
+    off = (a.double() - twin.double()).abs().nan_to_num(0.0, posinf=0.0)
+    return off, off.square().mean().sqrt() if off.numel() else 0.0
 
 
 def first_apart(a: Spread, b: Spread, bound: Tensor | float) -> Found | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.certify._subject import cast, copy_of
+from fzero.checkpoint._held import row_of, stack_of
 from fzero.diff._record import Coarsest, Recording, copied
 from fzero.diff._values import Values, same, values_of, with_whole
 from fzero.errors import LayoutError, explain
@@ -108,7 +109,7 @@ class Driven:
     def state_at(self, values: Sequence[Values], state: Any) -> Any:
         """A stack of states with other values."""
         made = [
-            _stack([with_whole(row, rank, other) for rank, row in enumerate(rows)])
+            stack_of([with_whole(row, rank, other) for rank, row in enumerate(rows)])
             for rows, other in zip(rows_of(state, self.run.world_size), values, strict=True)
         ]
         treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
@@ -143,18 +144,8 @@ class Driven:
 
 def rows_of(state: Any, ranks: int) -> list[list[TrainState]]:
     """Each state of a stacked tree of them, as each rank has it."""
-
-    def row(stacked: Any, rank: int) -> Any:
-        return optree.tree_map(
-            lambda x: x[rank] if isinstance(x, Tensor) else x, stacked, namespace=NAMESPACE
-        )
-
     stacks = flatten_states("diff", state)[0]
-    return [[row(stacked, rank) for rank in range(ranks)] for stacked in stacks]
-
-
-def _stack(rows: Sequence[Any]) -> Any:
-    return optree.tree_map(lambda *xs: torch.stack(xs), *rows, namespace=NAMESPACE)
+    return [[row_of(stack, rank) for rank in range(ranks)] for stack in stacks]
 
 
 def _disturbed(batch: Any, size: float) -> Any:

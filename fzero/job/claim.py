@@ -1,4 +1,4 @@
-"""Who writes into the folder of a run: one program at a time, and the same one when restarted.
+"""One program at a time writes into the folder of a run; a restarted one goes on with its own.
 
 Rank 0 holds a lock (flock) on the file `run` for as long as it lives, and writes into it which
 launch it belongs to. A launcher that starts its ranks again after one of them died, as
@@ -76,4 +76,4 @@ def _lock(held: int, out: Path) -> None:
             )
         ) from None
     except OSError:
-        pass  # a file system without locks: nobody can be told apart there
+        pass  # the file system has no locks: two programs cannot be kept from one folder

@@ -11,13 +11,13 @@ A run writes into its folder OUT:
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import fzero
 from fzero.checkpoint import CheckpointError, read_extra, save
+from fzero.checkpoint._disk import put_text
 from fzero.errors import LayoutError, explain
 
 LATEST = "latest"
@@ -38,9 +38,7 @@ def save_run(out: Path, state: fzero.TrainState, facts: dict[str, Any]) -> Path:
     folder = out / f"step-{int(state.step):06d}"
     save(folder, state, extra=facts)
     if fzero.axis_index() == 0:
-        partial = out / f"{LATEST}.partial"
-        partial.write_text(folder.name)
-        os.replace(partial, out / LATEST)  # at once: a reader never sees half a name
+        put_text(out / LATEST, folder.name, through=out / f"{LATEST}.partial")
     return folder
 
 

@@ -23,7 +23,7 @@ from fzero.collectives import gather_objects
 from fzero.errors import FzeroError
 from fzero.job.claim import claimed, is_restart
 from fzero.job.finish import finish
-from fzero.job.progress import make_progress
+from fzero.job.progress import Progress
 from fzero.job.saving import (
     LATEST,
     find_checkpoint,
@@ -115,7 +115,7 @@ def _loop(
 ) -> tuple[fzero.TrainState, bool]:
     """Train to the last step, or to the first signal to any rank; append to `losses`."""
     course, output = job.settings.course, job.settings.output
-    progress = make_progress(
+    progress = Progress(
         start=len(losses),
         total=course.steps,
         tokens_per_step=course.global_batch * job.context,

@@ -18,20 +18,20 @@ schedule_diff(a, b) --> ScheduleDiff: the collectives of two traces side by side
 """
 
 from fzero.plot._extra import MissingExtraError as MissingExtraError
-from fzero.plot._figure import side_by_side as side_by_side
+from fzero.plot._lanes import StepEvent as StepEvent
 from fzero.plot._map import PartitionMap as PartitionMap
 from fzero.plot._map import Segment as Segment
 from fzero.plot._map import Span as Span
-from fzero.plot._map import partition_map as partition_map
+from fzero.plot._map import side_by_side as side_by_side
 from fzero.plot._measured import measured_timeline as measured_timeline
 from fzero.plot._memory import MemoryRow as MemoryRow
 from fzero.plot._memory import MemoryTimeline as MemoryTimeline
 from fzero.plot._memory import memory_timeline as memory_timeline
+from fzero.plot._partition import partition_map as partition_map
 from fzero.plot._planned import step_timeline as step_timeline
 from fzero.plot._schedule import ScheduleDiff as ScheduleDiff
 from fzero.plot._schedule import ScheduleRow as ScheduleRow
 from fzero.plot._schedule import schedule_diff as schedule_diff
-from fzero.plot._step import StepEvent as StepEvent
 from fzero.plot._step import StepTimeline as StepTimeline
 from fzero.plot._step import draw_timelines as draw_timelines
 from fzero.plot._table import ShardRow as ShardRow

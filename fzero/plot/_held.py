@@ -9,8 +9,9 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.errors import DonatedError, LayoutError, explain
-from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
+from fzero.errors import LayoutError, explain
+from fzero.state import NAMESPACE, Buffers, Placement, TrainState
+from fzero.state.alive import require_not_donated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +40,7 @@ def held_by(state: Any) -> list[Held]:
                 fix="pass one TrainState, e.g. fzero.plot.partition_map(state).",
             )
         )
+    require_not_donated(state)
     layout = state.setup.layout
     every = tuple(range(len(layout.groups)))
     gathered = Buffers(flats=state.window.gathered, placement=Placement.REPLICATED)
@@ -52,8 +54,6 @@ def held_by(state: Any) -> list[Held]:
     found.append(_buffers("gradients", state.gradients, layout.trainable))
     place = state.setup.optimizer_state if optimizer_tensors(state) else None
     found.append(Held(kind="optimizer", placement=place, groups=layout.trainable))
-    for held in found:
-        _check_alive(layout, held)
     return found
 
 
@@ -92,16 +92,3 @@ def optimizer_tensors(state: TrainState) -> list[tuple[str, Tensor]]:
 def _buffers(kind: str, buffers: Buffers, groups: Sequence[int]) -> Held:
     placement = buffers.placement if buffers.held else None
     return Held(kind=kind, placement=placement, groups=tuple(groups), flats=buffers.flats)
-
-
-def _check_alive(layout: Layout, held: Held) -> None:
-    for flat, index in zip(held.flats, held.groups if held.flats else (), strict=True):
-        if layout.full_numel(index) and not flat.numel():
-            raise DonatedError(
-                explain(
-                    f"this state was donated: the {held.kind} of {layout.groups[index].name} "
-                    "belong to a newer state now.",
-                    cause="a state was plotted after a step with shard(..., donate=True) took it.",
-                    fix="plot it before that step, or plot the state that the step returned.",
-                )
-            )

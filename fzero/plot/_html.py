@@ -1,20 +1,14 @@
-"""Tables as text and as HTML, and the partition map as bars of HTML. No matplotlib."""
+"""Tables as text and as HTML, and bars of HTML. No matplotlib."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
-from fzero.plot._palette import ABSENT, EDGE, colour, ink
+from fzero.plot._palette import EDGE
 
-if TYPE_CHECKING:
-    from fzero.plot._map import PartitionMap, Segment
-
-_HATCH = "repeating-linear-gradient(45deg,#fff,#fff 3px,#9a9a9a 3px,#9a9a9a 4px)"
+HATCH = "repeating-linear-gradient(45deg,#fff,#fff 3px,#9a9a9a 3px,#9a9a9a 4px)"
+Piece = tuple[int, str, str, str]  # of a bar: its length, fill, HTML inside, title
 _CELL = "style='text-align:left;white-space:nowrap'"
-_WIDTH_EM = 32
-_CHARACTERS = 72  # that fit into a whole bar, at three quarters of the font size
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -45,48 +39,15 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def map_as_html(partition: PartitionMap) -> str:
-    """Return the map as a table with a coloured bar for each rank and kind of buffer."""
-    rows = []
-    for rank in partition.ranks:
-        for i, (kind, placement) in enumerate(partition.kinds):
-            row = partition.of(rank, kind)
-            held = sum(s.stop - s.start for s in row)
-            bar = _bar(partition, row, pale=placement == "partial")
-            name = f"<b>rank {rank}</b>" if i == 0 else ""
-            rows.append((name, kind, placement, f"{held:,}", bar))
-    title = (
-        f"<b>stage {partition.stage}</b>, {partition.world_size} ranks, "
-        f"{partition.total:,} elements with padding"
-    )
-    return title + html_table(("", "buffer", "placement", "elements", "held"), rows)
-
-
-def _bar(partition: PartitionMap, row: Sequence[Segment], *, pale: bool) -> str:
-    """Return the whole axis as one bar: what is held in colour, the rest grey, padding hatched."""
-    parts, end = [], 0
-    for segment in row:
-        parts.append(_piece(segment.start - end, partition.total, ABSENT, "", "not held"))
-        label = html.escape(partition.label(segment), quote=True)
-        length, shown = segment.stop - segment.start, ""
-        fill = _HATCH if segment.leaf is None else colour(segment.leaf)
-        if segment.leaf is not None:
-            name = partition.leaves[segment.leaf]
-            if len(name) <= length / partition.total * _CHARACTERS:
-                shown = f"<span style='color:{ink(fill)}'>{html.escape(name)}</span>"
-        fade = ";opacity:.55" if pale else ""
-        parts.append(_piece(length, partition.total, fill + fade, shown, label))
-        end = segment.stop
-    parts.append(_piece(partition.total - end, partition.total, ABSENT, "", "not held"))
-    style = f"display:flex;width:{_WIDTH_EM}em;border:1px solid {EDGE}"
-    return f"<div style='{style}'>{''.join(parts)}</div>"
-
-
-def _piece(length: int, total: int, fill: str, shown: str, title: str) -> str:
-    if not length:
-        return ""
-    style = (
-        f"width:{100 * length / total:.3f}%;height:1.4em;overflow:hidden;font-size:75%;"
-        f"box-sizing:border-box;border-right:1px solid #fff;background:{fill}"
-    )
-    return f"<div title='{title}' style='{style}'>{shown}</div>"
+def bar(pieces: Iterable[Piece], total: int) -> str:
+    """Return a bar of pieces whose lengths add up to `total`; those of length 0 are left out."""
+    found = []
+    for length, fill, shown, title in pieces:
+        style = (
+            f"width:{100 * length / max(total, 1):.3f}%;height:1.4em;overflow:hidden;font-size:75%;"
+            f"box-sizing:border-box;border-right:1px solid #fff;background:{fill}"
+        )
+        if length:
+            found.append(f"<div title='{title}' style='{style}'>{shown}</div>")
+    style = f"display:flex;width:32em;border:1px solid {EDGE}"
+    return f"<div style='{style}'>{''.join(found)}</div>"

@@ -1,30 +1,38 @@
-"""The picture of step timelines: a lane of compute above a lane of collectives, time along x."""
+"""Events of a step in two lanes, and the names that fit into or beside their bars."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Literal
 
 from fzero.plot import _figure
-from fzero.plot._palette import ABSENT, BASE, EDGE, ink
-from fzero.plot._units import in_seconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from fzero.plot._step import StepEvent, StepTimeline
-
+Lane = Literal["compute", "collectives"]
+LANES: tuple[Lane, ...] = ("compute", "collectives")
 FONT_POINTS = 7.0
 UPRIGHT_POINTS = 10.0  # from one upright name to the next one
-MOST_POINTS = 130.0  # of the length of an upright name
-MOST_RATIO = 8.0  # of the lengths of steps that have one time axis
-WIDE_INCHES, AXES_INCHES = 10.0, 9.0  # of a figure; nearly, of the axes in it
-AROUND_INCHES = 1.2  # title, ticks, name of the axis, legend
-BAR, GAP = 22.0, 14.0  # the height of a lane and what is between lanes, in points
-PHASES = {"forward": BASE[0], "backward": BASE[1], "update": BASE[2], "": BASE[0]}
-COLLECTIVE = BASE[6]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """A kernel or a collective: when it starts, from the beginning of the step, and how long it is.
+
+    phase: forward, backward or update; "" where that is not known. detail: of a collective, the
+    axis and the parameters that it is about.
+    """
+
+    lane: Lane
+    name: str
+    start_s: float
+    duration_s: float
+    phase: str = ""
+    detail: str = ""
+
+    @property
+    def end_s(self) -> float:
+        """When it is over."""
+        return self.start_s + self.duration_s
 
 
 @dataclass(slots=True)
@@ -84,14 +92,14 @@ def _too_near(a: Named, b: Named, points_per_s: float) -> bool:
 def _inside(some: Named, points_per_s: float) -> str:
     """The longest name that fits into the bar: never into several bars."""
     room = (some.end - some.start) * points_per_s - 4.0 if len(some.events) == 1 else 0.0
-    return next((name for name in some.names() if _points(name) <= room), "")
+    return next((name for name in some.names() if points(name) <= room), "")
 
 
-def _points(text: str) -> float:
+def points(text: str) -> float:
     return _figure.text_points(text, FONT_POINTS)
 
 
-def _upright(some: Named, room: float) -> str:
+def upright(some: Named, room: float) -> str:
     """The name beside a bar, cut where there is no room for more."""
     return _figure.cut(some.names()[0], FONT_POINTS, room)
 
@@ -101,136 +109,3 @@ def _about(event: StepEvent) -> str:
     paths = event.detail.partition(": ")[2].split(", ") if ": " in event.detail else []
     more = f" +{len(paths) - 1}" if len(paths) > 1 else ""
     return f"{event.name} {paths[0]}{more}" if paths else event.name
-
-
-def draw(timeline: StepTimeline, ax: Axes | None) -> Axes:
-    """Draw one timeline."""
-    if ax is None:
-        return stacked([timeline]).axes[0]
-    _frame(ax, timeline, timeline.total_s)
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    figure.draw_without_rendering()
-    _draw_lanes(ax, timeline)
-    return ax
-
-
-def stacked(timelines: Sequence[StepTimeline]) -> Figure:
-    """Return a figure of timelines below each other."""
-    longest = max(timeline.total_s for timeline in timelines)
-    shares = longest <= MOST_RATIO * min(timeline.total_s for timeline in timelines)
-    spans = [longest if shares else timeline.total_s for timeline in timelines]
-    pairs = zip(timelines, spans, strict=True)
-    heights = [
-        _height(timeline, AXES_INCHES * 72 / (span or 1.0)) + AROUND_INCHES
-        for timeline, span in pairs
-    ]
-    figure = _figure._new_figure((WIDE_INCHES, sum(heights)))
-    every = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for timeline, span, ax in zip(timelines, spans, every, strict=True):
-        _frame(ax, timeline, span)
-        if not shares:
-            ax.set_xlabel("time of this step alone: the axes differ", fontsize="small")
-    figure.draw_without_rendering()  # from here on the axes have their size
-    missing = [_missing(ax, timeline) for ax, timeline in zip(every, timelines, strict=True)]
-    if max(missing) > 0:
-        figure.set_figheight(sum(heights) + len(timelines) * max(missing))
-        figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for timeline, ax in zip(timelines, every, strict=True):
-        _draw_lanes(ax, timeline)
-    return figure
-
-
-def _lanes(timeline: StepTimeline) -> list[tuple[list[StepEvent], int]]:
-    """The events of each lane, and on which side of it names are: 1 above, -1 below."""
-    return [
-        ([event for event in timeline.events if event.lane == lane], side)
-        for lane, side in (("compute", 1), ("collectives", -1))
-    ]
-
-
-def _height(timeline: StepTimeline, points_per_s: float) -> float:
-    """How high the axes must be for their upright names, in inches."""
-    names = [named(events, points_per_s) for events, _ in _lanes(timeline)]
-    return (2 * BAR + GAP + sum(map(_beside, names))) / 72
-
-
-def _beside(names: Sequence[tuple[Named, str]]) -> float:
-    """How many points the names beside the bars of a lane are high, with what is around them."""
-    upright = (_upright(some, MOST_POINTS) for some, inside in names if not inside)
-    return 16.0 + max(map(_points, upright), default=0.0)
-
-
-def _missing(ax: Axes, timeline: StepTimeline) -> float:
-    """How many inches the axes are too low for what is drawn."""
-    wanted = _height(timeline, _figure.points_wide(ax) / ax.get_xlim()[1])
-    return wanted - ax.get_window_extent().height / ax.figure.dpi
-
-
-def _frame(ax: Axes, timeline: StepTimeline, span: float) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ax.set_xlim(0, span or 1.0)
-    ax.tick_params(axis="y", length=0, labelsize="small")
-    ax.tick_params(axis="x", labelsize="small")
-    ax.set_yticks([0.7, 0.3], ["compute", "collectives"])
-    ax.xaxis.set_major_formatter(lambda seconds, _: in_seconds(seconds))
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
-    title = f"{timeline.title}\n{timeline.summary()}"
-    ax.set_title(_figure._verbatim(title), loc="left", fontsize="small")
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
-    _key(ax, timeline)
-
-
-def _draw_lanes(ax: Axes, timeline: StepTimeline) -> None:
-    """Draw bars and names. A unit of y is a point; the names above and below share what is left."""
-    high = ax.get_window_extent().height * 72 / ax.figure.dpi
-    points_per_s = _figure.points_wide(ax) / (ax.get_xlim()[1] - ax.get_xlim()[0])
-    ax.set_ylim(0, high)
-    lanes = [(named(events, points_per_s), events, side) for events, side in _lanes(timeline)]
-    wanted = [_beside(names) for names, *_ in lanes]
-    share = (high - 2 * BAR - GAP) / sum(wanted)
-    below, middles = wanted[1] * share, []
-    for (names, events, side), room in zip(lanes, wanted, strict=True):
-        y = below + BAR / 2 + (BAR + GAP if side > 0 else 0)
-        middles.append(y)
-        ax.barh(y, timeline.total_s, height=BAR, color=ABSENT, zorder=0.5)
-        ax.broken_barh(
-            [(event.start_s, event.duration_s) for event in events],
-            (y - BAR / 2, BAR),
-            facecolors=[_fill(event) for event in events],
-            edgecolor="white",
-            linewidth=0.3,
-        )
-        for some, inside in names:
-            _name(ax, some, inside, y, side, room * min(share, 1.0) - 12)
-    ax.set_yticks(middles, ["compute", "collectives"])
-
-
-def _fill(event: StepEvent) -> str:
-    return COLLECTIVE if event.lane == "collectives" else PHASES[event.phase]
-
-
-def _name(ax: Axes, some: Named, inside: str, y: float, side: int, room: float) -> None:
-    look: dict[str, Any] = {"ha": "center", "fontsize": FONT_POINTS}
-    if inside:
-        look.update(va="center_baseline", color=ink(_fill(some.events[0])))
-        ax.text(some.middle, y, _figure._verbatim(inside), **look)
-        return
-    edge = y + side * (BAR / 2 + 3)
-    if len(some.events) > 1:
-        inset = min(0.15 * (some.end - some.start), 2 / _figure.points_wide(ax) * ax.get_xlim()[1])
-        ax.plot([some.start + inset, some.end - inset], [edge, edge], color=EDGE, linewidth=1.0)
-    look.update(rotation=90, va="bottom" if side > 0 else "top")
-    ax.text(some.middle, edge + side * 3, _figure._verbatim(_upright(some, room)), **look)
-
-
-def _key(ax: Axes, timeline: StepTimeline) -> None:
-    from matplotlib.patches import Patch
-
-    seen = {event.phase for event in timeline.events if event.lane == "compute"} - {""}
-    handles = [Patch(color=PHASES[phase], label=phase) for phase in PHASES if phase in seen]
-    if handles:
-        _figure.legend_below(ax, handles)

@@ -1,19 +1,29 @@
-"""Which rank holds which elements of which leaf: data, and its views as text, HTML, figure."""
+"""Which rank holds which elements of which leaf: a record, shown as text, HTML and figure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import html
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from fzero.errors import LayoutError, explain
 from fzero.plot import _figure, _html
-from fzero.plot._held import Held, held_by, ranks_of
-from fzero.state import Layout, Setup, TrainState
+from fzero.plot._palette import ABSENT, EDGE, colour, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}
+GAP = 0.9  # between ranks, in bars
+MOST_NAMES = 21  # leaves in a legend, as many as have a colour of their own; groups with names
+FONT_POINTS = 7.0  # inside the bars
+HATCH: dict[str, Any] = {"hatch": "//////", "facecolor": "white"}
+Places = dict[tuple[int, str], float]  # (rank, kind) -> y of its bar
+_CHARACTERS = 72  # that fit into a whole bar, at three quarters of the font size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +87,7 @@ class PartitionMap:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the map as dicts, lists, strings and numbers: what JSON can hold."""
-        return _plain(dataclasses.asdict(self))
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def table(self) -> str:
         """Return the map as text: a line for each rank and kind of buffer."""
@@ -96,110 +106,224 @@ class PartitionMap:
 
         Raises `MissingExtraError` (an `ImportError`) where matplotlib is not installed.
         """
-        return _figure.draw(self, ax, legend=legend)
+        return _draw(self, ax, legend=legend)
 
     def __repr__(self) -> str:
         ranks = f"ranks {list(self.ranks)} of {self.world_size}"
         return f"PartitionMap(stage={self.stage}, {ranks}, {len(self.segments)} segments)"
 
     def _repr_html_(self) -> str:
-        return _html.map_as_html(self)
-
-
-def partition_map(state: TrainState) -> PartitionMap:
-    """Return which rank holds which elements of which leaf, for every kind of buffer.
-
-    Rows are all ranks for a state of `fzero.simulate` (every tensor stacked by rank), and the
-    calling rank for any other. A sharded kind has every element, and every element of padding,
-    once over the ranks (of each replica, on a mesh of two dims, unless it is sharded over all);
-    a replicated or partial one has all of them on each rank. Gradients and
-    optimizer cover the trainable groups. Sizes come from the layout; no tensor is read.
-
-    Raises `LayoutError` for what is no `TrainState`, `DonatedError` for one that was used up.
-
-    Example:
-        >>> import torch, fzero
-        >>> step = fzero.shard(lambda state: (state, None), stage=3)
-        >>> step = fzero.simulate(step, world_size=2)
-        >>> state = step.init({"w": torch.ones(7)}, fzero.optim.sgd(0.1))
-        >>> print(partition_map(state).table())
-        rank  buffer      placement  elements  segments
-        0     parameters  sharded    4         w[0:4]
-        0     gradients   none       0
-        0     optimizer   none       0
-        1     parameters  sharded    4         w[4:7] padding[1]
-        1     gradients   none       0
-        1     optimizer   none       0
-    """
-    kinds = held_by(state)
-    layout = state.setup.layout
-    ranks = ranks_of(state)
-    groups = _spans(layout)
-    return PartitionMap(
-        stage=state.stage,
-        world_size=state.setup.axis.size,
-        ranks=ranks,
-        leaves=tuple(leaf.path for leaf in layout.leaves),
-        groups=groups,
-        kinds=tuple((k.kind, k.placement.value if k.placement else "none") for k in kinds),
-        segments=tuple(
-            segment
-            for rank in ranks
-            for held in kinds
-            if held.placement
-            for segment in _segments(state.setup, groups, held, rank)
-        ),
-    )
-
-
-def _spans(layout: Layout) -> tuple[Span, ...]:
-    sizes = [layout.full_numel(i) for i in range(len(layout.groups))]
-    return tuple(
-        Span(name=group.name, start=stop - size, stop=stop, trainable=group.trainable)
-        for group, size, stop in zip(layout.groups, sizes, accumulate(sizes), strict=True)
-    )
-
-
-def _segments(setup: Setup, groups: tuple[Span, ...], held: Held, rank: int) -> Iterator[Segment]:
-    """Cut the leaves and the padding of each group down to the part that `rank` holds."""
-    layout = setup.layout
-    for index in held.groups:
-        assert held.placement is not None
-        numel = setup.numel(index, held.placement)
-        low = setup.part(held.placement, rank).index * numel
-        high = low + numel
-        first = groups[index].start
-        for leaf, start, stop in _contents(layout, index):
-            begin, end = max(start, low), min(stop, high)
-            if begin < end:
-                yield Segment(
-                    rank=rank,
-                    kind=held.kind,
-                    group=index,
-                    leaf=leaf,
-                    start=first + begin,
-                    stop=first + end,
-                    offset=0 if leaf is None else begin - start,
-                )
-
-
-def _contents(layout: Layout, index: int) -> Iterator[tuple[int | None, int, int]]:
-    """Yield (leaf, start, stop) along a group's flat buffer; leaf None is padding."""
-    group, end = layout.groups[index], 0
-    for leaf, offset in zip(group.leaves, group.offsets, strict=True):
-        yield None, end, offset
-        end = offset + layout.leaves[leaf].numel
-        yield leaf, offset, end
-    yield None, end, layout.full_numel(index)
+        return _as_html(self)
 
 
 def _numel(row: list[Segment]) -> int:
     return sum(segment.stop - segment.start for segment in row)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+# As HTML.
+
+
+def _as_html(partition: PartitionMap) -> str:
+    """Return the map as a table with a coloured bar for each rank and kind of buffer."""
+    rows = []
+    for rank in partition.ranks:
+        for i, (kind, placement) in enumerate(partition.kinds):
+            row = partition.of(rank, kind)
+            held = sum(s.stop - s.start for s in row)
+            pieces = _pieces(partition, row, pale=placement == "partial")
+            name = f"<b>rank {rank}</b>" if i == 0 else ""
+            rows.append((name, kind, placement, f"{held:,}", _html.bar(pieces, partition.total)))
+    title = (
+        f"<b>stage {partition.stage}</b>, {partition.world_size} ranks, "
+        f"{partition.total:,} elements with padding"
+    )
+    return title + _html.html_table(("", "buffer", "placement", "elements", "held"), rows)
+
+
+def _pieces(
+    partition: PartitionMap, row: Sequence[Segment], *, pale: bool
+) -> Iterator[_html.Piece]:
+    """Yield what is held in colour, padding hatched, and the rest grey, from left to right."""
+    end = 0
+    for segment in row:
+        yield segment.start - end, ABSENT, "", "not held"
+        length, end = segment.stop - segment.start, segment.stop
+        fill, shown, fade = _html.HATCH, "", ";opacity:.55" if pale else ""
+        if segment.leaf is not None:
+            name, fill = partition.leaves[segment.leaf], colour(segment.leaf)
+            if len(name) <= length / partition.total * _CHARACTERS:
+                shown = f"<span style='color:{ink(fill)}'>{html.escape(name)}</span>"
+        yield length, fill + fade, shown, html.escape(partition.label(segment), quote=True)
+    yield partition.total - end, ABSENT, "", "not held"
+
+
+# As a figure.
+
+
+def side_by_side(maps: Sequence[PartitionMap]) -> Figure:
+    """Return a figure of several maps in one row with one legend, such as the four stages.
+
+    The maps must be of one model: the legend has the leaves of the first.
+
+    Raises `LayoutError` for no map or maps of different leaves, `MissingExtraError` (an
+    `ImportError`) where matplotlib is not installed.
+
+    Example:
+        >>> import torch, fzero
+        >>> states = [fzero.init([torch.ones(2)], fzero.optim.sgd(1.0), stage=s) for s in range(4)]
+        >>> from fzero.plot import partition_map
+        >>> len(side_by_side([partition_map(state) for state in states]).axes)
+        4
+    """
+    if not maps or any(partition.leaves != maps[0].leaves for partition in maps):
+        raise LayoutError(
+            explain(
+                f"side_by_side: {len(maps)} maps with {[len(m.leaves) for m in maps]} leaves.",
+                cause="no map, or maps of different models: one legend cannot serve them.",
+                fix="give maps of one model, or call .draw(ax) for each.",
+            )
+        )
+    return _compose(maps, legend=True)
+
+
+def _draw(partition: PartitionMap, ax: Axes | None, *, legend: bool) -> Axes:
+    """Draw one map: a band for each rank, a bar in it for each kind of buffer."""
+    if ax is None:
+        return _compose([partition], legend=legend).axes[0]
+    _draw_bars(ax, partition)
+    if legend:
+        _figure.legend_below(ax, _legend([partition]))
+    return ax
+
+
+def _compose(maps: Sequence[PartitionMap], *, legend: bool) -> Figure:
+    width = max(7.5, 1.2 + 3.0 * len(maps))
+    height = 1.2 + 0.26 * max(_height(_places(partition)) for partition in maps)
+    figure = _figure.new_figure((width, height))
+    for i, partition in enumerate(maps):
+        ax = figure.add_subplot(1, len(maps), i + 1)
+        _draw_bars(ax, partition)
+        if i and _row_names(partition) == _row_names(maps[0]):
+            ax.tick_params(labelleft=False)
+    if legend:
+        handles = _legend(maps)
+        columns = _figure.columns(handles, width)
+        figure.set_figheight(height + 0.22 * -(-len(handles) // columns))
+        figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            fontsize=_figure.LEGEND_POINTS,
+        )
+    return figure
+
+
+def _places(partition: PartitionMap) -> Places:
+    band = len(partition.kinds) + GAP
+    return {
+        (rank, kind): row * band + i
+        for row, rank in enumerate(partition.ranks)
+        for i, (kind, _) in enumerate(partition.kinds)
+    }
+
+
+def _height(places: Places) -> float:
+    return max(places.values(), default=0.0) + 1
+
+
+def _row_names(partition: PartitionMap) -> list[str]:
+    """Return the name of each bar; the first of a rank says which rank it is."""
+    first = partition.kinds[0][0]
+    names = [(rank, kind, SHORT.get(kind, kind)) for rank, kind in _places(partition)]
+    return [
+        rf"$\bf{{rank\ {rank}}}$   {name}" if kind == first else name for rank, kind, name in names
+    ]
+
+
+def _draw_bars(ax: Axes, partition: PartitionMap) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    places = _places(partition)
+    partial = {kind for kind, placement in partition.kinds if placement == "partial"}
+    for (rank, kind), y in places.items():
+        for span in partition.groups:
+            ax.barh(y, span.stop - span.start, left=span.start, height=0.86, color=ABSENT)
+        for segment in partition.of(rank, kind):
+            _draw_segment(ax, partition, segment, y, pale=kind in partial)
+    for span in partition.groups[1:]:
+        ax.axvline(span.start, color=EDGE, linewidth=0.8, linestyle=(0, (2, 2)))
+    if 1 < len(partition.groups) <= MOST_NAMES:
+        _name_groups(ax, partition)
+    ax.set_yticks(list(places.values()), _row_names(partition))
+    ax.tick_params(axis="y", length=0, labelsize="small")
+    ax.tick_params(axis="x", labelsize="small")
+    ax.set_ylim(_height(places) - 0.4, -0.7)
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    ax.set_xlim(0, max(partition.total, 1))
+    ax.set_title(f"stage {partition.stage}", loc="left", fontweight="bold", pad=20)
+    ax.set_xlabel("element, all groups end to end", fontsize="small")
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+
+
+def _name_groups(ax: Axes, partition: PartitionMap) -> None:
+    """Write each group's name above its bars, where there is room for it."""
+    for span in partition.groups:
+        length = span.stop - span.start
+        name = _fitting([f"group {span.name}", *_figure.ends_of(span.name)], ax, partition, length)
+        if name:
+            x = span.start + length / 2
+            ax.text(
+                x, -0.62, _figure.verbatim(name), ha="center", va="bottom", fontsize=FONT_POINTS
+            )
+
+
+def _fitting(names: Sequence[str], ax: Axes, partition: PartitionMap, length: int) -> str:
+    """Return the first name that fits into `length` elements; "" if none does."""
+    room = length / max(partition.total, 1) * _figure.points_wide(ax) / (_figure.WIDE * FONT_POINTS)
+    return next((name for name in names if len(name) <= room), "")
+
+
+def _draw_segment(
+    ax: Axes, partition: PartitionMap, segment: Segment, y: float, *, pale: bool
+) -> None:
+    length = segment.stop - segment.start
+    place: dict[str, Any] = {"left": segment.start, "height": 0.86, "linewidth": 0.6}
+    if segment.leaf is None:
+        ax.barh(y, length, **place, edgecolor=EDGE, **HATCH)
+        return
+    fill = colour(segment.leaf)
+    ax.barh(y, length, **place, color=fill, edgecolor="white", alpha=0.45 if pale else 1.0)
+    name = _fitting(_figure.ends_of(partition.leaves[segment.leaf], 2), ax, partition, length)
+    if name:
+        black_or_white = "#000000" if pale else ink(fill)
+        ax.text(
+            segment.start + length / 2,
+            y,
+            _figure.verbatim(name),
+            ha="center",
+            va="center_baseline",
+            fontsize=FONT_POINTS,
+            color=black_or_white,
+        )
+
+
+def _legend(maps: Sequence[PartitionMap]) -> list[Any]:
+    """Return what the colours mean."""
+    from matplotlib.patches import Patch
+
+    leaves = maps[0].leaves
+    handles = [
+        Patch(color=colour(i), label=_figure.verbatim(name))
+        for i, name in enumerate(leaves[:MOST_NAMES])
+    ]
+    if len(leaves) > MOST_NAMES:
+        handles.append(Patch(color="none", label=f"and {len(leaves) - MOST_NAMES} more"))
+    if any(segment.leaf is None for partition in maps for segment in partition.segments):
+        handles.append(Patch(label="padding", edgecolor=EDGE, linewidth=0.6, **HATCH))
+    if any(placement == "partial" for partition in maps for _, placement in partition.kinds):
+        handles.append(Patch(color=EDGE, alpha=0.45, label="paler: not reduced yet"))
+    handles.append(Patch(color=ABSENT, label="not held"))
+    return handles

@@ -14,7 +14,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler import profile, record_function
 
 from fzero.errors import LayoutError, explain
-from fzero.plot._step import Lane, StepEvent, StepTimeline
+from fzero.plot._lanes import Lane, StepEvent
+from fzero.plot._step import StepTimeline
 
 MARK = "fzero step"
 _BACKEND = re.compile(r"(gloo|mpi|ucc):(\w+)")

@@ -158,7 +158,7 @@ def ops_of(trace: Trace, who: str) -> tuple[Op, ...]:
 
 def _draw(memory: MemoryTimeline, ax: Axes | None) -> Axes:
     if ax is None:
-        ax = _figure._new_figure((9.0, 4.2)).add_subplot()
+        ax = _figure.new_figure((9.0, 4.2)).add_subplot()
     peak, rows = memory.peak, memory.rows
     edges = range(len(rows) + 1)
     below = [0] * len(edges)
@@ -212,7 +212,7 @@ def _name_axes(ax: Axes, title: str) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
     ax.set_xlabel("op of the trace", fontsize="small")
     ax.tick_params(labelsize="small")
-    ax.set_title(_figure._verbatim(title), loc="left", fontsize="medium", pad=38)
+    ax.set_title(_figure.verbatim(title), loc="left", fontsize="medium", pad=38)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 
 from fzero.errors import LayoutError, explain
+from fzero.plot._lanes import Lane, StepEvent
 from fzero.plot._memory import ops_of
-from fzero.plot._step import Lane, StepEvent, StepTimeline
+from fzero.plot._step import StepTimeline
 from fzero.trace import Trace
 
 

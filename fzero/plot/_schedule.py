@@ -232,7 +232,7 @@ def _draw(found: ScheduleDiff, ax: Axes | None) -> Axes:
     rows = list(_few(found.rows))
     if ax is None:
         inches = (11.0, 1.3 + INCHES_A_ROW * max(len(rows), 1))
-        ax = _figure._new_figure(inches).add_subplot()
+        ax = _figure.new_figure(inches).add_subplot()
     points = _figure.points_wide(ax) - PHASE_POINTS  # of 2.1 units of x
     start = -PHASE_POINTS * 2.1 / points
     ax.set_xlim(start, 2.1)
@@ -248,7 +248,7 @@ def _draw(found: ScheduleDiff, ax: Axes | None) -> Axes:
             ax.text(start, y, row.phase, va="center", fontsize=FONT_POINTS, fontweight="bold")
         before = row.phase
         _draw_row(ax, row, y, room)
-    ax.set_title("\n".join(map(_figure._verbatim, found.headings())), loc="left", fontsize="small")
+    ax.set_title("\n".join(map(_figure.verbatim, found.headings())), loc="left", fontsize="small")
     ax.set_axis_off()
     _key_of_colours(ax, found)
     return ax
@@ -273,7 +273,7 @@ def _draw_row(ax: Axes, row: ScheduleRow, y: float, room: float) -> None:
             ax.barh(y, 1.0, left=left, height=0.8, color=fill)
             words = _figure.cut(said, FONT_POINTS, room)
             look: dict[str, Any] = {"va": "center_baseline", "fontsize": FONT_POINTS}
-            ax.text(left + 0.01, y, _figure._verbatim(words), color=ink(fill), **look)
+            ax.text(left + 0.01, y, _figure.verbatim(words), color=ink(fill), **look)
     if row.mark in ("same", "differs"):
         sign = "=" if row.mark == "same" else "!"
         ax.text(1.05, y, sign, ha="center", va="center", fontsize=FONT_POINTS, color=EDGE)

@@ -193,7 +193,7 @@ def _draw(events: Sequence[HookEvent], ax: Axes | None, title: str) -> Axes:
         top += height + GAP
     if ax is None:
         width = max(2.0 + INCHES_AN_EVENT * len(events), 7.0)
-        ax = _figure._new_figure((width, 2.2 + INCHES_A_LANE * top)).add_subplot()
+        ax = _figure.new_figure((width, 2.2 + INCHES_A_LANE * top)).add_subplot()
     _frame(ax, events, top)
     _draw_depth(ax, events, bottoms["user backward"], deepest)
     for start, stop, phase in _runs([s.phase for s in _states(events)]):
@@ -213,7 +213,7 @@ def _draw(events: Sequence[HookEvent], ax: Axes | None, title: str) -> Axes:
 
 
 def _frame(ax: Axes, events: Sequence[HookEvent], top: float) -> None:
-    names = [f"{_figure._verbatim(event.label)}  {i}" for i, event in enumerate(events, 1)]
+    names = [f"{_figure.verbatim(event.label)}  {i}" for i, event in enumerate(events, 1)]
     tilt: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
     ax.set_xticks(range(1, len(names) + 1), names, fontsize=FONT_POINTS, **tilt)
     ax.set_xlim(1 - SIDE, len(events) + SIDE)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded, wants_graph
-from fzero.errors import DonatedError, explain
 from fzero.homes import add_to
 from fzero.state import NAMESPACE, Buffers, TrainState
+from fzero.state.alive import require_not_donated
 from fzero.state.offload import Home
 
 
@@ -66,20 +66,7 @@ def check_alive(state: TrainState) -> None:
     And `AxisError` if its ranks are not here: a stacked state outside of `simulate`, say.
     """
     state.setup.axis.rank  # noqa: B018 - raises
-    layout = state.setup.layout
-    count = getattr(state.optimizer, "count", None)
-    if isinstance(count, Tensor) and not count.numel():  # parameters may all be empty ones
-        raise DonatedError(_message("optimizer state", layout.groups[0].name))
-    every = tuple(range(len(layout.groups)))
-    held = (
-        ("parameters", state.params, every),
-        ("gradients", state.gradients, layout.trainable),
-        ("gradients", state.window.pending, layout.trainable),
-    )
-    for what, buffers, groups in held:
-        for flat, index in zip(buffers.flats, groups if buffers.flats else (), strict=True):
-            if layout.full_numel(index) and not flat.numel():
-                raise DonatedError(_message(what, layout.groups[index].name))
+    require_not_donated(state)
 
 
 def own_gradients(state: TrainState) -> TrainState:
@@ -108,13 +95,3 @@ def _take(tensor: Any, empties: dict[Any, Tensor]) -> Any:
     alias = tensor.detach()
     empty(tensor, empties[kind])
     return alias
-
-
-def _message(what: str, group: str) -> str:
-    return explain(
-        f"this state was donated: a newer state has the {what} of {group} now.",
-        cause="a state was used again after a step made with shard(..., donate=True), or "
-        "engine.step(), took it.",
-        fix="go on with the state that the step returned, or keep a copy before it: "
-        'optree.tree_map(torch.clone, state, namespace="fzero").',
-    )

@@ -157,21 +157,14 @@ def inference_mode_while_gradients_wait(e: Any, draw: Draw) -> None:
     back(e, draw)
 
 
-@on_ranks(1, 2, timeout_s=30)
+@on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow), timeout_s=30)
 @pytest.mark.parametrize("name", STYLES)
 def test_gradients_and_updates_of_every_style_are_those_of_plain_pytorch(
     rank: int, world_size: int, name: str
 ) -> None:
-    check_program(rank, world_size, *STYLES[name])
-
-
-@on_ranks(3, timeout_s=30)
-@pytest.mark.parametrize("name", STYLES)
-def test_every_style_on_three_ranks_with_a_bucket_for_each_parameter(
-    rank: int, world_size: int, name: str
-) -> None:
-    small = {"bucket_bytes": 8, "contiguous_gradients": False}
-    check_program(rank, world_size, *STYLES[name], **small)
+    """On one rank in one bucket; on several with a bucket for each parameter."""
+    options: Any = {} if world_size == 1 else {"bucket_bytes": 8}
+    check_program(rank, world_size, *STYLES[name], **options)
 
 
 @on_ranks(1, 2)

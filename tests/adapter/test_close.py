@@ -11,7 +11,7 @@ from torch import nn
 
 from fzero.adapter import Engine
 from tests.adapter.nets import Odd, Tied
-from tests.adapter.on_ranks import STAGES, each_stage, on_ranks
+from tests.adapter.on_ranks import each_stage, on_ranks
 from tests.adapter.plain import (
     Draw,
     Reference,
@@ -100,7 +100,7 @@ def cross_entropy(e: Any, draw: Draw) -> None:
 
 @on_ranks(1, 2)
 @each_stage
-@pytest.mark.parametrize("second", STAGES)
+@pytest.mark.parametrize("second", [0, 3])
 def test_a_module_may_have_one_engine_after_another_and_what_was_tied_stays_tied(
     rank: int, world_size: int, stage: int, second: int
 ) -> None:

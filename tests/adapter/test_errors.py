@@ -126,7 +126,7 @@ BROUGHT = {
 EXPECTED = "raised in|second time|(step|coalesce)\\(\\) inside a backward"
 
 
-@on_ranks(1, 2, timeout_s=30)
+@on_ranks(pytest.param(1, marks=pytest.mark.slow), 2, timeout_s=30)
 @each_stage
 @pytest.mark.parametrize(
     ("before", "small"), [("nothing", False), ("reduced", True), ("waiting", True)]

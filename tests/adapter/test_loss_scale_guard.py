@@ -26,7 +26,9 @@ STAGES = (0, 1, 2, 3)
 def test_a_plain_backward_raises_and_changes_nothing(stage: int, scale: Any) -> None:
     engine = Engine(Net(), OPTIMIZERS["adamw"], stage=stage, loss_scale=scale)
     assert engine.needs_scaler()
-    out = loss_of(engine(rows(0, 0, bad=False)))
+    x = rows(0, 0, bad=False).requires_grad_()
+    out = loss_of(engine(x))
+    torch.autograd.grad(out, x, retain_graph=True)  # no parameter gets a gradient by it
     for backward in (out.backward, functools.partial(torch.autograd.backward, [out])):
         with pytest.raises(PhaseError, match=r"without engine\.scale[\s\S]*engine\.backward"):
             backward(retain_graph=True)

@@ -9,13 +9,11 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter import _events
 from tests.adapter.nets import (
     F64,
     Adapted,
@@ -123,11 +121,19 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow), 4, timeout_s=30)
+DIFFER_BY_RANK = (
+    "each rank its own experts",
+    "an expert on some ranks, none on others",
+    "no parameter at all on one rank",
+)
+
+
+@on_ranks(1, 2, *(pytest.param(world_size, marks=pytest.mark.slow) for world_size in (3, 4)))
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_and_updates_of_every_kind_are_those_of_plain_pytorch(
     rank: int, world_size: int, name: str
 ) -> None:
+    """On one rank in one bucket; on several with a bucket for each parameter, and in a window."""
     make, program = KINDS[name]
 
     def in_a_window(e: Any, draw: Draw) -> None:
@@ -135,31 +141,16 @@ def test_gradients_and_updates_of_every_kind_are_those_of_plain_pytorch(
             program(e, draw)
             program(e, draw)
 
-    small = {"bucket_bytes": 8, "contiguous_gradients": False}
-    if world_size != 3:
-        check_program(rank, world_size, make, program, steps=3 if world_size == 2 else 2)
-    if world_size != 4:
-        check_program(rank, world_size, make, program, **small)
-        check_program(rank, world_size, make, in_a_window, **small)
-    if world_size == 2:
+    options: Any = {} if world_size == 1 else {"bucket_bytes": 8}
+    check_program(rank, world_size, make, program, **options)
+    if world_size > 1:
         check_program(rank, world_size, make, in_a_window)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize(
-    "name", ["adapters on a frozen base", "reentrant checkpoints", "checkpoints"]
-)
-def test_without_autograds_callback_backwards_are_counted_and_gradients_are_the_same(
-    rank: int, world_size: int, name: str
-) -> None:
-    def program(e: Any, draw: Draw) -> None:
-        back(e, draw)
-        back(e, draw)
-        losses = [e(draw(2, 3)).square().sum() for _ in range(2)]
-        (losses[0] + losses[1]).backward()
-
-    with mock.patch.object(_events, "autograd_has_callbacks", lambda: False):
-        check_program(rank, world_size, KINDS[name][0], program, bucket_bytes=64)
+@on_ranks(4)
+@pytest.mark.parametrize("name", DIFFER_BY_RANK)
+def test_kinds_that_differ_by_rank_on_four_of_them(rank: int, world_size: int, name: str) -> None:
+    check_program(rank, world_size, *KINDS[name])
 
 
 class Summed(nn.Module):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("gloo")
 
 @each_stage
 def test_any_program_gives_the_gradients_and_updates_of_the_naive_model(stage: int) -> None:
-    assert run_ranks(run_programs, 2, stage, range(stage, 280, 4), timeout_s=100) == [70, 70]
+    assert run_ranks(run_programs, 2, stage, range(stage, 160, 4), timeout_s=100) == [40, 40]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -33,8 +33,8 @@ def test_thousands_of_programs_give_the_gradients_of_the_naive_model(stage: int)
 
 
 def test_the_programs_have_every_event_and_every_kind_of_forward() -> None:
-    events = [event for seed in range(280) for event in draw_program(seed).events]
+    events = [event for seed in range(160) for event in draw_program(seed).events]
     seen = Counter(event.what for event in events)
-    assert seen.keys() == EVENTS.keys() and min(seen.values()) >= 30
+    assert seen.keys() == EVENTS.keys() and min(seen.values()) >= 15
     assert {event.how for event in events if event.what == "forward"} == set(FORWARDS)
     assert draw_program(5) == draw_program(5) != draw_program(6)

@@ -46,7 +46,7 @@ def counted(program: Callable[[], Any]) -> tuple[dict[str, int], int]:
     return reductions(log)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 @each_stage
 @each_kind
 @pytest.mark.parametrize("bucket_bytes", [8, 2**22])
@@ -156,7 +156,7 @@ def test_managed_and_unmanaged_accumulation_update_from_the_sum_or_the_mean(
         same(e.full_parameters(), plain.step(wanted), label="updated")
 
 
-@on_ranks(2, 3)
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 @each_stage
 @pytest.mark.parametrize("bucket_bytes", [8, 2**22])
 def test_accumulation_by_no_sync_costs_one_reduction_at_every_update(

@@ -181,10 +181,9 @@ def _saved(value: Any) -> bytes:
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        (torch.ones(6, dtype=torch.float64), "no 1-D torch.float32"),
-        (torch.ones(2, 3), "no 1-D torch.float32"),
-        (torch.ones(5), "too few elements"),
-        ([torch.ones(6)], "no 1-D torch.float32"),
+        (torch.ones(2, 3), "could not read"),
+        (torch.ones(5), "could not read"),
+        ([torch.ones(6)], "could not read"),
         (_Runs(os.system, "touch here"), "UnpicklingError"),
     ],
 )

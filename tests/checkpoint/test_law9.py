@@ -130,6 +130,8 @@ def _save_each(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
 def _load_each(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for number, path in enumerate(sorted(folder.iterdir())):
+        if (number + size) % 2:  # the ranks of other sizes load it
+            continue
         stage = (number + number // 4) % 4  # in turn: each saved stage is loaded at others
         replicas, over = MESHES[number % 3 + 1]
         into = make(blank(mixed()), stage=stage, replicas=replicas, over=over)
@@ -147,9 +149,12 @@ def test_gloo_ranks_load_what_other_gloo_and_virtual_ranks_saved(tmp_path: Path)
         name = f"virtual ranks, stage {stage}"
         save(tmp_path / name, state)
         saved[name] = first_rank(state)
+    loaded: set[str] = set()
     for size in WORLDS:
         for found in run_ranks(_load_each, size, tmp_path):
-            same(found, saved)
+            same(found, {name: saved[name] for name in found})
+            loaded |= found.keys()
+    assert loaded == saved.keys()
 
 
 def _two_by_two(rank: int, size: int, folder: Path) -> Any:

@@ -101,7 +101,7 @@ def test_a_manifest_that_says_something_else_is_refused(change: Any, tmp_path: P
     state = trained(step, begun(step), 2)
     save(tmp_path, state)
     edit(tmp_path, lambda body: body["origin"].update(change))
-    with pytest.raises(CheckpointError, match="residual"):
+    with pytest.raises(CheckpointError, match=r"the (ranks|residual) of 'origin' is"):
         load(tmp_path, state)
 
 

@@ -6,86 +6,62 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fzero.adapter._engine import Engine
 from fzero.checkpoint import load_with_extra
 from fzero.checkpoint import save as save_to
+from fzero.checkpoint._disk import put_text
 from fzero.checkpoint._driven import options_of, set_options
 from fzero.checkpoint._everywhere import Ranks, first_of
-from fzero.errors import LayoutError, explain
-
-if TYPE_CHECKING:
-    from fzero.adapter.deepspeed._engine import DeepSpeedEngine
 
 PathLike = str | os.PathLike[str]
 _LATEST = "latest"
 
 
 def save(
-    engine: DeepSpeedEngine,
-    folder: PathLike,
-    tag: str | int | None,
-    client_state: Mapping[str, Any],
-    latest: bool,
+    engine: Engine, folder: PathLike, name: str, extra: Mapping[str, Any], *, latest: bool
 ) -> None:
-    """See `DeepSpeedEngine.save_checkpoint`."""
-    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    scheduler = engine.lr_scheduler
-    extra = {
-        "client_state": dict(client_state),
-        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-        "global_steps": engine.global_steps,
-    }
+    """Save to folder / name, and write that name to folder / "latest". A collective."""
     save_to(Path(folder) / name, engine, extra=extra)
     if latest:
-        ranks = Ranks(axis=engine.axis)
-        first_of(ranks, lambda: _write(Path(folder), name), what=f"write {folder}/{_LATEST}")
+        file = Path(folder) / _LATEST
+        first_of(
+            Ranks(axis=engine.axis),
+            lambda: put_text(file, name, through=file.with_suffix(".new")),
+            what=f"write {file}",
+        )
 
 
 def load(
-    engine: DeepSpeedEngine,
-    folder: PathLike,
-    tag: str | int | None,
-    *,
-    strict: bool,
-    optimizer: bool,
-    scheduler: bool,
-    counters: bool,
-) -> tuple[str | None, dict[str, Any] | None]:
-    """See `DeepSpeedEngine.load_checkpoint`."""
-    if not strict:
-        raise LayoutError(
-            explain(
-                "load_checkpoint(load_module_strict=False).",
-                cause="a checkpoint of another model.",
-                fix="load it with strict=True; or take single values: engine.set_full_parameter.",
-            )
-        )
+    engine: Engine, folder: PathLike, tag: str | int | None, *, optimizer: bool, counters: bool
+) -> tuple[str, dict[str, Any]] | None:
+    """Load folder / tag; return its path and its `extra`. A collective.
+
+    tag: None for what folder / "latest" says; without such a file None is returned, with a warning.
+    optimizer: else it stays as it was, and its masters follow the parameters.
+    counters: whether the step and the random generators are loaded.
+    """
     if tag is None:
-        ranks = Ranks(axis=engine.axis)
-        tag = first_of(ranks, lambda: _read(Path(folder)), what=f"read {folder}/{_LATEST}")
+        file = Path(folder) / _LATEST
+        tag = first_of(Ranks(axis=engine.axis), lambda: _read(file), what=f"read {file}")
     if tag is None:
         warnings.warn(
             f"load_checkpoint: there is no file {folder}/{_LATEST}; nothing was loaded.",
             UserWarning,
             stacklevel=3,
         )
-        return None, None
+        return None
     path = Path(folder) / str(tag)
     before, options = engine.state, options_of(engine.optimizer)
     extra = load_with_extra(path, engine, rng=counters)[1]
     if not optimizer:
         _keep_optimizer(engine, before, options, counters)
-    position = extra.get("lr_scheduler")
-    if scheduler and engine.lr_scheduler is not None and position is not None:
-        engine.lr_scheduler.load_state_dict(position)
-    if counters:
-        engine.global_steps = extra.get("global_steps", int(engine.state.step))
-    return str(path), extra.get("client_state", {})
+    return str(path), extra
 
 
 def _keep_optimizer(
-    engine: DeepSpeedEngine, before: Any, options: list[dict[str, Any]], counters: bool
+    engine: Engine, before: Any, options: list[dict[str, Any]], counters: bool
 ) -> None:
     """Take the optimizer back that the engine had; its masters follow the parameters."""
     loaded = engine.state
@@ -96,13 +72,5 @@ def _keep_optimizer(
     set_options(engine.optimizer, options)
 
 
-def _write(folder: Path, name: str) -> None:
-    """Replace the file in one move: a reader finds the old tag or the new one."""
-    new = folder / f"{_LATEST}.new"
-    new.write_text(name)
-    new.replace(folder / _LATEST)
-
-
-def _read(folder: Path) -> str | None:
-    file = folder / _LATEST
+def _read(file: Path) -> str | None:
     return file.read_text().strip() if file.is_file() else None

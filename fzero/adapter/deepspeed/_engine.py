@@ -15,7 +15,7 @@ from fzero.adapter import _boundary as boundary
 from fzero.adapter._engine import Engine
 from fzero.adapter.deepspeed import _checkpoint as checkpoint
 from fzero.adapter.deepspeed._batch import Batch
-from fzero.errors import PhaseError, explain
+from fzero.errors import LayoutError, PhaseError, explain
 
 
 class DeepSpeedEngine(Engine):
@@ -160,7 +160,14 @@ class DeepSpeedEngine(Engine):
         Returns:
             True. What goes wrong is raised, on every rank: see `fzero.checkpoint.save`.
         """
-        checkpoint.save(self, save_dir, tag, client_state or {}, save_latest)
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        scheduler = self.lr_scheduler
+        extra = {
+            "client_state": dict(client_state or {}),
+            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            "global_steps": self.global_steps,
+        }
+        checkpoint.save(self, save_dir, name, extra, latest=save_latest)
         return True
 
     def load_checkpoint(
@@ -190,15 +197,27 @@ class DeepSpeedEngine(Engine):
         Raises:
             CheckpointError, LayoutError: see `fzero.checkpoint.load`.
         """
-        return checkpoint.load(
-            self,
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            counters=not load_module_only,
-        )
+        if not load_module_strict:
+            raise LayoutError(
+                explain(
+                    "load_checkpoint(load_module_strict=False).",
+                    cause="a checkpoint of another model.",
+                    fix="load it with strict=True; or take single values: "
+                    "engine.set_full_parameter.",
+                )
+            )
+        counters = not load_module_only
+        optimizer = load_optimizer_states and counters
+        found = checkpoint.load(self, load_dir, tag, optimizer=optimizer, counters=counters)
+        if found is None:
+            return None, None
+        path, extra = found
+        position = extra.get("lr_scheduler")
+        if load_lr_scheduler_states and counters and None not in (self.lr_scheduler, position):
+            self.lr_scheduler.load_state_dict(position)
+        if counters:
+            self.global_steps = extra.get("global_steps", int(self.state.step))
+        return path, extra.get("client_state", {})
 
     def destroy(self) -> None:
         """Return `close()`."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.optim import Optimizer
 from fzero.adapter._setup import Factory
 from fzero.adapter.deepspeed._kinds import same
 from fzero.adapter.deepspeed._lion import Lion
-from fzero.adapter.deepspeed._read import Problem
+from fzero.adapter.deepspeed._read import Problem, close_to, unknown_params, without_type
 
 _NOT_TORCHS = (
     *("lamb", "muon", "onebitadam", "onebitlamb", "zerooneadam"),
@@ -57,8 +55,7 @@ def described(values: Mapping[str, Any]) -> tuple[Factory | None, list[Problem]]
     """
     name, params = values["optimizer.type"], dict(values["optimizer.params"] or {})
     if name is None:
-        wrong = ["optimizer.params without optimizer.type: name the optimizer."]
-        return None, wrong if values["optimizer.params"] is not None else []
+        return None, without_type("optimizer", values)
     lowered = str(name).lower()
     kind = _CLASSES.get(lowered, lowered)
     problems: list[Problem] = []
@@ -70,13 +67,15 @@ def described(values: Mapping[str, Any]) -> tuple[Factory | None, list[Problem]]
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     } | {"lion": Lion}
     if kind in _NOT_TORCHS or kind not in classes:
-        near = ", ".join(get_close_matches(kind, classes, n=3)) or "nothing"
         return None, [
-            f"optimizer.type = {name!r}: not supported (near: {near}); use one of torch.optim, or "
-            "pass initialize(optimizer=...) a class or a factory."
+            f"optimizer.type = {name!r}: not supported (near: {close_to(kind, classes)}); use one "
+            "of torch.optim, or pass initialize(optimizer=...) a class or a factory."
         ]
     cls = classes[kind]
-    problems += _unknown(params, cls)
+    unknown = unknown_params("optimizer", params, cls, f"torch.optim.{cls.__name__}")
+    for key in unknown.keys() & _FIXES.keys():
+        unknown[key] = f"optimizer.params.{key} = {params[key]!r}: {_FIXES[key]}."
+    problems += unknown.values()
     if problems:
         return None, problems
     factory: Factory = partial(cls, **params)
@@ -123,14 +122,3 @@ def _adam(kind: str, params: dict[str, Any]) -> tuple[str, list[Problem]]:
         ]
         params.setdefault("weight_decay", 0.0)
     return "adamw" if decoupled else "adam", problems
-
-
-def _unknown(params: Mapping[str, Any], cls: type[Optimizer]) -> list[Problem]:
-    known = [x for x in inspect.signature(cls).parameters if x != "params"]
-    problems = []
-    for key, value in params.items():
-        if key not in known:
-            near = ", ".join(get_close_matches(key, known, n=3)) or "nothing"
-            fix = _FIXES.get(key, f"torch.optim.{cls.__name__} does not have it (near: {near})")
-            problems.append(f"optimizer.params.{key} = {value!r}: {fix}.")
-    return problems

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -202,6 +203,31 @@ def near(path: str) -> list[str]:
         named.setdefault(key.rpartition(".")[2], []).append(key)
     close = get_close_matches(last, named, n=3, cutoff=0.6)
     return [key for name in close for key in named[name]][:3]
+
+
+def close_to(word: str, known: Iterable[str]) -> str:
+    """Return what a misspelt word may have been meant to be, in words; "nothing" else."""
+    return ", ".join(get_close_matches(word, known, n=3)) or "nothing"
+
+
+def without_type(section: str, values: Mapping[str, Any]) -> list[Problem]:
+    """Return what is wrong with a section (optimizer, scheduler) that has no type."""
+    params = f"{section}.params"
+    wrong = f"{params} without {section}.type: name the {section}."
+    return [] if values[params] is None else [wrong]
+
+
+def unknown_params(
+    section: str, params: Mapping[str, Any], made: Callable[..., Any], name: str
+) -> dict[str, Problem]:
+    """Return {key: problem} for params that `made`, called `name`, does not take."""
+    known = [x for x in inspect.signature(made).parameters if x not in ("params", "optimizer")]
+    return {
+        key: f"{section}.params.{key} = {value!r}: {name} does not have it "
+        f"(near: {close_to(key, known)})."
+        for key, value in params.items()
+        if key not in known
+    }
 
 
 def _load(given: Any) -> Mapping[str, Any]:

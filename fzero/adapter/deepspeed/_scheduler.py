@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -14,7 +12,13 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fzero.adapter._engine import Engine
-from fzero.adapter.deepspeed._read import Problem, config_error
+from fzero.adapter.deepspeed._read import (
+    Problem,
+    close_to,
+    config_error,
+    unknown_params,
+    without_type,
+)
 from fzero.adapter.deepspeed._schedules import SCHEDULES, ConfiguredSchedule
 from fzero.optim import TorchOptimizer
 
@@ -31,28 +35,21 @@ def described(
     """
     name, params = values["scheduler.type"], dict(values["scheduler.params"] or {})
     if name is None:
-        wrong = ["scheduler.params without scheduler.type: name the scheduler."]
-        return None, wrong if values["scheduler.params"] is not None else []
+        return None, without_type("scheduler", values)
     others = {
         own: cls
         for own, cls in vars(torch.optim.lr_scheduler).items()
         if isinstance(cls, type) and issubclass(cls, LRScheduler)
     }
     if (name not in SCHEDULES and name not in others) or name == "ReduceLROnPlateau":
-        near = ", ".join(get_close_matches(name, [*SCHEDULES, *others], n=3)) or "nothing"
+        near = close_to(name, [*SCHEDULES, *others])
         return None, [
             f"scheduler.type = {name!r}: not supported (near: {near}); pass "
             "initialize(lr_scheduler=...) a torch scheduler, or optimizer -> scheduler."
         ]
     start = params.pop("last_batch_iteration", -1)
     made = SCHEDULES.get(name) or others[name]
-    known = [x for x in inspect.signature(made).parameters if x != "optimizer"]
-    problems = [
-        f"scheduler.params.{key} = {value!r}: {name} does not have it (near: "
-        f"{', '.join(get_close_matches(key, known, n=3)) or 'nothing'})."
-        for key, value in params.items()
-        if key not in known
-    ]
+    problems = [*unknown_params("scheduler", params, made, name).values()]
     if start != -1:
         problems.append(
             f"scheduler.params.last_batch_iteration = {start!r}: leave it out, and load a "

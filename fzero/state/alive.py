@@ -1,0 +1,42 @@
+"""A state that a donating step has used up holds empty tensors: no read of it may go unnoticed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fzero.errors import DonatedError, explain
+from fzero.state.train import TrainState
+
+
+def require_not_donated(state: TrainState) -> None:
+    """Raise `DonatedError` if `state`, or its gradients, was used up by a donating step.
+
+    Args:
+        state: of one rank, or stacked: [W, *t] for each tensor [*t].
+    """
+    layout = state.setup.layout
+    count = getattr(state.optimizer, "count", None)
+    if isinstance(count, Tensor) and not count.numel():  # parameters may all be empty ones
+        raise _donated("optimizer state", layout.groups[0].name)
+    every = tuple(range(len(layout.groups)))
+    held = (
+        ("parameters", state.params, every),
+        ("gradients", state.gradients, layout.trainable),
+        ("gradients", state.window.pending, layout.trainable),
+    )
+    for what, buffers, groups in held:
+        for flat, index in zip(buffers.flats, groups if buffers.flats else (), strict=True):
+            if layout.full_numel(index) and not flat.numel():
+                raise _donated(what, layout.groups[index].name)
+
+
+def _donated(what: str, group: str) -> DonatedError:
+    return DonatedError(
+        explain(
+            f"this state was donated: a newer state has the {what} of {group} now.",
+            cause="a state was used again after a step made with shard(..., donate=True), or "
+            "engine.step(), took it.",
+            fix="go on with the state that the step returned, or keep a copy before it: "
+            'optree.tree_map(torch.clone, state, namespace="fzero").',
+        )
+    )

@@ -47,7 +47,8 @@ test-gpu: $(VENV)/.installed-test
 
 test-torch-2.11 test-torch-newest: test-torch-%:
 	$(MAKE) test-with-torch VENV=.venv-$* TORCH='$(TORCH_$*)' \
-		PYTHON='$(if $(filter file,$(origin PYTHON)),$(or $(PYTHON_$*),$(PYTHON)),$(PYTHON))'
+		PYTHON='$(if $(filter file,$(origin PYTHON)),$(or $(PYTHON_$*),$(PYTHON)),$(PYTHON))' \
+		MAKECMDGOALS='$@'
 
 # Asks pip each time, for what is newest changes. All but torch is as in constraints.txt.
 test-with-torch: | $(BIN)/pip

@@ -96,7 +96,8 @@ class Template:
         memo = self._memo(copies, {**params, **buffers}) if self._deep else {}
         for made, part, mode in zip(copies, self._parts, modes, strict=True):
             state = vars(made)
-            state.update(part.shared)
+            for key, value in part.shared.items():  # torch 2.11 traces no update() of it
+                state[key] = value
             state["training"] = mode
             state["_parameters"] = {k: n and params[n] for k, n in part.parameters.items()}
             state["_buffers"] = {k: n and buffers[n] for k, n in part.buffers.items()}

@@ -95,6 +95,7 @@ def test_an_interrupt_ends_the_virtual_ranks() -> None:
     assert len(ticks) == count < 10**6
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch ends the process there")
 def test_a_trace_on_virtual_ranks_is_refused_and_one_on_one_rank_is_right() -> None:
     def traced(x: Tensor) -> Tensor:
         with pytest.raises(PhaseError, match="inside a trace"):

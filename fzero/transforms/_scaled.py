@@ -116,8 +116,8 @@ def chosen(found: Tensor, old: Any, new: Any) -> Any:
 
 def after_update(state: TrainState, found: Tensor | None) -> dict[str, Any]:
     """Return `step`, `window` and `scale` after an update; a skipped one does not count."""
-    settled = {"window": window.after_update(state.window, found)}
+    changed = {"window": window.after_update(state.window, found)}
     if found is None or state.scale is None:
-        return {"step": state.step + 1, **settled}
+        return {"step": state.step + 1, **changed}
     made = (1 - found).to(state.step.dtype)
-    return {"step": state.step + made, "scale": scale.after_update(state.scale, found), **settled}
+    return {"step": state.step + made, "scale": scale.after_update(state.scale, found), **changed}

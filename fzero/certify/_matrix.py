@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fzero._check import is_count
 from fzero.certify._axes import Cell, Facts, Value, cells_of, chosen
 from fzero.certify._compare import Wanted
 from fzero.certify._cover import covering
@@ -250,7 +251,7 @@ def _said(error: Exception) -> str:
 
 
 def _require_updates(updates: Any) -> None:
-    if isinstance(updates, bool) or not isinstance(updates, int) or updates < 1:
+    if not is_count(updates):
         raise LayoutError(
             explain(
                 f"certify: updates={updates!r}.",

@@ -10,6 +10,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from fzero._check import is_count
 from fzero._modes import in_transform, is_recorded, wants_graph
 from fzero.collectives import told_everywhere
 from fzero.compile._exported import exported_in
@@ -162,7 +163,7 @@ def _require_real_ranks() -> None:
 
 
 def _check(backend: str, max_graphs: int) -> None:
-    bad = [] if type(max_graphs) is int and max_graphs >= 0 else [f"max_graphs={max_graphs!r}"]
+    bad = [] if is_count(max_graphs, 0) else [f"max_graphs={max_graphs!r}"]
     bad += [] if backend in COMPILERS else [f"backend={backend!r}"]
     if bad:
         raise LayoutError(

@@ -12,7 +12,7 @@ import torch
 
 from fzero.errors import LayoutError, explain
 
-FORMAT = "graphs of an fzero step, format 1"
+FORMAT = "graphs of an fzero step, format 2"
 
 
 def write(path: Path, content: dict[str, Any]) -> Path:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fzero._check import is_count
 from fzero.collectives import channel_of
 from fzero.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
 from fzero.compile._segments import Action, actions_of
@@ -45,7 +46,7 @@ class Passes:
 def passes_for(name: str, fn: Any, bucket_bytes: int, gather_bytes: int) -> Passes:
     """Return the passes for a step. Raises `LayoutError` for sizes that are none. `name`: whose."""
     sizes = {"bucket_bytes": bucket_bytes, "gather_bytes": gather_bytes}
-    bad = [f"{key}={x!r}" for key, x in sizes.items() if type(x) is not int or x < 0]
+    bad = [f"{key}={x!r}" for key, x in sizes.items() if not is_count(x, 0)]
     if bad:
         raise LayoutError(
             explain(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fzero._check import is_count
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.plan._config import from_config
 from fzero.plan._record import Plan
@@ -61,7 +62,7 @@ def module_of(model: Any) -> nn.Module:
 
 def check_rank(rank: Any, size: int) -> None:
     """Raise `AxisError` for a rank that is not among `size`."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+    if not is_count(rank, 0) or rank >= size:
         raise AxisError(
             explain(
                 f"plan: rank={rank!r} of {size}.",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from fzero._check import is_positive
 from fzero.errors import LayoutError, explain
 
 
@@ -30,8 +31,7 @@ class Rates:
         """Check it."""
         for field in fields(self):
             value = getattr(self, field.name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < float("inf"):
+            if not is_positive(value):
                 raise LayoutError(
                     explain(
                         f"Rates: {field.name}={value!r}.",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
+from fzero._check import is_positive
 from fzero.errors import LayoutError, explain
 from fzero.plot._lanes import Lane, StepEvent
 from fzero.plot._memory import ops_of
@@ -96,8 +96,8 @@ def step_timeline(
 
 
 def _check(rates: Mapping[str, float], latency_s: float) -> None:
-    wrong = [f"{name}={rate!r}" for name, rate in rates.items() if not _is_rate(rate)]
-    if latency_s != 0 and not _is_rate(latency_s):
+    wrong = [f"{name}={rate!r}" for name, rate in rates.items() if not is_positive(rate)]
+    if latency_s != 0 and not is_positive(latency_s):
         wrong.append(f"latency_s={latency_s!r}")
     if wrong:
         raise LayoutError(
@@ -107,7 +107,3 @@ def _check(rates: Mapping[str, float], latency_s: float) -> None:
                 fix="give bytes, FLOPs or seconds as numbers: link_bytes_per_s=50e9.",
             )
         )
-
-
-def _is_rate(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -115,8 +116,19 @@ def test_sharded_init_that_raises_shards_nothing_that_is_made_later() -> None:
 SIDE = 37
 
 
-def full_weights() -> int:
-    """How many storages of at least one full weight are alive in this process."""
+def full_weights(at_most: int) -> int:
+    """How many storages of at least one full weight are alive in this process.
+
+    A thread of gloo lets go of what it sent a moment after the wait for it is over, later still on
+    a busy machine: more than `at_most` are counted again for two seconds.
+    """
+    give_up = time.monotonic() + 2.0
+    while (count := counted_weights()) > at_most and time.monotonic() < give_up:
+        time.sleep(0.005)
+    return count
+
+
+def counted_weights() -> int:
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
@@ -131,9 +143,9 @@ class Counted(nn.Linear):
         super().__init__(SIDE, SIDE, bias=False)
 
     def reset_parameters(self) -> None:
-        self.seen.append(full_weights())
+        self.seen.append(full_weights(1))
         super().reset_parameters()
-        self.seen.append(full_weights())
+        self.seen.append(full_weights(1))
 
 
 class Stack(nn.Sequential):
@@ -155,16 +167,16 @@ def test_no_rank_ever_holds_more_than_one_full_parameter(rank: int) -> None:
 
 
 def holds_one_full_parameter(rank: int) -> None:
-    before, seen = full_weights(), []
+    before, seen = full_weights(0), []
     layers = made(rank, lambda: Stack(seen))
     assert len(seen) == 10 and max(seen) <= before + 1, f"{seen}, {before} before"
     assert all(isinstance(p, LazyParam) for p in layers.parameters())
-    assert full_weights() == before
+    assert full_weights(0) == before
     engine = Engine(layers, SGD, stage=3)
-    assert full_weights() == before
+    assert full_weights(0) == before
     engine(torch.ones(2, SIDE)).sum().backward()
     engine.step()
-    assert full_weights() == before
+    assert full_weights(0) == before
     seen.clear()
     whole = [Counted(seen) for _ in range(2)]  # the count can see a full weight
     assert max(seen) == before + 2 and len(whole) == 2

@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from ranks import run_ranks
+from ranks import run_groups, run_ranks
 from report import write_report
-from step.measure import CHECKED_STEPS, Plan, find_contestants, measure
+from step.apart import Turn, open_turns
+from step.measure import CHECKED_STEPS, Plan, Row, find_contestants, measure
 from step.models import make_task
 from step.table import BF16_TOLERANCE, LOSS_TOLERANCE, disagreements, markdown
 
@@ -48,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contestants", default="", help="names; default: all")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each contestant")
     parser.add_argument("--warmup", type=int, default=3, help="steps before those")
+    parser.add_argument(
+        "--apart", action="store_true", help="each contestant in processes of its own, in turn"
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder for a Markdown file")
     parser.add_argument("--label", default="", help="at the end of that file's theme")
     return parser
@@ -80,6 +85,26 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     return plans
 
 
+Measured = tuple[list[Row], list[float], list[str]]
+
+
+def _together(plan: Plan) -> Measured:
+    return run_ranks(measure, plan.world_size, plan)
+
+
+def _apart(plan: Plan) -> Measured:
+    contestants, skipped = find_contestants(
+        make_task(plan.model, backwards=plan.backwards), plan.names
+    )
+    store, names = open_turns(), [who.name for who in contestants]
+    turns = [Turn(port=store.port, at=at, count=len(names)) for at in range(len(names))]
+    plans = [
+        replace(plan, names=(name,), turn=turn) for name, turn in zip(names, turns, strict=True)
+    ]
+    measured = run_groups(measure, plan.world_size, [(one,) for one in plans])
+    return [row for rows, _, _ in measured for row in rows], measured[0][1], skipped
+
+
 def main() -> int:
     """Measure every plan of the command line; 1 if any losses disagree."""
     parser = _parser()
@@ -93,7 +118,7 @@ def main() -> int:
     wrong: list[str] = []
     for plan in plans:
         print(f"{plan.model}, W={plan.world_size}, N={plan.backwards} ...", flush=True)
-        rows, reference, skipped = run_ranks(measure, plan.world_size, plan)
+        rows, reference, skipped = (_apart if options.apart else _together)(plan)
         tables.append(markdown(plan, rows, reference))
         tables += [f"Skipped {reason}.\n" for reason in skipped]
         found = disagreements(plan, rows, reference)

@@ -70,10 +70,36 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str 
     Raises:
         torch.multiprocessing.ProcessRaisedException: the first error of any rank.
     """
+    (result,) = run_groups(fn, world_size, [args], backend=backend)
+    return result
+
+
+def run_groups(
+    fn: Callable[..., Any], world_size: int, each: Sequence[Any], *, backend: str = "gloo"
+) -> list[Any]:
+    """Run `fn(*args)` for each of several arguments at once, each on processes of its own.
+
+    Returns:
+        What `fn` returned on rank 0 of each group of processes.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: the first error of any rank; all others end.
+    """
     set_environment(world_size)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_entry, (world_size, backend, folder, fn, args), nprocs=world_size)
-        return pickle.loads((Path(folder) / "result").read_bytes())
+        paths = [Path(folder) / str(at) for at in range(len(each))]
+        groups: list[Any] = []
+        try:
+            for path, args in zip(paths, each, strict=True):
+                path.mkdir()
+                given = world_size, backend, str(path), fn, args
+                groups.append(mp.spawn(_entry, given, nprocs=world_size, join=False))
+            while not all([group.join(timeout=0.2) for group in groups]):
+                pass
+        finally:
+            for process in (one for group in groups for one in group.processes):
+                process.kill()
+        return [pickle.loads((path / "result").read_bytes()) for path in paths]
 
 
 def _entry(

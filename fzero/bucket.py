@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fzero.homes import lent
@@ -51,30 +52,48 @@ class Bucket:
         """Whether any leaf has, or anything has waited."""
         return bool(self._gradients) or self._waited is not None
 
-    def take(self, written: set[int] | None = None, *, to_write: bool = False) -> Tensor | None:
+    def take(self, written: set[int] | None = None) -> Tensor | None:
         """Return [W l], and forget it; None if there is nothing.
 
-        Autograd may hand out one memory for two parameters, in views of it. So a gradient that is
-        not packed is copied if it is to be written to while the backward runs (`to_write`); or, if
-        that is later, the second one in the same memory (`written`: where the others are).
+        Autograd may hand out one memory for two parameters, in views of it. So where gradients are
+        written to later, the second one in the same memory is copied: `written` says where the
+        others are.
         """
-        gradients, self._gradients = self._gradients, {}
-        flat, self._flat, self._views = self._flat, None, []
-        waited, self._waited = self._waited, None
-        if gradients and flat is None:
-            count = len(self.layout.groups[self.index].leaves)
-            flat = pack_copied(self.layout, self.index, [gradients.get(i) for i in range(count)])
-            is_view = to_write and _is_view(flat, gradients.popitem()[1])
-            if (is_view and waited is None) or (written is not None and _is_shared(flat, written)):
+        gradients, flat, waited = self._emptied()
+        if gradients is not None:
+            flat = pack_copied(self.layout, self.index, gradients)
+            if written is not None and _is_shared(flat, written):
                 flat = flat.clone()
         if flat is None or waited is None:
             return waited if flat is None else flat
         return lent(waited, flat.device) + flat
 
+    def take_over(self, divisor: float) -> Tensor | None:
+        """Return [W l] / divisor, and forget it: in memory of its own, which may be written to.
 
-def _is_view(flat: Tensor, gradient: Tensor) -> bool:
-    """Whether nothing was packed: `flat` is the memory of the gradient itself."""
-    return flat.untyped_storage()._cdata == gradient.untyped_storage()._cdata
+        The rest of the backward may still read the memory of what it has brought. The division is
+        made as gradients are copied, for a pass over memory of its own would cost as much again.
+        """
+        gradients, flat, waited = self._emptied()
+        if gradients is not None:
+            flat = pack_copied(self.layout, self.index, gradients, divisor=divisor)
+        elif flat is not None and divisor != 1.0:
+            flat.div_(divisor)
+        if waited is None:
+            return flat
+        if flat is None:
+            return waited / divisor
+        return torch.add(flat, lent(waited, flat.device), alpha=1 / divisor)
+
+    def _emptied(self) -> tuple[list[Tensor | None] | None, Tensor | None, Tensor | None]:
+        """Return, and forget: what is to be packed, or the buffer that was filled; what waited."""
+        gradients, self._gradients = self._gradients, {}
+        flat, self._flat, self._views = self._flat, None, []
+        waited, self._waited = self._waited, None
+        if not gradients or flat is not None:
+            return None, flat, waited
+        count = len(self.layout.groups[self.index].leaves)
+        return [gradients.get(i) for i in range(count)], None, waited
 
 
 def _is_shared(flat: Tensor, written: set[int]) -> bool:

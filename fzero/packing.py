@@ -100,17 +100,20 @@ def part_of(flat: Tensor, held: Part, wanted: Part) -> Tensor:
     return shard_of(flat, count, wanted.index % count)
 
 
-def pack_copied(layout: Layout, index: int, tensors: Sequence[Tensor | None]) -> Tensor:
+def pack_copied(
+    layout: Layout, index: int, tensors: Sequence[Tensor | None], *, divisor: float | None = None
+) -> Tensor:
     """`pack` in one pass over memory, outside of autograd; None stands for zeros.
 
-    Gradients of matrices arrive transposed: concatenating them would copy them twice.
+    Gradients of matrices may arrive transposed: concatenating them would copy them twice. With a
+    `divisor` the flat is new memory, also of a group that is not copied otherwise.
     """
     group = layout.groups[index]
     like = next(t for t in tensors if t is not None)
     if len(tensors) == 1 and like.numel() == layout.full_numel(index):
-        return like.reshape(-1)
+        return like.reshape(-1) if divisor is None else like.reshape(-1) / divisor
     given = [t for t in tensors if t is not None and t.is_contiguous()]
-    if len(given) == len(tensors):
+    if len(given) == len(tensors) and divisor in (None, 1.0):
         return pack(layout, index, given)
     flat = like.new_empty(layout.full_numel(index))
     end = 0
@@ -120,7 +123,9 @@ def pack_copied(layout: Layout, index: int, tensors: Sequence[Tensor | None]) ->
         if tensor is None:
             flat[offset:end].zero_()
         else:
-            flat[offset:end].view(tensor.shape).copy_(tensor)
+            copied = flat[offset:end].view(tensor.shape).copy_(tensor)
+            if divisor is not None:  # while it is in the processor's cache
+                copied.div_(divisor)
     flat[end:].zero_()
     return flat
 

@@ -5,7 +5,7 @@
       it may start                  reduce-scatter (or all-reduce), at most two at a time; of
                                     int8 blocks an all-to-all, and the sum is made here
       it is over                    on a mesh of two dims: then across replicas, beside the next one
-    all of it is over             / W -> means, in the dtype in which gradients add up
+    all of it is over             / W, unless packing did -> means, in the dtype of their sums
 
 A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
 together. The `Sequencer` says which one may start, in one order on every rank, so ranks may use
@@ -127,10 +127,7 @@ class Reducer:
         setup, sharded = self.setups[state], self.is_bounded(unit)
         while sharded and len(self._flights) >= IN_FLIGHT:
             self._wait_for_oldest()
-        groups = [self._groups[state][i] for i in indices]
-        taken = [group.take(to_write=not sharded) if mine else None for group in groups]
-        pairs = zip(indices, taken, strict=True)
-        local = [self._sent(state, i, x, mine=mine) for i, x in pairs]
+        local = [self._sent(state, i, mine=mine) for i in indices]
         ordered = setup.reduction.ordered
         with about(lambda: setup.layout.paths(indices)):
             if setup.quantizes_gradients:
@@ -143,9 +140,10 @@ class Reducer:
         if not setup.reduction.overlap:
             self.wait_all()
 
-    def _sent(self, state: int, index: int, gradient: Tensor | None, *, mine: bool) -> Tensor:
-        """What this rank puts on the wire for one group; None for zeros."""
+    def _sent(self, state: int, index: int, *, mine: bool) -> Tensor:
+        """What this rank puts on the wire for one group; zeros if it is not `mine`, or not there."""
         setup, feedback, device = self.setups[state], self.feedback[state], self._devices[state]
+        gradient = self._taken(state, index) if mine else None
         if gradient is not None:
             gradient = lent(gradient, device)
         if feedback is not None:
@@ -154,6 +152,12 @@ class Reducer:
             return setup.sent(index, gradient)
         dtype = setup.communication_dtype(index)
         return torch.zeros(setup.layout.full_numel(index), dtype=dtype, device=device)
+
+    def _taken(self, state: int, index: int) -> Tensor | None:
+        setup, group = self.setups[state], self._groups[state][index]
+        if setup.gradients is Placement.REPLICATED:  # summed in place
+            return group.take_over(setup.divides_first(index))
+        return group.take()
 
     def _wait_for_oldest(self) -> None:
         """Wait for the oldest reduction; across the replicas it goes on beside the next one."""
@@ -182,7 +186,9 @@ class Reducer:
         means, setup, feedback = self.means[state], self.setups[state], self.feedback[state]
         for index, got in zip(indices, flight.wait(), strict=True):
             summed = got if feedback is None else feedback.summed(index, got)
-            mean = summed.to(setup.accumulate_dtype(index)).div_(setup.divisor)
+            mean = summed.to(setup.accumulate_dtype(index))
+            if (divisor := setup.divides_last(index)) != 1.0:
+                mean.div_(divisor)
             if index in means:
                 add_to(means[index], mean)
             else:

@@ -172,6 +172,10 @@ def test_unflatten_and_flatten_are_adjoint_and_the_fast_ways_agree(
         apart: list[Any] = unpack(layout, index, flat.detach())
         same(pack(layout, index, apart), flat)
         same(pack_copied(layout, index, apart), flat)
+        divided = pack_copied(layout, index, apart, divisor=4.0)
+        same(divided, flat / 4)
+        memories = {x.untyped_storage().data_ptr() for x in apart if x.numel()}
+        assert divided.untyped_storage().data_ptr() not in memories
         dys = [integers(x.shape, i, x.dtype) for i, x in enumerate(apart)]
         want = pack(layout, index, dys)
         by = flat.detach().clone().view(input_shape(layout, index)).requires_grad_()

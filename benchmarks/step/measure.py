@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from step.adapter_contestants import adapter_contestants
+from step.apart import BURST, Turn, Turns, alone
 from step.contestants import Contestant, Setup, Step, adamw, torch_contestants
 from step.count import CollectiveCounter, Memory, Traffic, loopback_bytes, measure_memory
 from step.deepspeed_contestants import deepspeed_contestants, is_installed
@@ -33,11 +35,12 @@ class Plan:
     rounds: int
     warmup: int
     names: tuple[str, ...]  # contestants to take; all of them if empty
+    turn: Turn | None = None  # of the one contestant in these processes; None: all are in them
 
     @property
     def steps(self) -> int:
         """Optimizer steps of every contestant, the counted one included."""
-        return _MEMORY_STEPS + self.warmup + self.rounds + 1
+        return _MEMORY_STEPS + self.warmup + self.rounds * (1 if self.turn is None else 1 + BURST) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,10 +172,16 @@ def measure(plan: Plan) -> tuple[list[Row], list[float], list[str]]:
     dist.barrier()
     built = [_build(contestant, setup, plan.steps) for contestant in contestants]
     runners = {who.name: runner for who, (runner, _) in zip(contestants, built, strict=True)}
-    times = interleave(runners, rounds=plan.rounds, warmup=plan.warmup)
+    turns = None if plan.turn is None else Turns(plan.turn)
+    if turns is None:
+        times = interleave(runners, rounds=plan.rounds, warmup=plan.warmup)
+    else:
+        (name,) = runners
+        times = {name: alone(runners[name], turns, rounds=plan.rounds, warmup=plan.warmup)}
     rows: list[Row] = []
     for contestant, (runner, memory) in zip(contestants, built, strict=True):
-        traffic, moved = _count(runner)
+        with turns or nullcontext():  # the loopback is everybody's
+            traffic, moved = _count(runner)
         rows.append(
             Row(
                 contestant=contestant.name,

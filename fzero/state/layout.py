@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -75,18 +75,20 @@ class Layout:
     groups: tuple[Group, ...]
     ranks: int
 
-    @property
-    def units(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of each unit: what is gathered, and reduced, together. By their names."""
+    units: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    """The groups of each unit: what is gathered, and reduced, together. By their names."""
+
+    trainable: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Indices of the groups that have gradients and optimizer state."""
+
+    def __post_init__(self) -> None:
+        """Note what every step asks for."""
         found: dict[str, list[int]] = {}
         for i, group in enumerate(self.groups):
             found.setdefault(group.name, []).append(i)
-        return tuple(map(tuple, found.values()))
-
-    @property
-    def trainable(self) -> tuple[int, ...]:
-        """Indices of the groups that have gradients and optimizer state."""
-        return tuple(i for i, group in enumerate(self.groups) if group.trainable)
+        object.__setattr__(self, "units", tuple(map(tuple, found.values())))
+        learning = tuple(i for i, group in enumerate(self.groups) if group.trainable)
+        object.__setattr__(self, "trainable", learning)
 
     def paths(self, indices: Iterable[int]) -> list[tuple[str, ...]]:
         """Return the paths of the leaves of each of these groups that is not empty."""

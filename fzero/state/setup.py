@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
@@ -198,6 +199,22 @@ class Setup:
             return 1.0
         ranks = self.axis.size if self.reduction.reduce_op == "mean" else 1
         return ranks / self.reduction.gradient_predivide_factor
+
+    def divides_first(self, index: int) -> float:
+        """What a gradient of group `index` is divided by before the sum, as it is copied.
+
+        Where gradients are summed in place, they are copied anyway, and the division is free there.
+        It gives the same bits as after the sum if it is by a power of two, but in fp16, where small
+        gradients would be lost. Otherwise 1.0.
+        """
+        dtypes = self.layout.groups[index].dtype, self.communication_dtype(index)
+        free = self.gradients is Placement.REPLICATED and not self.quantizes_gradients
+        exact = math.frexp(self.divisor)[0] == 0.5 and torch.float16 not in dtypes
+        return self.divisor if free and exact else 1.0
+
+    def divides_last(self, index: int) -> float:
+        """What is left of the `divisor` for the sum."""
+        return self.divisor / self.divides_first(index)
 
     @property
     def quantizes_gradients(self) -> bool:

@@ -34,7 +34,7 @@ def take_over(tree: Any) -> Any:
     Every state that shares the old tensor objects is used up by this: `check_alive` raises for
     it, and no read of it can see memory that changes under it. Copies (`torch.clone`) live on.
     """
-    empties: dict[Any, Tensor] = {}
+    empties: dict[Any, Any] = {}
     with torch.no_grad():
         return optree.tree_map(lambda leaf: _take(leaf, empties), tree, namespace=NAMESPACE)
 
@@ -86,12 +86,12 @@ def empty(tensor: Tensor, nothing: Any) -> None:
         tensor.set_(nothing)
 
 
-def _take(tensor: Any, empties: dict[Any, Tensor]) -> Any:
+def _take(tensor: Any, empties: dict[Any, Any]) -> Any:
     if not isinstance(tensor, Tensor) or not tensor.numel():
         return tensor
     kind = (tensor.dtype, tensor.device)
     if kind not in empties:
         empties[kind] = tensor.new_empty(0)
     alias = tensor.detach()
-    empty(tensor, empties[kind])
+    tensor.set_(empties[kind])
     return alias

@@ -84,8 +84,6 @@ def reduce_window(state: TrainState) -> TrainState:
     if needs_func(flats) or any(flat.requires_grad for flat in flats):
         means = mean_of(state.setup, [lent(flat, state.device) for flat in flats])
     else:
-        if not owned and state.setup.gradients is Placement.REPLICATED:
-            flats = [flat.clone() for flat in flats]  # they are reduced where they stand
         local = dict(zip(state.setup.layout.trainable, flats, strict=False))
         del flats, pending  # a bucket is freed when it is reduced
         state, found = reduced(state, local)

@@ -69,6 +69,23 @@ def test_a_factor_of_the_number_of_ranks_keeps_an_fp16_sum_from_overflowing(
     each_rank(body, 2)
 
 
+def tiny(rank: int, step: int) -> Batch:
+    return signs(2.0**-24)  # nothing smaller is a number in fp16
+
+
+@DRIVERS
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_mean_loses_no_small_fp16_gradient(driver: Any, stage: int) -> None:
+    def body(rank: int) -> Tensor:
+        half: Any = {"communication_dtype": torch.float16}
+        found = fzero.gradients(with_gradients(driver, rank, tiny, stage, **half))
+        for path in USED:
+            assert torch.equal(found[path], tiny(0, 0)[path]), path
+        return torch.zeros(())
+
+    each_rank(body, 2)
+
+
 @DRIVERS
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dtype(

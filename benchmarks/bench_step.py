@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ranks import run_groups, run_ranks
 from report import write_report
-from step.apart import Turn, open_turns
+from step.apart import BURST, Turn, open_turns
 from step.measure import CHECKED_STEPS, Plan, Row, find_contestants, measure
 from step.models import make_task
 from step.table import BF16_TOLERANCE, LOSS_TOLERANCE, disagreements, markdown
@@ -31,14 +31,16 @@ to the fastest peer that agrees on both: of the medians, its name, and of the be
 other work on the machine disturbs less). AR, AG, RS, A2A, BC: all-reduce, all-gather,
 reduce-scatter, all-to-all, broadcast, in one step of one rank, with the bytes of the full buffers;
 fzero on gloo gathers by W broadcasts and reduce-scatters by single sends, and its ranks tell each
-other what they are about to do (AG of a few bytes, a constant number of them). "Ring" is what these
-must send at least (2P(W-1)/W for an all-reduce of P bytes, P(W-1)/W for the others), "loopback"
-what the machine sent, other programs included. Resident bytes are what model, gradients and
+other what they are about to do (A2A of a few bytes, a constant number of them; AG in files before
+2026-11-23). "Ring" is what these must send at least (2P(W-1)/W for an all-reduce of P bytes,
+P(W-1)/W for the others), "loopback" what the machine sent, other programs included. Resident bytes
+are what model, gradients and
 optimizer hold after a step, peak bytes the most that was alive after any operation of a step, on
 the fullest rank; what a kernel or gloo allocates for itself is not seen. "Loss error" is the
 largest relative difference from one process that has all the data, over {CHECKED_STEPS} steps
 (allowed: {LOSS_TOLERANCE:.0e}; in bfloat16 {BF16_TOLERANCE:.0e}). `plain` does not communicate: it
-shows what the arithmetic costs.
+shows what the arithmetic costs. With --apart each contestant has processes of its own, and a time
+is the mean of {BURST} steps in a row.
 """
 
 

@@ -141,7 +141,7 @@ class Reducer:
             self.wait_all()
 
     def _sent(self, state: int, index: int, *, mine: bool) -> Tensor:
-        """What this rank puts on the wire for one group; zeros if it is not `mine`, or not there."""
+        """What this rank puts on the wire for one group: zeros if it is not `mine`, or none."""
         setup, feedback, device = self.setups[state], self.feedback[state], self._devices[state]
         gradient = self._taken(state, index) if mine else None
         if gradient is not None:

@@ -40,7 +40,9 @@ class Plan:
     @property
     def steps(self) -> int:
         """Optimizer steps of every contestant, the counted one included."""
-        return _MEMORY_STEPS + self.warmup + self.rounds * (1 if self.turn is None else 1 + BURST) + 1
+        return (
+            _MEMORY_STEPS + self.warmup + self.rounds * (1 if self.turn is None else 1 + BURST) + 1
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

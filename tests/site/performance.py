@@ -60,10 +60,10 @@ def tables() -> str:
 
 
 def glance(steps: Sequence[Measured]) -> str:
-    """Return fzero over the fastest peer, of the largest tables of the newest day."""
+    """Return fzero over the fastest peer: of the newest day that has it, of its largest table."""
     found: dict[tuple[str, str, str], dict[str, str]] = {}
-    newest = [one for one in steps if one.date == max(step.date for step in steps)]
-    for one in sorted(newest, key=lambda one: -len(one.rows)):
+    largest = sorted(steps, key=lambda one: -len(one.rows))
+    for one in sorted(largest, key=lambda one: one.date, reverse=True):
         at = re.fullmatch(r"(\w+), W=(\d+), N=1", one.heading)
         if at is None:
             continue

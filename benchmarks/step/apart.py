@@ -52,8 +52,10 @@ class Turns:
         self._store.wait([f"{self._round}/{self._turn.at}"])
         dist.barrier()
 
-    def __exit__(self, *_: object) -> None:
-        """Hand it on, once every rank has come."""
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Hand it on, once every rank has come; after an error nobody goes on."""
+        if error is not None:
+            return
         dist.barrier()
         self._round += 1
         following = self._turn.at + 1

@@ -1,6 +1,6 @@
 """How the ranks of an axis agree on what comes next: short rounds over a CPU group of fzero's own.
 
-A round is one small all_gather: every rank posts one `Message`, and gets those of all ranks. Ranks
+A round is one small all_to_all: every rank posts one `Message`, and gets those of all ranks. Ranks
 that announce the same pass or the same call go on without asking each other again until it ends:
 so a step costs a constant number of rounds. Ranks that announce different things raise, or serve
 each other, collective by collective, until they announce the same again.

@@ -162,7 +162,7 @@ def begin_exchange(
 
     Virtual ranks share it. `axis` is one of fzero's own, over gloo: so no rank waits for its GPU.
     `said` is for logs: what this rank says, in words. An all_gather of gloo goes around a ring, one
-    rank after the other; an all_to_all sends to all at once, and takes about half the time.
+    rank after the other; an all_to_all sends to all at once.
     """
     filled = [*codes, *(0 for _ in range(width - len(codes)))]
     if axis.runtime is Runtime.LOCAL:

@@ -183,6 +183,7 @@ def test_what_is_measured_on_ranks_has_collectives_and_no_waits_in_compute(rank:
     computed = [event.name for event in timeline.events if event.lane == "compute"]
     collectives = [event.name for event in timeline.events if event.lane == "collectives"]
     assert set(collectives) == {"all_to_all", "broadcast", "send", "recv"}  # of gloo
+    assert collectives.count("all_to_all") >= 2  # the exchanges
     assert "relu" in computed and computed.count("mm") >= 3
     assert not {"t", "view", "empty", "detach"} & set(computed)
     assert all(0 <= e.start_s <= e.end_s <= timeline.total_s for e in timeline.events)

@@ -44,9 +44,13 @@ def set_environment(world_size: int) -> None:
 
     One thread per rank, or W ranks fight for the cores; loopback only, so that gloo does not
     pick an address it cannot reach; LOCAL_SIZE is where DeepSpeed's CPU accelerator looks for
-    the number of its devices.
+    the number of its devices. Memory that is freed stays in the heap: glibc hands it back beyond
+    twice the largest block that was ever freed, so that DDP, which frees one of 25 MiB when it
+    builds its buckets anew, spares itself the page faults that others then have in each step.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["LOCAL_SIZE"] = str(world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)

@@ -67,16 +67,29 @@ def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     if len(leaves) == 1 and leaves[0].numel == layout.full_numel(index):
         same = tuple(flat.shape) == leaves[0].shape  # a view of it would cost a copy in backward
         return [flat if same else flat.view(leaves[0].shape)]
-    sizes, wanted, end = [], [], 0
-    for leaf, offset in zip(leaves, group.offsets, strict=True):
+    return _cut(layout, index, flat)[0]
+
+
+def _cut(layout: Layout, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Cut the flat buffer of group `index` by one split: its leaves, and what pads them."""
+    group = layout.groups[index]
+    sizes, is_leaf, end = [], [], 0
+    for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+        numel = layout.leaves[leaf].numel
         if offset > end:
             sizes.append(offset - end)
-        wanted.append(len(sizes))
-        sizes.append(leaf.numel)
-        end = offset + leaf.numel
-    sizes.append(flat.numel() - end)
+            is_leaf.append(False)
+        sizes.append(numel)
+        is_leaf.append(True)
+        end = offset + numel
+    if flat.numel() > end:
+        sizes.append(flat.numel() - end)
+        is_leaf.append(False)
     pieces = flat.split(sizes)
-    return [pieces[i].view(leaf.shape) for i, leaf in zip(wanted, leaves, strict=True)]
+    parts = [piece for piece, kept in zip(pieces, is_leaf, strict=True) if kept]
+    padding = [piece for piece, kept in zip(pieces, is_leaf, strict=True) if not kept]
+    shapes = (layout.leaves[leaf].shape for leaf in group.leaves)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], padding
 
 
 def shard_of(full: Tensor, ranks: int, rank: int) -> Tensor:
@@ -108,25 +121,26 @@ def pack_copied(
     Gradients of matrices may arrive transposed: concatenating them would copy them twice. With a
     `divisor` the flat is new memory, also of a group that is not copied otherwise.
     """
-    group = layout.groups[index]
     like = next(t for t in tensors if t is not None)
-    if len(tensors) == 1 and like.numel() == layout.full_numel(index):
-        return like.reshape(-1) if divisor is None else like.reshape(-1) / divisor
+    alone = len(tensors) == 1 and like.numel() == layout.full_numel(index)
+    if alone and divisor is None:
+        return like.reshape(-1)
     given = [t for t in tensors if t is not None and t.is_contiguous()]
-    if len(given) == len(tensors) and divisor in (None, 1.0):
+    if len(given) == len(tensors) and divisor in (None, 1.0) and not alone:
         return pack(layout, index, given)
     flat = like.new_empty(layout.full_numel(index))
-    end = 0
-    for leaf, offset, tensor in zip(group.leaves, group.offsets, tensors, strict=True):
-        flat[end:offset].zero_()
-        end = offset + layout.leaves[leaf].numel
+    leaves, padding = _cut(layout, index, flat)
+    for piece in padding:
+        piece.zero_()
+    for leaf, tensor in zip(leaves, tensors, strict=True):
         if tensor is None:
-            flat[offset:end].zero_()
-        else:
-            copied = flat[offset:end].view(tensor.shape).copy_(tensor)
-            if divisor is not None:  # while it is in the processor's cache
-                copied.div_(divisor)
-    flat[end:].zero_()
+            leaf.zero_()
+        elif divisor in (None, 1.0):
+            leaf.copy_(tensor)
+        elif tensor.is_contiguous():
+            torch.div(tensor, divisor, out=leaf)
+        else:  # only a copy transposes fast; then divided while it is in the processor's cache
+            leaf.copy_(tensor).div_(divisor)
     return flat
 
 

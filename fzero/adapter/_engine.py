@@ -30,7 +30,7 @@ from fzero.state import HookState, OptimizerOver, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
-from fzero.transforms._options import BUCKET_BYTES, WireOptions
+from fzero.transforms._options import WireOptions
 from fzero.transforms.scale_loss import Scale
 
 
@@ -62,7 +62,8 @@ class Engine(Access, Scaling):
             is not stepped. `engine.step()` runs it; `optimizer.step()` alone raises.
         stage: 0, 1, 2 or 3.
         mesh, optimizer_over: as for `fzero.init`.
-        bucket_bytes: below stage 3, the size up to which parameters share a collective.
+        bucket_bytes: below stage 3, the size up to which parameters share a collective;
+            default 8 MiB at stage 0, 4 MiB at stages 1 and 2.
         contiguous_gradients: copy each gradient into its bucket as it comes.
         overlap: reduce beside the backward.
         ordered: sum in rank order on every backend.
@@ -118,7 +119,7 @@ class Engine(Access, Scaling):
         stage: int,
         mesh: MeshLike = None,
         optimizer_over: OptimizerOver = "shard",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         contiguous_gradients: bool = False,
         overlap: bool = True,
         ordered: bool = False,

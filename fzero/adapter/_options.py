@@ -44,7 +44,7 @@ class Options:
     updating: Updating
     reduction: Reduction
     gathering: Gathering
-    bucket_bytes: int
+    bucket_bytes: int | None
     persistence_threshold_numel: int
     leaf_modules: LeafSpec | None
     autocast: Autocast | torch.dtype | None

@@ -17,9 +17,11 @@ from fzero.state import NAMESPACE, Gathering, OptimizerOver, ReduceOp, Reduction
 Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
 """A ZeRO stage, or a pytree of stages: one for each model."""
 
-BUCKET_BYTES = 4 * 2**20
-"""Default bucket of stages 0 to 2: large enough that latency does not count on gloo, small
-enough that a large layer is a bucket of its own and is never copied (see benchmarks/)."""
+BUCKET_BYTES = {0: 8 * 2**20, 1: 4 * 2**20, 2: 4 * 2**20}
+"""Default bucket of a stage: large enough that latency does not count on gloo. At stages 1 and 2
+memory beyond this rank's part of the gradients is a few buckets, and a large layer is one of its
+own, which is never copied; at stage 0 a bucket is summed where its gradients stay, so that a larger
+one takes no more of it (see benchmarks/)."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -30,7 +32,7 @@ class _Placing(TypedDict, total=False):
     reshard_after_forward: Reshard
     units: Callable[[str], str]
     trainable: Callable[[str], bool] | None
-    bucket_bytes: int
+    bucket_bytes: int | None
     ordered: bool
 
 
@@ -56,7 +58,7 @@ class Chosen(NamedTuple):
     optimizer_over: OptimizerOver
     units: Callable[[str], str]
     trainable: Callable[[str], bool] | None
-    bucket_bytes: int
+    bucket_bytes: int | None
     reduction: Reduction
     gathering: Gathering
 
@@ -68,7 +70,7 @@ def check_options(
     reshard_after_forward: Reshard = True,
     units: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     quantized_weights: bool = False,
     **reducing: Any,
 ) -> Chosen:
@@ -133,10 +135,18 @@ def check_optimizer_over(ranks: Any) -> OptimizerOver:
     return ranks
 
 
-def check_bucket(bucket_bytes: Any) -> int:
-    """Return a size in bytes; raise `LayoutError` for what is no positive integer."""
-    require("bucket_bytes", bucket_bytes, is_count, f"bytes, e.g. the default {BUCKET_BYTES}")
+def check_bucket(bucket_bytes: Any) -> int | None:
+    """Return a size in bytes, or None; raise `LayoutError` for what is no positive integer."""
+    usual = ", ".join(f"{size} at stage {stage}" for stage, size in BUCKET_BYTES.items())
+    wanted = f"bytes, or None for the default ({usual})"
+    require("bucket_bytes", bucket_bytes, lambda x: x is None or is_count(x), wanted)
     return bucket_bytes
+
+
+def bucket_at(stage: int, bucket_bytes: int | None) -> int | None:
+    """Return the bucket of a stage; None at stage 3, where leaves cross ranks unit by unit."""
+    usual = BUCKET_BYTES.get(stage)
+    return usual and (bucket_bytes or usual)
 
 
 def check_reduction(reduction: Reduction) -> Reduction:

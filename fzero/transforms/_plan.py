@@ -17,7 +17,7 @@ from fzero.partition import named_leaves, plan_layout
 from fzero.state import Gathering, Layout, OptimizerOver, Reduction, Setup
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, owners_of
-from fzero.transforms._options import check_quantized
+from fzero.transforms._options import bucket_at, check_quantized
 from fzero.virtual import is_abstract
 
 COMPARED = "the layout of the parameters"
@@ -32,7 +32,7 @@ def plan(
     axis: Axis,
     units: Callable[[str], str],
     trainable: Callable[[str], bool] | None,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     reduction: Reduction,
     gathering: Gathering,
     autocast: Autocast | None = None,
@@ -59,7 +59,7 @@ def plan(
             replicas=axis.replicas.size,
             # A rule that needs whole leaves may run at stage 0, and wants a group for each.
             grouped=_travels(axis, offload) and (stage > 0 or chosen.elementwise),
-            bucket_bytes=None if stage == 3 else bucket_bytes,
+            bucket_bytes=bucket_at(stage, bucket_bytes),
             unit=_apart(units, small) if small else units,
             trainable=trainable,
             kind=chosen.group_of,

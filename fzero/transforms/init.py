@@ -124,7 +124,8 @@ def init(
             over. "window": they stay over a coalescing window.
         units: path -> name of the stage-3 unit it is gathered with.
         trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
-        bucket_bytes: stages 0 to 2, the size in bytes up to which leaves share a collective.
+        bucket_bytes: stages 0 to 2, the size in bytes up to which leaves share a collective;
+            default 8 MiB at stage 0, 4 MiB at stages 1 and 2.
         ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
         accumulate_dtype: in which gradients add up, and are held; default fp32 for 16-bit
             parameters, else their own.

@@ -17,7 +17,6 @@ from fzero.state import Reduction, TrainState
 from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._models import stages_of
 from fzero.transforms._options import (
-    BUCKET_BYTES,
     InitOptions,
     Stages,
     check_options,
@@ -136,7 +135,7 @@ def shard(
 
 _DEFAULTS = {
     "reshard_after_forward": True,
-    "bucket_bytes": BUCKET_BYTES,
+    "bucket_bytes": None,
     "optimizer_over": "shard",
     "quantized_weights": False,
     **asdict(Reduction()),

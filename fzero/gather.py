@@ -47,6 +47,7 @@ class Gatherer:
             self.add(layout, axis)
         self.held: dict[int, FullUnit] = {}
         self.kept: set[int] = set()  # units that no plan frees
+        self.keeps = False  # what is gathered in a pass is kept; set by its sequencer
         self.casts: torch.dtype | None = None
         self.rounds = False
         self.changes = 0
@@ -230,6 +231,7 @@ class Gatherer:
 
     def start(self, unit: int) -> None:
         """Start to gather a unit, unless it is whole or on the way. A collective."""
+        self.kept.update([unit] if self.keeps else [])
         if unit not in self.held and unit not in self._flights:
             self._flights[unit] = self._started(unit, exact=not self.rounds)
 
@@ -274,8 +276,9 @@ class Gatherer:
 
     def take_part(self, unit: int, *, keep: bool, exact: bool) -> None:
         """Gather a unit because a rank asks for it; `keep` it, or drop it."""
+        self.kept.update([unit] if self.keeps else [])
         flight = self._started(unit, exact=exact)
-        if keep and unit not in self.held:
+        if (keep or self.keeps) and unit not in self.held:
             self._flights[unit] = flight
             self.wait(unit)
         else:

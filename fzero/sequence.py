@@ -17,15 +17,18 @@ pass, or asks, the plan of this one is run to its end first, and what it lacks i
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from fzero.collectives import Channel, What
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
+from fzero.recording import Done, Recording
 from fzero.reduce import Reducer
-from fzero.replay import Done, Recording, Replay
-from fzero.state.schedule import Limits, Program, Schedule, expected, plan
+from fzero.state import replay
+from fzero.state.effects import FreeUnit, GatherUnit, ReduceUnit, ReplayEffect
+from fzero.state.schedule import Limits, Program, Schedule, expected
 
 _LIVE = 2
 """Units whole at once while a rank asks: the one in use, and the one before it."""
@@ -49,21 +52,21 @@ class Sequencer:
         number: int | None = None,
     ) -> None:
         self.channel, self.gatherer, self.reducer = channel, gatherer, reducer
-        self.limits, self._numels = limits, (*gatherer.numels, 0)  # the last one: see `sync`
+        self.limits, self._numels = limits, gatherer.numels
         self._persistent, self._gathers = tuple(persistent), gathers
         self.stays = False  # what `limits.keeps` keeps stays beyond the backward, until `changed`
         self.number = channel.join(self, number)
-        self._sync_point = len(gatherer.units)  # the event of a collective of the user's
-        self._recording = Recording(self.number, self._sync_point)
+        self._recording = Recording(self.number, sync_point=len(gatherer.units))
         self._asked = False  # since the last `finish`
         self._program: Program | None = None
-        self._replay: Replay | None = None
+        self._replay: replay.Replay | None = None
+        self._effects: deque[ReplayEffect] = deque()  # not performed yet
         self._due: list[int] = []  # complete, and not reduced yet
         self._seen: set[int] = set()  # units that stay, and are here or were used in this pass
         self._mine: frozenset[tuple[What, int]] = frozenset()  # what this rank asks for now
         self._current = -1
         self._open = False  # announced, and not known yet what the others announce
-        gatherer.use = self.use
+        gatherer.use, gatherer.keeps = self.use, limits.keeps
         gatherer.on_hold = self.hold
         self.wait_all = reducer.wait_all  # what the channel calls where all ranks are at one place
         reducer.on_full = self.full if gathers else self.full_at_once
@@ -103,11 +106,11 @@ class Sequencer:
             self._recording.add(unit)
             if self.limits.keeps:
                 self._seen.add(unit)
-        replay = self._replay
-        if replay is not None and not replay.at_sync_point:
-            replay.complete(self._due)  # they start behind what this use frees
-            self._due = []
-            if not replay.use(unit, held=held) and not self.gatherer.has(unit):
+        if self._replay is not None and not self._replay.waits:
+            here = replay.complete(self._replay, self._due)  # they start behind what this use frees
+            self._due, there = [], replay.use(here, unit, held=held)
+            self._go_on(there or (here, ()))
+            if there is None and not self.gatherer.has(unit):
                 self._asked = True  # at the next sync point, or at its end
                 self._run_plan()
         self._reduce_due()
@@ -125,13 +128,13 @@ class Sequencer:
             return
         self._read_announced()
         self._current = -1
-        self._recording.add(self._sync_point)
+        self._recording.add_sync_point()
         self._asked |= self._run_plan()
         self._reduce_due()
         self._end_other_plans()
         self.channel.call("a collective in a loss")
         if self._replay is not None:  # what it does from here on is the same on every rank again
-            self._replay.leave_sync_point()
+            self._go_on(replay.leave_sync_point(self._replay))
 
     def full(self, unit: int) -> None:
         """The gradient of a unit is complete on this rank: reduce it when the next thing comes.
@@ -161,18 +164,15 @@ class Sequencer:
         if due and self._asks:
             self._ask(What.REDUCE, due)
         elif self._replay is not None:
-            self._replay.complete(due)
-            self._replay.start_ready()
+            self._go_on(replay.start_ready(replay.complete(self._replay, due)))
 
     def end_forward(self) -> None:
         """The forward is over: finish its plan, and let go of what was gathered."""
-        self._read_announced()
-        self._end_plan()
+        self.end_plan()
         self._current = -1
         self._recording.pause()  # what is read between is no part of the pass
         self._run(False)
-        if not self.limits.keeps:
-            self.gatherer.release()
+        self.gatherer.release()
 
     def finish(self) -> list[Done]:
         """End the pass on every rank; return what its phases are from now on, if that is new.
@@ -180,8 +180,7 @@ class Sequencer:
         Serves the others until none is in the pass. What is left here is reduced on the way. If any
         rank has asked, the programs become the union of what the ranks did.
         """
-        self._read_announced()
-        self._end_plan()
+        self.end_plan()
         if left := self.reducer.left():
             self._recording.add(*[~unit for unit in left if not self.reducer.is_complete(unit)])
             self._asked = True
@@ -199,12 +198,12 @@ class Sequencer:
         self.reducer.forget()
         with suppress(AxisError):  # the others know of it already
             if in_step:
-                self._read_announced()
-                self._end_plan()
+                self.end_plan()
             if tell:
                 self._end_other_plans()
                 self.channel.fail()
         self._open, self._asked, self._replay, self._current = False, False, None, -1
+        self._effects.clear()
         self._run(False)
         self._recording.taken()
         self.reducer.drop()
@@ -255,14 +254,8 @@ class Sequencer:
         same = self.channel.answer()
         if same and self._program is not None:
             self.gatherer.keep(self._persistent)
-            held = frozenset({*self.gatherer.kept, self._sync_point})  # nothing is gathered for it
-            self._replay = Replay(
-                plan(self._program, self._numels, held, self.limits),
-                self.gatherer,
-                self.reducer,
-                keeps=self.limits.keeps,
-                sync_point=self._sync_point,
-            )
+            held = frozenset(self.gatherer.kept)
+            self._replay = replay.begin(self._program, self._numels, held, self.limits)
         else:
             self._asked = True
             if missing := [unit for unit in self._persistent if unit not in self.gatherer.held]:
@@ -273,23 +266,32 @@ class Sequencer:
     def _run_plan(self) -> bool:
         """Run what is left of the plan, up to a sync point; return whether that ended it."""
         self._reduce_due()
-        if self._replay is None or not self._replay.run():
-            return False
-        self._replay = None
-        return True
+        before = self._replay
+        self._go_on((None, ()) if before is None else replay.run(before))
+        return before is not None and self._replay is None
 
-    def _end_plan(self) -> None:
-        """The phase is over: run the plan, but not beyond a sync point that never came."""
+    def _go_on(self, to: tuple[replay.Replay | None, Sequence[ReplayEffect]]) -> None:
+        """Be there in the plan, and start what this asks for; what an error left over, first."""
+        self._replay = to[0]
+        self._effects += to[1]
+        while self._effects:
+            match self._effects.popleft():
+                case GatherUnit(unit):
+                    self.gatherer.start(unit)
+                case FreeUnit(unit):
+                    self.gatherer.free(unit)
+                case ReduceUnit(unit):
+                    self.reducer.start(unit)
+
+    def end_plan(self) -> None:
+        """Run the plan, but not beyond a sync point that never came: its phase is over."""
+        self._read_announced()
         self._run_plan()
         if self._replay is not None:
             self._replay, self._asked = None, True
 
-    def end_plan(self) -> None:
-        """Another pass begins or asks in the middle of this one: this plan ends here."""
-        self._read_announced()
-        self._end_plan()
-
     def _end_other_plans(self) -> None:
+        """This pass begins, or asks, in the middle of others: their plans end here."""
         for other in self.channel.running:
             if other is not self:
                 other.end_plan()
@@ -297,7 +299,7 @@ class Sequencer:
     @property
     def _asks(self) -> bool:
         """Whether the other ranks come to a round before the plan goes on."""
-        return self._replay is None or self._replay.at_sync_point
+        return self._replay is None or self._replay.waits
 
     # Asking.
 
@@ -307,7 +309,7 @@ class Sequencer:
             for old in here[: max(0, len(here) - _LIVE + 1)]:  # those that were used first
                 self.gatherer.free(old)
         else:  # what is here belongs to the plan
-            self._replay.gathered_here.append(unit)
+            self._replay = replay.gathered(self._replay, unit)
         self._ask(What.GATHER if self.gatherer.rounds else What.GATHER_EXACT, [unit])
 
     def _ask(self, what: What, units: list[int]) -> None:
@@ -323,8 +325,5 @@ class Sequencer:
         mine = (what, unit) in self._mine
         if what is What.REDUCE:
             self.reducer.start(unit, mine=mine)
-            return
-        keep = mine or self.limits.keeps
-        self.gatherer.take_part(unit, keep=keep, exact=what is What.GATHER_EXACT)
-        if self.limits.keeps:
-            self.gatherer.kept.add(unit)
+        else:
+            self.gatherer.take_part(unit, keep=mine, exact=what is What.GATHER_EXACT)

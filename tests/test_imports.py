@@ -26,7 +26,7 @@ LEVELS = (
     ("homes", "packing", "placeholder", "quantize"),
     ("bucket", "collectives", "group_shard", "partition"),
     ("gather", "reduce", "functional", "optim"),
-    ("replay",),
+    ("recording",),
     ("sequence",),
     ("transforms",),
     ("adapter", "trace"),

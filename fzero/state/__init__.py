@@ -2,6 +2,7 @@
 
 from fzero.state import effects as effects
 from fzero.state import hooks as hooks
+from fzero.state import replay as replay
 from fzero.state import scale as scale
 from fzero.state import schedule as schedule
 from fzero.state._record import NAMESPACE as NAMESPACE

@@ -1,7 +1,7 @@
-"""What a transition asks of the adapter: a closed set of records, data and nothing else.
+"""What a transition asks for: a closed set of records, data and nothing else.
 
-An adapter matches on the type and runs what is asked; a test compares with `==`. Nothing here
-holds a tensor, a stream or a callable.
+Who made the transition (the engine's events, the sequencer) matches on the type and does what is
+asked; a test compares with `==`. Nothing here holds a tensor, a stream or a callable.
 """
 
 from __future__ import annotations
@@ -37,5 +37,27 @@ class DropBackward:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class GatherUnit:
+    """Start to gather the parameters of a unit. A collective."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeUnit:
+    """Let go of the full values of a unit."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceUnit:
+    """Start to reduce the gradients of a unit, zeros where there are none. A collective."""
+
+    unit: int
+
+
 HookEffect = RunEpilogue | QueueCallback | DropBackward
 HookEffects = tuple[HookEffect, ...]
+ReplayEffect = GatherUnit | FreeUnit | ReduceUnit

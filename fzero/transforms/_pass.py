@@ -17,8 +17,8 @@ from torch import Tensor
 from fzero.collectives import FUNCTIONAL, Channel, channel_of
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
+from fzero.recording import Done
 from fzero.reduce import Reducer
-from fzero.replay import Done
 from fzero.sequence import Sequencer
 from fzero.state import Placement, TrainState, schedule, window
 from fzero.transforms._donate import donates

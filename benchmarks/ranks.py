@@ -44,9 +44,8 @@ def set_environment(world_size: int) -> None:
 
     One thread per rank, or W ranks fight for the cores; loopback only, so that gloo does not
     pick an address it cannot reach; LOCAL_SIZE is where DeepSpeed's CPU accelerator looks for
-    the number of its devices. Memory that is freed stays in the heap: glibc hands it back beyond
-    twice the largest block that was ever freed, so that DDP, which frees one of 25 MiB when it
-    builds its buckets anew, spares itself the page faults that others then have in each step.
+    the number of its devices. Memory that is freed stays in the heap, so that page faults do
+    not depend on which contestant has once freed a large block: see docs/performance.md.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))

@@ -64,7 +64,9 @@ def write_report(
     load = " / ".join(f"{value:.1f}" for value in os.getloadavg())
     head = (
         f"# {theme}, {machine}, {date}\n\n    {command}\n\n{versions()}; "
-        f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}; load average at the end {load}.\n"
+        f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}, "
+        f"MALLOC_TRIM_THRESHOLD_={os.environ.get('MALLOC_TRIM_THRESHOLD_', 'default')}; "
+        f"load average at the end {load}.\n"
     )
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([head, intro, *tables]))

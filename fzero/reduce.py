@@ -112,7 +112,7 @@ class Reducer:
 
     def is_bounded(self, unit: int) -> bool:
         """Whether the inputs of few reductions may be alive at once: those of reduce-scatters."""
-        return self.setups[self._units[unit][0]].gradients is not Placement.REPLICATED
+        return not self.setups[self._units[unit][0]].reduces_in_place
 
     # Collectives.
 
@@ -134,7 +134,7 @@ class Reducer:
                 flight = start_all_to_all(local, self.axes[state])
             elif sharded:
                 flight = start_scatter(local, self.axes[state].shards, ordered=ordered)
-            else:  # in place
+            else:
                 flight = start_reduce(local, self.axes[state], ordered=ordered)
         self._flights.append((unit, flight))
         if not setup.reduction.overlap:
@@ -155,7 +155,7 @@ class Reducer:
 
     def _taken(self, state: int, index: int) -> Tensor | None:
         setup, group = self.setups[state], self._groups[state][index]
-        if setup.gradients is Placement.REPLICATED:  # summed in place
+        if setup.reduces_in_place:
             return group.take_over(setup.divides_first(index))
         return group.take()
 

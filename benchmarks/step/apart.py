@@ -1,7 +1,6 @@
 """Each contestant in processes of its own, which step in turn.
 
-In one process, contestants share a heap: what one of them frees, another one finds or misses, and
-the pages that a step touches anew depend on who was built before it.
+In one process, contestants share a heap: what one of them frees, another one finds or misses.
 A training job has its heap to itself. So here a contestant has its own W processes, all of them
 live beside each other, and one of them runs while the others sleep.
 """

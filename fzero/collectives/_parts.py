@@ -50,7 +50,7 @@ def sum_parts(setup: Setup, flats: Sequence[Tensor]) -> list[Tensor]:
     By collectives that torch.func differentiates.
     """
     axis, ordered = setup.axis, setup.reduction.ordered
-    if setup.gradients is Placement.REPLICATED:
+    if setup.reduces_in_place:
         return reduce_many(flats, axis, ordered=ordered)
     flats = scatter_many(flats, axis.shards, ordered=ordered)
     across = scatter_many if setup.gradients is Placement.OVER_ALL else reduce_many

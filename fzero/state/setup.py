@@ -208,7 +208,7 @@ class Setup:
         gradients would be lost. Otherwise 1.0.
         """
         dtypes = self.layout.groups[index].dtype, self.communication_dtype(index)
-        free = self.gradients is Placement.REPLICATED and not self.quantizes_gradients
+        free = self.reduces_in_place and not self.quantizes_gradients
         exact = math.frexp(self.divisor)[0] == 0.5 and torch.float16 not in dtypes
         return self.divisor if free and exact else 1.0
 
@@ -225,6 +225,11 @@ class Setup:
     def params(self) -> Placement:
         """Where parameters live between calls."""
         return self._sharded if self.stage == 3 else Placement.REPLICATED
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether gradients are summed in the memory that holds them: where ranks keep all."""
+        return self.gradients is Placement.REPLICATED
 
     @property
     def gradients(self) -> Placement:

@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from fzero.errors import LayoutError, explain
+from fzero.job.option import COUNT, option
 
 VOCAB = 256  # one token a byte
 TABLE_STD = 0.02  # of the new table of bytes, which is embedding and head
@@ -16,19 +17,13 @@ TABLE_STD = 0.02  # of the new table of bytes, which is embedding and head
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Sizes of the model.
+    """Sizes of the model; `width / heads` must be an even whole number."""
 
-    Attributes:
-        layers: number of blocks.
-        width: features of the residual stream.
-        heads: attention heads; `width / heads` must be an even whole number.
-        context: bytes in a training window, and the most that generation looks back.
-    """
-
-    layers: int = 6
-    width: int = 256
-    heads: int = 4
-    context: int = 128
+    layers: int = option(6, "blocks ({})", **COUNT)
+    width: int = option(256, "residual features ({})", **COUNT)
+    heads: int = option(4, "attention heads ({})", **COUNT)
+    # It is also the most that generation looks back.
+    context: int = option(128, "bytes in a window ({})", **COUNT)
 
     def __post_init__(self) -> None:
         """Refuse sizes that give no model."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fzero._columns import columns
 from fzero.certify._axes import AXES
 from fzero.certify._compare import Check
 
@@ -128,7 +128,7 @@ class Report:
         header, rows = self.rows()
         lines = [f"{self.name}: {self.coverage}"]
         lines += [f"In all cells: {', '.join(fixed)}."] if fixed else []
-        lines += ["", *_columns([header, *rows]), "", _LEGEND, ""]
+        lines += ["", *columns([header, *rows]), "", _LEGEND, ""]
         lines += [cell.describe() for cell in self.failures]
         return "\n".join([*lines, self.summary()])
 
@@ -140,9 +140,3 @@ _LEGEND = (
     "=: equal bit for bit, as all sums are exact. A number: equal within that times the largest\n"
     "number of the model, what re-ordered sums may change in this precision. -: not told."
 )
-
-
-def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    padded = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
-    return [line.rstrip() for line in padded]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from typing import Any
 
+from fzero._columns import wants_color
 from fzero.doctor._report import examine
 
 SUMMARY = "examine collectives x transforms x dtypes on 2 ranks of this installation"
@@ -35,5 +34,5 @@ def run(given: dict[str, Any]) -> int:
     if given.get("json"):
         print(json.dumps(report.to_dict(), indent=1))
     else:
-        print(report.text(color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        print(report.text(color=wants_color()))
     return 0 if report else 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fzero._columns import columns
 from fzero.doctor._check import VERDICTS, Check, Finding
 from fzero.doctor._ranks import findings
 from fzero.doctor._subjects import DTYPES, FLOATS, OF_FZERO, OF_THE_BACKEND, OF_TORCH, Subject
@@ -176,18 +177,15 @@ def _table(cells: Sequence[Cell], color: bool) -> Iterator[str]:
         above, name = ("", at.subject.name) if one_transform else (at.subject.name, "")
         row = (above, name if one_transform or one_dtype else f"  {at.transform}")
         found.setdefault(row, {})[at.transform if one_dtype else at.dtype] = cell.finding.verdict
-    columns = list(dict.fromkeys(column for row in found.values() for column in row))
-    rows = [[name, *(by.get(column, "-") for column in columns)] for (_, name), by in found.items()]
-    lines = [["", *columns], *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    heads = list(dict.fromkeys(head for row in found.values() for head in row))
+    rows = [[name, *(by.get(head, "-") for head in heads)] for (_, name), by in found.items()]
+    lines = columns([["", *heads], *rows], paint=_paint if color else str)
     before = ""
     for above, line in zip(["", *(above for above, _ in found)], lines, strict=True):
         if above != before:
             yield above
         before = above
-        padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
-        painted = [_paint(text) if color else text for text in padded]
-        yield "  ".join(painted).rstrip()
+        yield line
 
 
 _COLORS = {"right": 32, "refused": 33, "zero": 31, "wrong": 31, "crashed": 31, "hung": 31}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from typing import Any
 
 import torch
 
+from fzero._columns import wants_color
 from fzero.errors import FzeroError, LayoutError, explain
 from fzero.plan import _text, plan
 from fzero.plan._api import size_of
@@ -61,7 +60,7 @@ def run(given: dict[str, Any]) -> int:
     if given.get("json"):
         print(json.dumps(made.to_dict(), indent=1))
         return 0
-    bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    bold = wants_color()
     if isinstance(made, Comparison):
         print(_text.of_comparison(made.plans, bold=bold))
     else:

@@ -6,6 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fzero._columns import columns
+
 if TYPE_CHECKING:
     from fzero.plan._record import Plan
 
@@ -46,7 +48,7 @@ def of_plan(plan: Plan, *, bold: bool = False) -> str:
     """Return the tables of one plan."""
     blocks = [_mark(title_of(plan), bold)]
     for heading, rows in _tables(plan):
-        lines = columns(rows)
+        lines = columns(rows, numbers=True)
         blocks.append("\n".join([_mark(heading, bold), *(f"  {line}" for line in lines)]))
     return "\n\n".join([*blocks, "\n".join(notes_of(plan))])
 
@@ -54,7 +56,7 @@ def of_plan(plan: Plan, *, bold: bool = False) -> str:
 def of_comparison(plans: Sequence[Plan], *, bold: bool = False) -> str:
     """Return one table with a column for each plan."""
     title = f"{plans[0].name} on {_world(plans[0])}, {_device(plans[0])}" if plans else "no plan"
-    return "\n".join([_mark(title, bold), *columns(_compared(plans))])
+    return "\n".join([_mark(title, bold), *columns(_compared(plans), numbers=True)])
 
 
 def as_html(plan: Plan) -> str:
@@ -103,17 +105,6 @@ def notes_of(plan: Plan) -> list[str]:
     if plan.time is not None:
         notes.append(f"Time at {plan.time.rates}.")
     return notes
-
-
-def columns(rows: Sequence[Row]) -> list[str]:
-    """Return rows in columns as wide as their widest cell: the first to the left, others right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def _tables(plan: Plan) -> Iterable[tuple[str, list[Row]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fzero._columns import columns
 from fzero.plot._palette import EDGE
 
 HATCH = "repeating-linear-gradient(45deg,#fff,#fff 3px,#9a9a9a 3px,#9a9a9a 4px)"
@@ -12,17 +13,8 @@ _CELL = "style='text-align:left;white-space:nowrap'"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return `rows` under `header` in columns as wide as their widest cell.
-
-    Example:
-        >>> print(text_table(("rank", "n"), [("0", "12")]))
-        rank  n
-        0     12
-    """
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    padded = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(line.rstrip() for line in padded)
+    """Return `rows` under `header`, in columns."""
+    return "\n".join(columns([header, *rows]))
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fzero._check import check_flags, is_count, is_positive, require
-from fzero.state import Gathering, OptimizerOver, Reduction
+from fzero.state import Gathering, Reduction
 from fzero.state.leaf_modules import LeafSpec
-from fzero.state.offload import Offload
-from fzero.state.precision import Autocast
 from fzero.state.scale import as_policy
 from fzero.transforms._options import (
-    check_bucket,
-    check_optimizer_over,
-    check_reduction,
-    check_reshard,
+    SharedOptions,
+    check_shared,
+    given_of,
+    grouped,
+    names_of,
 )
 from fzero.transforms.scale_loss import Scale
 
@@ -38,18 +37,11 @@ class Updating:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(SharedOptions):
     """What `Engine(...)` takes besides the module, the optimizer, the stage and the mesh."""
 
     updating: Updating
-    reduction: Reduction
-    gathering: Gathering
-    bucket_bytes: int | None
-    persistence_threshold_numel: int
     leaf_modules: LeafSpec | None
-    autocast: Autocast | torch.dtype | None
-    offload: Offload | None
-    optimizer_over: OptimizerOver
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
@@ -57,24 +49,12 @@ def options_of(given: Mapping[str, Any]) -> Options:
 
     Raises `TypeError` for an option that does not exist.
     """
-    names = {name for kind in (Updating, Reduction, Gathering, Options) for name in _names(kind)}
+    kinds = Updating, Reduction, Gathering, Options
+    names = {name for kind in kinds for name in names_of(kind)}
     unknown = set(given.get("options", ())) - names
     if unknown:
         raise TypeError(f"Engine() got an unexpected keyword argument {min(unknown)!r}")
-    return Options(
-        updating=Updating(**_of(Updating, given)),
-        reduction=Reduction(**_of(Reduction, given)),
-        gathering=Gathering(**_of(Gathering, given)),
-        **_of(Options, given),
-    )
-
-
-def _names(kind: type) -> list[str]:
-    return [one.name for one in fields(kind)]
-
-
-def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in _names(kind) if name in given}
+    return grouped(Options, given, updating=Updating(**given_of(Updating, given)))
 
 
 def compared(options: Options) -> str:
@@ -85,28 +65,18 @@ def compared(options: Options) -> str:
 
 def require_options(options: Options) -> None:
     """Raise `LayoutError`, naming the option, for a value out of range."""
+    check_shared(options)
     updating = options.updating
-    check_reshard(options.gathering.reshard_after_forward)
-    check_bucket(options.bucket_bytes)
-    check_optimizer_over(options.optimizer_over)
     check_flags(
         master_weights=updating.master_weights,
         average_micro_batches=updating.average_micro_batches,
         check_finite=updating.check_finite,
-        quantized_weights=options.gathering.quantized_weights,
     )
-    check_reduction(options.reduction)
     steps = updating.gradient_accumulation_steps
     require("gradient_accumulation_steps", steps, is_count, "an int of 1 or more")
     as_policy("loss_scale", updating.loss_scale)
     if updating.max_norm is not None:
         require("max_norm", updating.max_norm, is_positive, "a positive number, or None for off")
-    numels = {
-        "prefetch_numel": options.gathering.prefetch_numel,
-        "persistence_threshold_numel": options.persistence_threshold_numel,
-    }
-    for name, value in numels.items():
-        require(name, value, lambda x: is_count(x, 0), "a number of elements: an int of 0 or more")
     wanted = "a fzero.adapter.LeafSpec(classes=..., names=..., name_suffixes=...)"
     leaves = options.leaf_modules
     require("leaf_modules", leaves, lambda x: x is None or isinstance(x, LeafSpec), wanted)

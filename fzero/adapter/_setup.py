@@ -49,16 +49,9 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         chosen,
         stage=stage,
         axis=axis,
+        options=options,
         units=unit,
-        trainable=None,
-        bucket_bytes=options.bucket_bytes,
-        reduction=options.reduction,
-        gathering=options.gathering,
-        autocast=autocast,
         owners=owners_in(module),
-        persistence_threshold_numel=options.persistence_threshold_numel,
-        offload=options.offload,
-        optimizer_over=options.optimizer_over,
     )
     assert_same_everywhere([compared(options)], axis, what="the engine's options")
     updating = options.updating

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
 
 import optree
 import torch
@@ -11,8 +12,9 @@ import torch
 from fzero._check import check_flags, is_count, is_positive, require
 from fzero.errors import LayoutError, explain
 from fzero.mesh import Axis, MeshLike
-from fzero.partition import unit_of
 from fzero.state import NAMESPACE, Gathering, OptimizerOver, ReduceOp, Reduction, Reshard
+from fzero.state.offload import Offload
+from fzero.state.precision import Autocast
 
 Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
 """A ZeRO stage, or a pytree of stages: one for each model."""
@@ -51,46 +53,65 @@ class InitOptions(_Placing, WireOptions, total=False):
     """The keywords that `init` and `shard` share; see `init`."""
 
 
-class Chosen(NamedTuple):
-    """What `InitOptions` say, checked, with defaults in the place of what is not given."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOptions:
+    """What functional steps and engines are told alike, as a state is planned by it."""
 
-    mesh: MeshLike
-    optimizer_over: OptimizerOver
-    units: Callable[[str], str]
-    trainable: Callable[[str], bool] | None
-    bucket_bytes: int | None
+    optimizer_over: OptimizerOver = "shard"
+    bucket_bytes: int | None = None
+    persistence_threshold_numel: int = 0
+    autocast: Autocast | torch.dtype | None = None
+    offload: Offload | None = None
     reduction: Reduction
     gathering: Gathering
 
 
-def check_options(
-    *,
-    mesh: MeshLike = None,
-    optimizer_over: OptimizerOver = "shard",
-    reshard_after_forward: Reshard = True,
-    units: Callable[[str], str] = unit_of,
-    trainable: Callable[[str], bool] | None = None,
-    bucket_bytes: int | None = None,
-    quantized_weights: bool = False,
-    **reducing: Any,
-) -> Chosen:
-    """Return `InitOptions` as they are used; raise `LayoutError`, naming the option, if wrong.
-
-    Raises `TypeError` for an option that does not exist.
-    """
-    check_flags(quantized_weights=quantized_weights)
-    return Chosen(
-        mesh=mesh,
-        optimizer_over=check_optimizer_over(optimizer_over),
-        units=units,
-        trainable=trainable,
-        bucket_bytes=check_bucket(bucket_bytes),
-        reduction=check_reduction(Reduction(**reducing)),
-        gathering=Gathering(
-            reshard_after_forward=check_reshard(reshard_after_forward),
-            quantized_weights=quantized_weights,
-        ),
+def grouped(kind: type, given: Mapping[str, Any], **more: Any) -> Any:
+    """Return the `SharedOptions` of this kind that all that was `given` by name makes."""
+    return kind(
+        reduction=Reduction(**given_of(Reduction, given)),
+        gathering=Gathering(**given_of(Gathering, given)),
+        **given_of(kind, given),
+        **more,
     )
+
+
+def given_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was given of the fields of a record."""
+    return {name: given[name] for name in names_of(kind) if name in given}
+
+
+def names_of(kind: type) -> list[str]:
+    """Return the names of the fields of a record."""
+    return [one.name for one in fields(kind)]
+
+
+def check_options(options: InitOptions, **more: Any) -> SharedOptions:
+    """Return `InitOptions`, checked; `more` are those that transforms have of their own.
+
+    Raises `LayoutError`, naming the option, for a wrong one, `TypeError` for one that is not there.
+    """
+    unknown = set(options) - {*InitOptions.__annotations__, *names_of(Reduction)}
+    if unknown:
+        raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
+    return check_shared(grouped(SharedOptions, {**options, **more}))
+
+
+def check_shared(options: SharedOptions) -> SharedOptions:
+    """Return the options; raise `LayoutError`, naming the option, for a value out of range."""
+    gathering = options.gathering
+    _check_optimizer_over(options.optimizer_over)
+    _check_bucket(options.bucket_bytes)
+    _check_reduction(options.reduction)
+    _check_reshard(gathering.reshard_after_forward)
+    check_flags(quantized_weights=gathering.quantized_weights)
+    numels = {
+        "prefetch_numel": gathering.prefetch_numel,
+        "persistence_threshold_numel": options.persistence_threshold_numel,
+    }
+    for name, value in numels.items():
+        require(name, value, lambda x: is_count(x, 0), "a number of elements: an int of 0 or more")
+    return options
 
 
 def check_stage(stage: Any) -> int:
@@ -112,19 +133,16 @@ def check_stages(stage: Any) -> Any:
     return optree.tree_map(check_stage, stage, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def check_reshard(reshard: Any) -> Reshard:
-    """Return `reshard` if it is True, False or "window"; raise `LayoutError` otherwise."""
+def _check_reshard(reshard: Any) -> None:
     require(
         "reshard_after_forward",
         reshard,
         lambda x: x is True or x is False or x == "window",
         'True (gather again in backward), False (keep until then) or "window"',
     )
-    return reshard
 
 
-def check_optimizer_over(ranks: Any) -> OptimizerOver:
-    """Return `ranks` if it is "shard" or "all"; raise `LayoutError` otherwise."""
+def _check_optimizer_over(ranks: Any) -> None:
     require(
         "optimizer_over",
         ranks,
@@ -132,15 +150,12 @@ def check_optimizer_over(ranks: Any) -> OptimizerOver:
         '"shard" (the ranks of one replica share masters and optimizer states) or "all" (all '
         "ranks of the mesh do)",
     )
-    return ranks
 
 
-def check_bucket(bucket_bytes: Any) -> int | None:
-    """Return a size in bytes, or None; raise `LayoutError` for what is no positive integer."""
+def _check_bucket(bucket_bytes: Any) -> None:
     usual = ", ".join(f"{size} at stage {stage}" for stage, size in BUCKET_BYTES.items())
     wanted = f"bytes, or None for the default ({usual})"
     require("bucket_bytes", bucket_bytes, lambda x: x is None or is_count(x), wanted)
-    return bucket_bytes
 
 
 def bucket_at(stage: int, bucket_bytes: int | None) -> int | None:
@@ -149,8 +164,7 @@ def bucket_at(stage: int, bucket_bytes: int | None) -> int | None:
     return usual and (bucket_bytes or usual)
 
 
-def check_reduction(reduction: Reduction) -> Reduction:
-    """Return how gradients are to cross ranks; raise `LayoutError`, naming the option, if wrong."""
+def _check_reduction(reduction: Reduction) -> None:
     check_flags(
         ordered=reduction.ordered,
         overlap=reduction.overlap,
@@ -166,7 +180,6 @@ def check_reduction(reduction: Reduction) -> Reduction:
     if reduction.quantized_gradients:
         _require_alone("communication_dtype", reduction.communication_dtype, None)
         _require_alone("gradient_predivide_factor", factor, 1)
-    return reduction
 
 
 def _require_alone(name: str, value: Any, neutral: Any) -> None:

@@ -13,11 +13,11 @@ from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.homes import require_folder
 from fzero.mesh import Axis, Runtime
 from fzero.optim import as_optimizer, require_elementwise, require_precision
-from fzero.partition import named_leaves, plan_layout
-from fzero.state import Gathering, Layout, OptimizerOver, Reduction, Setup
+from fzero.partition import named_leaves, plan_layout, unit_of
+from fzero.state import Layout, Setup
 from fzero.state.offload import Offload, as_offload
-from fzero.state.precision import Autocast, Owners, owners_of
-from fzero.transforms._options import bucket_at, check_quantized
+from fzero.state.precision import Autocast, Owners, as_autocast, owners_of
+from fzero.transforms._options import SharedOptions, bucket_at, check_quantized
 from fzero.virtual import is_abstract
 
 COMPARED = "the layout of the parameters"
@@ -30,36 +30,31 @@ def plan(
     *,
     stage: int,
     axis: Axis,
-    units: Callable[[str], str],
-    trainable: Callable[[str], bool] | None,
-    bucket_bytes: int | None,
-    reduction: Reduction,
-    gathering: Gathering,
-    autocast: Autocast | None = None,
+    options: SharedOptions,
+    units: Callable[[str], str] = unit_of,
+    trainable: Callable[[str], bool] | None = None,
     owners: Mapping[str, Owners] | None = None,
-    persistence_threshold_numel: int = 0,
-    offload: Offload | None = None,
-    optimizer_over: OptimizerOver = "shard",
 ) -> Setup:
     """Return what a state of `params` will be, the same on every rank. Touches no value.
 
-    `owners`: of each path, for `autocast`; None: as `functionalize` has noted it on the tensors.
+    `owners`: of each path, for autocast; None: as `functionalize` has noted it on the tensors.
     Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
     whole from one update to the next (stage 3).
 
     Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
     """
     with told_everywhere(axis, what=COMPARED):
+        autocast = as_autocast(options.autocast)
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         chosen = _bound(optimizer, named, parts=stage > 0 and axis.size > 1)
-        small = _small(named, persistence_threshold_numel, stage, axis)
+        small = _small(named, options.persistence_threshold_numel, stage, axis)
         layout = plan_layout(
             params,
             ranks=axis.shards.size,
             replicas=axis.replicas.size,
             # A rule that needs whole leaves may run at stage 0, and wants a group for each.
-            grouped=_travels(axis, offload) and (stage > 0 or chosen.elementwise),
-            bucket_bytes=bucket_at(stage, bucket_bytes),
+            grouped=_travels(axis, options.offload) and (stage > 0 or chosen.elementwise),
+            bucket_bytes=bucket_at(stage, options.bucket_bytes),
             unit=_apart(units, small) if small else units,
             trainable=trainable,
             kind=chosen.group_of,
@@ -68,12 +63,12 @@ def plan(
         setup = Setup(
             stage=stage,
             axis=axis,
-            layout=_quantized(layout) if gathering.quantized_weights else layout,
+            layout=_quantized(layout) if options.gathering.quantized_weights else layout,
             optimizer=chosen,
-            optimizer_over=optimizer_over,
-            reduction=check_quantized(stage, axis, reduction, gathering),
-            gathering=replace(gathering, persistent=_units_of(layout, small)),
-            offload=as_offload(offload, stage, _device(named)),
+            optimizer_over=options.optimizer_over,
+            reduction=check_quantized(stage, axis, options.reduction, options.gathering),
+            gathering=replace(options.gathering, persistent=_units_of(layout, small)),
+            offload=as_offload(options.offload, stage, _device(named)),
         )
         said = facts(_checked(setup), autocast)
     assert_same_everywhere(said, axis, what=COMPARED)

@@ -21,7 +21,7 @@ from fzero.optim import (
     TorchOptimizer,
 )
 from fzero.packing import pack
-from fzero.partition import leaves_of
+from fzero.partition import leaves_of, unit_of
 from fzero.quantize import residual_of
 from fzero.state import (
     Buffers,
@@ -33,7 +33,7 @@ from fzero.state import (
     TrainState,
 )
 from fzero.state.offload import Offload
-from fzero.state.precision import Autocast, as_autocast
+from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of
 from fzero.transforms._options import (
@@ -162,8 +162,7 @@ def init(
     axis = axis_of(options.get("mesh"))
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
-        chosen = check_options(**options)
-        lowering = as_autocast(autocast)
+        chosen = check_options(options, autocast=autocast, offload=offload)
         models, treespec = models_of(params, optimizer, check_stages(stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
@@ -172,14 +171,9 @@ def init(
             optimizer,
             stage=stage,
             axis=axis,
-            units=chosen.units,
-            trainable=chosen.trainable,
-            bucket_bytes=chosen.bucket_bytes,
-            reduction=chosen.reduction,
-            gathering=chosen.gathering,
-            autocast=lowering,
-            offload=offload,
-            optimizer_over=chosen.optimizer_over,
+            options=chosen,
+            units=options.get("units", unit_of),
+            trainable=options.get("trainable"),
         )
         return _filled(setup, params, initializer)
 

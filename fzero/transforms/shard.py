@@ -109,10 +109,10 @@ def shard(
     """
     stage = check_stages(stage)
     check_flags(donate=donate)
-    chosen = check_options(**options)
+    check_options(options)
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        axis = axis_of(chosen.mesh)
+        axis = axis_of(options.get("mesh"))
         for one, its_stage, where in stages_of(stage, state, flatten_states("shard", state)[0]):
             _check_state(one, its_stage, axis, where)
         state = map_states("shard", lambda one: _donating(one, donate), state)

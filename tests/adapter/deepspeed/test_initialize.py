@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -26,7 +26,7 @@ def options_of(config: dict[str, Any]) -> dict[str, Any]:
     """What the engine of a config was made with, flat."""
     engine = initialize(linear(), config=config)
     flat: dict[str, Any] = {"stage": engine.stage}
-    for name in engine.options.__slots__:
+    for name in (one.name for one in fields(engine.options)):
         value = getattr(engine.options, name)
         flat |= asdict(value) if name in PARTS else {name: value}
     return flat

@@ -180,12 +180,12 @@ class Access:
 
         A scalar ("step") as it is.
         """
-        number, index, position = parts.find_learning(self._driver, path)
+        _, index, position = parts.find_learning(self._driver, path)
         slots, scalars = parts.named_state(self._driver, path, name)
         if name in scalars:
             return scalars[name].clone()
         state = self._driver.state
-        return parts.piece_of(state, index, position, slots[name][number]).clone()
+        return parts.piece_of(state, index, position, slots[name]).clone()
 
     @torch.no_grad()
     def set_local_optimizer_state(self, path: str, name: str, value: Tensor | float) -> None:
@@ -193,24 +193,24 @@ class Access:
 
         At stage 0, and of a scalar, every rank has to set the same.
         """
-        number, index, position = parts.find_learning(self._driver, path)
+        _, index, position = parts.find_learning(self._driver, path)
         slots, scalars = parts.named_state(self._driver, path, name)
         state = self._driver.state
         if name in scalars:
             scalars[name].fill_(float(value))
         else:
             given = torch.as_tensor(value)
-            parts.write_piece(state, index, position, slots[name][number], given)
+            parts.write_piece(state, index, position, slots[name], given)
         state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
 
     def full_optimizer_state(self, path: str, name: str) -> Tensor:
         """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-        number, index, position = parts.find_learning(self._driver, path)
+        _, index, position = parts.find_learning(self._driver, path)
         slots, scalars = parts.named_state(self._driver, path, name)
         call(self._driver, f"full_optimizer_state() {path} {name}")
         if name in scalars:
             return scalars[name].clone()
-        return parts.leaves_of(self._driver.state, index, slots[name][number])[position].clone()
+        return parts.leaves_of(self._driver.state, index, slots[name])[position].clone()
 
     def full_optimizer_states(self) -> dict[str, dict[str, Any]]:
         """{path: {name: value}} of every parameter that the optimizer steps."""
@@ -227,14 +227,14 @@ class Access:
 
         A scalar state is one for all parameters of a param group.
         """
-        number, index, position = parts.find_learning(self._driver, path)
+        _, index, position = parts.find_learning(self._driver, path)
         slots, scalars = parts.named_state(self._driver, path, name)
         call(self._driver, f"set_full_optimizer_state() {path} {name}")
         state = self._driver.state
         if name in scalars:
             scalars[name].fill_(float(value))
         else:
-            parts.write(state, index, position, slots[name][number], torch.as_tensor(value))
+            parts.write(state, index, position, slots[name], torch.as_tensor(value))
         state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
 
 

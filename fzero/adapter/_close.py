@@ -35,7 +35,7 @@ def give_back(driver: Driver) -> None:
             _give_parameters(driver, index)
             for path, slots in parts.states_of_group(driver, index).items() if stepped else ():
                 _give_state(driver, path, slots)
-            held = parts.flats_of_group(state, index)
+            held = [state.params.flats[index], *parts.slots_of_group(state, index).values()]
             if driver.sharded:  # the gatherer has the shard by another tensor
                 held.append(driver.running.gatherer.groups[index].shard)
             for flat in held:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fzero.adapter._module import ModuleParameters
 from fzero.collectives import cut
 from fzero.homes import give_back, lent
+from fzero.optim import masters_of
 from fzero.state import Setup, TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 
@@ -37,10 +38,10 @@ class Masters:
 
     def take(self, state: TrainState, groups: Sequence[int]) -> None:
         """Let the masters of these groups take their parameters' values."""
-        masters: Sequence[Tensor] = getattr(state.optimizer, "masters", ())
-        for number, index in enumerate(state.setup.layout.trainable):
-            if masters and index in groups and masters[number].numel():
-                take_values(masters[number], own_part(state, state.params.flats[index]))
+        pairs = zip(state.setup.layout.trainable, masters_of(state), strict=False)
+        for index, master in pairs:  # there may be none
+            if index in groups and master.numel():
+                take_values(master, own_part(state, state.params.flats[index]))
 
     def follow(self, state: TrainState) -> None:
         """Let the masters of parameters that were written to take their values."""

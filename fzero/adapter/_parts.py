@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from fzero.adapter._masters import own_part, take_values
 from fzero.collectives import gather_parts
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.homes import lent
-from fzero.optim import OptimizerState, TorchState
 from fzero.packing import unpack
 from fzero.state import Placement, TrainState
+from fzero.state.setup import MASTERS
 
-Slots = Mapping[str, Sequence[Tensor]]
-"""{name: flats}: a state of the optimizer for each group that learns."""
+Slots = dict[str, Tensor]
+"""{name: flat}: what the optimizer keeps for the elements of one group."""
 
 
 def find(driver: Driver, path: str) -> tuple[int, int]:
@@ -130,11 +130,17 @@ def stepped(state: TrainState, index: int) -> Tensor:
 
 def master_of(state: TrainState, index: int) -> Tensor | None:
     """Return the fp32 copy of this rank's part of a group, if there is one."""
-    masters, trainable = getattr(state.optimizer, "masters", ()), state.setup.layout.trainable
-    if not masters or index not in trainable:
-        return None
-    master = masters[trainable.index(index)]
-    return master if master.numel() else None
+    master = slots_of_group(state, index).get(MASTERS)
+    return None if master is None or not master.numel() else master
+
+
+def slots_of_group(state: TrainState, index: int) -> Slots:
+    """Return what the optimizer keeps for the elements of a group, and its master."""
+    trainable = state.setup.layout.trainable
+    if index not in trainable:
+        return {}
+    number, every = trainable.index(index), state.setup.optimizer.slots(state.optimizer)
+    return {name: flats[number] for name, flats in every.items()}
 
 
 def steps(state: TrainState, path: str) -> bool:
@@ -143,9 +149,10 @@ def steps(state: TrainState, path: str) -> bool:
     return rule.group_of(path) != -1 and state.optimizer != ()
 
 
-def optimizer_states(driver: Driver, path: str) -> tuple[Slots, dict[str, Tensor]]:
-    """Return the optimizer's slots, and its scalars, for the parameter at `path`."""
-    if not steps(driver.state, path):
+def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Tensor]]:
+    """Return the optimizer's slots of its group, and its scalars, for the parameter at `path`."""
+    state = driver.state
+    if not steps(state, path):
         raise PhaseError(
             explain(
                 f"no optimizer steps {path}.",
@@ -153,21 +160,14 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, dict[str, Tensor
                 fix="ask for a parameter that the optimizer steps.",
             )
         )
-    optimizer: Any = driver.state.optimizer
-    rule: Any = driver.state.setup.optimizer
-    if isinstance(optimizer, TorchState):
-        group, number = rule.group_of(path), find_learning(driver, path)[0]
-        scalars = {name: values[group] for name, values in optimizer.counters.items()}
-        own = {
-            name: flats
-            for name, flats in optimizer.slots.items()
-            if flats[number].numel() or not any(flat.numel() for flat in flats)
-        }
-        return own, scalars
-    if isinstance(optimizer, OptimizerState):
-        slots = dict(zip(rule.rule.moments, optimizer.moments, strict=True))
-        return slots, {"step": optimizer.count}
-    return {}, {}
+    index = find_learning(driver, path)[1]
+    empty = not state.setup.numel(index, state.setup.optimizer_state)
+    slots = {
+        name: flat
+        for name, flat in slots_of_group(state, index).items()
+        if name != MASTERS and (flat.numel() or empty)
+    }
+    return slots, state.setup.optimizer.counters(state.optimizer, path)
 
 
 def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
@@ -178,27 +178,14 @@ def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
         return {}
     slots, scalars = optimizer_states(driver, paths[0])
     found = {path: {name: value.clone() for name, value in scalars.items()} for path in paths}
-    for name, flats in slots.items():
-        leaves = leaves_of(state, index, flats[layout.trainable.index(index)])
+    for name, flat in slots.items():
+        leaves = leaves_of(state, index, flat)
         for path, leaf in zip(paths, leaves, strict=True):
             found[path][name] = leaf.clone()
     return found
 
 
-def flats_of_group(state: TrainState, index: int) -> list[Tensor]:
-    """Return all flats that this rank holds of a group: parameters, masters, optimizer slots."""
-    trainable, optimizer = state.setup.layout.trainable, state.optimizer
-    held = [state.params.flats[index]]
-    if index not in trainable:
-        return held
-    torchs = isinstance(optimizer, TorchState)
-    slots: Any = optimizer.slots.values() if torchs else getattr(optimizer, "moments", ())
-    for flats in (*slots, getattr(optimizer, "masters", ())):
-        held += [flats[trainable.index(index)]] if flats else []
-    return held
-
-
-def named_state(driver: Driver, path: str, name: str) -> tuple[Slots, dict[str, Tensor]]:
+def named_state(driver: Driver, path: str, name: str) -> tuple[Slots, Mapping[str, Tensor]]:
     """Return `optimizer_states`, which have `name`; raise `LayoutError` if they have not."""
     slots, scalars = optimizer_states(driver, path)
     if name not in slots and name not in scalars:

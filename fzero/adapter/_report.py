@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
+from fzero.optim import masters_of
 from fzero.state import NAMESPACE, TrainState, Window
 from fzero.transforms._pass import Pass
 
@@ -56,14 +57,14 @@ class MemoryReport:
 
 def report(state: TrainState, running: Pass) -> MemoryReport:
     """Add up what a state, and the gatherer of a pass, hold."""
-    masters = getattr(state.optimizer, "masters", ())
-    rest = replace(state.optimizer, masters=()) if masters else state.optimizer
+    masters = masters_of(state)
+    apart, kept = set(map(id, masters)), optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     return MemoryReport(
         parameters=_bytes(state.params.flats),
         live_parameters=_bytes(x for full in running.gatherer.held.values() for x in full.flats),
         gradients=_bytes([*state.gradients.flats, *_waiting(state.window)]),
         masters=_bytes(masters),
-        optimizer=_bytes(optree.tree_leaves(rest, namespace=NAMESPACE)),
+        optimizer=_bytes(x for x in kept if id(x) not in apart),
     )
 
 

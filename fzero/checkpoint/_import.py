@@ -7,21 +7,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
 from fzero.checkpoint._everywhere import everywhere
 from fzero.checkpoint._folders import require_path
 from fzero.checkpoint._held import held_by, require_closed
-from fzero.checkpoint._pieces import optimizer_roles, paths_of
+from fzero.checkpoint._pieces import paths_of
 from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
+from fzero.checkpoint._slots import optimizer_with, slots_of
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.homes import empty_where
 from fzero.packing import pack
 from fzero.partition import shard_of
-from fzero.state import NAMESPACE, Buffers, Part, TrainState
+from fzero.state import Buffers, Part, TrainState
+from fzero.state.setup import MASTERS
 
 PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
@@ -146,13 +147,7 @@ def _found(places: Mapping[str, Place], paths: list[str], wanted: Form) -> Place
 def _with_params(state: TrainState, places: list[Place], rank: int) -> TrainState:
     """Return a state with the values of the files in its parameters and masters, unit by unit."""
     setup, layout = state.setup, state.setup.layout
-    leaves, treespec = optree.tree_flatten(state.optimizer, namespace=NAMESPACE)
-    roles = optimizer_roles(state)
-    masters = {
-        layout.trainable[role.position]: at
-        for at, role in enumerate(roles)
-        if role.name == "masters" and role.position is not None and leaves[at].numel()
-    }
+    masters = {slot.group: slot.flat for slot in slots_of(state) if slot.name == MASTERS}
     flats = []
     for index, group in enumerate(layout.groups):
         values = [read_values(places[i]) for i in group.leaves]
@@ -160,12 +155,14 @@ def _with_params(state: TrainState, places: list[Place], rank: int) -> TrainStat
         own = pack(layout, index, [x.to(group.dtype) for x in values])
         flats.append(_own(own, old, setup.part(setup.params, rank)))
         if index in masters:
-            old = leaves[masters[index]]
+            old = masters[index]
             whole = pack(layout, index, [x.to(old.dtype) for x in values])
-            leaves[masters[index]] = _own(whole, old, setup.part(setup.optimizer_state, rank))
+            masters[index] = _own(whole, old, setup.part(setup.optimizer_state, rank))
     return state.replace(
         params=Buffers(flats=tuple(flats), placement=state.params.placement),
-        optimizer=optree.tree_unflatten(treespec, leaves),
+        optimizer=optimizer_with(
+            state, lambda slot: masters[slot.group] if slot.name == MASTERS else slot.flat
+        ),
     )
 
 

@@ -20,7 +20,6 @@ from fzero.checkpoint._manifest import Manifest, describe, read_manifest, requir
 from fzero.checkpoint._pieces import (
     Piece,
     Wanted,
-    optimizer_roles,
     pieces_of,
     shards_of,
     wanted_of,
@@ -29,7 +28,6 @@ from fzero.checkpoint._residual import Room, rooms_of, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
-from fzero.checkpoint._slots import Role
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 
@@ -43,7 +41,6 @@ class Plan:
     """What one process reads, and what it does with it: all of it checked."""
 
     states: list[TrainState]  # of each of its ranks: new ones, to be filled
-    roles: list[list[Role]]  # of the leaves of their optimizer states
     pieces: list[Piece]  # views of them, of `buffers` and of `residuals`
     residuals: list[list[Room]]  # of each of the states
     index: Any  # of torch.distributed.checkpoint
@@ -137,7 +134,7 @@ def load_with_extra(
         plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
         with torch.no_grad():
             storage().read(plan.pieces, where / saved.data, plan.index, ranks.axis)
-            make_whole(held, plan.states, plan.roles)
+            make_whole(held, plan.states)
     finally:
         for lock in locks:
             let_go(lock)
@@ -191,8 +188,7 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
     """Check all that can be checked, and make room for what is read. Reads no tensor."""
     for one in held.states:
         require_closed(one)
-    roles = [optimizer_roles(one) for one in held.states]
-    require_fit(saved, describe(held.states[0], roles[0]), path)
+    require_fit(saved, describe(held.states[0]), path)
     folder, axis, engine = path / saved.data, held.processes.axis, held.engine
     require_whole(folder, saved.files, axis.rank, axis.size)
     buffers, pieces = {}, []
@@ -207,20 +203,16 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         residuals.append(rooms)
         pieces += more
     wanted = {piece.name: Wanted(piece.numel, piece.values.dtype) for piece in pieces}
-    index = storage().read_index(
-        folder, saved.files, {**wanted, **wanted_of(held.states[0], roles[0])}
-    )
+    index = storage().read_index(folder, saved.files, {**wanted, **wanted_of(held.states[0])})
     file = rng_file(axis.rank)
     has_rng = rng and file in saved.files
     set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else _nothing
     with torch.no_grad():
-        pairs = zip(held.states, roles, strict=True)
-        made = [room(one, some, saved.counters) for one, some in pairs]
-    for one, some, number in zip(made, roles, held.ranks, strict=True):
-        pieces += pieces_of(one.setup, shards_of(one, some, number), number)
+        made = [room(one, saved.counters) for one in held.states]
+    for one, number in zip(made, held.ranks, strict=True):
+        pieces += pieces_of(one.setup, shards_of(one, number), number)
     return Plan(
         states=made,
-        roles=roles,
         pieces=pieces,
         residuals=residuals,
         index=index,

@@ -8,16 +8,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 
 from fzero.checkpoint._disk import put_text
 from fzero.checkpoint._everywhere import CheckpointError
 from fzero.checkpoint._parse import FORMAT, OtherFormatError, WrongError, crc32, parsed
 from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import Role, counters_of
+from fzero.checkpoint._slots import counters_of, slots_of
 from fzero.errors import LayoutError, explain
-from fzero.state import NAMESPACE, TrainState
+from fzero.state import TrainState
 from fzero.state.scale import as_numbers
 
 MANIFEST = "checkpoint.json"
@@ -39,20 +38,16 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
 
 
-def describe(state: TrainState, roles: list[Role]) -> Manifest:
+def describe(state: TrainState) -> Manifest:
     """Return the facts of a state, the same for every stage and number of ranks but `origin`."""
     setup, layout = state.setup, state.setup.layout
     names = leaf_names(layout)
-    values = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     slots: dict[str, dict[str, str]] = {}
-    trainable = layout.trainable
-    lost = zip(trainable, state.window.residual.flats, strict=False)  # there may be none
+    lost = zip(layout.trainable, state.window.residual.flats, strict=False)  # there may be none
     residual = {names[i]: str(x.dtype) for g, x in lost for i in layout.groups[g].leaves}
-    for role, value in zip(roles, values, strict=True):
-        if role.position is not None and value.numel():
-            group = layout.groups[trainable[role.position]]
-            held = [names[i] for i in group.leaves if layout.leaves[i].numel]
-            slots.setdefault(role.name, {}).update(dict.fromkeys(held, str(value.dtype)))
+    for slot, group, flat in slots_of(state):
+        held = [names[i] for i in layout.groups[group].leaves if layout.leaves[i].numel]
+        slots.setdefault(slot, {}).update(dict.fromkeys(held, str(flat.dtype)))
     return Manifest(
         origin={
             "stage": setup.stage,
@@ -68,7 +63,7 @@ def describe(state: TrainState, roles: list[Role]) -> Manifest:
         slots=slots,
         counters={
             "step": int(state.step),
-            **{f"optimizer/{k}": v for k, v in counters_of(roles, values).items()},
+            **{f"optimizer/{k}": v for k, v in counters_of(state).items()},
             **{f"scale/{k}": v for k, v in as_numbers(state.scale).items()},
         },
         module={"buffers": {}, "options": []},

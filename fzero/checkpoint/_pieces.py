@@ -13,17 +13,17 @@ more than that of a leaf that is not its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._slots import Role, roles_of
+from fzero.checkpoint._slots import slots_of
 from fzero.packing import part_of
 from fzero.partition import named_leaves
-from fzero.state import NAMESPACE, Layout, Placement, Setup, TrainState
+from fzero.state import Layout, Placement, Setup, TrainState
 
 BLOCK_NUMEL = 2**24
 
@@ -82,50 +82,32 @@ def paths_of(layout: Layout) -> list[list[str]]:
     return found
 
 
-def optimizer_roles(state: TrainState) -> list[Role]:
-    """Return the role of every leaf of the state's optimizer state, by its name in a checkpoint."""
-    setup, layout = state.setup, state.setup.layout
-    numels = [setup.numel(i, setup.optimizer_state) for i in layout.trainable]
-    names = state.setup.optimizer.saved_names(state.optimizer, layout.leaves)
-    return [
-        replace(role, name=names.parts.get(role.name, role.name), idle=role.name in names.idle)
-        for role in roles_of(state.optimizer, numels)
-    ]
-
-
-def shards_of(state: TrainState, roles: Sequence[Role], rank: int) -> list[OwnShard]:
+def shards_of(state: TrainState, rank: int) -> list[OwnShard]:
     """Return a rank's own parts of all that has elements: parameters first, then slots."""
-    setup, layout = state.setup, state.setup.layout
+    setup = state.setup
     own = setup.part(Placement.OVER_ALL, rank)
 
     def shard(prefix: str, group: int, flat: Tensor, placement: Placement) -> OwnShard:
         return OwnShard(prefix, group, part_of(flat, setup.part(placement, rank), own))
 
     found = [shard("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
-    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
-    trainable = layout.trainable  # a property that looks at every group
-    for role, leaf in zip(roles, leaves, strict=True):
-        if role.position is not None and leaf.numel():
-            prefix, group = f"optimizer/{role.name}", trainable[role.position]
-            found.append(shard(prefix, group, leaf, setup.optimizer_state))
+    for name, group, flat in slots_of(state):
+        found.append(shard(f"optimizer/{name}", group, flat, setup.optimizer_state))
     return found
 
 
-def wanted_of(state: TrainState, roles: Sequence[Role]) -> dict[str, Wanted]:
+def wanted_of(state: TrainState) -> dict[str, Wanted]:
     """Return every logical tensor of a state, by its name in a checkpoint."""
     layout, names = state.setup.layout, leaf_names(state.setup.layout)
-    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     found = {
         f"params/{name}": Wanted(leaf.numel, leaf.dtype)
         for name, leaf in zip(names, layout.leaves, strict=True)
         if leaf.numel
     }
-    for role, flat in zip(roles, leaves, strict=True):
-        if role.position is not None and flat.numel():
-            for i in layout.groups[layout.trainable[role.position]].leaves:
-                if layout.leaves[i].numel:
-                    name = f"optimizer/{role.name}/{names[i]}"
-                    found[name] = Wanted(layout.leaves[i].numel, flat.dtype)
+    for slot, group, flat in slots_of(state):
+        for i in layout.groups[group].leaves:
+            if layout.leaves[i].numel:
+                found[f"optimizer/{slot}/{names[i]}"] = Wanted(layout.leaves[i].numel, flat.dtype)
     return found
 
 

@@ -26,7 +26,7 @@ from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
 from fzero.checkpoint._folders import digest, let_go, make_folder, require_path, sweep
 from fzero.checkpoint._held import held_by, require_idle
 from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
-from fzero.checkpoint._pieces import OwnShard, Piece, optimizer_roles, pieces_of, shards_of
+from fzero.checkpoint._pieces import OwnShard, Piece, pieces_of, shards_of
 from fzero.checkpoint._residual import residual_pieces
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.collectives import assert_same_everywhere
@@ -166,13 +166,12 @@ def _draft(
         require_path("save", path)
         for one in held.states:
             require_idle(one)
-        roles = [optimizer_roles(one) for one in held.states]
-        manifest = describe(held.states[0], roles[0])
+        manifest = describe(held.states[0])
         if held.engine is not None:
             manifest.module["options"] = options_of(held.engine.optimizer)
         pieces = []
-        for one, some, rank in zip(held.states, roles, held.ranks, strict=True):
-            shards = shards_of(one, some, rank)
+        for one, rank in zip(held.states, held.ranks, strict=True):
+            shards = shards_of(one, rank)
             shards = [_on_host(shard) for shard in shards] if copies else shards
             pieces += pieces_of(one.setup, shards, rank)
             lost = one.window.residual.flats

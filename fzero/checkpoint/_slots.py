@@ -14,10 +14,10 @@ form says what its leaves are:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fzero.checkpoint._everywhere import CheckpointError
 from fzero.errors import LayoutError, explain
-from fzero.state import NAMESPACE
+from fzero.state import NAMESPACE, TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,88 @@ class Role:
     name: str  # of the slot or the counter: the same in every layout
     position: int | None = None  # of a slot: which trainable group; None: a counter
     idle: bool = False  # a counter of parameters that never learn: its value says nothing
+
+
+class Slot(NamedTuple):
+    """A flat that an optimizer keeps for the elements of one group; an empty one is no slot."""
+
+    name: str  # in a checkpoint: torch.optim's
+    group: int  # of the layout
+    flat: Tensor  # as this rank holds it
+
+
+def slots_of(state: TrainState) -> list[Slot]:
+    """Return all slots of the optimizer of a state, fp32 masters among them.
+
+    They are the same on every rank but for the values. Raises `LayoutError` as `roles_of`.
+    """
+    trainable = state.setup.layout.trainable
+    return [
+        Slot(role.name, trainable[role.position], leaf)
+        for role, leaf in _pairs(state)
+        if role.position is not None and leaf.numel()
+    ]
+
+
+def slots_across(states: Sequence[TrainState]) -> Iterator[tuple[str, int, list[Tensor]]]:
+    """Yield (name, group, what each rank holds) for every slot of a state, given as its ranks'."""
+    for same in zip(*map(slots_of, states), strict=True):
+        yield same[0].name, same[0].group, [slot.flat for slot in same]
+
+
+def counters_of(state: TrainState) -> dict[str, int | float | bool]:
+    """Return the value of every counter. Raises `LayoutError` if two of one name differ."""
+    found: dict[str, int | float | bool] = {}
+    for role, leaf in _pairs(state):
+        if role.position is not None or role.idle:
+            continue
+        value = leaf.item() if isinstance(leaf, Tensor) else leaf
+        if found.setdefault(role.name, value) != value:
+            raise LayoutError(
+                explain(
+                    f"the optimizer's {role.name} is {found[role.name]} for one group of "
+                    f"parameters and {value} for another.",
+                    cause="an optimizer that counts for each tensor, and does not update all.",
+                    fix="keep one counter: how parameters are grouped depends on the ranks.",
+                )
+            )
+    return found
+
+
+def optimizer_with(
+    state: TrainState,
+    made: Callable[[Slot], Tensor],
+    counters: Mapping[str, int | float | bool] | None = None,
+) -> Any:
+    """Return the optimizer state with made(slot) for each slot, and these counters; None: its own.
+
+    Raises `CheckpointError` for a counter that the state cannot hold.
+    """
+    trainable = state.setup.layout.trainable
+
+    def new(role: Role, leaf: Any) -> Any:
+        if role.position is not None:
+            slot = Slot(role.name, trainable[role.position], leaf)
+            return made(slot) if leaf.numel() else leaf.clone()
+        name = f"the optimizer's {role.name}"
+        return leaf if counters is None else placed(name, leaf, counters[role.name])
+
+    leaves = [new(role, leaf) for role, leaf in _pairs(state)]
+    treespec = optree.tree_structure(state.optimizer, namespace=NAMESPACE)
+    return optree.tree_unflatten(treespec, leaves)
+
+
+def _pairs(state: TrainState) -> Iterator[tuple[Role, Any]]:
+    """Each leaf of the optimizer state, and what it is, by its name in a checkpoint."""
+    setup, layout = state.setup, state.setup.layout
+    numels = [setup.numel(i, setup.optimizer_state) for i in layout.trainable]
+    names = setup.optimizer.saved_names(state.optimizer, layout.leaves)
+    roles = roles_of(state.optimizer, numels)
+    for role, leaf in zip(
+        roles, optree.tree_leaves(state.optimizer, namespace=NAMESPACE), strict=True
+    ):
+        name = names.parts.get(role.name, role.name)
+        yield replace(role, name=name, idle=role.name in names.idle), leaf
 
 
 def roles_of(optimizer: Any, numels: Sequence[int]) -> list[Role]:
@@ -56,41 +138,6 @@ def roles_of(optimizer: Any, numels: Sequence[int]) -> list[Role]:
     for parent, children in groupby(pairs, key=lambda pair: pair[0][:-1]):
         found += _roles_in(parent(optimizer), _name(parent), list(children), numels)
     return found
-
-
-def counters_of(roles: Sequence[Role], leaves: Sequence[Any]) -> dict[str, int | float | bool]:
-    """Return the value of every counter. Raises `LayoutError` if two of one name differ."""
-    found: dict[str, int | float | bool] = {}
-    for role, leaf in zip(roles, leaves, strict=True):
-        if role.position is not None or role.idle:
-            continue
-        value = leaf.item() if isinstance(leaf, Tensor) else leaf
-        if found.setdefault(role.name, value) != value:
-            raise LayoutError(
-                explain(
-                    f"the optimizer's {role.name} is {found[role.name]} for one group of "
-                    f"parameters and {value} for another.",
-                    cause="an optimizer that counts for each tensor, and does not update all.",
-                    fix="keep one counter: how parameters are grouped depends on the ranks.",
-                )
-            )
-    return found
-
-
-def with_values(
-    roles: Sequence[Role],
-    leaves: Sequence[Any],
-    slots: Iterator[Tensor],
-    counters: dict[str, int | float | bool],
-) -> list[Any]:
-    """Return leaves like `leaves` that hold `counters` and the next of `slots` for each slot."""
-    made: list[Any] = []
-    for role, leaf in zip(roles, leaves, strict=True):
-        if role.position is not None:
-            made.append(next(slots) if leaf.numel() else leaf.clone())
-        else:
-            made.append(placed(f"the optimizer's {role.name}", leaf, counters[role.name]))
-    return made
 
 
 def _roles_in(

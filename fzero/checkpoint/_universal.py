@@ -19,7 +19,7 @@ Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py and checkpoint/universal_c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,15 @@ from torch import Tensor
 from fzero.checkpoint._everywhere import CheckpointError, damaged
 from fzero.checkpoint._manifest import COUNT
 from fzero.checkpoint._pickles import read, require_plain
-from fzero.checkpoint._slots import Role
+from fzero.checkpoint._pieces import leaf_names
+from fzero.checkpoint._slots import counters_of, slots_of
 from fzero.checkpoint._tensor_slices import joined
 from fzero.errors import LayoutError, explain
+from fzero.state import TrainState
 
 LATEST, ZERO, SLICES = "latest_universal", "zero", "tmp"
 OPTIMIZER, STATES = "optimizer_state.pt", "_model_states.pt"
 FP32, STEP = "fp32", "step"
-MASTERS = "masters"  # what an optimizer's fp32 copies of 16-bit parameters are called here
 _MAX_STEP = 2**53
 
 
@@ -65,19 +66,17 @@ def latest(folder: Path) -> str:
     return tag
 
 
-def require_places(caller: str, roles: Sequence[Role], names: Sequence[str]) -> None:
+def require_places(caller: str, state: TrainState) -> None:
     """Raise `LayoutError` for parameters, or an optimizer state, that the layout cannot have."""
-    problem = next((f"parameter {name!r}" for name in names if not is_name(name)), None)
-    for role in roles:
-        named = role.name.isidentifier()
-        if role.position is None and not role.idle:
-            named = role.name in (STEP, COUNT)
-        if not named:
-            problem = f"optimizer's {role.name}"
-    if problem:
+    names = leaf_names(state.setup.layout)
+    wrong = [f"parameter {name!r}" for name in names if not is_name(name)]
+    slots = {slot.name: slot.name.isidentifier() for slot in slots_of(state)}
+    kept = slots | {name: name in (STEP, COUNT) for name in counters_of(state)}
+    wrong += [f"optimizer's {name}" for name, fits in kept.items() if not fits]
+    if wrong:
         raise LayoutError(
             explain(
-                f"{caller}: DeepSpeed's layout has no place for the {problem}.",
+                f"{caller}: DeepSpeed's layout has no place for the {wrong[-1]}.",
                 cause="an optimizer that counts more than steps or has no names for what it keeps; "
                 "or a parameter whose name is no name of a folder.",
                 fix="use fzero.checkpoint.save and load, which take any state; or Adam, AdamW, SGD "

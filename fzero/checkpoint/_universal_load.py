@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import optree
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
@@ -17,12 +16,11 @@ from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
 from fzero.checkpoint._folders import require_path
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
-from fzero.checkpoint._pieces import leaf_names, optimizer_roles, paths_of, pieces_of, shards_of
+from fzero.checkpoint._pieces import leaf_names, paths_of, pieces_of, shards_of
 from fzero.checkpoint._room import make_whole, room
-from fzero.checkpoint._slots import Role
+from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint._universal import (
     FP32,
-    MASTERS,
     OPTIMIZER,
     STATES,
     STEP,
@@ -35,8 +33,8 @@ from fzero.checkpoint._universal import (
 from fzero.checkpoint._universal_shared import names_in, shared_of
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.homes import empty_where
-from fzero.state import NAMESPACE, TrainState
+from fzero.state import TrainState
+from fzero.state.setup import MASTERS
 
 PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
@@ -100,33 +98,31 @@ def load_universal(
     facts = [f"path {where}", f"tag {tag}", f"{optimizer=}"]
     assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
 
-    def begin() -> list[list[Role]]:
+    def begin() -> list[str]:
         require_path("load_universal", folder)
         _require_tag(tag)
         for one in held.states:
             require_closed(one)
-        roles = [optimizer_roles(one) for one in held.states]
-        require_places("load_universal", roles[0], leaf_names(given.setup.layout))
-        return roles
+        require_places("load_universal", given)
+        slots = {slot.name for slot in slots_of(given)} - {MASTERS}
+        return [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
 
-    roles = everywhere(ranks, begin, what=f"read {where}")
+    keys = everywhere(ranks, begin, what=f"read {where}")
     name = first_of(ranks, lambda: latest(where) if tag is None else tag, what=f"read {where}")
     source = Folder(where / name)
-    slots = {role.name for role in roles[0] if role.position is not None} - {MASTERS}
-    keys = [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
     everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=f"read {where}")
     shared = first_of(
         ranks,
-        lambda: shared_of(source, given, roles[0], held.engine, optimizer),
+        lambda: shared_of(source, given, held.engine, optimizer),
         what=f"read {where}",
     )
     with torch.no_grad():
         states = everywhere(
             ranks,
-            lambda: _filled(source, held, roles, shared.counters, optimizer),
+            lambda: _filled(source, held, shared.counters, optimizer),
             what=f"read {where}",
         )
-        make_whole(held, states, roles)
+        make_whole(held, states)
     made = held.returned(states, shared.buffers)
     if shared.options:
         set_options(given.setup.optimizer.param_groups((), 0).instance, shared.options)
@@ -157,7 +153,6 @@ def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks
 def _filled(
     source: Folder,
     held: Held,
-    roles: Sequence[list[Role]],
     counters: Mapping[str, Any],
     optimizer: bool,
 ) -> list[TrainState]:
@@ -165,13 +160,9 @@ def _filled(
     layout = held.states[0].setup.layout
     names, made = names_in(source, held.states[0]), []
     at = {name: number for number, name in enumerate(leaf_names(layout))}
-    for old, some, rank in zip(held.states, roles, held.ranks, strict=True):
-        new = room(old, some, counters)
-        if not optimizer:
-            new = _with_slots_of(old, new, some)
-        wanted = [
-            one for one in shards_of(new, some, rank) if optimizer or _key(one.prefix) == FP32
-        ]
+    for old, rank in zip(held.states, held.ranks, strict=True):
+        new = room(old, counters, optimizer=optimizer)
+        wanted = [one for one in shards_of(new, rank) if optimizer or _key(one.prefix) == FP32]
         for piece in pieces_of(held.states[0].setup, wanted, rank, block_numel=_ALL):
             prefix, _, path = piece.name.rpartition("/")
             leaf = layout.leaves[at[path]]
@@ -188,17 +179,6 @@ def _filled(
 def _key(prefix: str) -> str:
     slot = prefix.removeprefix("optimizer/")
     return FP32 if slot in ("params", MASTERS) else slot
-
-
-def _with_slots_of(old: TrainState, new: TrainState, roles: Sequence[Role]) -> TrainState:
-    """Return `new` with the old optimizer state but for masters, which are to be filled."""
-    kept, treespec = optree.tree_flatten(old.optimizer, namespace=NAMESPACE)
-    blank = optree.tree_leaves(new.optimizer, namespace=NAMESPACE)
-    leaves = [
-        mine if role.name == MASTERS or role.position is None else empty_where(theirs).copy_(theirs)
-        for role, theirs, mine in zip(roles, kept, blank, strict=True)
-    ]
-    return new.replace(optimizer=optree.tree_unflatten(treespec, leaves))
 
 
 def _require_tag(tag: str | None) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -20,12 +19,11 @@ from fzero.checkpoint._folders import require_path
 from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
 from fzero.checkpoint._manifest import COUNT
 from fzero.checkpoint._pickles import write
-from fzero.checkpoint._pieces import leaf_names, optimizer_roles
-from fzero.checkpoint._slots import Role, counters_of
+from fzero.checkpoint._pieces import leaf_names
+from fzero.checkpoint._slots import counters_of, slots_across
 from fzero.checkpoint._universal import (
     FP32,
     LATEST,
-    MASTERS,
     OPTIMIZER,
     STATES,
     STEP,
@@ -35,8 +33,9 @@ from fzero.checkpoint._universal import (
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.state import TrainState
 from fzero.state.scale import as_numbers
+from fzero.state.setup import MASTERS
 
 PathLike = str | os.PathLike[str]
 _LAYOUT = "0.19.8"  # the DeepSpeed whose layout this is: its loader asks for a version
@@ -91,16 +90,14 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
     facts = [f"path {where}", f"tag {tag}", f"step {step}"]
     assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
 
-    def begin(partial: Path) -> list[Role]:
+    def begin(partial: Path) -> None:
         require_path("save_universal", folder)
         for one in held.states:
             require_idle(one)
-        roles = optimizer_roles(first)
-        require_places("save_universal", roles, names)
+        require_places("save_universal", first)
         _require_tag(where, tag)
         if ranks.axis.rank == 0:
-            _write_shared(partial, first, roles, held.buffers)
-        return roles
+            _write_shared(partial, first, held.buffers)
 
     with hidden_folder(ranks, where, "universal") as partial:
 
@@ -108,33 +105,26 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
             key, number, values = one
             _write_values(partial / ZERO / names[number] / f"{key}.pt", values)
 
-        roles = everywhere(ranks, lambda: begin(partial), what=f"write {where}")
+        everywhere(ranks, lambda: begin(partial), what=f"write {where}")
         written_by_first(
             ranks,
-            _whole_values(held, roles),
+            _whole_values(held),
             put,
             lambda: _put_in_place(partial, where, tag, step),
             what=f"write {where}",
         )
 
 
-def _whole_values(held: Held, roles: Sequence[Role]) -> Iterator[tuple[str, int, Tensor]]:
+def _whole_values(held: Held) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (fp32 or slot, number of the leaf, whole values), one flat at a time. A collective."""
-    setup, trainable = held.setup, held.setup.layout.trainable
-    kept = [optree.tree_leaves(one.optimizer, namespace=NAMESPACE) for one in held.states]
-    slots: dict[int, dict[str, list[Tensor]]] = {}
-    for at, role in enumerate(roles):
-        if role.position is not None and kept[0][at].numel():
-            flats = [leaves[at] for leaves in kept]
-            slots.setdefault(trainable[role.position], {})[role.name] = flats
+    setup = held.setup
+    kept: dict[int, dict[str, list[Tensor]]] = {}
+    for name, group, flats in slots_across(held.states):
+        kept.setdefault(group, {})[FP32 if name == MASTERS else name] = flats
     for index in range(len(setup.layout.groups)):
-        own = slots.get(index, {})
-        parts: list[tuple[str, list[Tensor], Placement]] = [
-            (key, flats, setup.optimizer_state) for key, flats in own.items() if key != MASTERS
-        ]
-        if MASTERS in own:
-            parts.append((FP32, own[MASTERS], setup.optimizer_state))
-        else:
+        own = kept.get(index, {})
+        parts = [(key, flats, setup.optimizer_state) for key, flats in own.items()]
+        if FP32 not in own:
             parts.append((FP32, [one.params.flats[index] for one in held.states], setup.params))
         for key, flats, placement in parts:
             for number, values in whole_leaves(held, index, flats, placement):
@@ -149,14 +139,12 @@ def _write_values(file: Path, values: Tensor) -> None:
     write(file, {"param": own, "cat_dim": 0})
 
 
-def _write_shared(
-    partial: Path, state: TrainState, roles: Sequence[Role], buffers: Buffers
-) -> None:
+def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
     """Write what is not of one parameter: the step, param groups, counters, buffers."""
     setup, layout = state.setup, state.setup.layout
     leaves, updates = layout.leaves, int(state.step)
     groups = setup.optimizer.param_groups(leaves, updates)
-    counted = counters_of(roles, optree.tree_leaves(state.optimizer, namespace=NAMESPACE))
+    counted = counters_of(state)
     step = torch.tensor(float(counted.get(STEP, counted.get(COUNT, updates))))
     for name, number in zip(leaf_names(layout), groups.of_leaf, strict=True):
         if number >= 0:

@@ -13,7 +13,6 @@ from fzero.checkpoint._manifest import COUNT, describe
 from fzero.checkpoint._options import differing, options_for
 from fzero.checkpoint._pickles import require_plain
 from fzero.checkpoint._pieces import paths_of
-from fzero.checkpoint._slots import Role
 from fzero.checkpoint._universal import (
     OPTIMIZER,
     STATES,
@@ -48,13 +47,12 @@ def names_in(source: Folder, state: TrainState) -> list[str]:
 def shared_of(
     source: Folder,
     state: TrainState,
-    roles: Sequence[Role],
     engine: Driven | None,
     optimizer: bool,
 ) -> Shared:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
     buffers = {} if engine is None else _buffers(source, engine)
-    counters = dict(describe(state, list(roles)).counters)
+    counters = dict(describe(state).counters)
     setup, file = state.setup, source.root / ZERO / OPTIMIZER
     groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
     if not (optimizer and groups.options):

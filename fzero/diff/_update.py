@@ -11,8 +11,9 @@ from fzero.diff._bound import TERMS, carried, carried_each, first_apart
 from fzero.diff._difference import CLIP, COUNTER, NORM, REDUCTION, SCALE, SLOT, STATE, UPDATE
 from fzero.diff._pair import Pair, of_leaf
 from fzero.diff._side import Apart, Side, of_ranks
-from fzero.diff._values import MASTERS, Copy, Spread, counters, params_of, slots_of, whole
+from fzero.diff._values import Copy, Spread, counters, params_of, slots_of, whole
 from fzero.state import TrainState
+from fzero.state.setup import MASTERS
 
 Parts = Sequence[Mapping[Any, Spread]]  # of a, of b, and of a disturbed
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._pieces import leaf_names, optimizer_roles
-from fzero.checkpoint._slots import Role, counters_of, with_values
+from fzero.checkpoint._pieces import leaf_names
+from fzero.checkpoint._slots import Slot, counters_of, optimizer_with, slots_across
 from fzero.packing import pack, part_of
-from fzero.state import NAMESPACE, Buffers, Part, Placement, Setup, TrainState
+from fzero.state import Buffers, Part, Placement, Setup, TrainState
+from fzero.state.setup import MASTERS
 
-MASTERS = "masters"
 Slots = dict[tuple[str, str], Tensor]  # (name of the slot, path)
 
 
@@ -86,24 +85,16 @@ def params_of(states: Sequence[TrainState]) -> dict[str, Spread]:
 def slots_of(states: Sequence[TrainState]) -> dict[tuple[str, str], Spread]:
     """The slots of the optimizer that the ranks of a state hold, masters among them."""
     setup = states[0].setup
-    roles = optimizer_roles(states[0])
-    trainable = setup.layout.trainable
-    columns = [optree.tree_leaves(state.optimizer, namespace=NAMESPACE) for state in states]
     found: dict[tuple[str, str], Spread] = {}
-    for place, role in enumerate(roles):
-        if role.position is None:
-            continue
-        flats = [[column[place]] for column in columns]
-        group = trainable[role.position]
-        cut = spread(setup, [group], flats, setup.optimizer_state)
-        found.update({(role.name, path): one for path, one in cut.items()})
+    for name, group, flats in slots_across(states):
+        cut = spread(setup, [group], [[flat] for flat in flats], setup.optimizer_state)
+        found.update({(name, path): one for path, one in cut.items()})
     return found
 
 
 def counters(state: TrainState) -> dict[str, float]:
     """What a state of one rank counts."""
-    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
-    own = {k: float(v) for k, v in counters_of(optimizer_roles(state), leaves).items()}
+    own = {k: float(v) for k, v in counters_of(state).items()}
     waiting = state.progress.backwards
     return {"updates": float(state.step), **own, "backwards since the update": float(waiting)}
 
@@ -133,20 +124,21 @@ def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
         _flat(setup, i, setup.params, rank, lambda path, old: _param(values, path, old), flat)
         for i, flat in enumerate(state.params.flats)
     ]
-    roles = optimizer_roles(state)
-    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
-    slots = _slots(setup, rank, roles, leaves, values)
-    theirs = optree.tree_leaves(values.state.optimizer, namespace=NAMESPACE)
-    counted = {
-        **counters_of(roles, leaves),
-        **counters_of(optimizer_roles(values.state), theirs),
-    }
-    new = with_values(roles, leaves, slots, counted)
-    treespec = optree.tree_structure(state.optimizer, namespace=NAMESPACE)
+
+    def made(slot: Slot) -> Tensor:
+        def of(path: str, old: Tensor) -> Tensor:
+            found = values.slots.get((slot.name, path))
+            if found is None and slot.name == MASTERS:
+                found = values.params[path]
+            return old if found is None else found.to(old.dtype)
+
+        return _flat(setup, slot.group, setup.optimizer_state, rank, of, slot.flat)
+
+    counted = counters_of(state) | counters_of(values.state)
     scale = values.state.scale
     return state.replace(
         params=Buffers(flats=tuple(params), placement=setup.params),
-        optimizer=optree.tree_unflatten(treespec, new),
+        optimizer=optimizer_with(state, made, counted),
         step=values.state.step.to(state.step, copy=True),
         scale=scale if scale is not None and _same_policy(state, values.state) else state.scale,
     )
@@ -163,25 +155,6 @@ def _param(values: Values, path: str, old: Tensor) -> Tensor:
     if master is not None and old.dtype != found.dtype:
         found = master
     return found.to(old.dtype)
-
-
-def _slots(
-    setup: Setup, rank: int, roles: Sequence[Role], leaves: Sequence[Any], values: Values
-) -> Iterator[Tensor]:
-    def of(name: str, path: str, old: Tensor) -> Tensor:
-        found = values.slots.get((name, path))
-        if found is None and name == MASTERS:
-            found = values.params[path]
-        return old if found is None else found.to(old.dtype)
-
-    for role, leaf in zip(roles, leaves, strict=True):
-        if role.position is not None and leaf.numel():
-            index, name = setup.layout.trainable[role.position], role.name
-
-            def one(path: str, old: Tensor, name: str = name) -> Tensor:
-                return of(name, path, old)
-
-            yield _flat(setup, index, setup.optimizer_state, rank, one, leaf)
 
 
 def _flat(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor
@@ -25,6 +25,17 @@ class Base:
     def bind(self, params: Any) -> Self:
         """Return the optimizer of these parameters, {path: tensor}."""
         return self
+
+    def slots(self, state: Any) -> Mapping[str, Sequence[Tensor]]:
+        """Return {name: flats} of what is kept by element, masters too; nothing of a foreign state.
+
+        Names are torch.optim's. A flat that has no such slot has an empty one.
+        """
+        return {}
+
+    def counters(self, state: Any, path: str) -> Mapping[str, Tensor]:
+        """Return what counts the updates of the leaf at `path`, by torch.optim's names."""
+        return {}
 
     def skips(self, params: Sequence[Tensor], state: Any) -> bool:
         """Whether `advance` takes `found_inf` and `grad_scale`: for updates that may be skipped."""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fzero.optim._rules import Scaled
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.setup import MASTERS
+from fzero.state.train import TrainState
 
 Place = Callable[[Tensor], Tensor]
 """Takes a new tensor to where it is to live."""
@@ -27,6 +29,11 @@ def make_masters(
         place(p.detach().float()) if want and p.dtype in SIXTEEN_BIT else p.new_empty(0)
         for p, want in zip(flats, wanted, strict=True)
     )
+
+
+def masters_of(state: TrainState) -> Sequence[Tensor]:
+    """Return the masters that a state holds, parallel to the groups that learn; () without any."""
+    return state.setup.optimizer.slots(state.optimizer).get(MASTERS, ())
 
 
 def work_tensors(flats: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
 from fzero.partition import named_leaves
 from fzero.state._record import NAMESPACE, record
 from fzero.state.layout import Leaf
-from fzero.state.setup import ParamGroups, SavedNames
+from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 
 _TORCH_NAMES = {"decoupled": "decoupled_weight_decay"}  # where torch.optim has another name
 
@@ -148,6 +148,14 @@ class Optimizer(Base):
 
     def _slots(self, state: OptimizerState) -> Slots:
         return dict(zip(self.rule.moments, state.moments, strict=True))
+
+    def slots(self, state: OptimizerState) -> Mapping[str, Sequence[Tensor]]:
+        """Return the moments by the rule's names for them, and the masters."""
+        return {**self._slots(state), MASTERS: state.masters}
+
+    def counters(self, state: OptimizerState, path: str) -> Mapping[str, Tensor]:
+        """Return the one count, which all leaves share."""
+        return {"step": state.count}
 
     def skips(self, params: Sequence[Tensor], state: OptimizerState) -> bool:
         """Whether `advance` takes `found_inf` and `grad_scale`: its kernels are fused ones."""

@@ -24,7 +24,7 @@ from fzero.optim._step import Unit, makes_state_later, skips, step
 from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
 from fzero.state.layout import Leaf
-from fzero.state.setup import ParamGroups, SavedNames
+from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 
 _SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
@@ -145,6 +145,14 @@ class TorchOptimizer(Base):
             counters=steps.counters,
             masters=state.masters,
         )
+
+    def slots(self, state: TorchState) -> Mapping[str, Sequence[Tensor]]:
+        """Return the slots by the names that the class has for them, and the masters."""
+        return {**state.slots, MASTERS: state.masters}
+
+    def counters(self, state: TorchState, path: str) -> Mapping[str, Tensor]:
+        """Return the counters of the param group that has the leaf at `path`."""
+        return {name: own[self.group_of(path)] for name, own in state.counters.items()}
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
         """Whether `step()` takes `found_inf` and `grad_scale`, by attributes of the optimizer."""

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.collectives import CollectiveLog, count_collectives
 from fzero.errors import FzeroError
+from fzero.optim import masters_of
 from fzero.plan._meta import AsOn
 from fzero.plan._record import Plan, Traffic
 from fzero.plan._subject import Subject
@@ -66,7 +67,7 @@ def _mark(watch: Watch, tree: Any) -> None:
     for state in flatten_states("plan", tree)[0]:
         watch.mark("parameters", state.params)
         watch.mark("optimizer", state.optimizer)
-        watch.mark("masters", _masters(state))
+        watch.mark("masters", list(masters_of(state)))
         watch.mark("window", state.window)
         watch.mark("gradients", state.gradients)
 
@@ -103,7 +104,7 @@ def _plan(
 def _bytes(state: TrainState) -> dict[str, int]:
     """What a rank holds by kind; gradients, which go at the update, as its setup places them."""
     found = state_bytes(state)
-    masters = _tensor_bytes(_masters(state))
+    masters = _tensor_bytes(list(masters_of(state)))
     places = {place: found[place] for place in _PLACES if place in found}
     gradients = gradient_bytes(state.setup)
     home = state.setup.offload.gradients
@@ -123,10 +124,6 @@ def gradient_bytes(setup: Setup) -> int:
     """Bytes of the reduced gradients that each rank holds until an update."""
     placed = ((i, setup.numel(i, setup.gradients)) for i in setup.layout.trainable)
     return sum(numel * setup.accumulate_dtype(i).itemsize for i, numel in placed)
-
-
-def _masters(state: TrainState) -> Any:
-    return getattr(state.optimizer, "masters", ())
 
 
 def _tensor_bytes(tree: Any) -> int:

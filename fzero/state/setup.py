@@ -57,6 +57,10 @@ class Gathering:
         )
 
 
+MASTERS = "masters"
+"""The slot of an optimizer that has the fp32 copies of 16-bit parameters."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedNames:
     """What a checkpoint calls an update rule and the parts of its state.
@@ -103,6 +107,16 @@ class StatefulUpdate(Protocol):
 
         It then divides by the one, and changes nothing where the other is 1, without a host read.
         """
+        ...
+
+    @property
+    def slots(self) -> Callable[[Any], Mapping[str, Sequence[Tensor]]]:
+        """(optimizer state) -> {name: flats} of what it keeps by element, masters too."""
+        ...
+
+    @property
+    def counters(self) -> Callable[[Any, str], Mapping[str, Tensor]]:
+        """(optimizer state, path) -> what counts the updates of a leaf, by name."""
         ...
 
     @property

@@ -197,7 +197,7 @@ class Access:
         slots, scalars = parts.named_state(self._driver, path, name)
         state = self._driver.state
         if name in scalars:
-            scalars[name].fill_(float(value))
+            parts.write_whole(path, scalars[name], value)
         else:
             given = torch.as_tensor(value)
             parts.write_piece(state, index, position, slots[name], given)
@@ -232,7 +232,7 @@ class Access:
         call(self._driver, f"set_full_optimizer_state() {path} {name}")
         state = self._driver.state
         if name in scalars:
-            scalars[name].fill_(float(value))
+            parts.write_whole(path, scalars[name], value)
         else:
             parts.write(state, index, position, slots[name], torch.as_tensor(value))
         state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on

@@ -105,6 +105,22 @@ def write_piece(state: TrainState, index: int, position: int, part: Tensor, valu
         part[low - first : high - first].copy_(value.detach().reshape(-1))
 
 
+def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
+    """Write what an optimizer keeps of a leaf beside its elements: a number, or another shape."""
+    given = torch.as_tensor(value)
+    if given.numel() != held.numel():
+        raise LayoutError(
+            explain(
+                f"what the optimizer keeps of {path} has the shape {tuple(held.shape)}, the new "
+                f"value {tuple(given.shape)}.",
+                cause="a value of another parameter, or a part of one.",
+                fix="give the whole value, in the shape that the getter of the same name returns.",
+            )
+        )
+    with torch.no_grad():
+        held.copy_(given.detach().reshape(held.shape))
+
+
 def _range(state: TrainState, index: int, position: int, part: Tensor) -> tuple[int, int, int]:
     """(low, high) of a leaf, as far as `part` has it, and where `part` begins in its group."""
     setup, layout = state.setup, state.setup.layout
@@ -150,7 +166,10 @@ def steps(state: TrainState, path: str) -> bool:
 
 
 def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Tensor]]:
-    """Return the optimizer's slots of its group, and its scalars, for the parameter at `path`."""
+    """Return the optimizer's slots of its group, and its scalars, for the parameter at `path`.
+
+    Among the scalars is what has another shape than the parameter, whole.
+    """
     state = driver.state
     if not steps(state, path):
         raise PhaseError(
@@ -162,12 +181,14 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Ten
         )
     index = find_learning(driver, path)[1]
     empty = not state.setup.numel(index, state.setup.optimizer_state)
+    rule, odd = state.setup.optimizer, state.setup.optimizer.odd_slots
     slots = {
         name: flat
         for name, flat in slots_of_group(state, index).items()
         if name != MASTERS and (flat.numel() or empty)
     }
-    return slots, state.setup.optimizer.counters(state.optimizer, path)
+    scalars = {name: slots.pop(name) for name in odd.intersection(slots)}
+    return slots, {**rule.counters(state.optimizer, path), **scalars}
 
 
 def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:

@@ -42,7 +42,7 @@ def disagreement(everyone: Sequence[Sequence[str]], *, what: str) -> MismatchErr
     return MismatchError(
         explain(
             f"the ranks disagree about {what}: rank 0 has {mine}, rank {rank} has {theirs}.",
-            cause="the model or an option was built from something that differs by rank.",
+            cause="the model, an option or a branch of the step depends on what differs by rank.",
             fix=f"build the same on every rank; compare ranks 0 and {rank} first.",
         )
     )

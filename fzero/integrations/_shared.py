@@ -48,12 +48,16 @@ class Waiting:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = [x for x in self._hooks if stepped <= {id(p) for p in x.parameters()}]
         if len(found) != 1:
+            known = {id(p) for model in self._hooks for p in model.parameters()}
             raise refused(
                 f"an optimizer whose parameters are not all of one model, of the "
-                f"{len(self._hooks)} that wait for an optimizer",
+                f"{len(self._hooks)} that wait for an optimizer ({len(stepped - known)} of its "
+                f"{len(stepped)} parameters are of none of them)",
                 "give each model one optimizer, with several param groups if need be, and set the "
                 "model up with it or before it; for one optimizer of two modules, make them parts "
-                "of one nn.Module",
+                "of one nn.Module; where a loss has a model of its own that does not learn (a "
+                "guide), loss.guide.requires_grad_(False) before the trainer is made",
+                cause="an optimizer of two modules, or of a loss that has weights of its own.",
             )
         self._hooks.pop(found[0]).remove()
         return found[0]
@@ -133,8 +137,6 @@ def _filling(values: dict[str, Tensor], path: str) -> Callable[..., None]:
     return fill
 
 
-def refused(seen: str, fix: str) -> LayoutError:
+def refused(seen: str, fix: str, *, cause: str = "a script for another backend.") -> LayoutError:
     """Return the error for what a script asks of another backend."""
-    return LayoutError(
-        explain(f"{seen}: not with fzero.", cause="a script for another backend.", fix=f"{fix}.")
-    )
+    return LayoutError(explain(f"{seen}: not with fzero.", cause=cause, fix=f"{fix}."))

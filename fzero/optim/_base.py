@@ -33,6 +33,11 @@ class Base:
         """
         return {}
 
+    @property
+    def odd_slots(self) -> frozenset[str]:
+        """The slots that have another shape than their parameters: the row means of Adafactor."""
+        return frozenset()
+
     def counters(self, state: Any, path: str) -> Mapping[str, Tensor]:
         """Return what counts the updates of the leaf at `path`, by torch.optim's names."""
         return {}

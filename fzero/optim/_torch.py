@@ -150,6 +150,11 @@ class TorchOptimizer(Base):
         """Return the slots by the names that the class has for them, and the masters."""
         return {**state.slots, MASTERS: state.masters}
 
+    @property
+    def odd_slots(self) -> frozenset[str]:
+        """The slots of a rule that needs whole leaves, each of which is a flat of its own then."""
+        return frozenset(name for kept in self._bound().kept.values() for name in kept.odd)
+
     def counters(self, state: TorchState, path: str) -> Mapping[str, Tensor]:
         """Return the counters of the param group that has the leaf at `path`."""
         return {name: own[self.group_of(path)] for name, own in state.counters.items()}

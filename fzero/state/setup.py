@@ -46,7 +46,8 @@ class Gathering:
 
     reshard_after_forward: Reshard = True
     prefetch_numel: int = 1  # gathered early: the next unit, and more while they fit; 0: none
-    persistent: tuple[int, ...] = ()  # units that stay whole from one update to the next
+    # Units that stay whole from one update to the next: found when the state is planned.
+    persistent: tuple[int, ...] = field(default=(), metadata={"given": False})
     quantized_weights: bool = False  # cross ranks as int8 blocks in a forward or backward
 
     @property
@@ -112,6 +113,11 @@ class StatefulUpdate(Protocol):
     @property
     def slots(self) -> Callable[[Any], Mapping[str, Sequence[Tensor]]]:
         """(optimizer state) -> {name: flats} of what it keeps by element, masters too."""
+        ...
+
+    @property
+    def odd_slots(self) -> frozenset[str]:
+        """The slots that have another shape than their parameters."""
         ...
 
     @property

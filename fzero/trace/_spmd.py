@@ -25,7 +25,8 @@ def check_spmd(step: Callable[..., Any], state: Any, args: Any = ()) -> tuple[st
         step: (state, *args) -> (state, aux); or `fzero.simulate` of one, whose ranks are then all
             traced here, one after the other.
         state: as the step is given it.
-        args: the further arguments of the step, a tuple; what is no tuple is the only one.
+        args: the further arguments of the step, a tuple; what is no tuple is the only one. A batch
+            that is a tuple goes into one: ((x, y),).
 
     Returns:
         A line for each collective: what it is, the axis, the parameters, the shapes it gives. In

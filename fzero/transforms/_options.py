@@ -82,8 +82,8 @@ def given_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of(kind: type) -> list[str]:
-    """Return the names of the fields of a record."""
-    return [one.name for one in fields(kind)]
+    """Return the names of the fields of a record that a user may give."""
+    return [one.name for one in fields(kind) if one.metadata.get("given", True)]
 
 
 def check_options(options: InitOptions, **more: Any) -> SharedOptions:

@@ -176,6 +176,32 @@ def test_optimizers_of_whole_matrices_run_where_a_rank_has_whole_matrices(
     engine = Engine(seeded(matrices), cls, stage=3 if world_size == 1 else 0)
     for number in range(STEPS):
         update(engine, reference, rank, number, tol=1e-8)
+    close_as(reference, engine)
+
+
+def close_as(reference: Reference, engine: Engine) -> None:
+    """The optimizer of a closed engine has the state that the reference's has, in its shapes."""
+    wanted = {path: reference.optimizer.state[p] for path, p in named(reference.module)}
+    given = engine.full_optimizer_states()
+    for path, slots in given.items():
+        for name, value in slots.items():
+            assert value.shape == torch.as_tensor(wanted[path][name]).shape, (path, name)
+            assert torch.equal(engine.full_optimizer_state(path, name), value)
+            engine.set_full_optimizer_state(path, name, value)
+            with pytest.raises(LayoutError, match="97"):
+                engine.set_full_optimizer_state(path, name, torch.ones(97))
+    module, optimizer = engine.module, engine.optimizer
+    engine.close()
+    assert optimizer is not None
+    for path, p in named(module):
+        assert {*optimizer.state[p]} == {*wanted[path]} == {*given[path]}
+        for name, value in optimizer.state[p].items():
+            torch.testing.assert_close(value, wanted[path][name], rtol=1e-6, atol=1e-8)
+
+
+def named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters, by path."""
+    return list(module.named_parameters())
 
 
 class TiedAndFrozen(Odd):

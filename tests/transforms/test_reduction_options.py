@@ -193,6 +193,9 @@ def test_an_option_that_does_not_exist_is_refused() -> None:
         fzero.shard(lambda state: (state, None), stage=1, **wrong)
     with pytest.raises(TypeError, match="reduce_operation"):
         Engine(Odd(), None, stage=1, **wrong)
+    found: Any = {"persistent": (0,)}  # an engine has it from `persistence_threshold_numel`
+    with pytest.raises(TypeError, match="persistent"):
+        Engine(Odd(), None, stage=3, **found)
 
 
 def test_a_pipeline_shows_what_is_not_the_default() -> None:

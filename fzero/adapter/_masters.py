@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.adapter._module import ModuleParameters
 from fzero.collectives import cut
 from fzero.homes import give_back, lent
-from fzero.optim import masters_of
+from fzero.optim._masters import masters_of
 from fzero.state import Setup, TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.optim import masters_of
+from fzero.optim._masters import masters_of
 from fzero.state import NAMESPACE, TrainState, Window
 from fzero.transforms._pass import Pass
 

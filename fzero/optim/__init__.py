@@ -6,7 +6,6 @@ from fzero.optim._make import adam as adam
 from fzero.optim._make import adamw as adamw
 from fzero.optim._make import lion as lion
 from fzero.optim._make import sgd as sgd
-from fzero.optim._masters import masters_of as masters_of
 from fzero.optim._masters import unscaled as unscaled
 from fzero.optim._none import NoOptimizer as NoOptimizer
 from fzero.optim._none import no_optimizer as no_optimizer

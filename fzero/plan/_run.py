@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.collectives import CollectiveLog, count_collectives
 from fzero.errors import FzeroError
-from fzero.optim import masters_of
+from fzero.optim._masters import masters_of
 from fzero.plan._meta import AsOn
 from fzero.plan._record import Plan, Traffic
 from fzero.plan._subject import Subject

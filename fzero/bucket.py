@@ -13,7 +13,16 @@ from fzero.state.layout import Layout
 class Bucket:
     """The gradients of one group that this backward has brought, and not handed on."""
 
-    __slots__ = ("_contiguous", "_flat", "_gradients", "_views", "_waited", "index", "layout")
+    __slots__ = (
+        "_contiguous",
+        "_flat",
+        "_gradients",
+        "_owned",
+        "_views",
+        "_waited",
+        "index",
+        "layout",
+    )
 
     def __init__(self, layout: Layout, index: int, *, contiguous: bool) -> None:
         self.layout, self.index = layout, index
@@ -22,6 +31,7 @@ class Bucket:
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._waited: Tensor | None = None
+        self._owned = False
 
     def put(self, position: int, gradient: Tensor) -> None:
         """Add the gradient of one leaf."""
@@ -38,9 +48,9 @@ class Bucket:
             self._views = unpack(self.layout, self.index, self._flat)
         return self._views[position].add_(gradient)
 
-    def give(self, flat: Tensor) -> None:
-        """Add what has waited for this reduction, [W l]. It is not written to."""
-        self._waited = flat
+    def give(self, flat: Tensor, *, owned: bool = False) -> None:
+        """Add what has waited for this reduction, [W l]. It is written to only if it is `owned`."""
+        self._waited, self._owned = flat, owned
 
     @property
     def full(self) -> bool:
@@ -68,6 +78,19 @@ class Bucket:
             return waited if flat is None else flat
         return lent(waited, flat.device) + flat
 
+    def add_to(self, total: Tensor, factor: float) -> None:
+        """total += factor * what is here, leaf by leaf, and forget it: no flat of it is made."""
+        gradients, flat, waited = self._emptied()
+        for whole in (flat, waited):
+            if whole is not None:
+                total.add_(_times(whole, total.dtype, factor))
+        if gradients is not None:
+            for place, gradient in zip(
+                unpack(self.layout, self.index, total), gradients, strict=True
+            ):
+                if gradient is not None:
+                    place.add_(_times(gradient, total.dtype, factor))
+
     def take_over(self, divisor: float) -> Tensor | None:
         """Return [W l] / divisor, and forget it: in memory of its own, which may be written to.
 
@@ -82,7 +105,7 @@ class Bucket:
         if waited is None:
             return flat
         if flat is None:
-            return waited / divisor
+            return waited.div_(divisor) if self._owned else waited / divisor
         return torch.add(flat, lent(waited, flat.device), alpha=1 / divisor)
 
     def _emptied(self) -> tuple[list[Tensor | None] | None, Tensor | None, Tensor | None]:
@@ -94,6 +117,10 @@ class Bucket:
             return None, flat, waited
         count = len(self.layout.groups[self.index].leaves)
         return [gradients.get(i) for i in range(count)], None, waited
+
+
+def _times(gradient: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+    return gradient if factor == 1.0 else gradient.to(dtype) * factor
 
 
 def _is_shared(flat: Tensor, written: set[int]) -> bool:

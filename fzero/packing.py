@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -111,6 +112,34 @@ def part_of(flat: Tensor, held: Part, wanted: Part) -> Tensor:
     """
     count = wanted.count // held.count
     return shard_of(flat, count, wanted.index % count)
+
+
+class LeafRange(NamedTuple):
+    """Elements of one leaf that are in a part of its group's flat."""
+
+    position: int  # of the leaf in its group
+    leaf: int
+    start: int  # of the leaf's elements, as is stop
+    stop: int
+    at: int  # where the first of them is in the part
+
+    def of(self, held: Tensor) -> Tensor:
+        """Return them, of what a rank holds: a view."""
+        return held[self.at : self.at + self.stop - self.start]
+
+
+def leaf_ranges(layout: Layout, index: int, part: Part) -> Iterator[LeafRange]:
+    """Yield what a part of the flat of group `index` has of each leaf; of some it has nothing.
+
+    Padding is in none.
+    """
+    group, numel = layout.groups[index], layout.full_numel(index) // part.count
+    begin = part.index * numel
+    for position, (leaf, offset) in enumerate(zip(group.leaves, group.offsets, strict=True)):
+        start = max(begin - offset, 0)
+        stop = min(begin + numel - offset, layout.leaves[leaf].numel)
+        if start < stop:
+            yield LeafRange(position, leaf, start, stop, start + offset - begin)
 
 
 def pack_copied(

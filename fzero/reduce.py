@@ -196,10 +196,13 @@ class Reducer:
 
     # The end of a backward.
 
-    def give(self, state: int, flats: dict[int, Tensor]) -> None:
-        """Take whole local gradients of a state, {group: [W l]}: what has waited in a window."""
+    def give(self, state: int, flats: dict[int, Tensor], *, owned: bool = False) -> None:
+        """Take whole local gradients of a state, {group: [W l]}: what has waited in a window.
+
+        They are written to only if they are `owned`.
+        """
         for index, flat in flats.items():
-            self._groups[state][index].give(flat)
+            self._groups[state][index].give(flat, owned=owned)
 
     def wait_all(self) -> None:
         """Wait for all that was started. All ranks are at one place."""
@@ -232,6 +235,15 @@ class Reducer:
             if flat is not None:
                 found[index] = flat.to(setup.accumulate_dtype(index))
         return found
+
+    def has_local(self, state: int) -> bool:
+        """Whether any of this rank's own gradients are still here."""
+        return any(group.some for group in self._groups[state].values())
+
+    def add_local(self, state: int, totals: dict[int, Tensor], factor: float) -> None:
+        """Add `local`, times a factor, to {group: [W l]}; forget it. No copy is made between."""
+        for index, total in totals.items():
+            self._groups[state][index].add_to(total, factor)
 
     def take_means(self, state: int) -> dict[int, Tensor]:
         """Return, and forget, the means of a state."""

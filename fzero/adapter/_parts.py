@@ -13,7 +13,7 @@ from fzero.adapter._masters import own_part, take_values
 from fzero.collectives import gather_parts
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.homes import lent
-from fzero.packing import unpack
+from fzero.packing import LeafRange, leaf_ranges, unpack
 from fzero.state import Placement, TrainState
 from fzero.state.setup import MASTERS
 
@@ -62,8 +62,7 @@ def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
 
 def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
     """Return what this rank's part of a group has of one leaf: 1-D."""
-    low, high, first = _range(state, index, position, part)
-    return lent(part.detach()[low - first : high - first], state.device)
+    return lent(_leaf_range(state, index, position, part).of(part.detach()), state.device)
 
 
 def write(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
@@ -80,29 +79,27 @@ def write(state: TrainState, index: int, position: int, part: Tensor, value: Ten
                 fix="give the full value, in the shape of the parameter.",
             )
         )
-    low, high, first = _range(state, index, position, part)
-    begin = group.offsets[position]
+    here = _leaf_range(state, index, position, part)
     with torch.no_grad():
-        given = value.detach().reshape(-1)[low - begin : high - begin]
-        part[low - first : high - first].copy_(given)
+        here.of(part).copy_(value.detach().reshape(-1)[here.start : here.stop])
 
 
 def write_piece(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
     """Write what this rank has of one leaf, 1-D, into its part of a group."""
-    low, high, first = _range(state, index, position, part)
-    if not isinstance(value, Tensor) or value.numel() != high - low:
+    held = _leaf_range(state, index, position, part).of(part)
+    if not isinstance(value, Tensor) or value.numel() != held.numel():
         layout = state.setup.layout
         path = layout.leaves[layout.groups[index].leaves[position]].path
         seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise LayoutError(
             explain(
-                f"this rank has {high - low} elements of {path}, the new value {seen}.",
+                f"this rank has {held.numel()} elements of {path}, the new value {seen}.",
                 cause="the full value, or the piece of another rank.",
                 fix="give as many elements as the getter of the same name returns here.",
             )
         )
     with torch.no_grad():
-        part[low - first : high - first].copy_(value.detach().reshape(-1))
+        held.copy_(value.detach().reshape(-1))
 
 
 def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
@@ -121,17 +118,14 @@ def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
         held.copy_(given.detach().reshape(held.shape))
 
 
-def _range(state: TrainState, index: int, position: int, part: Tensor) -> tuple[int, int, int]:
-    """(low, high) of a leaf, as far as `part` has it, and where `part` begins in its group."""
+def _leaf_range(state: TrainState, index: int, position: int, part: Tensor) -> LeafRange:
+    """Return what `part`, which this rank holds of a group, has of one leaf."""
     setup, layout = state.setup, state.setup.layout
-    group = layout.groups[index]
     placements = setup.params, setup.optimizer_state  # those of all that a state has
     held = next((x for x in placements if setup.numel(index, x) == part.numel()), setup.params)
-    first = setup.part(held, setup.axis.rank).index * part.numel()
-    begin = group.offsets[position]
-    end = begin + layout.leaves[group.leaves[position]].numel
-    low = min(max(begin, first), first + part.numel())
-    return low, max(low, min(end, first + part.numel())), first
+    found = leaf_ranges(layout, index, setup.part(held, setup.axis.rank))
+    nothing = LeafRange(position, layout.groups[index].leaves[position], 0, 0, 0)
+    return next((one for one in found if one.position == position), nothing)
 
 
 def stepped(state: TrainState, index: int) -> Tensor:

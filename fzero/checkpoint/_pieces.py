@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._slots import slots_of
-from fzero.packing import part_of
+from fzero.packing import leaf_ranges, part_of
 from fzero.partition import named_leaves
 from fzero.state import Layout, Placement, Setup, TrainState
 
@@ -118,18 +118,12 @@ def pieces_of(
     layout, names = setup.layout, leaf_names(setup.layout)
     own = setup.part(Placement.OVER_ALL, rank)
     for prefix, index, values in shards:
-        group, own_numel = layout.groups[index], values.numel()
-        begin = own.index * own_numel
-        for leaf, offset in zip(group.leaves, group.offsets, strict=True):
-            numel = layout.leaves[leaf].numel
-            low, high = max(begin - offset, 0), min(begin + own_numel - offset, numel)
-            for start, stop in _blocks(low, high, block_numel):
-                yield Piece(
-                    name=f"{prefix}/{names[leaf]}",
-                    start=start,
-                    numel=numel,
-                    values=values[start + offset - begin : stop + offset - begin],
-                )
+        for held in leaf_ranges(layout, index, own):
+            name, numel = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf].numel
+            here = held.of(values)
+            for start, stop in _blocks(held.start, held.stop, block_numel):
+                block = here[start - held.start : stop - held.start]
+                yield Piece(name=name, start=start, numel=numel, values=block)
 
 
 def _blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:

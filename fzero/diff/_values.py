@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import Slot, counters_of, optimizer_with, slots_across
-from fzero.packing import pack, part_of
+from fzero.packing import leaf_ranges, pack, part_of
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.setup import MASTERS
 
@@ -57,22 +57,17 @@ def spread(
 ) -> dict[str, Spread]:
     """Cut what each rank has of some groups, flats[rank][k], into leaves: {path: its copies}."""
     layout, names = setup.layout, leaf_names(setup.layout)
-    found: dict[str, Spread] = {}
+    copies: dict[int, list[Copy]] = {}
     for k, index in enumerate(groups):
-        group, numel = layout.groups[index], setup.numel(index, placement)
-        for leaf, offset in zip(group.leaves, group.offsets, strict=True):
-            copies = []
-            for rank, some in enumerate(flats):
-                begin = setup.part(placement, rank).index * numel
-                low = max(begin - offset, 0)
-                high = min(begin + numel - offset, layout.leaves[leaf].numel)
-                if low < high and k < len(some) and some[k].numel():
-                    part = some[k][low + offset - begin : high + offset - begin]
-                    copies.append(Copy(rank, low, part.detach().cpu()))
-            if copies:
-                shape = layout.leaves[leaf].shape
-                found[names[leaf]] = Spread(shape=shape, copies=tuple(copies))
-    return found
+        for rank, some in enumerate(flats):
+            if k < len(some) and some[k].numel():
+                for found in leaf_ranges(layout, index, setup.part(placement, rank)):
+                    values = found.of(some[k]).detach().cpu()
+                    copies.setdefault(found.leaf, []).append(Copy(rank, found.start, values))
+    return {
+        names[leaf]: Spread(shape=layout.leaves[leaf].shape, copies=tuple(some))
+        for leaf, some in copies.items()
+    }
 
 
 def params_of(states: Sequence[TrainState]) -> dict[str, Spread]:

@@ -21,7 +21,6 @@ from fzero.recording import Done
 from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
 from fzero.state import Placement, TrainState, schedule, window
-from fzero.transforms._donate import donates
 from fzero.transforms._finite import FiniteCheck, with_found
 from fzero.transforms._observe import tell
 from fzero.transforms._receive import (
@@ -31,6 +30,7 @@ from fzero.transforms._receive import (
     part_of_update,
     put,
     receive,
+    receive_local,
     with_lost,
 )
 
@@ -190,19 +190,18 @@ class Pass:
             waits = state.window.is_open
             if waits:
                 state = self._with_served(number)
-            found = self.reducer.take_means(number)
-            if not found:  # on one rank, or in a window
-                held = state.window.pending.held if waits else state.gradients.held
-                found = self.reducer.local(number, to_write=donates(state) and not held)
-            if not found and not counts:
+            means = self.reducer.take_means(number)
+            if not (means or counts or self.reducer.has_local(number)):
                 new.append(state)
                 continue
             if state.window.pending.held and not waits:
                 state = state.replace(window=window.take(state.window)[0])
             state = with_lost(state, self.reducer.feedback[number])
-            placement = Placement.PARTIAL if waits else state.setup.gradients
             state = with_found(state, bad[number])
-            new.append(receive(state, filled(state, found, placement)))
+            if means:
+                new.append(receive(state, filled(state, means, state.setup.gradients)))
+            else:  # on one rank, or in a window
+                new.append(receive_local(state, self.reducer, number))
         self.states = new
         self.reducer.received = 0
         return new

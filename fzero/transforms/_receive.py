@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,6 +29,26 @@ def receive(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
     flats = part_of_update(state, flats)
     return put(state, flats) if waits else accumulate(state, flats)
+
+
+def receive_local(state: TrainState, reducer: Reducer, number: int) -> TrainState:
+    """Count one backward, and add this rank's own gradients of state `number` of a reducer.
+
+    A state that donates has them added in the memory of those before, with no copy between.
+    """
+    waits, donated = state.window.is_open, donates(state)
+    old = state.window.pending if waits else state.gradients
+    if not old.held or not donated or state.setup.offload.gradients is not None:
+        found = reducer.local(number, to_write=donated and not old.held)
+        placement = Placement.PARTIAL if waits else state.setup.gradients
+        return receive(state, filled(state, found, placement))
+    total: Buffers = take_over(old)
+    totals = dict(zip(state.setup.layout.trainable, total.flats, strict=True))
+    reducer.add_local(number, totals, state.setup.policy.grad_scale)
+    state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
+    if waits:
+        return state.replace(window=dataclasses.replace(state.window, pending=total))
+    return state.replace(gradients=total)
 
 
 def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -86,24 +107,27 @@ def reduce_window(state: TrainState) -> TrainState:
     else:
         local = dict(zip(state.setup.layout.trainable, flats, strict=False))
         del flats, pending  # a bucket is freed when it is reduced
-        state, found = reduced(state, local)
+        state, found = reduced(state, local, owned=owned)
         means = filled(state, found, state.setup.gradients)
     state = accumulate(state, means)
     return state.replace(progress=progress.saw_reduction(state.progress))
 
 
-def reduced(state: TrainState, local: dict[int, Tensor]) -> tuple[TrainState, dict[int, Tensor]]:
+def reduced(
+    state: TrainState, local: dict[int, Tensor], *, owned: bool
+) -> tuple[TrainState, dict[int, Tensor]]:
     """mean_r(local_r), bucket by bucket: {group: [W l]} -> {group: its part of a gradient}.
 
-    `local` is used up: the full gradient of a bucket is freed when it has been reduced. The state
-    that comes back knows what was lost, if gradients are quantized.
+    `local` is used up: the full gradient of a bucket is freed when it has been reduced; it is
+    written to only if it is `owned`. The state that comes back knows what was lost, if gradients
+    are quantized.
     """
     setup, channel = state.setup, channel_of(state.setup.axis)
     if channel is None:
         return state, local
     reducer = Reducer([setup], [channel.over(setup.axis)], [state.device])
     feed_back(state, reducer.feedback[0])
-    reducer.give(0, local)
+    reducer.give(0, local, owned=owned)
     local.clear()
     for unit in reducer.backwards:
         reducer.start(unit)

@@ -137,14 +137,11 @@ class Sequencer:
             self._go_on(replay.leave_sync_point(self._replay))
 
     def full(self, unit: int) -> None:
-        """The gradient of a unit is complete on this rank: reduce it when the next thing comes.
-
-        While a hook runs, autograd has the gradient, too, which would then be there twice.
-        """
+        """The gradient of a unit is complete on this rank: reduce it."""
         self._read_announced()
         self._recording.add(~unit)
-        self._reduce_due()
         self._due.append(unit)
+        self._reduce_due()
 
     def full_at_once(self, unit: int) -> None:
         """The gradient of a bucket is complete; below stage 3 little else follows.

@@ -5,7 +5,8 @@ moments, over W ranks:
 
     stage   between steps       a backward adds, beside activations
     1, 2    P + 2 P / W         P / W + 2 B: the gradient that is made, and one on the wire
-    3       3 P / W             P / W + 2 B, and 2 B: the unit in use, and the next one
+    3       3 P / W             P / W + 2 B, and 2 B: the unit in use, and the next one; the
+                                shards of two gradients, 2 B / W, come when these have gone
 
 A gradient that is held already is P / W more. An update adds nothing, and clipping neither. The
 first backwards of stage 3, which record the schedule, may hold a unit more.
@@ -46,7 +47,7 @@ def resident(stage: int) -> float:
 
 def backward(stage: int) -> float:
     """What a first backward adds: the sharded gradients, and what the schedule allows."""
-    return P / RANKS + (2 if stage < 3 else 4) * BUCKET
+    return P / RANKS + (2 if stage < 3 else 4 - 2 / RANKS) * BUCKET
 
 
 def layers(device: str = "cpu") -> nn.Module:
@@ -140,6 +141,26 @@ def steps_of(
         assert resident(stage) <= held <= resident(stage) + SLACK, held
 
 
+def window_of(rank: int, size: int) -> None:
+    """One bucket of all layers, whose copies would be P each."""
+    apply, params = fzero.functionalize(layers())
+    with LiveBytes() as live:
+
+        @fzero.shard(stage=0, bucket_bytes=P, donate=True)
+        @fzero.coalesce
+        def step(state: TrainState, x: Tensor) -> Any:
+            for number in range(3):
+                with live.at_most(2 * P + P + 2 * P + SLACK, f"backward {number} of a window"):
+                    loss = fzero.grad_and_reduce(lambda p, x: apply(p, x).square().mean(), state)
+                    state, _ = loss(x)
+            with live.at_most(2 * P + P + P + SLACK, "the update"):
+                return fzero.apply_gradients(state), None
+
+        state = step.init(params, fzero.optim.adamw(1e-3))
+        for _ in range(2):
+            state, _ = step(state, torch.ones(1, WIDTH) * (rank + 1))
+
+
 def save_of(rank: int, size: int, stage: int, folder: Path) -> None:
     with LiveBytes() as live:
         driver = BySteps(stage)
@@ -180,6 +201,11 @@ def test_one_bucket_more_on_the_wire_is_seen(kind: type) -> None:
     """The bound is tight: it is broken where two reductions run at once, not one."""
     for _, text in run_ranks(steps_of, RANKS, kind, 2, None, 2, raises=True):
         assert "bytes, at most" in text
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_window_adds_and_reduces_gradients_where_they_wait() -> None:
+    run_ranks(window_of, RANKS)
 
 
 @pytest.mark.xdist_group("gloo")

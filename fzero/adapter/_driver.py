@@ -174,7 +174,7 @@ class Driver:
         except PhaseError:
             self._refuse(p)
             raise
-        if self.running.silent:
+        if self.running.phase.silent:
             self.running.first_gradient()
         if isinstance(p.grad, HeldGradient):
             gradient = p.grad.taken()
@@ -196,13 +196,11 @@ class Driver:
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""
-        if self.running.reducer.received or self.running.gathers:
-            try:
-                self.running.finish(counts=False)  # torch.autograd.grad may have gathered only
-            except BaseException as error:
-                self.running.fail(error)
-                raise
-        self.running.silent = False
+        try:
+            self.running.finish(counts=False)  # torch.autograd.grad may have brought nothing
+        except BaseException as error:
+            self.running.fail(error)
+            raise
         self.show_gradients()
 
     def drop(self) -> None:

@@ -2,6 +2,7 @@
 
 from fzero.state import effects as effects
 from fzero.state import hooks as hooks
+from fzero.state import pass_state as pass_state
 from fzero.state import replay as replay
 from fzero.state import scale as scale
 from fzero.state import schedule as schedule
@@ -18,6 +19,7 @@ from fzero.state.layout import Group as Group
 from fzero.state.layout import Layout as Layout
 from fzero.state.layout import Leaf as Leaf
 from fzero.state.layout import Part as Part
+from fzero.state.pass_state import PassState as PassState
 from fzero.state.progress import Phase as Phase
 from fzero.state.progress import Progress as Progress
 from fzero.state.scale import DynamicScale as DynamicScale

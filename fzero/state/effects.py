@@ -1,7 +1,7 @@
 """What a transition asks for: a closed set of records, data and nothing else.
 
-Who made the transition (the engine's events, the sequencer) matches on the type and does what is
-asked; a test compares with `==`. Nothing here holds a tensor, a stream or a callable.
+Who made the transition (the engine's events, the pass, the sequencer) matches on the type and does
+what is asked; a test compares with `==`. Nothing here holds a tensor, a stream or a callable.
 """
 
 from __future__ import annotations
@@ -58,6 +58,19 @@ class ReduceUnit:
     unit: int
 
 
+@dataclass(frozen=True, slots=True)
+class AnnouncePhase:
+    """Tell the other ranks that a forward (0) or a backward (1) begins. A round of all ranks."""
+
+    phase: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndPhase:
+    """Wait until no rank is in the phase any more, and take part in what they need till then."""
+
+
 HookEffect = RunEpilogue | QueueCallback | DropBackward
 HookEffects = tuple[HookEffect, ...]
 ReplayEffect = GatherUnit | FreeUnit | ReduceUnit
+PassEffect = AnnouncePhase | EndPhase

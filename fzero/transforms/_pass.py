@@ -20,7 +20,9 @@ from fzero.gather import Gatherer
 from fzero.recording import Done
 from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
-from fzero.state import Placement, TrainState, schedule, window
+from fzero.state import Placement, TrainState, pass_state, schedule, window
+from fzero.state.effects import AnnouncePhase, EndPhase
+from fzero.state.pass_state import PassState
 from fzero.transforms._finite import FiniteCheck, with_found
 from fzero.transforms._observe import tell
 from fzero.transforms._receive import (
@@ -86,8 +88,7 @@ class Pass:
         if self._lazy:
             self._hold_shards()
             self._adopt()
-        self._speaks = self._gathered = self._dropped = False
-        self.silent = False  # a backward has begun, and the other ranks were not told yet
+        self.phase = PassState()
 
     def close(self) -> None:
         """No pass will follow."""
@@ -101,23 +102,18 @@ class Pass:
 
         Nothing is where all parameters are held: ranks may then run as many forwards as they like.
         """
-        self._dropped, self.gatherer.rounds = False, True
         self.put_aside()
         self.finite.drop()  # a loss whose backward brought nothing
-        reads = self._decide()
         if self.channel is not None:  # an error of the pass before does not concern this one
             self.channel.ended_in_error = False
         self.reducer.keep([True for _ in self.states])  # what comes inside of it is put aside
-        if self._speaks and reads:
-            self._hold_shards()
-            self._gathered = True
-            self._announce(0)
+        self._go_on(pass_state.begin_forward(self.phase, **self._crossing()))
 
     def end_forward(self) -> None:
         """What the forward gathered is not kept for the backward, unless that is asked for."""
-        if self.sequencer is not None and self._gathered:
+        if self.sequencer is not None and self.phase.gathered:
             self.sequencer.end_forward()
-        self.gatherer.rounds = False
+        self._go_on((pass_state.end_forward(self.phase), ()))
 
     def begin_backward(self, *, silent: bool = False, dropped: bool = False) -> None:
         """Announce that gradients will be reduced.
@@ -126,17 +122,23 @@ class Pass:
         as torch.autograd.grad by an input, then concerns no other rank. `dropped`: this rank has
         just thrown away what it held, which the others must have done, too.
         """
-        self._dropped, self.gatherer.rounds = dropped, True
         self.put_aside()
-        self._decide()
         self.reducer.keep([state.window.is_open for state in self.states])
-        self.silent = silent and not self._lazy
-        if not self.silent:
-            self.first_gradient()
+        silent = silent and not self._lazy
+        begun = pass_state.begin_backward(
+            self.phase, **self._crossing(), silent=silent, dropped=dropped
+        )
+        if not silent:
+            self._reduce_waiting()
+        self._go_on(begun)
 
     def first_gradient(self) -> None:
         """The backward brings gradients: what waits is reduced with them, and ranks are told."""
-        self.silent = False
+        self._reduce_waiting()
+        self._go_on(pass_state.first_gradient(self.phase))
+
+    def _reduce_waiting(self) -> None:
+        """Let what waits in a closed window be reduced with the gradients that come."""
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.policy.grad_scale
             feed_back(state, self.reducer.feedback[number], share)
@@ -145,8 +147,6 @@ class Pass:
                 flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.give(number, dict(waited))
-        if self._speaks:
-            self._announce(1)
 
     def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
         """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
@@ -182,9 +182,7 @@ class Pass:
 
         Unless it `counts`, one that brought no gradient to any rank changes nothing.
         """
-        if self.sequencer is not None and self._speaks:
-            self._with_programs(self.sequencer.finish())
-        self._gathered = self.gatherer.rounds = False
+        self._go_on(pass_state.finish(self.phase))
         new, bad = [], self.finite.taken()
         for number, state in enumerate(self.states):
             waits = state.window.is_open
@@ -219,22 +217,20 @@ class Pass:
 
     def finish_forward(self) -> list[TrainState]:
         """A forward is over that no backward follows: what is gathered goes."""
-        if self.sequencer is not None and self._gathered:
-            self._with_programs(self.sequencer.finish())
-        self._gathered = self.gatherer.rounds = False
+        self._go_on(pass_state.finish_forward(self.phase))
         return self.states
 
     def fail(self, error: BaseException) -> None:
         """The pass raised: keep in step with the other ranks, and tell those that do not know."""
-        self._gathered = self.silent = self.gatherer.rounds = False
         self.finite.drop()
-        knows = self.channel is not None and self.channel.ended_in_error
-        in_step = self._speaks and (knows or not isinstance(error, AxisError))
-        self._speaks = False
+        known = self.channel is not None and self.channel.ended_in_error
+        astray = isinstance(error, AxisError)
+        phase, in_step, tells = pass_state.fail(self.phase, known=known, astray=astray)
         if self.sequencer is None:
             self.reducer.drop()
         else:
-            self.sequencer.fail(in_step=in_step, tell=in_step and not knows)
+            self.sequencer.fail(in_step=in_step, tell=tells)
+        self._go_on((phase, ()))
 
     def changed(self) -> None:
         """The parameters changed: what was gathered of them is stale."""
@@ -248,12 +244,22 @@ class Pass:
             self.sequencer.stays = False
             self.sequencer.let_go()
 
-    @property
-    def gathers(self) -> bool:
-        """Whether this pass has gathered, so that ranks must end it together."""
-        return self._gathered
-
     # How.
+
+    def _go_on(self, to: pass_state.Next) -> None:
+        """Be there in the pass, and tell the other ranks what they must know."""
+        self.phase = to[0]
+        self.gatherer.rounds |= self.phase.runs
+        for effect in to[1]:
+            assert self.sequencer is not None  # without other ranks nothing crosses
+            match effect:
+                case AnnouncePhase(phase):
+                    if phase == pass_state.FORWARD:
+                        self._hold_shards()
+                    self._announce(phase)
+                case EndPhase():
+                    self._with_programs(self.sequencer.finish())
+        self.gatherer.rounds = self.phase.runs  # what is left of a plan is rounded as it began
 
     def _saw_gathered(self, group: int, flat: Tensor) -> None:
         numbered = ((s, i) for s in self.states for i in range(len(s.setup.layout.groups)))
@@ -266,30 +272,25 @@ class Pass:
         if any(state.setup.policy.observer for state in self.states):
             self.gatherer.on_gathered = self._saw_gathered
 
-    def _decide(self) -> bool:
-        """Whether anything of the next phase crosses ranks, so that they must agree on it.
-
-        Return whether parameters do.
-        """
+    def _crossing(self) -> dict[str, bool]:
+        """What of the next phase crosses ranks: parameters that it reads, gradients to sum."""
         waits = [state.window.is_open for state in self.states]
-        if self.sequencer is not None:
-            state = self.states[self._owner]
-            reshard = state.setup.gathering.reshard_after_forward
-            self.sequencer.stays = reshard == "window" and state.window.is_open
-        reads = self._lazy and not self.gatherer.has_everything
-        reads = reads or self._gathered  # what this forward has gathered is finished with it
-        self._speaks = self.channel is not None and (reads or not all(waits))
-        return reads
+        if self.sequencer is None or self.channel is None:
+            return {"reads": False, "sums": False}
+        state = self.states[self._owner]
+        reshard = state.setup.gathering.reshard_after_forward
+        self.sequencer.stays = reshard == "window" and state.window.is_open
+        return {"reads": self._lazy and not self.gatherer.has_everything, "sums": not all(waits)}
 
     def _announce(self, phase: int) -> None:
         assert self.sequencer is not None
         state = self.states[self._owner]
         index, known = state.progress.backwards, state.schedule if self._lazy else self._fixed
-        served = self._served and not self._dropped
+        served = self._served and not self.phase.dropped
         self.sequencer.begin(self._text(), index, phase, known, served=served)
 
     def _text(self) -> str:
-        lines = [self._name, f"gradients dropped just before: {self._dropped}"]
+        lines = [self._name, f"gradients dropped just before: {self.phase.dropped}"]
         for state in self.states:
             setup = state.setup
             place = "in a window" if state.window.is_open else "at once"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fzero
 from tests.behaviours.networks import PLACES, STAGES
@@ -88,6 +88,47 @@ def test_an_error_on_one_rank_is_raised_by_all_in_the_same_step(
                 assert kind == "PeerFailedError"
                 for part in (f"raised on rank [{raiser}]", f"rank {rank}", "Fix: "):
                     assert part in message, message
+
+
+class Fails(nn.Module):
+    """The identity, unless it is told to raise."""
+
+    now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.now:
+            raise ArithmeticError("in the middle of a forward")
+        return x
+
+
+def raise_under_autocast(rank: int, world_size: int) -> list[str]:
+    """A rank that raises gathers what is left of the plan as the others do: in bfloat16."""
+    fails = Fails()
+    apply, params = fzero.functionalize(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), fails, nn.Linear(8, 8), nn.Linear(8, 8))
+    )
+
+    @fzero.shard(stage=3)
+    @fzero.autocast(dtype=torch.bfloat16)
+    def step(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p, x: apply(p, x).square().mean(), state)(x)
+        return fzero.apply_gradients(state), None
+
+    state, x, found = step.init(params, fzero.optim.sgd(0.5)), torch.ones(2, 8) * (rank + 1), []
+    for at in range(4):  # the first step records what the others replay
+        Fails.now = at % 2 == 1 and rank == 1
+        try:
+            state, _ = step(state, x)
+            found.append("stepped")
+        except (ArithmeticError, fzero.AxisError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_an_error_under_autocast_is_raised_by_all_in_the_same_step() -> None:
+    found = run_ranks(raise_under_autocast, 2)
+    assert found[0] == ["stepped", "PeerFailedError"] * 2
+    assert found[1] == ["stepped", "ArithmeticError"] * 2
 
 
 def use_up(rank: int, world_size: int) -> None:

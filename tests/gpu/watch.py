@@ -122,7 +122,8 @@ def trace(step: Callable[[], object], device: str, folder: Path) -> Trace:
     if device == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
-    with torch.profiler.profile(activities=kinds) as profile:
+    # With torch 2.11 a profile that clears its events warns, also before there are any.
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         step()
         if device == "cuda":
             torch.cuda.synchronize()

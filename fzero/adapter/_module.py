@@ -124,9 +124,9 @@ class ModuleParameters:
                 explain(
                     f"{path} {seen} when the engine was made.",
                     cause=f"{cause}: the engine's buffers know nothing of it.",
-                    fix="make the engine when the module is as it will be; freeze parts with "
-                    "requires_grad_(False), and write values with p.copy_(x) under no_grad, or "
-                    "at stage 3 with fzero.adapter.gathered(module, modify=True).",
+                    fix="make the engine when the module is as it will be, or close() it and make "
+                    "another; write values with p.copy_(x) under no_grad, or at stage 3 with "
+                    "fzero.adapter.gathered(module, modify=True).",
                 )
             )
 

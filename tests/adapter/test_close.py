@@ -114,3 +114,36 @@ def test_a_module_may_have_one_engine_after_another_and_what_was_tied_stays_tied
         assert tied.head.weight is tied.embedding.weight
         assert tied.decoder.weight is tied.encoder.weight
         assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_a_part_is_frozen_from_some_update_on_by_another_engine_with_the_states_of_the_first(
+    rank: int, world_size: int, stage: int
+) -> None:
+    plain, module = seeded(two_layers), seeded(two_layers)
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    engine = Engine(module, optimizer, stage=stage)
+    for number in range(4):
+        if number == 2:
+            engine.close()
+            for net in (plain, module):
+                net[0].requires_grad_(False)  # pyright: ignore[reportIndexIssue]
+            paths = dict(module.named_parameters())
+            slots = {path: optimizer.state.pop(p) for path, p in paths.items()}
+            engine = Engine(module, optimizer, stage=stage)
+            for path in ("2.weight", "2.bias"):
+                for name, value in slots[path].items():
+                    engine.set_full_optimizer_state(path, name, value)
+        for other in range(world_size):
+            (plain(Draw(other, number)(4, 3)).square().mean() / world_size).backward()
+        adam.step()
+        adam.zero_grad()
+        engine(Draw(rank, number)(4, 3)).square().mean().backward()
+        engine.step()
+        same(engine.full_state_dict(), dict(plain.named_parameters()), 1e-9)

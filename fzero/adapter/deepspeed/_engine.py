@@ -21,7 +21,8 @@ from fzero.errors import LayoutError, PhaseError, explain
 class DeepSpeedEngine(Engine):
     """What `initialize` returns: `Engine`, and what DeepSpeed's users call beside it.
 
-    An update divides by gradient_accumulation_steps, whichever way the gradients came.
+    An update divides by gradient_accumulation_steps, whichever way the gradients came. What the
+    engine has no name for is looked up on the module, as in DeepSpeed.
 
     Attributes:
         batch: the batch sizes of the config.
@@ -50,6 +51,41 @@ class DeepSpeedEngine(Engine):
     global_steps = 0
     _is_boundary: bool | None = None  # what the user says; None: every n-th call of step()
     _was_due = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module has by a name that the engine has not: generate, config, ..."""
+        module = self.__dict__.get("module")
+        if module is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            seen = f"neither the engine nor its {type(module).__name__} has {name!r}."
+            cause = "a name of DeepSpeed's engine that fzero's does not have."
+            fix = "docs/deepspeed_config.md, 'The engine', lists the names that there are."
+            raise AttributeError(explain(seen, cause=cause, fix=fix)) from None
+
+    # Where it runs.
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters, to which inputs go."""
+        return self.state.device
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its machine, as its launcher says; 0 without one."""
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank."""
+        return self.axis.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.axis.size
 
     # Backward and step.
 

@@ -191,7 +191,7 @@ def _asked(
         optimizer, wrong = _optimizer.described(values)
         problems += wrong
     if scheduler is None:
-        scheduler, wrong = _scheduler.described(values, optimizer)
+        scheduler, wrong = _scheduler.described(values, optimizer, reading.autos)
         problems += wrong
     options, errors = engine_options(given, values, model, batch)
     require_none(problems, errors)

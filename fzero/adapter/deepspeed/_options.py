@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -67,6 +68,12 @@ def _offload(values: Mapping[str, Any]) -> Offload:
             fix="give both sections the same nvme_path: a folder on a disk of each machine.",
         )
     folder = next(iter(paths), None)
+    if folder is not None and not Path(folder).is_dir():
+        raise config_error(
+            f"config: nvme_path = {folder!r} is no folder here.",
+            cause="a path of another machine.",
+            fix="give a folder on a fast disk of each machine, or make it.",
+        )
     return Offload(optimizer=states, gradients=states, params=params, folder=folder)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,12 @@ Schedule = AnySchedule | Callable[[Optimizer], AnySchedule]
 
 
 def described(
-    values: Mapping[str, Any], optimizer: Any
+    values: Mapping[str, Any], optimizer: Any, autos: Collection[str] = ()
 ) -> tuple[Callable[[Optimizer], AnySchedule] | None, list[Problem]]:
     """Return what makes the scheduler of scheduler.type and scheduler.params; what is wrong.
 
     None without the section. A name that is not DeepSpeed's is one of torch.optim.lr_scheduler.
+    autos: keys that are left as "auto", which is said already.
     """
     name, params = values["scheduler.type"], dict(values["scheduler.params"] or {})
     if name is None:
@@ -55,7 +57,9 @@ def described(
             f"scheduler.params.last_batch_iteration = {start!r}: leave it out, and load a "
             "checkpoint: engine.load_checkpoint goes on where it was."
         )
-    if problems:
+    needed = [f"scheduler.params.{x}" for x in _needed(made) if x not in params]
+    problems += [f"{path}: {name} needs it." for path in needed if path not in autos]
+    if problems or needed:
         return None, problems
     factory = partial(_make, name, made, params)
     count = len(optimizer.param_groups) if isinstance(optimizer, Optimizer) else 1
@@ -65,6 +69,12 @@ def described(
     except Exception as error:  # whatever it is, it comes from these values
         return None, [f"scheduler.params = {params}: {name} does not take it ({error})."]
     return factory, []
+
+
+def _needed(made: Callable[..., Any]) -> list[str]:
+    """The params that have no default, beside the optimizer."""
+    parameters = list(inspect.signature(made).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
 
 def _make(name: str, made: Any, params: Mapping[str, Any], optimizer: Optimizer) -> AnySchedule:

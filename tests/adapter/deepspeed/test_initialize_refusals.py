@@ -27,11 +27,16 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
 
 
 SPARSE_BF16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+NVME = {
+    "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/no/such/disk"}},
+    "steps_per_prnt": 1,
+}
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     # Keys that contradict each other.
     (nested("bf16.bf16_optimizer_states", True), "bf16_master_weights_and_grads = False"),
     (nested("zero_optimization.offload_param.device", "cpu"), "offload_param at stage 0"),
     (nested("zero_optimization.offload_optimizer.device", "nvme"), "nvme_path"),
+    (NVME, r"(?s)steps_per_prnt.*nvme_path = '/no/such/disk' is no folder here: give a folder"),
     ({"bf16": SPARSE_BF16}, "without bf16.enabled"),
     (nested("data_types.param_dtype", "bf16"), "bf16.enabled = False"),
     ({"data_types": {"param_dtype": "fp32"}, "bf16": {"enabled": True}}, "enabled = True"),
@@ -68,7 +73,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     (scheduler("WarmupLR", warmup_type="cubic"), r"warmup_type is 'cubic', not log or linear"),
     (scheduler("WarmupLR", warmup_max_lr=[1, 2]), r"2 values for 1 param groups"),
     (scheduler("WarmupLR", last_batch_iteration=7), r"last_batch_iteration = 7: leave it out"),
-    (scheduler("WarmupDecayLR"), r"scheduler.params = \{\}: WarmupDecayLR does not take it"),
+    (scheduler("WarmupDecayLR"), r"scheduler.params.total_num_steps: WarmupDecayLR needs it"),
+    (scheduler("StepLR", gamma=0.5), r"scheduler.params.step_size: StepLR needs it"),
     (scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_first_step_size=0), r"size of 0"),
     (nested("scheduler.params.warmup_num_steps", 1), r"scheduler.params without scheduler.type"),
     ({"scheduler": {"type": "WarmupLR"}}, "a scheduler, and no optimizer"),
@@ -79,6 +85,15 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 def test_a_config_that_cannot_be_honoured_is_refused(config: dict[str, Any], seen: str) -> None:
     with pytest.raises(LayoutError, match=seen):
         initialize(linear(), config=config)
+
+
+def test_what_a_scheduler_needs_and_is_auto_is_asked_for_once() -> None:
+    with pytest.raises(LayoutError) as error:
+        initialize(linear(), config=scheduler("WarmupDecayLR", total_num_steps="auto", warmup=1))
+    _, *lines, _, _ = str(error.value).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        *("scheduler.params.total_num_steps", "scheduler.params.warmup"),
+    ]
 
 
 @pytest.mark.parametrize(

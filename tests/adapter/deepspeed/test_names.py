@@ -292,3 +292,25 @@ def test_what_cannot_be_is_refused(call: Any, kind: type[FzeroError], seen: str)
     engine = initialize(linear(), torch.optim.Adam, {"zero_optimization": {"stage": 2}})
     with pytest.raises(kind, match=seen):
         call(engine, next(engine.parameters()))
+
+
+class Writer(nn.Linear):
+    config = "of the model"
+
+    def generate(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_the_engine_says_where_it_runs_and_has_what_its_module_has(stage: int) -> None:
+    zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    engine = initialize(Writer(3, 2), config=merged(SGD, zero))
+    assert engine.device == engine.module.weight.device == torch.device("cpu")
+    assert (engine.global_rank, engine.world_size) == (engine.axis.rank, engine.axis.size)
+    assert engine.local_rank == 0
+    weight = engine.full_parameter("weight")
+    assert torch.equal(engine.generate(X), X @ weight.T) and engine.config == "of the model"
+    assert engine.stage == stage and not hasattr(engine, "_parameters")
+    with pytest.raises(AttributeError, match=r"(?s)its Writer has 'set_lr'.*deepspeed_config.md"):
+        engine.set_lr(1.0)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fzero._check import is_number, require
 from fzero.adapter._autograd import in_backward
 from fzero.adapter._driver import Driver
 from fzero.errors import PhaseError, explain
@@ -125,7 +126,9 @@ def _raise_not_finite(driver: Driver) -> None:
 
 def clip(driver: Driver, max_norm: float) -> Tensor:
     """Scale the gradients to a global norm of at most `max_norm`; return that before."""
-    state = with_gradients(driver, "clip_grad_norm_()")
+    good = max_norm == float("inf") or (is_number(max_norm) and max_norm >= 0)
+    require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
+    state = with_gradients(driver, f"clip_grad_norm_({max_norm})")
     norm = norm_of_state(state, state.gradients) * share(state)
     gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
     driver.put(state.replace(gradients=gradients))

@@ -145,7 +145,7 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
     leaves, updates = layout.leaves, int(state.step)
     groups = setup.optimizer.param_groups(leaves, updates)
     counted = counters_of(state)
-    step = torch.tensor(float(counted.get(STEP, counted.get(COUNT, updates))))
+    step = torch.tensor(float(counted.get(STEP, counted.get(COUNT, updates))), dtype=torch.float32)
     for name, number in zip(leaf_names(layout), groups.of_leaf, strict=True):
         if number >= 0:
             write(partial / ZERO / name / f"{STEP}.pt", step)

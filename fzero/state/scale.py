@@ -174,7 +174,7 @@ def begin(policy: ScalePolicy, device: torch.device) -> LossScale:
     elif isinstance(policy, StaticScale):
         first = policy.value
     return LossScale(
-        scale=torch.full((), first, device=device),
+        scale=torch.full((), first, dtype=torch.float32, device=device),
         good_updates=torch.zeros((), dtype=torch.int32, device=device),
         hysteresis_left=torch.full((), left, dtype=torch.int32, device=device),
         overflowed=torch.zeros((), dtype=torch.bool, device=device),

@@ -293,7 +293,8 @@ def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:
 def _norm(state: TrainState, flats: Iterable[Tensor], placement: Placement) -> Tensor:
     setup, device = state.setup, state.device
     squares = [_square_sum(lent(flat, device)) for flat in flats if flat.numel()]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    nothing = torch.zeros((), dtype=torch.float32, device=device)
+    total = torch.stack(squares).sum() if squares else nothing
     axis = setup.over(placement)  # replicas have the same elements, which count once
     return reduce_many([total], axis, ordered=setup.reduction.ordered)[0].sqrt()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine, gathered
-from fzero.errors import AxisError, MismatchError, PeerFailedError, PhaseError
+from fzero.errors import AxisError, LayoutError, MismatchError, PeerFailedError, PhaseError
 from tests.adapter.nets import Net, linear
 from tests.adapter.on_ranks import each_stage, on_ranks
 from tests.adapter.plain import Draw, back, check_program, engine_of, same
@@ -235,3 +235,19 @@ def test_ranks_come_to_a_read_with_other_numbers_of_forwards(rank: int) -> None:
     for _ in range(rank):
         engine(X).sum().backward()
     engine.close()
+
+
+@on_ranks(2)
+@each_stage
+def test_gradients_are_clipped_to_one_norm_on_all_ranks(rank: int, stage: int) -> None:
+    engine = engine_of(layer, stage)
+    engine(X).sum().backward()
+    before = engine.full_gradients()
+    with pytest.raises(MismatchError, match=r"clip_grad_norm_\(1.0\)[\s\S]*clip_grad_norm_\(2.0\)"):
+        engine.clip_grad_norm_(1.0 + rank)
+    for wrong in (-1.0, float("nan"), "1"):
+        with pytest.raises(LayoutError, match="max_norm"):
+            engine.clip_grad_norm_(wrong)  # type: ignore[arg-type]
+    after = engine.full_gradients()
+    assert all(torch.equal(x, after[path]) for path, x in before.items())
+    assert engine.clip_grad_norm_(float("inf")) > 0

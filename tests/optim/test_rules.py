@@ -113,6 +113,29 @@ def test_bf16_parameters_with_masters_do_not_lose_small_updates() -> None:
     assert fzero.full_params(state)["w"].tolist() == [1 - 2.0**-6] * 3
 
 
+@pytest.mark.parametrize("scale", [None, "dynamic"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_changes_no_update(default: torch.dtype, scale: Any) -> None:
+    """In bf16 a counter would stay at 256, and in fp16 the first dynamic scale is infinite."""
+
+    def step_fn(state: Any) -> Any:
+        state, loss = fzero.grad_and_reduce(lambda p: p["w"].square().sum(), state)()
+        return fzero.apply_gradients(state), loss
+
+    def after(dtype: torch.dtype) -> Tensor:
+        torch.set_default_dtype(dtype)
+        try:
+            state = fzero.init({"w": torch.arange(3, dtype=torch.float32)}, optimizer, stage=0)
+            for _ in range(260):
+                state, _ = step(state)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return fzero.full_params(state)["w"]
+
+    optimizer, step = fzero.optim.adam(0.01), fzero.scale_loss(step_fn, scale)
+    assert torch.equal(after(default), after(torch.float32))
+
+
 WITHOUT_MASTERS: dict[str, Any] = {
     "sgd": fzero.optim.sgd(0.5, momentum=0.5, master_weights=False),
     "torch's sgd": fzero.optim.from_torch(

@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from fzero._modes import is_recorded
 from fzero.state.layout import Layout, Part
 
 ALIGNMENT_BYTES = 16
@@ -154,7 +155,8 @@ def pack_copied(
     alone = len(tensors) == 1 and like.numel() == layout.full_numel(index)
     if alone and divisor is None:
         return like.reshape(-1)
-    given = [t for t in tensors if t is not None and t.is_contiguous()]
+    recorded = is_recorded([like])  # whoever compiles that makes one pass of it
+    given = [t for t in tensors if t is not None and (recorded or t.is_contiguous())]
     if len(given) == len(tensors) and divisor in (None, 1.0) and not alone:
         return pack(layout, index, given)
     flat = like.new_empty(layout.full_numel(index))

@@ -23,6 +23,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from fzero._modes import is_recorded
 from fzero.bucket import Bucket
 from fzero.collectives import InFlight, about, start_all_to_all, start_reduce, start_scatter
 from fzero.errors import AxisError
@@ -155,7 +156,7 @@ class Reducer:
 
     def _taken(self, state: int, index: int) -> Tensor | None:
         setup, group = self.setups[state], self._groups[state][index]
-        if setup.reduces_in_place:
+        if _in_place(setup):
             return group.take_over(setup.divides_first(index))
         return group.take()
 
@@ -187,7 +188,8 @@ class Reducer:
         for index, got in zip(indices, flight.wait(), strict=True):
             summed = got if feedback is None else feedback.summed(index, got)
             mean = summed.to(setup.accumulate_dtype(index))
-            if (divisor := setup.divides_last(index)) != 1.0:
+            first = setup.divides_first(index) if _in_place(setup) else 1.0
+            if (divisor := setup.divisor / first) != 1.0:
                 mean.div_(divisor)
             if index in means:
                 add_to(means[index], mean)
@@ -274,6 +276,14 @@ class Reducer:
         self.means = [{} for _ in self.setups]
         for feedback in filter(None, self.feedback):
             feedback.changed()
+
+
+def _in_place(setup: Setup) -> bool:
+    """Whether gradients are summed in the memory that is sent.
+
+    In a graph none are, and what divides them after the sum is compiled into the update.
+    """
+    return setup.reduces_in_place and not is_recorded(())
 
 
 def _popped(p: Tensor) -> Tensor:

@@ -232,10 +232,6 @@ class Setup:
         exact = math.frexp(self.divisor)[0] == 0.5 and torch.float16 not in dtypes
         return self.divisor if free and exact else 1.0
 
-    def divides_last(self, index: int) -> float:
-        """What is left of the `divisor` for the sum."""
-        return self.divisor / self.divides_first(index)
-
     @property
     def quantizes_gradients(self) -> bool:
         """Whether gradients cross ranks as int8 blocks: on one rank nothing crosses."""

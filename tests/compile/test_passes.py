@@ -45,6 +45,14 @@ def items(graph: fx.GraphModule) -> list[int]:
     return [len(n.args[0]) for n in graph.graph.nodes if is_collective(n)]
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_bucket_is_packed_by_one_op_which_a_compiler_makes_one_pass_of(stage: int) -> None:
+    graph, _ = recorded(stage, 2)
+    ops = [str(node.target) for node in without_writes(graph).graph.nodes]
+    assert sum("aten.cat" in op for op in ops) == 4  # one for each layer: a matrix and a vector
+    assert not [op for op in ops if "slice_scatter" in op or "empty" in op]
+
+
 def test_gathers_move_together_as_far_as_memory_allows() -> None:
     unit = 4 * 80  # 8 x 8 + 8 elements, padded to 2 ranks x 4
     for units, wanted in ((0, 0), (2, 2), (4, 4)):

@@ -129,8 +129,9 @@ def _steps_before(count: Any, ps: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(count, Tensor):
         before = (count - 1).to(torch.float32).expand(len(ps)).clone()
         return [x.to(p.device) for x, p in zip(before.unbind(), ps, strict=True)]
+    wide = torch.promote_types(torch.get_default_dtype(), torch.float32)  # as torch.optim counts
     # Made on the device: a copy to a GPU would wait.
-    return [torch.full((), count - 1.0, dtype=torch.float32, device=p.device) for p in ps]
+    return [torch.full((), count - 1.0, dtype=wide, device=p.device) for p in ps]
 
 
 def _lion_formula(

@@ -21,7 +21,7 @@ from fzero.collectives import (
     start_reduce,
     start_scatter,
 )
-from fzero.compile._writes import INTO, OWNED, held_by, is_made_in
+from fzero.compile._writes import INTO, OWNED, held_by, is_made_in, own_buffers
 from fzero.mesh import Axis
 from fzero.optim._recorded import SCHEDULES, update_in_place
 from fzero.packing import shard_of
@@ -62,7 +62,6 @@ class Start:
     ordered: bool
     reads: tuple[str, ...]
     gives: str
-    owns: bool  # whether nothing else reads what it is given, which it may then write to
 
     def __call__(self, env: Env) -> None:
         """Start it."""
@@ -72,7 +71,6 @@ class Start:
         elif self.op == "reduce_scatter":
             env[self.gives] = start_scatter(xs, self.axis, ordered=self.ordered)
         elif self.op == "all_reduce":
-            xs = xs if self.owns else [x.clone() for x in xs]
             env[self.gives] = start_reduce(xs, self.axis, ordered=self.ordered)
         else:
             env[self.gives] = start_all_to_all(xs, self.axis)
@@ -187,6 +185,7 @@ def actions_of(
     graph: fx.GraphModule, axes: dict[str, Axis], compiler: Compiler
 ) -> tuple[Action, ...]:
     """Return what runs, for a graph whose collectives go over these axes, by name."""
+    own_buffers(graph.graph)
     actions: list[Action] = []
     run: list[fx.Node] = []
     pending: set[fx.Node] = set()
@@ -267,18 +266,7 @@ def _start(node: fx.Node, axes: dict[str, Axis]) -> Start | StartInPlace:
         ordered=bool(ordered),
         reads=tuple(x.name for x in inputs),
         gives=node.name,
-        owns=all(_is_alone(x) for x in inputs),
     )
-
-
-def _is_alone(node: fx.Node) -> bool:
-    """Whether a buffer was made for its only reader: by a copy, and not as a view."""
-    made = getattr(node.target, "overloadpacket", None) in (
-        torch.ops.aten.cat,
-        torch.ops.aten.clone,
-    )
-    same = node.target is torch.ops.aten.detach.default and len(node.users) == 1
-    return (made and len(node.users) == 1) or (same and _is_alone(node.all_input_nodes[0]))
 
 
 def _segment(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler) -> Segment:

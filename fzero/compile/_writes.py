@@ -13,13 +13,15 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.compile._passes import GATHER
+from fzero.compile._passes import GATHER, REDUCE
 from fzero.errors import LayoutError, explain
 from fzero.trace._alive import inputs_of, is_item
 from fzero.trace._ops import UPDATE, is_collective
 from fzero.trace._program import without_unused
 
 aten = torch.ops.aten
+_MAKERS = (aten.cat, aten.clone, aten.mm)  # a compiler may give `x` for `x + 0`, but not for these
+_VIEWS = (aten.detach, aten.view, aten.t)
 OWNED = "owned"
 """Under which name the meta of an update says which of its arguments it may write to."""
 
@@ -165,3 +167,25 @@ def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
             else:
                 last = max(last, order[user])
     return last
+
+
+def own_buffers(graph: fx.Graph) -> None:
+    """Let each all-reduce have memory of its own, which it may write to.
+
+    The clone of what a pointwise op makes is a part of that op's kernel.
+    """
+    for node in graph.find_nodes(op="call_function", target=REDUCE):
+        for x in node.all_input_nodes:
+            if not _is_alone(x):
+                with graph.inserting_before(node):
+                    own = graph.call_function(aten.clone.default, (x,))
+                own.meta["val"] = x.meta["val"].clone()
+                node.replace_input_with(x, own)
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether a buffer was made for its only reader, which may see it through views."""
+    packet, alone = getattr(node.target, "overloadpacket", None), len(node.users) == 1
+    return alone and (
+        packet in _MAKERS or (packet in _VIEWS and _is_alone(node.all_input_nodes[0]))
+    )

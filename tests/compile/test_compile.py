@@ -113,6 +113,19 @@ def test_quantized_gradients_lose_what_those_of_the_step_lose(rank: int) -> None
 
 
 @on_ranks(2)
+def test_a_sum_of_the_batch_over_ranks_leaves_the_batch_as_it_was(rank: int) -> None:
+    def mean_fn(state: Any, xs: Tensor) -> tuple[Any, Any]:
+        return step_fn(state, fzero.psum(xs) / 2)
+
+    step = fzero.shard(mean_fn, stage=0)
+    state = other = step.init(params(), RULE)
+    xs = torch.tensor([1.0, 2 * rank])
+    (state, _), (other, _) = step(state, xs), fzero.compile(step, backend="eager")(other, xs)
+    same(leaves(other), leaves(state))
+    assert xs.tolist() == [1.0, 2 * rank]
+
+
+@on_ranks(2)
 def test_ranks_that_run_other_graphs_are_told(rank: int) -> None:
     def other_fn(state: Any, xs: Tensor) -> tuple[Any, Any]:
         extra = fzero.psum(xs) if rank else xs

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from ranks import interleave
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from step.adapter_contestants import adapter_contestants
@@ -66,11 +65,12 @@ class Runner:
         """Take the step and what it will be fed."""
         self._step = step
         self._batches = batches
-        self.losses: list[Tensor] = []
+        self.losses: list[float] = []
 
     def __call__(self) -> None:
-        """Take the next step."""
-        self.losses.append(self._step(self._batches[len(self.losses)]).detach())
+        """Take the next step. Its loss is kept as a number, as loops do that log it."""
+        # A tensor would lie between two large buffers of the heap, which could not be joined then.
+        self.losses.append(self._step(self._batches[len(self.losses)]).item())
 
 
 def find_contestants(task: Task, names: Sequence[str]) -> tuple[list[Contestant], list[str]]:
@@ -149,7 +149,7 @@ def _count(runner: Runner) -> tuple[list[Traffic], int | None]:
 
 
 def _mean_losses(runner: Runner) -> list[float]:
-    losses = torch.stack(runner.losses[:CHECKED_STEPS]).double()
+    losses = torch.tensor(runner.losses[:CHECKED_STEPS], dtype=torch.float64)
     dist.all_reduce(losses)
     return (losses / dist.get_world_size()).tolist()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 
 def require(
@@ -23,7 +23,7 @@ def require(
         >>> require("steps", 2, is_count, "an int of 1 or more")
     """
     if not good(value):
-        raise LayoutError(explain(f"{name}={value!r}.", cause=cause, fix=f"give {wanted}."))
+        raise LayoutError(f"{name}={value!r}.", cause=cause, fix=f"give {wanted}.")
 
 
 def check_flags(**flags: Any) -> None:

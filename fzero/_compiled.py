@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 DISABLED_FRAMES = 2
 """Frames of torch's between a caller and a function that is `torch._disable_dynamo`."""
@@ -83,15 +83,12 @@ class Traced:
     def begin_write(self, placeholder: Any, func: Any) -> NoReturn:
         """Refuse: the graph would write to a copy."""
         raise LayoutError(
-            explain(
-                f"a parameter of stage 3 is written in place inside a compiled function ({func}): "
-                f"{placeholder!r}; this rank holds a shard of it.",
-                cause="an in-place method (add_, copy_, ...) or an initializer inside "
-                "torch.compile.",
-                fix="in a loss, clone it first: losses are pure. To change a parameter of a "
-                "module, use `with fzero.adapter.gathered(module, modify=True)`, outside of what "
-                "is compiled.",
-            )
+            f"a parameter of stage 3 is written in place inside a compiled function ({func}): "
+            f"{placeholder!r}; this rank holds a shard of it.",
+            cause="an in-place method (add_, copy_, ...) or an initializer inside torch.compile.",
+            fix="in a loss, clone it first: losses are pure. To change a parameter of a "
+            "module, use `with fzero.adapter.gathered(module, modify=True)`, outside of what "
+            "is compiled.",
         )
 
     def end_write(self, placeholder: Any) -> None:

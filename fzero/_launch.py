@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torch's env:// needs
 # srun, Open MPI and the MPICH family: (number of processes, index of this one)
@@ -55,11 +55,9 @@ def describes_several_ranks(environ: Mapping[str, str]) -> bool:
     _whole(environ, "MASTER_PORT")
     if rank >= size:
         raise AxisError(
-            explain(
-                f"RANK={rank} with WORLD_SIZE={size}.",
-                cause="ranks that were counted from 1, or a WORLD_SIZE of another run.",
-                fix="export another RANK for each process, from 0 to WORLD_SIZE - 1.",
-            )
+            f"RANK={rank} with WORLD_SIZE={size}.",
+            cause="ranks that were counted from 1, or a WORLD_SIZE of another run.",
+            fix="export another RANK for each process, from 0 to WORLD_SIZE - 1.",
         )
     return True
 
@@ -111,11 +109,9 @@ def timeout(environ: Mapping[str, str]) -> datetime.timedelta:
     if found > datetime.timedelta(0):
         return found
     raise AxisError(
-        explain(
-            f"{_TIMEOUT}={text!r} is not a positive number of seconds.",
-            cause="a unit in it, as in 90s, or a word such as none.",
-            fix=f"export {_TIMEOUT}=90, or unset it for 600 s.",
-        )
+        f"{_TIMEOUT}={text!r} is not a positive number of seconds.",
+        cause="a unit in it, as in 90s, or a word such as none.",
+        fix=f"export {_TIMEOUT}=90, or unset it for 600 s.",
     )
 
 
@@ -124,11 +120,9 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
     if text.strip().isdecimal():
         return int(text)
     raise AxisError(
-        explain(
-            f"{name}={text!r} is not a whole number of at least 0.",
-            cause="a variable of the shell that was not expanded, or a typing error.",
-            fix=f"export {name} as a plain number, or unset it.",
-        )
+        f"{name}={text!r} is not a whole number of at least 0.",
+        cause="a variable of the shell that was not expanded, or a typing error.",
+        fix=f"export {name} as a plain number, or unset it.",
     )
 
 
@@ -147,13 +141,11 @@ def _not_told(
     }
     exports = " ".join(f"{name}={value[name]}" for name in missing)
     return AxisError(
-        explain(
-            f"{', '.join(f'{name}={environ[name]}' for name in seen)} "
-            f"{'is' if len(seen) == 1 else 'are'} set, and {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not.",
-            cause="the program was started by srun, mpirun or a script of your own, which say "
-            "that there are several ranks, but not how they find each other.",
-            fix=f"export {exports} in each process, or start it with torchrun. If each process "
-            "is to run alone, export WORLD_SIZE=1.",
-        )
+        f"{', '.join(f'{name}={environ[name]}' for name in seen)} "
+        f"{'is' if len(seen) == 1 else 'are'} set, and {', '.join(missing)} "
+        f"{'is' if len(missing) == 1 else 'are'} not.",
+        cause="the program was started by srun, mpirun or a script of your own, which say "
+        "that there are several ranks, but not how they find each other.",
+        fix=f"export {exports} in each process, or start it with torchrun. If each process "
+        "is to run alone, export WORLD_SIZE=1.",
     )

@@ -11,7 +11,7 @@ from torch._C._functorch import maybe_current_level
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.virtual import in_forward_mode, is_abstract
 
 
@@ -24,11 +24,9 @@ def require_autograd(name: str) -> None:
     """Raise `PhaseError` in inference mode, where every gradient would be a silent zero."""
     if torch.is_inference_mode_enabled():
         raise PhaseError(
-            explain(
-                f"{name} inside torch.inference_mode().",
-                cause="an evaluation's context around a training step; autograd records nothing.",
-                fix="leave it, or use torch.no_grad(), inside which grad_and_reduce works.",
-            )
+            f"{name} inside torch.inference_mode().",
+            cause="an evaluation's context around a training step; autograd records nothing.",
+            fix="leave it, or use torch.no_grad(), inside which grad_and_reduce works.",
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")  # made anew for each copy
 _TORCHS = frozenset(vars(nn.Module()))  # the attributes that every module has, hooks among them
@@ -73,11 +73,9 @@ class Template:
             parts = [*module.modules()]
             if parts != [source() for source in self._sources]:
                 raise LayoutError(
-                    explain(
-                        f"{type(module).__name__} gained, lost or replaced submodules.",
-                        cause="the module was edited after `functionalize`.",
-                        fix="call `functionalize(module)` again; use the new `apply` and `params`.",
-                    )
+                    f"{type(module).__name__} gained, lost or replaced submodules.",
+                    cause="the module was edited after `functionalize`.",
+                    fix="call `functionalize(module)` again; use the new `apply` and `params`.",
                 )
             self._modes = [part.training for part in parts]
         tracking = [self._parts[i].path for i in self._norms if self._modes[i]]
@@ -180,13 +178,11 @@ def update_error(what: str, names: list[str]) -> LayoutError:
     """Say that buffers held as constants would be, or were, updated."""
     listed = ", ".join(name or "the module" for name in names[:8]) + ", ..." * (len(names) > 8)
     return LayoutError(
-        explain(
-            f"the forward updates {what}: {listed}; here they are constants.",
-            cause="BatchNorm, spectral_norm, a counter, or a cache made on first use.",
-            fix="`apply, params, buffers = functionalize(module, buffers=True)`, then "
-            "`out, buffers = apply(params, *args, buffers=buffers)`; or module.eval() before "
-            "`functionalize(module)`.",
-        )
+        f"the forward updates {what}: {listed}; here they are constants.",
+        cause="BatchNorm, spectral_norm, a counter, or a cache made on first use.",
+        fix="`apply, params, buffers = functionalize(module, buffers=True)`, then "
+        "`out, buffers = apply(params, *args, buffers=buffers)`; or module.eval() before "
+        "`functionalize(module)`.",
     )
 
 
@@ -208,11 +204,9 @@ def _deepcopy(module: nn.Module, stateful: bool) -> tuple[nn.Module, list[Tensor
         twin = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise LayoutError(
-            explain(
-                f"{type(module).__name__} cannot be copied: {error}.",
-                cause="an attribute that holds a lock, an open file, a process group or a graph.",
-                fix="keep it outside of the module, or define `__deepcopy__` on its class.",
-            )
+            f"{type(module).__name__} cannot be copied: {error}.",
+            cause="an attribute that holds a lock, an open file, a process group or a graph.",
+            fix="keep it outside of the module, or define `__deepcopy__` on its class.",
         ) from error
     return twin, [value for value in memo.values() if isinstance(value, Tensor)]
 

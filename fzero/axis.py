@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from fzero._groups import part_of, resolve
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError
 from fzero.virtual import current_ranks
 
 T = TypeVar("T")
@@ -73,12 +73,10 @@ class Axis:
         uneven = self.dims is not None and self.size % max(self.dims.replicas, 1)
         if self.size < 1 or uneven or (self.runtime is Runtime.LOCAL and self.size != 1):
             raise AxisError(
-                explain(
-                    f"Axis(size={self.size}, runtime={self.runtime}, dims={self.dims}).",
-                    cause="an axis made by hand; without communication there is one rank.",
-                    fix="fzero.world() or a DeviceMesh for processes, fzero.simulate for virtual "
-                    "ranks.",
-                )
+                f"Axis(size={self.size}, runtime={self.runtime}, dims={self.dims}).",
+                cause="an axis made by hand; without communication there is one rank.",
+                fix="fzero.world() or a DeviceMesh for processes, fzero.simulate for virtual "
+                "ranks.",
             )
 
     @property
@@ -93,14 +91,12 @@ class Axis:
         ranks = current_ranks()
         if ranks is None or ranks.size != self.size:
             raise AxisError(
-                explain(
-                    f"{self} has {self.size} virtual ranks, and "
-                    f"{'none run' if ranks is None else f'{ranks.size} run'} here.",
-                    cause="a state made by `fzero.simulate(...).init` was used outside it, or "
-                    "`backward()` was called on what `fzero.simulate` returned.",
-                    fix="call `fzero.simulate(step, world_size=...)` with it, or make a state "
-                    "with `step.init` for this world; differentiate inside the function.",
-                )
+                f"{self} has {self.size} virtual ranks, and "
+                f"{'none run' if ranks is None else f'{ranks.size} run'} here.",
+                cause="a state made by `fzero.simulate(...).init` was used outside it, or "
+                "`backward()` was called on what `fzero.simulate` returned.",
+                fix="call `fzero.simulate(step, world_size=...)` with it, or make a state "
+                "with `step.init` for this world; differentiate inside the function.",
             )
         return ranks.rank
 
@@ -149,12 +145,10 @@ class Axis:
             return resolve(self.group_name)
         except (RuntimeError, ValueError, KeyError) as error:
             raise AxisError(
-                explain(
-                    f"the process group {self.group_name!r} of {self} does not exist.",
-                    cause="torch.distributed was not started, or was shut down before this call.",
-                    fix="start it under torchrun (fzero then joins by itself) or with "
-                    "torch.distributed.init_process_group, and make the state after that.",
-                )
+                f"the process group {self.group_name!r} of {self} does not exist.",
+                cause="torch.distributed was not started, or was shut down before this call.",
+                fix="start it under torchrun (fzero then joins by itself) or with "
+                "torch.distributed.init_process_group, and make the state after that.",
             ) from error
 
     def __str__(self) -> str:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class FzeroError(Exception):
-    """Base of every error that fzero raises on purpose."""
+    """Base of every error that fzero raises on purpose.
+
+    Example:
+        >>> print(FzeroError("2 ranks, a state of 4.", cause="two meshes.", fix="pass one."))
+        2 ranks, a state of 4.
+        Usual cause: two meshes.
+        Fix: pass one.
+    """
+
+    def __init__(self, *seen: Any, cause: str = "", fix: str = "") -> None:
+        """Make the text of what was seen, the usual cause and the fix, or take it as it is."""
+        super().__init__(*([explain(*seen, cause=cause, fix=fix)] if fix else seen))
 
 
 class LayoutError(FzeroError, ValueError):
@@ -83,12 +95,5 @@ class NonFiniteError(FzeroError, ArithmeticError):
 
 
 def explain(seen: str, *, cause: str, fix: str) -> str:
-    """Return the house's error text: what was seen, its usual cause, and the fix.
-
-    Example:
-        >>> print(explain("2 ranks, a state of 4.", cause="two meshes.", fix="pass one."))
-        2 ranks, a state of 4.
-        Usual cause: two meshes.
-        Fix: pass one.
-    """
+    """Return the text of an error: what was seen, its usual cause, and the fix."""
     return f"{seen}\nUsual cause: {cause}\nFix: {fix}"

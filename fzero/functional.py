@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from fzero._module_copy import Template, update_error
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.partition import unit_of
 from fzero.state.precision import remember_owners
 
@@ -67,11 +67,9 @@ class Apply(_Apply):
         """
         if "buffers" in kwargs:
             raise LayoutError(
-                explain(
-                    f"{self!r} was given `buffers`, but holds its buffers as constants.",
-                    cause="it was made by `functionalize(module)`.",
-                    fix="make it by `functionalize(module, buffers=True)`, or pass no `buffers`.",
-                )
+                f"{self!r} was given `buffers`, but holds its buffers as constants.",
+                cause="it was made by `functionalize(module)`.",
+                fix="make it by `functionalize(module, buffers=True)`, or pass no `buffers`.",
             )
         _check("params", self.parameters, params)
         copies = self.template.bind(params, {})
@@ -107,11 +105,9 @@ class StatefulApply(_Apply):
         for path, value in self.template.buffers_of(copies).items():
             if path not in own or value is None:
                 raise LayoutError(
-                    explain(
-                        f"the forward of {self.name} added or dropped the buffer {path!r}.",
-                        cause="a buffer that is made on first use.",
-                        fix="run the module once, then functionalize it.",
-                    )
+                    f"the forward of {self.name} added or dropped the buffer {path!r}.",
+                    cause="a buffer that is made on first use.",
+                    fix="run the module once, then functionalize it.",
                 )
             new[path] = value.detach()
         return out, {path: new[path] for path in buffers}
@@ -177,11 +173,9 @@ def functionalize(
     """
     if not isinstance(module, nn.Module):
         raise LayoutError(
-            explain(
-                f"functionalize takes an nn.Module, got {type(module).__name__}.",
-                cause="a function, a class without the call that makes a module, or its params.",
-                fix="pass the module; a pure function of a pytree needs no functionalize.",
-            )
+            f"functionalize takes an nn.Module, got {type(module).__name__}.",
+            cause="a function, a class without the call that makes a module, or its params.",
+            fix="pass the module; a pure function of a pytree needs no functionalize.",
         )
     _refuse(module)
     given = dict(module.named_buffers())
@@ -225,11 +219,9 @@ def _check(kind: str, shapes: dict[str, torch.Size], given: Any) -> None:
 
 def _mismatch(seen: str) -> LayoutError:
     return LayoutError(
-        explain(
-            seen,
-            cause="the tensors of another module or an older one, or an entry added or renamed.",
-            fix="pass what `functionalize` returned, or a dict of the same names and shapes.",
-        )
+        seen,
+        cause="the tensors of another module or an older one, or an entry added or renamed.",
+        fix="pass what `functionalize` returned, or a dict of the same names and shapes.",
     )
 
 
@@ -261,4 +253,4 @@ def _refuse(module: nn.Module) -> None:
             fix = "leave sparse out."
         else:
             continue
-        raise LayoutError(explain(f"{where} {seen}.", cause=cause, fix=fix))
+        raise LayoutError(f"{where} {seen}.", cause=cause, fix=fix)

@@ -23,7 +23,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.offload import Home, Offload, is_on_disk
 from fzero.virtual import has_no_values, kind_of
@@ -182,11 +182,9 @@ def _in_file(like: Tensor, folder: str) -> Tensor:
         handle, path = tempfile.mkstemp(prefix="fzero-", dir=folder)
     except OSError as error:
         raise LayoutError(
-            explain(
-                f"offload could not make a file in {folder!r}: {error}.",
-                cause="the folder was removed, may not be written to, or its disk is full.",
-                fix="give folder=... on a disk of this machine with room for the state.",
-            )
+            f"offload could not make a file in {folder!r}: {error}.",
+            cause="the folder was removed, may not be written to, or its disk is full.",
+            fix="give folder=... on a disk of this machine with room for the state.",
         ) from error
     try:
         nbytes = like.numel() * like.element_size()
@@ -195,11 +193,9 @@ def _in_file(like: Tensor, folder: str) -> Tensor:
         made = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
     except OSError as error:
         raise LayoutError(
-            explain(
-                f"offload could not take {nbytes:,} bytes in {folder!r}: {error}.",
-                cause="a disk that is full, or a file system that does not map files.",
-                fix="give folder=... on a disk with room for the state.",
-            )
+            f"offload could not take {nbytes:,} bytes in {folder!r}: {error}.",
+            cause="a disk that is full, or a file system that does not map files.",
+            fix="give folder=... on a disk with room for the state.",
         ) from error
     finally:
         os.close(handle)

@@ -14,7 +14,7 @@ from fzero._launch import describes_several_ranks
 from fzero.axis import Axis as Axis
 from fzero.axis import Dims
 from fzero.axis import Runtime as Runtime
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError
 from fzero.virtual import current_ranks, is_abstract
 
 _RUNNING: list[Axis] = []
@@ -82,12 +82,10 @@ def axis_of(mesh: MeshLike) -> Axis:
         return _axis_of_sizes(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise AxisError(
-            explain(
-                f"mesh is a {type(mesh).__name__}.",
-                cause="a process group or a list of ranks was passed.",
-                fix='pass a DeviceMesh, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), or '
-                "the sizes (replicas, shards) of the world's two dims.",
-            )
+            f"mesh is a {type(mesh).__name__}.",
+            cause="a process group or a list of ranks was passed.",
+            fix='pass a DeviceMesh, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), or '
+            "the sizes (replicas, shards) of the world's two dims.",
         )
     axis = _axis_of_mesh(mesh)
     return axis.as_virtual() if is_abstract() else axis
@@ -96,11 +94,9 @@ def axis_of(mesh: MeshLike) -> Axis:
 def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
     if mesh.get_coordinate() is None:
         raise AxisError(
-            explain(
-                f"this process, rank {dist.get_rank()}, is not in the mesh {mesh.mesh.tolist()}.",
-                cause="a mesh of some of the ranks, and code that all of them run.",
-                fix="call this on the ranks of the mesh only, or give the others a mesh of theirs.",
-            )
+            f"this process, rank {dist.get_rank()}, is not in the mesh {mesh.mesh.tolist()}.",
+            cause="a mesh of some of the ranks, and code that all of them run.",
+            fix="call this on the ranks of the mesh only, or give the others a mesh of theirs.",
         )
     names = mesh.mesh_dim_names
     if mesh.ndim == 1:
@@ -108,13 +104,10 @@ def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
     ranks = mesh.mesh.flatten().tolist()
     if mesh.ndim != 2 or ranks != sorted(ranks):
         raise AxisError(
-            explain(
-                f"mesh has {mesh.ndim} dims {names} of the ranks {mesh.mesh.tolist()}.",
-                cause="a mesh with dims of other kinds of parallelism, or with ranks in another "
-                "order.",
-                fix='pass one dim of it, mesh["shard"], or two, mesh["replicate", "shard"], with '
-                "the ranks in ascending order, so that those of a replica follow each other.",
-            )
+            f"mesh has {mesh.ndim} dims {names} of the ranks {mesh.mesh.tolist()}.",
+            cause="a mesh with dims of other kinds of parallelism, or with ranks in another order.",
+            fix='pass one dim of it, mesh["shard"], or two, mesh["replicate", "shard"], with '
+            "the ranks in ascending order, so that those of a replica follow each other.",
         )
     if mesh.size(0) == 1:
         return _axis_of_group(mesh.get_group(1), name=names[1] if names else "dp")
@@ -129,12 +122,10 @@ def _axis_of_sizes(sizes: tuple[Any, ...]) -> Axis:
     counts = [type(size) is int and size > 0 for size in sizes]
     if counts != [True, True] or sizes[0] * sizes[1] != axis.size:
         raise AxisError(
-            explain(
-                f"mesh={sizes!r}, and there are {axis.size} ranks.",
-                cause="another number of ranks than the program was written for, or more dims.",
-                fix="give (replicas, shards) with replicas x shards = ranks, here e.g. "
-                f"(1, {axis.size}); for some of the ranks only, a DeviceMesh.",
-            )
+            f"mesh={sizes!r}, and there are {axis.size} ranks.",
+            cause="another number of ranks than the program was written for, or more dims.",
+            fix="give (replicas, shards) with replicas x shards = ranks, here e.g. "
+            f"(1, {axis.size}); for some of the ranks only, a DeviceMesh.",
         )
     return axis if sizes[0] == 1 else replace(axis, dims=Dims(sizes[0]))
 

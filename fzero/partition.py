@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Module, Parameter
 
 from fzero._check import require
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.packing import ALIGNMENT_BYTES, in_order, pack, unpack
 from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
@@ -118,11 +118,9 @@ def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
     paths, tensors, treespec = named_leaves(params)
     if treespec != layout.treespec:
         raise LayoutError(
-            explain(
-                f"the pytree has the structure {treespec}, the layout {layout.treespec}.",
-                cause="parameters of another model.",
-                fix="pass a pytree of the same structure as the one given to init.",
-            )
+            f"the pytree has the structure {treespec}, the layout {layout.treespec}.",
+            cause="parameters of another model.",
+            fix="pass a pytree of the same structure as the one given to init.",
         )
     first = {leaf: position for position, leaf in reversed(list(enumerate(layout.slots)))}
     by_leaf = []
@@ -130,12 +128,10 @@ def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
         tensor = tensors[first[i]]
         if tuple(tensor.shape) != leaf.shape or tensor.dtype != leaf.dtype:
             raise LayoutError(
-                explain(
-                    f"{paths[first[i]]} is {tuple(tensor.shape)} {tensor.dtype}, the layout "
-                    f"has {leaf.shape} {leaf.dtype}.",
-                    cause="parameters of another model or dtype.",
-                    fix="convert them first, or make a new state with init.",
-                )
+                f"{paths[first[i]]} is {tuple(tensor.shape)} {tensor.dtype}, the layout "
+                f"has {leaf.shape} {leaf.dtype}.",
+                cause="parameters of another model or dtype.",
+                fix="convert them first, or make a new state with init.",
             )
         by_leaf.append(tensor)
     return by_leaf
@@ -162,14 +158,12 @@ def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpe
         problem = _problem_with(leaf)
         if problem:
             raise LayoutError(
-                explain(
-                    f"parameter {path} is {problem}.",
-                    cause="something that is not a dense real tensor is among the parameters.",
-                    fix="apply, params = fzero.functionalize(module) has its parameters."
-                    if isinstance(leaf, Module)
-                    else "give it to the loss as an argument or a closure, or convert it "
-                    "(torch.as_tensor, view_as_real, to_dense).",
-                )
+                f"parameter {path} is {problem}.",
+                cause="something that is not a dense real tensor is among the parameters.",
+                fix="apply, params = fzero.functionalize(module) has its parameters."
+                if isinstance(leaf, Module)
+                else "give it to the loss as an argument or a closure, or convert it "
+                "(torch.as_tensor, view_as_real, to_dense).",
             )
     return paths, leaves, treespec
 
@@ -219,11 +213,9 @@ def _unique_leaves(
         elif leaves[index].trainable != learning:
             frozen, other = (leaves[index].path, path) if learning else (path, leaves[index].path)
             raise LayoutError(
-                explain(
-                    f"{frozen} is frozen and {other} is not, and they are one tensor.",
-                    cause="tied weights of which one was frozen, or named by `trainable`, alone.",
-                    fix="freeze both, or neither.",
-                )
+                f"{frozen} is frozen and {other} is not, and they are one tensor.",
+                cause="tied weights of which one was frozen, or named by `trainable`, alone.",
+                fix="freeze both, or neither.",
             )
         slots[position] = index
     return tuple(leaves), tuple(slots)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero._compiled import Read, Traced
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 from fzero.state.layout import Leaf
 from fzero.virtual import in_forward_mode, unseen
 
@@ -114,12 +114,10 @@ class LazyParam(torch.Tensor):
             return  # module.to() of what it is already
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise LayoutError(
-                explain(
-                    f"{self!r} ({self.dtype}, {self.device}) was given data of {value.dtype}, "
-                    f"shape {tuple(value.shape)} on {value.device}.",
-                    cause="module.half(), .to(...) or a resized embedding of a module of stage 3.",
-                    fix="convert, move and resize the module first, then make the engine.",
-                )
+                f"{self!r} ({self.dtype}, {self.device}) was given data of {value.dtype}, "
+                f"shape {tuple(value.shape)} on {value.device}.",
+                cause="module.half(), .to(...) or a resized embedding of a module of stage 3.",
+                fix="convert, move and resize the module first, then make the engine.",
             )
         with torch.no_grad():
             self.copy_(value)
@@ -133,13 +131,11 @@ class LazyParam(torch.Tensor):
     def data_ptr(self) -> int:
         """Raise `LayoutError`: there is no memory, and a kernel would read at address 0."""
         raise LayoutError(
-            explain(
-                f"the address of {self!r} was asked for; this rank has only a shard of it.",
-                cause="a kernel that takes an address (Triton, a C++ extension, ctypes) was given "
-                "a parameter of stage 3.",
-                fix="give it `p.clone()`, which has gathered values, and gradients go through it; "
-                "`p.detach().clone()` if it needs none.",
-            )
+            f"the address of {self!r} was asked for; this rank has only a shard of it.",
+            cause="a kernel that takes an address (Triton, a C++ extension, ctypes) was given "
+            "a parameter of stage 3.",
+            fix="give it `p.clone()`, which has gathered values, and gradients go through it; "
+            "`p.detach().clone()` if it needs none.",
         )
 
     def untyped_storage(self) -> Any:
@@ -154,13 +150,11 @@ class LazyParam(torch.Tensor):
 
     def _not_here(self, verb: str) -> LayoutError:
         return LayoutError(
-            explain(
-                f"{self!r} is to be {verb}; this rank has only a shard of it.",
-                cause="copy.deepcopy, torch.save, save_pretrained(), torch.distributed.checkpoint, "
-                "share_memory() or an averaged copy of a module of stage 3.",
-                fix="engine.full_state_dict() has whole values on every rank, to save; make a copy "
-                "before the Engine, or after engine.close(), and load them into it.",
-            )
+            f"{self!r} is to be {verb}; this rank has only a shard of it.",
+            cause="copy.deepcopy, torch.save, save_pretrained(), torch.distributed.checkpoint, "
+            "share_memory() or an averaged copy of a module of stage 3.",
+            fix="engine.full_state_dict() has whole values on every rank, to save; make a copy "
+            "before the Engine, or after engine.close(), and load them into it.",
         )
 
     # What torch.compile makes of it: see fzero/_compiled.py.
@@ -270,11 +264,9 @@ class _Cast:
     def __call__(self, x: Tensor) -> Tensor:
         if self._gatherer.changes != self._changes:
             raise PhaseError(
-                explain(
-                    "a graph from before the update is differentiated under autocast.",
-                    cause="a loss that was made before step(), and backward() after it.",
-                    fix="run the backward before the update, or the forward again after it.",
-                )
+                "a graph from before the update is differentiated under autocast.",
+                cause="a loss that was made before step(), and backward() after it.",
+                fix="run the backward before the update, or the forward again after it.",
             )
         return x.to(self.dtype)
 

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero._ambient import Ambient
-from fzero.errors import AxisError, PeerFailedError, PhaseError, explain
+from fzero.errors import AxisError, PeerFailedError, PhaseError
 
 _LOCAL = threading.local()
 _BASE_NESTING = 1
@@ -109,11 +109,9 @@ def require_no_trace(op: str) -> None:
     """Raise `PhaseError` while `make_fx` traces a collective of virtual ranks."""
     if get_proxy_mode() is not None:
         raise PhaseError(
-            explain(
-                f"{op} on virtual ranks inside a trace (make_fx).",
-                cause="the other ranks' values would be constants of the graph.",
-                fix="trace the step on one rank, or in a process of a real group.",
-            )
+            f"{op} on virtual ranks inside a trace (make_fx).",
+            cause="the other ranks' values would be constants of the graph.",
+            fix="trace the step on one rank, or in a process of a real group.",
         )
 
 
@@ -202,11 +200,9 @@ class _Turns:
                 thread.start()
             except RuntimeError as error:
                 self.error = AxisError(
-                    explain(
-                        f"{rank} of {self.size} virtual ranks were started: {error}.",
-                        cause="each is a thread, and the system or a container has a limit.",
-                        fix="simulate fewer ranks, or raise the limit (ulimit -u, pids.max).",
-                    )
+                    f"{rank} of {self.size} virtual ranks were started: {error}.",
+                    cause="each is a thread, and the system or a container has a limit.",
+                    fix="simulate fewer ranks, or raise the limit (ulimit -u, pids.max).",
                 )
                 self.error.__cause__ = error
                 self.results = dict.fromkeys(range(rank, self.size))
@@ -304,9 +300,7 @@ class _Turns:
 
 def _unmatched(seen: str) -> AxisError:
     return AxisError(
-        explain(
-            seen,
-            cause="a branch that depends on the rank, or on its data, has a collective.",
-            fix="call the same collectives in the same order on every rank.",
-        )
+        seen,
+        cause="a branch that depends on the rank, or on its data, has a collective.",
+        fix="call the same collectives in the same order on every rank.",
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state.offload import Offload
 from fzero.transforms import accumulate, autocast, clip, coalesce, offload, scale_loss
 
@@ -76,11 +76,9 @@ class Axis:
         if chosen and len(chosen) == len({value.name for value in chosen}):
             return chosen
         raise LayoutError(
-            explain(
-                f"certify: {self.name}={given!r}.",
-                cause="no value, or one twice.",
-                fix=f"choose from {self._known()}.",
-            )
+            f"certify: {self.name}={given!r}.",
+            cause="no value, or one twice.",
+            fix=f"choose from {self._known()}.",
         )
 
     def _value(self, name: str) -> Value:
@@ -90,11 +88,9 @@ class Axis:
         if self.counts and name.isdecimal() and int(name) >= 1:
             return count(int(name))
         raise LayoutError(
-            explain(
-                f"certify: {self.name} has no value {name!r}.",
-                cause="a mistyped name, or an option that fzero does not have.",
-                fix=f"choose from {self._known()}.",
-            )
+            f"certify: {self.name} has no value {name!r}.",
+            cause="a mistyped name, or an option that fzero does not have.",
+            fix=f"choose from {self._known()}.",
         )
 
     def _known(self) -> str:
@@ -304,11 +300,9 @@ def chosen(given: Mapping[str, Any]) -> Iterator[tuple[Axis, tuple[Value, ...]]]
     for name in given:
         if name not in known:
             raise LayoutError(
-                explain(
-                    f"certify: there is no axis {name!r}.",
-                    cause="a mistyped keyword.",
-                    fix=f"the axes are {', '.join(known)}.",
-                )
+                f"certify: there is no axis {name!r}.",
+                cause="a mistyped keyword.",
+                fix=f"the axes are {', '.join(known)}.",
             )
     for axis in AXES:
         yield axis, axis.choose(given[axis.name]) if axis.name in given else axis.values

@@ -12,7 +12,7 @@ import torch
 from fzero.certify._axes import AXES
 from fzero.certify._matrix import ADAMW, certify
 from fzero.certify._models import MODELS, batch
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 SUMMARY = "run two small models over the matrix: is each cell the step of one process?"
 DESCRIPTION = (
@@ -47,11 +47,9 @@ def run(given: dict[str, Any]) -> int:
     unknown = [name for name in names if name not in MODELS]
     if unknown:
         raise LayoutError(
-            explain(
-                f"--models {given['models']}: there is no model {unknown[0]!r}.",
-                cause="a mistyped name, or a model of your own.",
-                fix=f"choose from {', '.join(MODELS)}; fzero.certify takes your own.",
-            )
+            f"--models {given['models']}: there is no model {unknown[0]!r}.",
+            cause="a mistyped name, or a model of your own.",
+            fix=f"choose from {', '.join(MODELS)}; fzero.certify takes your own.",
         )
     reports = []
     for name in names:

@@ -17,7 +17,7 @@ from fzero.adapter import Engine
 from fzero.certify._axes import Cell, Facts
 from fzero.certify._reference import OptimizerOf, Task
 from fzero.certify._subject import Subject, tensors_of
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.functional import functionalize
 from fzero.optim import from_torch
 from fzero.state import NAMESPACE
@@ -133,11 +133,9 @@ def _stacked(batches: Sequence[Any]) -> Any:
         )
     except (RuntimeError, ValueError) as error:
         raise LayoutError(
-            explain(
-                f"certify: the batches cannot be stacked for fzero.accumulate ({error}).",
-                cause="batches of several shapes.",
-                fix='give batches of one shape, or windows=("each", "coalesce").',
-            )
+            f"certify: the batches cannot be stacked for fzero.accumulate ({error}).",
+            cause="batches of several shapes.",
+            fix='give batches of one shape, or windows=("each", "coalesce").',
         ) from error
 
 

@@ -24,7 +24,7 @@ from fzero.certify._reference import (
 )
 from fzero.certify._report import CellResult, Report
 from fzero.certify._subject import Loss, Subject, subject_of
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.virtual import run_ranks
 
 STRENGTH = 3  # every combination of the values of so many axes occurs
@@ -136,19 +136,15 @@ def _values(
     drivers = [value.name for value in values[0]]
     if not set(drivers) <= set(able):
         raise LayoutError(
-            explain(
-                f"certify: an engine for a {type(subject.model).__name__}.",
-                cause="parameters without a module.",
-                fix='give an nn.Module, or drivers="step" without `engine`.',
-            )
+            f"certify: an engine for a {type(subject.model).__name__}.",
+            cause="parameters without a module.",
+            fix='give an nn.Module, or drivers="step" without `engine`.',
         )
     if not set(given) <= set(drivers):
         raise LayoutError(
-            explain(
-                f"certify: {given} given, and drivers={drivers}.",
-                cause="a step or an engine that no cell would use.",
-                fix="leave one of them out, or name its driver too.",
-            )
+            f"certify: {given} given, and drivers={drivers}.",
+            cause="a step or an engine that no cell would use.",
+            fix="leave one of them out, or name its driver too.",
         )
     return values
 
@@ -232,11 +228,9 @@ class _Matrix:
         if norm:
             return norm / 2
         raise LayoutError(
-            explain(
-                "certify: the gradient of the first update is zero.",
-                cause="parameters at a minimum, or that no loss uses: there is nothing to compare.",
-                fix="give a model and batches with a gradient.",
-            )
+            "certify: the gradient of the first update is zero.",
+            cause="parameters at a minimum, or that no loss uses: there is nothing to compare.",
+            fix="give a model and batches with a gradient.",
         )
 
 
@@ -253,9 +247,7 @@ def _said(error: Exception) -> str:
 def _require_updates(updates: Any) -> None:
     if not is_count(updates):
         raise LayoutError(
-            explain(
-                f"certify: updates={updates!r}.",
-                cause="a count that is no positive integer.",
-                fix="give at least 1; 2 show what is left from the update before.",
-            )
+            f"certify: updates={updates!r}.",
+            cause="a count that is no positive integer.",
+            fix="give at least 1; 2 show what is left from the update before.",
         )

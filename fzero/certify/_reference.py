@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fzero.certify._axes import Precision
 from fzero.certify._exact import is_exact
 from fzero.certify._subject import Subject, learns, tensors_of
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -213,11 +213,9 @@ def require_repeatable(subject: Subject, task: Task) -> None:
         values.append(value.detach())
     if not torch.equal(values[0], values[1]):
         raise LayoutError(
-            explain(
-                f"certify: the loss of batch 0 is {float(values[0])}, and then {float(values[1])}.",
-                cause="dropout, noise, or batches that are drawn anew at each call.",
-                fix="call model.eval(), fix the noise, and draw batch i from seed i.",
-            )
+            f"certify: the loss of batch 0 is {float(values[0])}, and then {float(values[1])}.",
+            cause="dropout, noise, or batches that are drawn anew at each call.",
+            fix="call model.eval(), fix the noise, and draw batch i from seed i.",
         )
 
 
@@ -227,11 +225,9 @@ def _require_good(loss: Any, number: int) -> None:
         return
     seen = f"{loss.detach()!r:.80}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     raise LayoutError(
-        explain(
-            f"certify: in one process the loss of batch {number} is {seen}.",
-            cause="a loss that is not reduced to one number, is detached, or is not finite.",
-            fix="return a finite scalar that the parameters made; if it grows, give a smaller lr.",
-        )
+        f"certify: in one process the loss of batch {number} is {seen}.",
+        cause="a loss that is not reduced to one number, is detached, or is not finite.",
+        fix="return a finite scalar that the parameters made; if it grows, give a smaller lr.",
     )
 
 

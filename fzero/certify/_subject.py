@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.partition import named_leaves
 from fzero.state import NAMESPACE
 
@@ -52,20 +52,16 @@ def subject_of(model: Any, loss: Loss, batches: Any) -> Subject:
     """Return the subject of what the user gave. Raises `LayoutError` for what is no model."""
     if not callable(loss):
         raise LayoutError(
-            explain(
-                f"certify: the loss is a {type(loss).__name__}.",
-                cause="arguments in another order.",
-                fix="certify(model, loss, batches) with loss(model, batch) -> a scalar tensor.",
-            )
+            f"certify: the loss is a {type(loss).__name__}.",
+            cause="arguments in another order.",
+            fix="certify(model, loss, batches) with loss(model, batch) -> a scalar tensor.",
         )
     subject = Subject(model=model, loss=loss, batches=_numbered(batches))
     if not any(learns(tensor) for tensor in tensors_of(model).values()):
         raise LayoutError(
-            explain(
-                "certify: nothing in the model learns.",
-                cause="every parameter is frozen, or there is none.",
-                fix="give a module, or a pytree of tensors, with a parameter that requires grad.",
-            )
+            "certify: nothing in the model learns.",
+            cause="every parameter is frozen, or there is none.",
+            fix="give a module, or a pytree of tensors, with a parameter that requires grad.",
         )
     return subject
 
@@ -95,24 +91,20 @@ def _numbered(batches: Any) -> Callable[[int], Any]:
         return batches
     if not isinstance(batches, Sequence) or not batches:
         raise LayoutError(
-            explain(
-                f"certify: the batches are a {type(batches).__name__}.",
-                cause="one batch, or an iterator, in the place of many batches.",
-                fix="give a list of batches, or a function of the number of a batch.",
-            )
+            f"certify: the batches are a {type(batches).__name__}.",
+            cause="one batch, or an iterator, in the place of many batches.",
+            fix="give a list of batches, or a function of the number of a batch.",
         )
 
     def batch(number: int) -> Any:
         if number < len(batches):
             return batches[number]
         raise LayoutError(
-            explain(
-                f"certify: batch {number} was wanted, and there are {len(batches)}.",
-                cause="a cell takes updates x ranks x micro-batches batches, all different: else "
-                "it would not show that one took the place of another.",
-                fix="give more batches, or a function of the number; or restrict `worlds`, "
-                "`micro_batches` or `updates`.",
-            )
+            f"certify: batch {number} was wanted, and there are {len(batches)}.",
+            cause="a cell takes updates x ranks x micro-batches batches, all different: else "
+            "it would not show that one took the place of another.",
+            fix="give more batches, or a function of the number; or restrict `worlds`, "
+            "`micro_batches` or `updates`.",
         )
 
     return batch

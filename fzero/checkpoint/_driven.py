@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fzero.checkpoint._everywhere import CheckpointError
 from fzero.checkpoint._pieces import Piece
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import TrainState
 
 Buffers = dict[str, Tensor]
@@ -98,12 +98,10 @@ def blank_buffers(
         form = _form(here[path]) if path in here else "nothing"
         if forms.get(source, "nothing") != form:
             raise LayoutError(
-                explain(
-                    f"load: the buffer {path} is {forms.get(source, 'nothing')} in the checkpoint, "
-                    f"{form} in the module.",
-                    cause="another module.",
-                    fix="make the engine from the module that was saved. Nothing was changed.",
-                )
+                f"load: the buffer {path} is {forms.get(source, 'nothing')} in the checkpoint, "
+                f"{form} in the module.",
+                cause="another module.",
+                fix="make the engine from the module that was saved. Nothing was changed.",
             )
         value = torch.empty(here[path].shape, dtype=here[path].dtype)
         found[path] = value
@@ -157,11 +155,9 @@ def require_options(
             number_wanted = isinstance(old, Tensor | float) and not isinstance(value, int | float)
             if number_wanted or not _is_plain(value):
                 raise CheckpointError(
-                    explain(
-                        f"load: option {name} of param group {number} is {value!r:.80}.",
-                        cause="a manifest that another program wrote.",
-                        fix="use another copy of the checkpoint. Nothing was changed.",
-                    )
+                    f"load: option {name} of param group {number} is {value!r:.80}.",
+                    cause="a manifest that another program wrote.",
+                    fix="use another copy of the checkpoint. Nothing was changed.",
                 )
 
 

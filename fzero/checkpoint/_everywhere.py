@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fzero.collectives import gather_objects, gather_objects_beside
-from fzero.errors import FzeroError, explain
+from fzero.errors import FzeroError
 from fzero.mesh import Axis
 
 T = TypeVar("T")
@@ -42,24 +42,19 @@ def could_not(what: str, error: Exception) -> CheckpointError:
     """
     first = next(iter(str(error).splitlines()), "")
     return CheckpointError(
-        explain(
-            f"could not {what}: {type(error).__name__}: {first}",
-            cause="a full disk, no permission, a damaged file, or a path that not all ranks share.",
-            fix="free the space, or choose another path or copy; what was saved before is still "
-            "there.",
-        )
+        f"could not {what}: {type(error).__name__}: {first}",
+        cause="a full disk, no permission, a damaged file, or a path that not all ranks share.",
+        fix="free the space, or choose another path or copy; what was saved before is still there.",
     )
 
 
 def damaged(what: object, seen: str) -> CheckpointError:
     """Return the error that says what of a checkpoint is not as `save` writes it."""
     return CheckpointError(
-        explain(
-            f"the checkpoint is damaged: {what} {seen}.",
-            cause="a copy that was cut off, a full disk, a path that not all ranks share, or files "
-            "that another program wrote.",
-            fix="use another copy of the checkpoint, or an older one. Nothing was changed.",
-        )
+        f"the checkpoint is damaged: {what} {seen}.",
+        cause="a copy that was cut off, a full disk, a path that not all ranks share, or files "
+        "that another program wrote.",
+        fix="use another copy of the checkpoint, or an older one. Nothing was changed.",
     )
 
 

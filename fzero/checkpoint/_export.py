@@ -26,7 +26,7 @@ from fzero.checkpoint._safetensors import (
     write_values,
 )
 from fzero.collectives import assert_same_everywhere
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import TrainState
 
 PathLike = str | os.PathLike[str]
@@ -142,11 +142,9 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
         value = by_path.get(name, by_path.get(path))
         if value is None:
             raise LayoutError(
-                explain(
-                    f"state_dict: the state has no parameter {name}; it has {[*by_path][:6]} ...",
-                    cause="another module than the one that the state was made of.",
-                    fix="pass the module that was given to functionalize, or none.",
-                )
+                f"state_dict: the state has no parameter {name}; it has {[*by_path][:6]} ...",
+                cause="another module than the one that the state was made of.",
+                fix="pass the module that was given to functionalize, or none.",
             )
         result[name] = value
     return result | {name: x.cpu().clone() for name, x in buffers_of(of).items()}
@@ -189,9 +187,7 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 def _require_bound(max_shard_bytes: int) -> None:
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise LayoutError(
-            explain(
-                f"export_safetensors: max_shard_bytes={max_shard_bytes!r}.",
-                cause='a size as text ("5GB"), or zero.',
-                fix="give a number of bytes, at least 1.",
-            )
+            f"export_safetensors: max_shard_bytes={max_shard_bytes!r}.",
+            cause='a size as text ("5GB"), or zero.',
+            fix="give a number of bytes, at least 1.",
         )

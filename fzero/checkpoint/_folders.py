@@ -20,7 +20,7 @@ from pathlib import Path
 from fzero.checkpoint._everywhere import CheckpointError, damaged
 from fzero.checkpoint._manifest import MANIFEST, read_manifest
 from fzero.checkpoint._parse import DATA
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 LOCK = "lock"
 _BLOCK_BYTES = 2**20
@@ -31,11 +31,9 @@ def require_path(name: str, path: str | os.PathLike[str]) -> None:
     """Raise `LayoutError` for an empty path: as a folder, it would be the current one."""
     if not os.fspath(path):
         raise LayoutError(
-            explain(
-                f"{name}: the path is empty.",
-                cause="an option or a variable that was not set.",
-                fix='give the folder of the checkpoint; "." is the current one.',
-            )
+            f"{name}: the path is empty.",
+            cause="an option or a variable that was not set.",
+            fix='give the folder of the checkpoint; "." is the current one.',
         )
 
 

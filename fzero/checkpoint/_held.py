@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.checkpoint._driven import Buffers, Driven, buffers_of, set_buffers
 from fzero.checkpoint._everywhere import Ranks
 from fzero.collectives import gather_parts
-from fzero.errors import AxisError, LayoutError, PhaseError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.homes import lent, wait_for_copies
 from fzero.mesh import Axis, Runtime
 from fzero.packing import unpack
@@ -66,12 +66,10 @@ def held_by(name: str, thing: Any) -> Held:
         held = Held(processes=processes, ranks=(axis.rank,), states=(state,), engine=engine)
     else:
         raise AxisError(
-            explain(
-                f"{name}: a state of one virtual rank.",
-                cause=f"checkpoint.{name} was called inside fzero.simulate.",
-                fix=f"call it outside, with the stacked state of all {axis.size} ranks that "
-                "simulate(...).init or the simulated step returns.",
-            )
+            f"{name}: a state of one virtual rank.",
+            cause=f"checkpoint.{name} was called inside fzero.simulate.",
+            fix=f"call it outside, with the stacked state of all {axis.size} ranks that "
+            "simulate(...).init or the simulated step returns.",
         )
     for one in held.states:
         require_not_donated(one)
@@ -86,14 +84,12 @@ def require_idle(state: TrainState) -> None:
         return
     window = "open" if state.window.is_open else "closed"
     raise PhaseError(
-        explain(
-            f"save: the state is between gradient and update ({state.phase.value!r}, "
-            f"{state.progress.backwards} backwards, window {window}).",
-            cause="save was called inside a step, or before apply_gradients; or, under an engine, "
-            "after a loss of several models of which one was not stepped.",
-            fix="save the state that fzero.apply_gradients, or the whole step, returned; an engine "
-            "after its step(), or after zero_grad() where its gradients are not wanted.",
-        )
+        f"save: the state is between gradient and update ({state.phase.value!r}, "
+        f"{state.progress.backwards} backwards, window {window}).",
+        cause="save was called inside a step, or before apply_gradients; or, under an engine, "
+        "after a loss of several models of which one was not stepped.",
+        fix="save the state that fzero.apply_gradients, or the whole step, returned; an engine "
+        "after its step(), or after zero_grad() where its gradients are not wanted.",
     )
 
 
@@ -101,11 +97,9 @@ def require_closed(state: TrainState) -> None:
     """Raise `PhaseError` inside a coalescing window, which would lose its gradients."""
     if state.window.is_open or state.window.pending.held:
         raise PhaseError(
-            explain(
-                "load: the state has an open coalescing window.",
-                cause="load was called inside a coalesced step.",
-                fix="load outside the step, into a state from init.",
-            )
+            "load: the state has an open coalescing window.",
+            cause="load was called inside a coalesced step.",
+            fix="load outside the step, into a state from init.",
         )
 
 
@@ -132,11 +126,9 @@ def _state_of(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
     if isinstance(thing, Driven) and isinstance(thing.state, TrainState):
         return thing.state, thing
     raise LayoutError(
-        explain(
-            f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
-            cause="parameters, or a dict of several states, were passed.",
-            fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
-        )
+        f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
+        cause="parameters, or a dict of several states, were passed.",
+        fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
     )
 
 

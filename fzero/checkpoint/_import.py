@@ -17,7 +17,7 @@ from fzero.checkpoint._pieces import paths_of
 from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
 from fzero.checkpoint._slots import optimizer_with, slots_of
 from fzero.collectives import assert_same_everywhere
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.homes import empty_where
 from fzero.packing import pack
 from fzero.partition import shard_of
@@ -124,22 +124,18 @@ def _found(places: Mapping[str, Place], paths: list[str], wanted: Form) -> Place
     place = next((places[path] for path in paths if path in places), None)
     if place is None:
         raise LayoutError(
-            explain(
-                f"the files have no {paths[0]}; they have {[*places][:6]} ...",
-                cause="another model, or names with another prefix.",
-                fix="pass the files of this model.",
-            )
+            f"the files have no {paths[0]}; they have {[*places][:6]} ...",
+            cause="another model, or names with another prefix.",
+            fix="pass the files of this model.",
         )
     form = place.form
     floating = form.dtype.is_floating_point and wanted.dtype.is_floating_point
     if form.shape != wanted.shape or not (floating or form.dtype is wanted.dtype):
         raise LayoutError(
-            explain(
-                f"{paths[0]} is {form.shape} {form.dtype} in {place.file.name}, "
-                f"{wanted.shape} {wanted.dtype} in the model.",
-                cause="another model, or a transposed or quantized weight.",
-                fix="pass the files of this model.",
-            )
+            f"{paths[0]} is {form.shape} {form.dtype} in {place.file.name}, "
+            f"{wanted.shape} {wanted.dtype} in the model.",
+            cause="another model, or a transposed or quantized weight.",
+            fix="pass the files of this model.",
         )
     return place
 

@@ -15,7 +15,7 @@ from fzero.checkpoint._everywhere import CheckpointError
 from fzero.checkpoint._parse import FORMAT, OtherFormatError, WrongError, crc32, parsed
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import counters_of, slots_of
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import TrainState
 from fzero.state.scale import as_numbers
 
@@ -75,11 +75,9 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
     different = list(_differences(saved.leaves, wanted.leaves))
     if different:
         raise LayoutError(
-            explain(
-                f"load: the parameters in {path} are not those of this state:{_listed(different)}",
-                cause="another model, dtype, or choice of what is trainable.",
-                fix="make the state from the model that was saved. Nothing was changed.",
-            )
+            f"load: the parameters in {path} are not those of this state:{_listed(different)}",
+            cause="another model, dtype, or choice of what is trainable.",
+            fix="make the state from the model that was saved. Nothing was changed.",
         )
     theirs, ours = saved.origin["optimizer"], wanted.origin["optimizer"]
     different = [] if theirs == ours else [f"the rule: {theirs} in the checkpoint, {ours} here"]
@@ -89,14 +87,12 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
     different += [f"counter {line}" for line in _counted_differently(saved, wanted)]
     if different:
         raise LayoutError(
-            explain(
-                f"load: the optimizer state in {path} is not that of this state's optimizer:"
-                f"{_listed(different)}",
-                cause="the state was made with another optimizer than the saved one.",
-                fix=f"make the state with the optimizer that was saved ({theirs}, with the same "
-                "momentum and master_weights). To go on with another one, load so, and then "
-                "fzero.init(fzero.full_params(loaded), other, stage=...). Nothing was changed.",
-            )
+            f"load: the optimizer state in {path} is not that of this state's optimizer:"
+            f"{_listed(different)}",
+            cause="the state was made with another optimizer than the saved one.",
+            fix=f"make the state with the optimizer that was saved ({theirs}, with the same "
+            "momentum and master_weights). To go on with another one, load so, and then "
+            "fzero.init(fzero.full_params(loaded), other, stage=...). Nothing was changed.",
         )
 
 
@@ -120,11 +116,9 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
         text = json.dumps(dict(extra or {}))
     except (TypeError, ValueError) as error:
         raise LayoutError(
-            explain(
-                f"save: extra={extra!r:.200} cannot be written as JSON: {error}.",
-                cause="a tensor, an array or another object in it.",
-                fix="give a dict of numbers, strings, lists and dicts; x.tolist() of a tensor.",
-            )
+            f"save: extra={extra!r:.200} cannot be written as JSON: {error}.",
+            cause="a tensor, an array or another object in it.",
+            fix="give a dict of numbers, strings, lists and dicts; x.tolist() of a tensor.",
         ) from error
     return json.loads(text)
 
@@ -145,27 +139,21 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest(**parsed((path / MANIFEST).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            explain(
-                f"there is no checkpoint at {path}: no {MANIFEST} in it.",
-                cause="a mistyped path, or a save that was cut off before it was complete.",
-                fix="pass the path that was given to fzero.checkpoint.save.",
-            )
+            f"there is no checkpoint at {path}: no {MANIFEST} in it.",
+            cause="a mistyped path, or a save that was cut off before it was complete.",
+            fix="pass the path that was given to fzero.checkpoint.save.",
         ) from None
     except OtherFormatError:
         raise CheckpointError(
-            explain(
-                f"the checkpoint at {path} has another format than {FORMAT}.",
-                cause="it was written by another version of fzero.",
-                fix="load it with the version that wrote it, or update fzero.",
-            )
+            f"the checkpoint at {path} has another format than {FORMAT}.",
+            cause="it was written by another version of fzero.",
+            fix="load it with the version that wrote it, or update fzero.",
         ) from None
     except (WrongError, OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            explain(
-                f"{path / MANIFEST} is damaged: {error}.",
-                cause="the file was edited, or cut off by a copy or a full disk.",
-                fix="use another copy of the checkpoint, or an older one. Nothing was changed.",
-            )
+            f"{path / MANIFEST} is damaged: {error}.",
+            cause="the file was edited, or cut off by a copy or a full disk.",
+            fix="use another copy of the checkpoint, or an older one. Nothing was changed.",
         ) from None
 
 

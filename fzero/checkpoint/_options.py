@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fzero.checkpoint._driven import plain_options, require_options
 from fzero.checkpoint._everywhere import CheckpointError, damaged
-from fzero.errors import explain
 from fzero.state.setup import ParamGroups
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how it computes, not what
@@ -35,12 +34,10 @@ def options_for(file: Path, found: Mapping[str, Any], here: ParamGroups) -> list
         for name, value in theirs.items():
             if _kind(name, value) != _kind(name, ours[name]):
                 raise CheckpointError(
-                    explain(
-                        f"load_universal: param group {number} has {name}={value!r} in {file}, "
-                        f"{name}={ours[name]!r} here.",
-                        cause="an optimizer that keeps other numbers, or steps another way.",
-                        fix=f"make the optimizer with {name}={value!r}. Nothing was changed.",
-                    )
+                    f"load_universal: param group {number} has {name}={value!r} in {file}, "
+                    f"{name}={ours[name]!r} here.",
+                    cause="an optimizer that keeps other numbers, or steps another way.",
+                    fix=f"make the optimizer with {name}={value!r}. Nothing was changed.",
                 )
     return made
 

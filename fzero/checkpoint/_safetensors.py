@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._everywhere import CheckpointError, damaged
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -146,11 +146,9 @@ def places_in(folder: Path) -> dict[str, Place]:
     if not index.is_file():
         if not (folder / SINGLE).is_file():
             raise CheckpointError(
-                explain(
-                    f"there are no weights at {folder}: no {INDEX} and no {SINGLE} in it.",
-                    cause="a mistyped path, or an export that was cut off.",
-                    fix="pass the folder of export_safetensors, or of save_pretrained.",
-                )
+                f"there are no weights at {folder}: no {INDEX} and no {SINGLE} in it.",
+                cause="a mistyped path, or an export that was cut off.",
+                fix="pass the folder of export_safetensors, or of save_pretrained.",
             )
         return _header_of(folder / SINGLE)
     weights = _json(index, index.read_bytes()).get("weight_map")
@@ -223,9 +221,7 @@ def _name_of(name: str, dtype: torch.dtype) -> str:
     if dtype in _NAMES:
         return _NAMES[dtype]
     raise LayoutError(
-        explain(
-            f"export_safetensors: {name} is {dtype}, for which the format has no name.",
-            cause="a complex or quantized parameter or buffer.",
-            fix="save it with fzero.checkpoint.save, or convert it before.",
-        )
+        f"export_safetensors: {name} is {dtype}, for which the format has no name.",
+        cause="a complex or quantized parameter or buffer.",
+        fix="save it with fzero.checkpoint.save, or convert it before.",
     )

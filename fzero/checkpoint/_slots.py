@@ -73,12 +73,10 @@ def counters_of(state: TrainState) -> dict[str, int | float | bool]:
         value = leaf.item() if isinstance(leaf, Tensor) else leaf
         if found.setdefault(role.name, value) != value:
             raise LayoutError(
-                explain(
-                    f"the optimizer's {role.name} is {found[role.name]} for one group of "
-                    f"parameters and {value} for another.",
-                    cause="an optimizer that counts for each tensor, and does not update all.",
-                    fix="keep one counter: how parameters are grouped depends on the ranks.",
-                )
+                f"the optimizer's {role.name} is {found[role.name]} for one group of "
+                f"parameters and {value} for another.",
+                cause="an optimizer that counts for each tensor, and does not update all.",
+                fix="keep one counter: how parameters are grouped depends on the ranks.",
             )
     return found
 
@@ -202,9 +200,7 @@ def placed(name: str, like: Tensor | float, value: float) -> Any:
     except (RuntimeError, OverflowError):  # a number that the dtype does not hold
         pass
     raise CheckpointError(
-        explain(
-            f"load: {name} is {value!r:.80} in the checkpoint, which is no {kind}.",
-            cause="a manifest that another program wrote, or another kind of state.",
-            fix="use another copy of the checkpoint. Nothing was changed.",
-        )
+        f"load: {name} is {value!r:.80} in the checkpoint, which is no {kind}.",
+        cause="a manifest that another program wrote, or another kind of state.",
+        fix="use another copy of the checkpoint. Nothing was changed.",
     )

@@ -33,7 +33,7 @@ from fzero.checkpoint._pickles import read, require_plain
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import counters_of, slots_of
 from fzero.checkpoint._tensor_slices import joined
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import TrainState
 
 LATEST, ZERO, SLICES = "latest_universal", "zero", "tmp"
@@ -53,13 +53,10 @@ def latest(folder: Path) -> str:
         tag = (folder / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            explain(
-                f"there is no universal checkpoint at {folder}: {LATEST}: {error}.",
-                cause="a mistyped path, the folder of one tag, or a checkpoint that was not "
-                "converted.",
-                fix="pass the folder that has latest_universal, or tag=; DeepSpeed's "
-                "ds_to_universal converts its own checkpoints.",
-            )
+            f"there is no universal checkpoint at {folder}: {LATEST}: {error}.",
+            cause="a mistyped path, the folder of one tag, or a checkpoint that was not converted.",
+            fix="pass the folder that has latest_universal, or tag=; DeepSpeed's "
+            "ds_to_universal converts its own checkpoints.",
         ) from None
     if not is_name(tag):
         raise damaged(folder / LATEST, f"names {tag!r:.80}, which is no folder beside it")
@@ -75,13 +72,11 @@ def require_places(caller: str, state: TrainState) -> None:
     wrong += [f"optimizer's {name}" for name, fits in kept.items() if not fits]
     if wrong:
         raise LayoutError(
-            explain(
-                f"{caller}: DeepSpeed's layout has no place for the {wrong[-1]}.",
-                cause="an optimizer that counts more than steps or has no names for what it keeps; "
-                "or a parameter whose name is no name of a folder.",
-                fix="use fzero.checkpoint.save and load, which take any state; or Adam, AdamW, SGD "
-                "or Lion.",
-            )
+            f"{caller}: DeepSpeed's layout has no place for the {wrong[-1]}.",
+            cause="an optimizer that counts more than steps or has no names for what it keeps; "
+            "or a parameter whose name is no name of a folder.",
+            fix="use fzero.checkpoint.save and load, which take any state; or Adam, AdamW, SGD "
+            "or Lion.",
         )
 
 

@@ -184,11 +184,9 @@ def _key(prefix: str) -> str:
 def _require_tag(tag: str | None) -> None:
     if tag is not None and not (isinstance(tag, str) and is_name(tag)):
         raise LayoutError(
-            explain(
-                f"load_universal: the tag {tag!r:.80} is no name of a folder.",
-                cause="a path, or the number of a step.",
-                fix="give the name of one folder in the path, or none for the latest.",
-            )
+            f"load_universal: the tag {tag!r:.80} is no name of a folder.",
+            cause="a path, or the number of a step.",
+            fix="give the name of one folder in the path, or none for the latest.",
         )
 
 

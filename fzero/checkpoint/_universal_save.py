@@ -32,7 +32,7 @@ from fzero.checkpoint._universal import (
     require_places,
 )
 from fzero.collectives import assert_same_everywhere
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import TrainState
 from fzero.state.scale import as_numbers
 from fzero.state.setup import MASTERS
@@ -218,9 +218,7 @@ def _require_tag(folder: Path, tag: str | None) -> None:
     if not good or (folder / tag).exists():
         seen = f"is in {folder} already" if good else "is no name of a folder"
         raise LayoutError(
-            explain(
-                f"save_universal: the tag {tag!r:.80} {seen}.",
-                cause="a tag that was used before, or a path.",
-                fix="give a new name, or no tag: then one is made of the step.",
-            )
+            f"save_universal: the tag {tag!r:.80} {seen}.",
+            cause="a tag that was used before, or a path.",
+            fix="give a new name, or no tag: then one is made of the step.",
         )

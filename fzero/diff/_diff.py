@@ -17,7 +17,7 @@ from fzero.diff._difference import GRADIENT, LOSS, START, Difference, Moment
 from fzero.diff._run import Driven, Run, dtypes_of, require_runs, rows_of
 from fzero.diff._side import Apart
 from fzero.diff._values import Values, disturbed, whole
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.transforms._states import is_state
 
@@ -155,11 +155,9 @@ def _paths(a: Driven, b: Driven) -> list[str]:
         ]
         shown = ", ".join(only[:4]) or "in another order"
         raise LayoutError(
-            explain(
-                f"diff: the runs have other parameters: {shown}.",
-                cause="two models, or parameters that were renamed.",
-                fix="give both runs parameters of the same names and shapes, in the same order.",
-            )
+            f"diff: the runs have other parameters: {shown}.",
+            cause="two models, or parameters that were renamed.",
+            fix="give both runs parameters of the same names and shapes, in the same order.",
         )
     return names[0]
 

@@ -14,7 +14,7 @@ from fzero.certify._subject import cast, copy_of
 from fzero.checkpoint._held import row_of, stack_of
 from fzero.diff._record import Coarsest, Recording, copied
 from fzero.diff._values import Values, same, values_of, with_whole
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms import simulate
 from fzero.transforms._observe import observe
@@ -49,28 +49,22 @@ def require_runs(a: Run, b: Run) -> None:
         if not isinstance(run, Run) or not isinstance(run.step, Step) or not run.step.find_init():
             got = run.step if isinstance(run, Run) else run
             raise LayoutError(
-                explain(
-                    f"diff: {name} has {got!r:.80} in the place of a sharded step.",
-                    cause="a step without fzero.shard, or a step in the place of a run.",
-                    fix="give fzero.Run(step=fzero.shard(step_fn, stage=...), params=..., "
-                    "optimizer=..., batches=..., world_size=...).",
-                )
+                f"diff: {name} has {got!r:.80} in the place of a sharded step.",
+                cause="a step without fzero.shard, or a step in the place of a run.",
+                fix="give fzero.Run(step=fzero.shard(step_fn, stage=...), params=..., "
+                "optimizer=..., batches=..., world_size=...).",
             )
         if "simulate" in run.step.names():
             raise LayoutError(
-                explain(
-                    f"diff: the step of {name} has its own fzero.simulate.",
-                    cause="a step that was made to be called.",
-                    fix="leave it out, and give world_size=... to the run.",
-                )
+                f"diff: the step of {name} has its own fzero.simulate.",
+                cause="a step that was made to be called.",
+                fix="leave it out, and give world_size=... to the run.",
             )
     if len(a.batches) != len(b.batches) or not a.batches:
         raise LayoutError(
-            explain(
-                f"diff: run_a has {len(a.batches)} batches, run_b {len(b.batches)}.",
-                cause="batches of another number of calls; or none.",
-                fix="give one batch for each call of the step, as many to both.",
-            )
+            f"diff: run_a has {len(a.batches)} batches, run_b {len(b.batches)}.",
+            cause="batches of another number of calls; or none.",
+            fix="give one batch for each call of the step, as many to both.",
         )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.doctor._check import Check, Finding, run, worst
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError
 
 START_S = 600.0  # to import torch, and to find each other
 
@@ -112,12 +112,10 @@ class _Ranks:
             found = ended.args[0]
         if found.verdict != "right":
             raise AxisError(
-                explain(
-                    f"{self._world} ranks on gloo cannot start here: {found.seen}.",
-                    cause="a host name that leads to no address of this machine, or a sandbox "
-                    "without sockets.",
-                    fix="export GLOO_SOCKET_IFNAME=lo, and run it again.",
-                )
+                f"{self._world} ranks on gloo cannot start here: {found.seen}.",
+                cause="a host name that leads to no address of this machine, or a sandbox "
+                "without sockets.",
+                fix="export GLOO_SOCKET_IFNAME=lo, and run it again.",
             )
 
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero import checkpoint
 from fzero.adapter import Engine, gathered
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 FOLDER = "fzero"
 """What the first model and its optimizer are saved to, inside of the folder of a checkpoint."""
@@ -139,4 +139,4 @@ def _filling(values: dict[str, Tensor], path: str) -> Callable[..., None]:
 
 def refused(seen: str, fix: str, *, cause: str = "a script for another backend.") -> LayoutError:
     """Return the error for what a script asks of another backend."""
-    return LayoutError(explain(f"{seen}: not with fzero.", cause=cause, fix=f"{fix}."))
+    return LayoutError(f"{seen}: not with fzero.", cause=cause, fix=f"{fix}.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.integrations._shared import FOLDER, load_engines, save_engines
 from fzero.integrations.accelerate import FzeroAccelerator
 
@@ -53,11 +53,9 @@ def sharded(trainer: T, *, stage: int, coalesce: bool = False, **engine: Any) ->
     """
     if not isinstance(trainer, type) or not hasattr(trainer, "create_accelerator_and_postprocess"):
         raise LayoutError(
-            explain(
-                f"sharded got {trainer!r}.",
-                cause="a trainer in the place of its class, or a trainer of another library.",
-                fix="pass transformers.Trainer, or a class derived from it.",
-            )
+            f"sharded got {trainer!r}.",
+            cause="a trainer in the place of its class, or a trainer of another library.",
+            fix="pass transformers.Trainer, or a class derived from it.",
         )
     own = {"_fzero": {"stage": stage, "coalesce": coalesce, "engine": engine}}
     made: Any = type(trainer.__name__, (_Sharded, trainer), own)
@@ -93,12 +91,9 @@ class _Sharded(Base):
             return
         if os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME)):
             raise LayoutError(
-                explain(
-                    f"{checkpoint} has the optimizer's state in {OPTIMIZER_NAME}.",
-                    cause="a checkpoint of a trainer that was not sharded.",
-                    fix="resume it with that one; or begin with its model alone, by "
-                    "from_pretrained.",
-                )
+                f"{checkpoint} has the optimizer's state in {OPTIMIZER_NAME}.",
+                cause="a checkpoint of a trainer that was not sharded.",
+                fix="resume it with that one; or begin with its model alone, by from_pretrained.",
             )
         if os.path.isdir(os.path.join(checkpoint, FOLDER)):  # not with save_only_model
             load_engines(checkpoint, self.accelerator.engines)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fzero._launch import restarts
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 CLAIM = "run"
 
@@ -69,11 +69,9 @@ def _lock(held: int, out: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise LayoutError(
-            explain(
-                f"--out {out} is in use: another program trains into it.",
-                cause="a second run was started with the same --out or --resume.",
-                fix="give another --out, or end the other run first.",
-            )
+            f"--out {out} is in use: another program trains into it.",
+            cause="a second run was started with the same --out or --resume.",
+            fix="give another --out, or end the other run first.",
         ) from None
     except OSError:
         pass  # the file system has no locks: two programs cannot be kept from one folder

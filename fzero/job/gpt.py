@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.job.option import COUNT, option
 
 VOCAB = 256  # one token a byte
@@ -30,21 +30,17 @@ class GPTConfig:
         for name in ("layers", "width", "heads", "context"):
             if getattr(self, name) < 1:
                 raise LayoutError(
-                    explain(
-                        f"GPT with {name}={getattr(self, name)}.",
-                        cause="a size of zero or less.",
-                        fix=f"give --{name} at least 1.",
-                    )
+                    f"GPT with {name}={getattr(self, name)}.",
+                    cause="a size of zero or less.",
+                    fix=f"give --{name} at least 1.",
                 )
         if self.width % (2 * self.heads):
             raise LayoutError(
-                explain(
-                    f"--width {self.width} with --heads {self.heads}: a head would have "
-                    f"{self.width / self.heads:g} features.",
-                    cause="one of the two was changed alone; rotary positions turn pairs of "
-                    "features, so a head needs an even whole number of them.",
-                    fix=f"make --width a multiple of 2 x heads = {2 * self.heads}.",
-                )
+                f"--width {self.width} with --heads {self.heads}: a head would have "
+                f"{self.width / self.heads:g} features.",
+                cause="one of the two was changed alone; rotary positions turn pairs of "
+                "features, so a head needs an even whole number of them.",
+                fix=f"make --width a multiple of 2 x heads = {2 * self.heads}.",
             )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import fzero
 from fzero.checkpoint import CheckpointError, read_extra, save
 from fzero.checkpoint._disk import put_text
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 LATEST = "latest"
 OF_A_RUN = (LATEST, "step-*", "loss.png")  # what a run writes into its folder
@@ -49,11 +49,9 @@ def require_writable(out: Path) -> None:
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise CheckpointError(
-            explain(
-                f"--out {out}: {error.strerror or error}.",
-                cause="a folder that this user may not write to, or a full disk.",
-                fix="give another --out.",
-            )
+            f"--out {out}: {error.strerror or error}.",
+            cause="a folder that this user may not write to, or a full disk.",
+            fix="give another --out.",
         ) from error
 
 
@@ -63,12 +61,10 @@ def require_free(out: Path) -> None:
     if found:
         more = f" and {len(found) - 1} more" if found[1:] else ""
         raise LayoutError(
-            explain(
-                f"--out {out} holds files of another run: {found[0]}{more}.",
-                cause="a second run was started with the same --out, or without one.",
-                fix=f"give another --out; --resume {out} to continue that run; or --overwrite to "
-                "write into this folder, where files of the same name are replaced.",
-            )
+            f"--out {out} holds files of another run: {found[0]}{more}.",
+            cause="a second run was started with the same --out, or without one.",
+            fix=f"give another --out; --resume {out} to continue that run; or --overwrite to "
+            "write into this folder, where files of the same name are replaced.",
         )
 
 
@@ -88,10 +84,8 @@ def read_facts(folder: Path) -> dict[str, Any]:
     facts = read_extra(folder)
     if not {"settings", "text_sha256", "losses"} <= set(facts):
         raise LayoutError(
-            explain(
-                f"--resume: the checkpoint {folder} holds no run of this job: {sorted(facts)}.",
-                cause="it was saved by another program.",
-                fix="pass the --out of a `python -m fzero train`, or a step-... folder in it.",
-            )
+            f"--resume: the checkpoint {folder} holds no run of this job: {sorted(facts)}.",
+            cause="it was saved by another program.",
+            fix="pass the --out of a `python -m fzero train`, or a step-... folder in it.",
         )
     return facts

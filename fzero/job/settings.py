@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.job.gpt import GPTConfig
 from fzero.job.option import (
     ABSOLUTE,
@@ -144,11 +144,9 @@ def resolve(given: dict[str, Any], saved: dict[str, Any] | None = None) -> Setti
     for name, value in saved["kind"].items():
         if given.get(name, value) != value:
             raise LayoutError(
-                explain(
-                    f"--{name} {given[name]}: the run that is resumed has {value}.",
-                    cause="another model or optimizer was meant, or the wrong --resume.",
-                    fix=f"leave --{name} out, or start a new run without --resume.",
-                )
+                f"--{name} {given[name]}: the run that is resumed has {value}.",
+                cause="another model or optimizer was meant, or the wrong --resume.",
+                fix=f"leave --{name} out, or start a new run without --resume.",
             )
     merged = {**saved["kind"], **saved["course"], **saved["split"], **given}
     if "lr" not in merged and "optimizer" in merged:

@@ -7,7 +7,7 @@ ranks, micro-batches or accumulated parts: those only decide who computes it, an
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 _MIX = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # (shift, multiplier)
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as int64
@@ -69,12 +69,10 @@ def rank_samples(global_batch: int, *, rank: int, world_size: int, passes: int) 
         below = global_batch // parts * parts
         near = f"{below} or {below + parts}" if below else f"{parts}"
         raise LayoutError(
-            explain(
-                f"--global-batch {global_batch} cannot be split evenly: {world_size} rank(s) with "
-                f"{passes} backward pass(es) each make {parts} parts.",
-                cause="the number of ranks, --micro-batches or --accumulate was changed.",
-                fix=f"--global-batch {near}, or fewer ranks or passes.",
-            )
+            f"--global-batch {global_batch} cannot be split evenly: {world_size} rank(s) with "
+            f"{passes} backward pass(es) each make {parts} parts.",
+            cause="the number of ranks, --micro-batches or --accumulate was changed.",
+            fix=f"--global-batch {near}, or fewer ranks or passes.",
         )
     mine = torch.arange(global_batch).view(world_size, passes, -1)
     return mine[rank]
@@ -101,11 +99,9 @@ def even_windows(text: Tensor, *, context: int, count: int) -> Tensor:
 def _require_window(numel: int, context: int) -> None:
     if numel <= context:
         raise LayoutError(
-            explain(
-                f"text: {numel} bytes hold no window of {context} + 1 bytes.",
-                cause="--text-mb or the folder of --text is tiny, or --context is large.",
-                fix="more text, or a smaller --context.",
-            )
+            f"text: {numel} bytes hold no window of {context} + 1 bytes.",
+            cause="--text-mb or the folder of --text is tiny, or --context is large.",
+            fix="more text, or a smaller --context.",
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 HELD_OUT = 0.05  # share of the bytes that is kept for validation
 # Installed packages are not the library; tests repeat it; the rest are generated tables.
@@ -67,13 +67,11 @@ def read_corpus(root: Path | None = None, *, cap_bytes: int = 8_000_000) -> Corp
     held = sum(begin < HELD_OUT * begins[-1] for begin in begins[:-1])
     if len(texts) < 2 or held == len(texts):
         raise LayoutError(
-            explain(
-                f"text: {root} gives {len(texts)} file(s), {begins[-1]} bytes, under a cap of "
-                f"{cap_bytes} bytes; training and validation need at least one file each.",
-                cause="no such folder, a folder without *.py files (a Python installed without "
-                "sources), or a cap smaller than its first file.",
-                fix="pass a folder of Python files with --text, or a larger --text-mb.",
-            )
+            f"text: {root} gives {len(texts)} file(s), {begins[-1]} bytes, under a cap of "
+            f"{cap_bytes} bytes; training and validation need at least one file each.",
+            cause="no such folder, a folder without *.py files (a Python installed without "
+            "sources), or a cap smaller than its first file.",
+            fix="pass a folder of Python files with --text, or a larger --text-mb.",
         )
     train, valid = b"".join(texts[held:]), b"".join(texts[:held])
     return Corpus(

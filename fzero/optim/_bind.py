@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.errors import FzeroError, LayoutError, PhaseError, explain
+from fzero.errors import FzeroError, LayoutError, PhaseError
 from fzero.optim._elementwise import SMALL, is_elementwise
 from fzero.optim._precision import Precision
 from fzero.optim._trial import Early, Kept, early_of, early_of_group, learn, rule_of
@@ -103,12 +103,10 @@ def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer,
     _require_plain(type(made))
     if len(made.param_groups) != 1:
         raise LayoutError(
-            explain(
-                f"{name_of(factory)} makes {len(made.param_groups)} param groups of one parameter.",
-                cause="a factory that sorts parameters by their shape or name.",
-                fix="make the optimizer from module.parameters() yourself, and pass it: its "
-                "param groups are kept.",
-            )
+            f"{name_of(factory)} makes {len(made.param_groups)} param groups of one parameter.",
+            cause="a factory that sorts parameters by their shape or name.",
+            fix="make the optimizer from module.parameters() yourself, and pass it: its "
+            "param groups are kept.",
         )
     early = early_of(made, small)
     made.param_groups[0]["params"] = []
@@ -125,22 +123,18 @@ def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, in
             mine = paths.get(identity(p))
             if mine is None:
                 raise LayoutError(
-                    explain(
-                        f"the optimizer's group {number} has a parameter of shape "
-                        f"{tuple(p.shape)} that is not the module's.",
-                        cause="the optimizer was made for another model, or before the module "
-                        "was converted or wrapped.",
-                        fix="make the optimizer from module.parameters() right before the state "
-                        "or the engine is made.",
-                    )
+                    f"the optimizer's group {number} has a parameter of shape "
+                    f"{tuple(p.shape)} that is not the module's.",
+                    cause="the optimizer was made for another model, or before the module "
+                    "was converted or wrapped.",
+                    fix="make the optimizer from module.parameters() right before the state "
+                    "or the engine is made.",
                 )
             if mine[0] in found:
                 raise LayoutError(
-                    explain(
-                        f"{mine[0]} is in the optimizer's groups {found[mine[0]]} and {number}.",
-                        cause="tied weights listed twice, or overlapping group filters.",
-                        fix="list every parameter once.",
-                    )
+                    f"{mine[0]} is in the optimizer's groups {found[mine[0]]} and {number}.",
+                    cause="tied weights listed twice, or overlapping group filters.",
+                    fix="list every parameter once.",
                 )
             found.update(dict.fromkeys(mine, number))
     return found
@@ -176,13 +170,11 @@ def _tried(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             name = type(instance).__name__
             raise LayoutError(
-                explain(
-                    f"{name} could not step a small parameter: {type(error).__name__}: {error}",
-                    cause=f"{name}.step() needs a closure, or state that only its constructor "
-                    "makes, from arguments that are not options of its param groups.",
-                    fix="pass a factory, params -> optimizer, instead of an instance; or use one "
-                    "of torch.optim.",
-                )
+                f"{name} could not step a small parameter: {type(error).__name__}: {error}",
+                cause=f"{name}.step() needs a closure, or state that only its constructor "
+                "makes, from arguments that are not options of its param groups.",
+                fix="pass a factory, params -> optimizer, instead of an instance; or use one "
+                "of torch.optim.",
             ) from error
 
     return tried
@@ -192,12 +184,10 @@ def _learned(instance: Optimizer, number: int, early: Early, like: Tensor, dims:
     kept = _tried(instance, learn)(instance, number, early, like, dims)
     if kept.odd and dims == 1:
         raise LayoutError(
-            explain(
-                f"{type(instance).__name__} keeps {kept.odd[0]} for a parameter, which is neither "
-                "shaped as the parameter nor a number.",
-                cause="state that does not go with the elements: it cannot be cut into shards.",
-                fix="use an optimizer that keeps tensors shaped as the parameters, and numbers.",
-            )
+            f"{type(instance).__name__} keeps {kept.odd[0]} for a parameter, which is neither "
+            "shaped as the parameter nor a number.",
+            cause="state that does not go with the elements: it cannot be cut into shards.",
+            fix="use an optimizer that keeps tensors shaped as the parameters, and numbers.",
         )
     return kept
 
@@ -206,34 +196,28 @@ def _require_plain(kind: type[Optimizer]) -> None:
     for refused, reason in REFUSED.items():
         if issubclass(kind, refused):
             raise LayoutError(
-                explain(
-                    f"{kind.__name__} cannot step shards of the parameters: {reason}.",
-                    cause="an optimizer that is no function of parameters and gradients.",
-                    fix="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...).",
-                )
+                f"{kind.__name__} cannot step shards of the parameters: {reason}.",
+                cause="an optimizer that is no function of parameters and gradients.",
+                fix="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...).",
             )
 
 
 def _require_new(instance: Optimizer) -> None:
     if any(state.get("step", 1) != 0 for state in instance.state.values() if state):
         raise PhaseError(
-            explain(
-                f"the optimizer has state for {len(instance.state)} parameters already.",
-                cause="it made steps, or loaded a state_dict, before it was given to fzero.",
-                fix="give a new optimizer, and then load the state: with an engine, "
-                "engine.set_full_optimizer_state(path, name, value).",
-            )
+            f"the optimizer has state for {len(instance.state)} parameters already.",
+            cause="it made steps, or loaded a state_dict, before it was given to fzero.",
+            fix="give a new optimizer, and then load the state: with an engine, "
+            "engine.set_full_optimizer_state(path, name, value).",
         )
 
 
 def _no_optimizer(seen: str) -> LayoutError:
     return LayoutError(
-        explain(
-            f"the optimizer is {seen}.",
-            cause="an fzero.optim rule, a scheduler, or the name of an optimizer.",
-            fix="pass a torch.optim optimizer, its class, or params -> optimizer: "
-            "functools.partial(torch.optim.AdamW, lr=3e-4).",
-        )
+        f"the optimizer is {seen}.",
+        cause="an fzero.optim rule, a scheduler, or the name of an optimizer.",
+        fix="pass a torch.optim optimizer, its class, or params -> optimizer: "
+        "functools.partial(torch.optim.AdamW, lr=3e-4).",
     )
 
 

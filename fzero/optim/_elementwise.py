@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.optim._base import Base
 
 SMALL = (4, 6)
@@ -49,14 +49,12 @@ def require_elementwise(optimizer: Base) -> None:
 def not_elementwise(optimizer: object) -> LayoutError:
     """Return the error for a rule that needs whole parameters, and has parts of them."""
     return LayoutError(
-        explain(
-            f"{optimizer!r} is not elementwise: tried on a small matrix, it makes other updates of "
-            "the whole than of its parts, and a rank has parts of the parameters.",
-            cause="a norm, a mean over a dim, a matrix product, a test of the shape or random "
-            "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain).",
-            fix="use stage 0 or one rank; or an elementwise optimizer (SGD, Adam, AdamW, Lion, "
-            "...); clip with fzero.clip or max_norm, and not inside of the optimizer.",
-        )
+        f"{optimizer!r} is not elementwise: tried on a small matrix, it makes other updates of "
+        "the whole than of its parts, and a rank has parts of the parameters.",
+        cause="a norm, a mean over a dim, a matrix product, a test of the shape or random "
+        "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain).",
+        fix="use stage 0 or one rank; or an elementwise optimizer (SGD, Adam, AdamW, Lion, "
+        "...); clip with fzero.clip or max_norm, and not inside of the optimizer.",
     )
 
 

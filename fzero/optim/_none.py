@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.optim._base import Base
 from fzero.optim._piece import Piece
 from fzero.state.layout import Leaf
@@ -48,9 +48,7 @@ class NoOptimizer(Base):
 def no_optimizer() -> PhaseError:
     """Return the error of a step without an optimizer."""
     return PhaseError(
-        explain(
-            "step() of an engine without optimizer.",
-            cause="Engine(module, stage=...) is for a model that is not trained.",
-            fix="pass a torch.optim optimizer, its class or a factory.",
-        )
+        "step() of an engine without optimizer.",
+        cause="Engine(module, stage=...) is for a model that is not trained.",
+        fix="pass a torch.optim optimizer, its class or a factory.",
     )

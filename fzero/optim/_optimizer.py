@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 from fzero.homes import cloned
 from fzero.optim._base import Base
 from fzero.optim._formula import Span, cut, step_by_formula
@@ -83,11 +83,9 @@ class Optimizer(Base):
         gs = optree.tree_leaves(grads, namespace=NAMESPACE)
         if len(gs) != len(flats):
             raise LayoutError(
-                explain(
-                    f"update() got {len(gs)} gradients for {len(flats)} parameters.",
-                    cause="gradients of another model, or only of a part of it.",
-                    fix="give gradients of the same structure as the parameters.",
-                )
+                f"update() got {len(gs)} gradients for {len(flats)} parameters.",
+                cause="gradients of another model, or only of a part of it.",
+                fix="give gradients of the same structure as the parameters.",
             )
         pieces = [_whole(i, path, p) for i, (path, p) in enumerate(zip(paths, flats, strict=True))]
         new, state = self.advance(flats, gs, state, pieces, differentiable=True)
@@ -253,11 +251,9 @@ def _at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
         return {**options, "lr": float(now)}
     except (TypeError, ValueError) as error:
         raise LayoutError(
-            explain(
-                f"the schedule gave lr({step}) = {now!r}.",
-                cause="a schedule without a return, or one that steps an object.",
-                fix="give a function of the number of updates so far that returns a number.",
-            )
+            f"the schedule gave lr({step}) = {now!r}.",
+            cause="a schedule without a return, or one that steps an object.",
+            fix="give a function of the number of updates so far that returns a number.",
         ) from error
 
 
@@ -273,12 +269,10 @@ def copied(state: Any) -> Any:
 
 def _not_rounded(optimizer: Optimizer) -> PhaseError:
     return PhaseError(
-        explain(
-            f"an update by {optimizer!r} with stochastic_rounding was to be differentiated.",
-            cause="torch.func, a trace, or parameters or gradients with a graph, around "
-            "apply_gradients; what is rounded by chance has no derivative.",
-            fix="leave stochastic_rounding out, and use master_weights=True.",
-        )
+        f"an update by {optimizer!r} with stochastic_rounding was to be differentiated.",
+        cause="torch.func, a trace, or parameters or gradients with a graph, around "
+        "apply_gradients; what is rounded by chance has no derivative.",
+        fix="leave stochastic_rounding out, and use master_weights=True.",
     )
 
 

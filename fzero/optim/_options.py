@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero._check import is_number
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ def check_tests(name: str, decay_mask: Any, groups: Any) -> None:
 def bad_option(name: str, seen: str, fix: str) -> LayoutError:
     """Return the error for an option that cannot be."""
     return LayoutError(
-        explain(f"optim.{name}: {seen} is not possible.", cause="a mistyped option.", fix=f"{fix}.")
+        f"optim.{name}: {seen} is not possible.", cause="a mistyped option.", fix=f"{fix}."
     )
 
 

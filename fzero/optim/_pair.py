@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.homes import give_back, lent
 from fzero.optim._base import Base
 from fzero.optim._elementwise import is_elementwise
@@ -52,12 +52,10 @@ class Pair(Base):
         """
         if place is not stay:
             raise LayoutError(
-                explain(
-                    f"offload of the states of {self!r}.",
-                    cause="a foreign optimizer steps everything at once, on the device.",
-                    fix="use a rule of fzero.optim, or fzero.optim.from_torch(...) of one of "
-                    "torch.optim; or leave Offload(optimizer=...) out.",
-                )
+                f"offload of the states of {self!r}.",
+                cause="a foreign optimizer steps everything at once, on the device.",
+                fix="use a rule of fzero.optim, or fzero.optim.from_torch(...) of one of "
+                "torch.optim; or leave Offload(optimizer=...) out.",
             )
         return self.first(list(params))
 
@@ -142,11 +140,9 @@ class Pair(Base):
 
     def _wrong(self, seen: str, wanted: str) -> LayoutError:
         return LayoutError(
-            explain(
-                f"the foreign optimizer {self!r}: {seen}; it must be {wanted}.",
-                cause="an update that expects another structure than a list of flat shards.",
-                fix="give an elementwise (init, update) pair, pure, shaped as optax's.",
-            )
+            f"the foreign optimizer {self!r}: {seen}; it must be {wanted}.",
+            cause="an update that expects another structure than a list of flat shards.",
+            fix="give an elementwise (init, update) pair, pure, shaped as optax's.",
         )
 
 
@@ -160,21 +156,17 @@ def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimi
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.Optimizer):
         raise LayoutError(
-            explain(
-                f"the optimizer is torch.optim's {kind.__name__}.",
-                cause="torch.optim steps parameters of a module; a state has shards.",
-                fix="use fzero.optim.from_torch(...) of it, or fzero.optim.adamw(lr) and its like.",
-            )
+            f"the optimizer is torch.optim's {kind.__name__}.",
+            cause="torch.optim steps parameters of a module; a state has shards.",
+            fix="use fzero.optim.from_torch(...) of it, or fzero.optim.adamw(lr) and its like.",
         )
     init, update = _pair_of(optimizer)
     if not (callable(init) and callable(update)):
         raise LayoutError(
-            explain(
-                f"the optimizer is a {type(optimizer).__name__}.",
-                cause="the name of an optimizer, or a function that makes one.",
-                fix="use fzero.optim.adamw(lr) and its like, fzero.optim.from_torch(...) of a "
-                "class, factory or instance of torch.optim, or any (init, update) pair.",
-            )
+            f"the optimizer is a {type(optimizer).__name__}.",
+            cause="the name of an optimizer, or a function that makes one.",
+            fix="use fzero.optim.adamw(lr) and its like, fzero.optim.from_torch(...) of a "
+            "class, factory or instance of torch.optim, or any (init, update) pair.",
         )
     names = inspect.signature(update).parameters
     keywords: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero._check import check_flags, require
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf
 from fzero.state.setup import Reduction
@@ -124,11 +124,9 @@ def require_combination(path: str, numbers: Numbers) -> None:
     for row in REFUSED:
         if row.when(numbers):
             raise LayoutError(
-                explain(
-                    f"{path}: {row.seen.format(**shown)}.",
-                    cause=row.cause,
-                    fix=row.fix.format(**shown),
-                )
+                f"{path}: {row.seen.format(**shown)}.",
+                cause=row.cause,
+                fix=row.fix.format(**shown),
             )
 
 
@@ -163,9 +161,7 @@ def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reducti
         require_combination(leaf.path, numbers)
     if precision.stochastic_rounding and learning and _BF16 not in learning:
         raise LayoutError(
-            explain(
-                f"stochastic_rounding, and parameters in {[str(dtype) for dtype in learning]}.",
-                cause="a model that was not converted: only bf16 is rounded by chance.",
-                fix="convert it (module.bfloat16()), or leave stochastic_rounding out.",
-            )
+            f"stochastic_rounding, and parameters in {[str(dtype) for dtype in learning]}.",
+            cause="a model that was not converted: only bf16 is rounded by chance.",
+            fix="convert it (module.bfloat16()), or leave stochastic_rounding out.",
         )

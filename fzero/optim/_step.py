@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.optim._bind import Bound
 from fzero.optim._rules import UNSCALED, Scaled
 from fzero.optim._trial import Kept, as_kept, fuses, state_of
@@ -209,12 +209,10 @@ def _write(home: Tensor, value: Any) -> None:
 def _other_state(instance: Optimizer, state: Mapping[str, Any], kept: Kept) -> LayoutError:
     known = sorted({*kept.slots, *kept.counters, *kept.odd})
     return LayoutError(
-        explain(
-            f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the state "
-            f"was made it kept {known}.",
-            cause="an option that adds state (momentum, amsgrad) was set later, or a rule that "
-            "begins to keep something after some steps.",
-            fix="set the option before the state is made; leave out what works every k steps "
-            "(Lookahead), or do it in your own step.",
-        )
+        f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the state "
+        f"was made it kept {known}.",
+        cause="an option that adds state (momentum, amsgrad) was set later, or a rule that "
+        "begins to keep something after some steps.",
+        fix="set the option before the state is made; leave out what works every k steps "
+        "(Lookahead), or do it in your own step.",
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.homes import cloned
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind, name_of, require_usable
@@ -202,11 +202,9 @@ class TorchOptimizer(Base):
     def _bound(self) -> Bound:
         if self.bound is None:
             raise PhaseError(
-                explain(
-                    f"{self!r} is not bound to parameters yet.",
-                    cause="its init or advance was called by hand.",
-                    fix="call bind({path: tensor}) first, and use what it returns.",
-                )
+                f"{self!r} is not bound to parameters yet.",
+                cause="its init or advance was called by hand.",
+                fix="call bind({path: tensor}) first, and use what it returns.",
             )
         return self.bound
 
@@ -216,14 +214,12 @@ class TorchOptimizer(Base):
         if groups != bound.groups or any(bound.instance.state.values()):
             held = f"{groups} param groups and state for {len(bound.instance.state)} parameters"
             raise PhaseError(
-                explain(
-                    f"{self!r} has {held}; when the train state was made it had {bound.groups} "
-                    "and no state.",
-                    cause="add_param_group(), load_state_dict() or step() of the optimizer itself. "
-                    "Its state is in the train state, sharded.",
-                    fix="give all groups before the state is made; save and load with "
-                    "fzero.checkpoint.",
-                )
+                f"{self!r} has {held}; when the train state was made it had {bound.groups} "
+                "and no state.",
+                cause="add_param_group(), load_state_dict() or step() of the optimizer itself. "
+                "Its state is in the train state, sharded.",
+                fix="give all groups before the state is made; save and load with "
+                "fzero.checkpoint.",
             )
         return bound
 
@@ -309,10 +305,8 @@ def _shown(value: Any) -> str:
 
 def _not_differentiable(optimizer: TorchOptimizer) -> PhaseError:
     return PhaseError(
-        explain(
-            f"an update by {optimizer!r} was to be differentiated.",
-            cause="torch.func, a trace, or parameters or gradients with a graph, around "
-            "apply_gradients; torch.optim writes in place.",
-            fix="use fzero.optim.sgd, adam, adamw or lion, which can be differentiated.",
-        )
+        f"an update by {optimizer!r} was to be differentiated.",
+        cause="torch.func, a trace, or parameters or gradients with a graph, around "
+        "apply_gradients; torch.optim writes in place.",
+        fix="use fzero.optim.sgd, adam, adamw or lion, which can be differentiated.",
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.optim._elementwise import SMALL, Rule, numbers_of, seeded
 from fzero.optim._rules import has_kernel, sgd_fuses
 
@@ -222,12 +222,10 @@ def _sorted(rule: str, state: Mapping[str, Any], early: Early, p: Tensor) -> Kep
             counters[name] = torch.tensor(type(value)(begin or 0), dtype=dtype)
         elif value is not None:
             raise LayoutError(
-                explain(
-                    f"{rule} keeps {name} = {type(value).__name__} for a parameter.",
-                    cause="state that is neither a tensor nor a number: a list of past "
-                    "gradients, an object.",
-                    fix="use an optimizer whose state has tensors and numbers.",
-                )
+                f"{rule} keeps {name} = {type(value).__name__} for a parameter.",
+                cause="state that is neither a tensor nor a number: a list of past "
+                "gradients, an object.",
+                fix="use an optimizer whose state has tensors and numbers.",
             )
     return Kept(slots, tuple(odd), counters, numbers, frozenset(early), len(state), p.dtype)
 

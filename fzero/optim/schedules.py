@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 Schedule = Callable[[int], float]
 
@@ -59,9 +59,7 @@ def warmup_cosine(
 def _positive(name: str, steps: int) -> None:
     if steps < 1:
         raise LayoutError(
-            explain(
-                f"schedules.{name}: {steps} steps.",
-                cause="a step count of zero or less.",
-                fix="give the number of updates, at least 1.",
-            )
+            f"schedules.{name}: {steps} steps.",
+            cause="a step count of zero or less.",
+            fix="give the number of updates, at least 1.",
         )

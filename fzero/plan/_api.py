@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.optim import adamw
 from fzero.plan._checks import (
     World,
@@ -175,12 +175,10 @@ class Planner:
         size = size_of(world)
         if not callable(getattr(step, "init", None)):
             raise LayoutError(
-                explain(
-                    f"plan.of_step was given a {type(step).__name__} without an init.",
-                    cause="a step without `fzero.shard`, or a module.",
-                    fix="plan.of_step(fzero.shard(step_fn, stage=...), params, optimizer, *args, "
-                    "world=...); fzero.plan(module, batch, ...) plans a module.",
-                )
+                f"plan.of_step was given a {type(step).__name__} without an init.",
+                cause="a step without `fzero.shard`, or a module.",
+                fix="plan.of_step(fzero.shard(step_fn, stage=...), params, optimizer, *args, "
+                "world=...); fzero.plan(module, batch, ...) plans a module.",
             )
         kind = check_device(device or device_of(params))
         make = maker(autocasts="autocast" in names_inside(step))

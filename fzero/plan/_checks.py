@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fzero._check import is_count
-from fzero.errors import AxisError, LayoutError, explain
+from fzero.errors import AxisError, LayoutError
 from fzero.plan._config import from_config
 from fzero.plan._record import Plan
 
@@ -22,11 +22,9 @@ def size_of(world: Any) -> int:
     good = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     if not good:
         raise AxisError(
-            explain(
-                f"plan: world={world!r}.",
-                cause="a number of ranks that is no positive integer, or a mesh of other dims.",
-                fix="give W, or (R, S) for R replicas of S ranks: world=1024, world=(8, 128).",
-            )
+            f"plan: world={world!r}.",
+            cause="a number of ranks that is no positive integer, or a mesh of other dims.",
+            fix="give W, or (R, S) for R replicas of S ranks: world=1024, world=(8, 128).",
         )
     return sizes[0] * sizes[1]
 
@@ -35,11 +33,9 @@ def check_device(device: str) -> str:
     """Return the kind of device; raise `LayoutError` for another one than fzero runs on."""
     if device not in ("cpu", "cuda"):
         raise LayoutError(
-            explain(
-                f"plan: device={device!r}.",
-                cause="a device that fzero does not run on, or one with an index.",
-                fix='give "cpu" (with gloo) or "cuda" (with nccl).',
-            )
+            f"plan: device={device!r}.",
+            cause="a device that fzero does not run on, or one with an index.",
+            fix='give "cpu" (with gloo) or "cuda" (with nccl).',
         )
     return device
 
@@ -51,12 +47,10 @@ def module_of(model: Any) -> nn.Module:
     if isinstance(model, str | os.PathLike | dict) or hasattr(model, "model_type"):
         return from_config(model)
     raise LayoutError(
-        explain(
-            f"plan was given a {type(model).__name__}.",
-            cause="parameters, a class of modules, or a step in the place of a model.",
-            fix="give an nn.Module (it may be on the meta device) or the config.json of one; "
-            "fzero.plan.of_step(step, params, optimizer, *args, world=...) plans a step.",
-        )
+        f"plan was given a {type(model).__name__}.",
+        cause="parameters, a class of modules, or a step in the place of a model.",
+        fix="give an nn.Module (it may be on the meta device) or the config.json of one; "
+        "fzero.plan.of_step(step, params, optimizer, *args, world=...) plans a step.",
     )
 
 
@@ -64,11 +58,9 @@ def check_rank(rank: Any, size: int) -> None:
     """Raise `AxisError` for a rank that is not among `size`."""
     if not is_count(rank, 0) or rank >= size:
         raise AxisError(
-            explain(
-                f"plan: rank={rank!r} of {size}.",
-                cause="ranks are counted from 0.",
-                fix=f"give a rank in range({size}).",
-            )
+            f"plan: rank={rank!r} of {size}.",
+            cause="ranks are counted from 0.",
+            fix=f"give a rank in range({size}).",
         )
 
 
@@ -77,11 +69,9 @@ def check_positive(**values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise LayoutError(
-                explain(
-                    f"plan.smallest_world: {name}={value!r}.",
-                    cause="a bound that is no positive number.",
-                    fix="give bytes, 80e9 for 80 GB, and a count of ranks.",
-                )
+                f"plan.smallest_world: {name}={value!r}.",
+                cause="a bound that is no positive number.",
+                fix="give bytes, 80e9 for 80 GB, and a count of ranks.",
             )
 
 
@@ -92,10 +82,8 @@ def too_large(plan: Plan, fits_bytes: float) -> LayoutError:
         seen = f"a peak of {plan.peak_bytes:,} bytes"
     most = max(plan.peak, key=lambda kind: plan.peak[kind])
     return LayoutError(
-        explain(
-            f"plan.smallest_world: {seen} on {plan.world:,} ranks, and {fits_bytes:,.0f} fit.",
-            cause=f"what does not shrink with the number of ranks; most of it is {most!r}.",
-            fix="use a higher stage, a smaller batch, micro_batches, activation checkpoints in "
-            "the model, or donate=True.",
-        )
+        f"plan.smallest_world: {seen} on {plan.world:,} ranks, and {fits_bytes:,.0f} fit.",
+        cause=f"what does not shrink with the number of ranks; most of it is {most!r}.",
+        fix="use a higher stage, a smaller batch, micro_batches, activation checkpoints in "
+        "the model, or donate=True.",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero._columns import wants_color
-from fzero.errors import FzeroError, LayoutError, explain
+from fzero.errors import FzeroError, LayoutError
 from fzero.plan import _text, plan
 from fzero.plan._api import size_of
 from fzero.plan._config import from_config, tokens
@@ -217,4 +217,4 @@ def _number(name: str, text: str) -> float:
 
 
 def _wrong(seen: str, cause: str, fix: str) -> LayoutError:
-    return LayoutError(explain(f"{seen.rstrip('.')}.", cause=cause, fix=fix))
+    return LayoutError(f"{seen.rstrip('.')}.", cause=cause, fix=fix)

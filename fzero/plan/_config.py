@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 
 def from_config(config: Any) -> nn.Module:
@@ -24,22 +24,18 @@ def from_config(config: Any) -> nn.Module:
         import transformers
     except ImportError as error:
         raise LayoutError(
-            explain(
-                "a Hugging Face config was given, and transformers is not installed.",
-                cause="transformers is no dependency of fzero.",
-                fix="pip install transformers; or give the nn.Module itself.",
-            )
+            "a Hugging Face config was given, and transformers is not installed.",
+            cause="transformers is no dependency of fzero.",
+            fix="pip install transformers; or give the nn.Module itself.",
         ) from error
     if isinstance(config, str | os.PathLike):
         config = _read(os.fspath(config))
     kind: Any = config.get("model_type") if isinstance(config, dict) else config.model_type
     if kind not in transformers.CONFIG_MAPPING:
         raise LayoutError(
-            explain(
-                f"the config has model_type {kind!r}.",
-                cause="no config of transformers, or a model that needs its own code.",
-                fix=_ANOTHER,
-            )
+            f"the config has model_type {kind!r}.",
+            cause="no config of transformers, or a model that needs its own code.",
+            fix=_ANOTHER,
         )
     try:
         if isinstance(config, dict):
@@ -52,11 +48,9 @@ def from_config(config: Any) -> nn.Module:
         raise
     except Exception as error:  # of any kind, as the many models check their configs
         raise LayoutError(
-            explain(
-                f"no model could be made of the config of {kind!r}: {error}",
-                cause="sizes that do not fit each other, or a key of another type.",
-                fix="correct the config; or give the nn.Module itself.",
-            )
+            f"no model could be made of the config of {kind!r}: {error}",
+            cause="sizes that do not fit each other, or a key of another type.",
+            fix="correct the config; or give the nn.Module itself.",
         ) from error
     return model.to(getattr(config, "dtype", None) or torch.float32)
 
@@ -78,12 +72,9 @@ def _class_of(config: Any) -> Any:
             found = known[type(config)]
             return found[0] if isinstance(found, tuple) else found
     raise LayoutError(
-        explain(
-            f"the config of {config.model_type!r} says no architectures, and is of no language "
-            "model.",
-            cause="a config of another kind of model, or a part of one.",
-            fix=_ANOTHER,
-        )
+        f"the config of {config.model_type!r} says no architectures, and is of no language model.",
+        cause="a config of another kind of model, or a part of one.",
+        fix=_ANOTHER,
     )
 
 
@@ -100,19 +91,15 @@ def _read(path: str) -> dict[str, Any]:
             found = json.load(opened)
     except (OSError, ValueError) as error:
         raise LayoutError(
-            explain(
-                f"{file!r} could not be read as a config: {error}.",
-                cause="another path, or a file that is no JSON.",
-                fix="give the path of a model's config.json, or of the folder that has it.",
-            )
+            f"{file!r} could not be read as a config: {error}.",
+            cause="another path, or a file that is no JSON.",
+            fix="give the path of a model's config.json, or of the folder that has it.",
         ) from error
     if not isinstance(found, dict):
         raise LayoutError(
-            explain(
-                f"{file!r} has a {type(found).__name__}, not an object.",
-                cause="another JSON file.",
-                fix="give the path of a model's config.json.",
-            )
+            f"{file!r} has a {type(found).__name__}, not an object.",
+            cause="another JSON file.",
+            fix="give the path of a model's config.json.",
         )
     return found
 
@@ -126,21 +113,17 @@ def tokens(model: nn.Module, batch_size: int, length: int | None) -> dict[str, T
     name, first = type(model).__name__, getattr(model, "main_input_name", "input_ids")
     if first != "input_ids":
         raise LayoutError(
-            explain(
-                f"{name} is given {first}, not tokens.",
-                cause="a config of a model of images or sound.",
-                fix="fzero.plan(config, batch, stage=..., world=...) with a batch of its own.",
-            )
+            f"{name} is given {first}, not tokens.",
+            cause="a config of a model of images or sound.",
+            fix="fzero.plan(config, batch, stage=..., world=...) with a batch of its own.",
         )
     most = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     given = (min(4096, most) if most > 0 else 4096) if length is None else length
     if 0 < most < given:
         raise LayoutError(
-            explain(
-                f"--length {given}, and {name} has {most} positions.",
-                cause="longer sequences than the model is for.",
-                fix=f"give at most --length {most}; or change max_position_embeddings.",
-            )
+            f"--length {given}, and {name} has {most} positions.",
+            cause="longer sequences than the model is for.",
+            fix=f"give at most --length {most}; or change max_position_embeddings.",
         )
     ids = torch.empty(batch_size, given, dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids.clone()}

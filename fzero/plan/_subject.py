@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from fzero._module_copy import tracks
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.functional import functionalize
 from fzero.plan import _constants as constants
 from fzero.plan._meta import AsOn
@@ -116,11 +116,9 @@ def mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
     first = next((x for x in leaves if x.is_floating_point()), None)
     if first is None:
         raise LayoutError(
-            explain(
-                f"the model returned a {type(out).__name__} without a floating tensor.",
-                cause="an output that needs a loss of its own.",
-                fix="give loss=lambda model, batch: ..., which returns a scalar.",
-            )
+            f"the model returned a {type(out).__name__} without a floating tensor.",
+            cause="an output that needs a loss of its own.",
+            fix="give loss=lambda model, batch: ..., which returns a scalar.",
         )
     return first.mean()
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fzero._check import is_positive
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,9 @@ class Rates:
             value = getattr(self, field.name)
             if not is_positive(value):
                 raise LayoutError(
-                    explain(
-                        f"Rates: {field.name}={value!r}.",
-                        cause="a rate that is no positive number.",
-                        fix="give bytes, FLOPs or seconds as a number: link_bytes_per_s=50e9.",
-                    )
+                    f"Rates: {field.name}={value!r}.",
+                    cause="a rate that is no positive number.",
+                    fix="give bytes, FLOPs or seconds as a number: link_bytes_per_s=50e9.",
                 )
 
     def __str__(self) -> str:

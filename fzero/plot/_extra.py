@@ -1,6 +1,6 @@
 """The error for a figure that is asked for where matplotlib is not installed."""
 
-from fzero.errors import FzeroError, explain
+from fzero.errors import FzeroError
 
 
 class MissingExtraError(FzeroError, ImportError):
@@ -17,9 +17,7 @@ def missing_matplotlib() -> MissingExtraError:
         Fix: pip install 'fzero[plots]'; .table() and the HTML view need no matplotlib.
     """
     return MissingExtraError(
-        explain(
-            "a figure needs matplotlib, which is not installed.",
-            cause="fzero was installed without its extra for plots.",
-            fix="pip install 'fzero[plots]'; .table() and the HTML view need no matplotlib.",
-        )
+        "a figure needs matplotlib, which is not installed.",
+        cause="fzero was installed without its extra for plots.",
+        fix="pip install 'fzero[plots]'; .table() and the HTML view need no matplotlib.",
     )

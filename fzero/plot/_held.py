@@ -9,7 +9,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
 from fzero.state.alive import require_not_donated
 
@@ -34,11 +34,9 @@ def held_by(state: Any) -> list[Held]:
     """
     if not isinstance(state, TrainState):
         raise LayoutError(
-            explain(
-                f"a plot of a state was given a {type(state).__name__}.",
-                cause="a pytree of states, parameters, or (state, loss) was passed.",
-                fix="pass one TrainState, e.g. fzero.plot.partition_map(state).",
-            )
+            f"a plot of a state was given a {type(state).__name__}.",
+            cause="a pytree of states, parameters, or (state, loss) was passed.",
+            fix="pass one TrainState, e.g. fzero.plot.partition_map(state).",
         )
     require_not_donated(state)
     layout = state.setup.layout

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.plot import _figure, _html
 from fzero.plot._palette import ABSENT, EDGE, colour, ink
 
@@ -177,11 +177,9 @@ def side_by_side(maps: Sequence[PartitionMap]) -> Figure:
     """
     if not maps or any(partition.leaves != maps[0].leaves for partition in maps):
         raise LayoutError(
-            explain(
-                f"side_by_side: {len(maps)} maps with {[len(m.leaves) for m in maps]} leaves.",
-                cause="no map, or maps of different models: one legend cannot serve them.",
-                fix="give maps of one model, or call .draw(ax) for each.",
-            )
+            f"side_by_side: {len(maps)} maps with {[len(m.leaves) for m in maps]} leaves.",
+            cause="no map, or maps of different models: one legend cannot serve them.",
+            fix="give maps of one model, or call .draw(ax) for each.",
         )
     return _compose(maps, legend=True)
 

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 # What torch.profiler is made of: starting that one imports all of torch._inductor first.
 from torch.autograd.profiler import profile, record_function
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.plot._lanes import Lane, StepEvent
 from fzero.plot._step import StepTimeline
 
@@ -59,11 +59,9 @@ def measured_timeline(step: Callable[..., Any], *, warmup: int = 2) -> Callable[
     """
     if not callable(step) or type(warmup) is not int or warmup < 0:
         raise LayoutError(
-            explain(
-                f"measured_timeline: step={type(step).__name__}, warmup={warmup!r}.",
-                cause="a step that was called already, or a count that is none.",
-                fix="fzero.plot.measured_timeline(step, warmup=2)(state, batch).",
-            )
+            f"measured_timeline: step={type(step).__name__}, warmup={warmup!r}.",
+            cause="a step that was called already, or a count that is none.",
+            fix="fzero.plot.measured_timeline(step, warmup=2)(state, batch).",
         )
 
     def measured(state: Any, *args: Any) -> StepTimeline:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.plot import _figure, _html
 from fzero.plot._palette import BASE, EDGE
 from fzero.plot._units import in_bytes
@@ -131,11 +131,9 @@ def memory_timeline(trace: Trace) -> MemoryTimeline:
     ]
     if not rows:
         raise LayoutError(
-            explain(
-                "memory_timeline was given a trace without ops.",
-                cause="a step that returns what it is given.",
-                fix="trace a step that computes something.",
-            )
+            "memory_timeline was given a trace without ops.",
+            cause="a step that returns what it is given.",
+            fix="trace a step that computes something.",
         )
     return MemoryTimeline(title=trace.title, rows=tuple(rows))
 
@@ -144,11 +142,9 @@ def ops_of(trace: Trace, who: str) -> tuple[Op, ...]:
     """Return the ops of a trace. Raises `LayoutError` for what is none."""
     if not isinstance(trace, Trace):
         raise LayoutError(
-            explain(
-                f"{who} was given a {type(trace).__name__}.",
-                cause="the step, or its result, in the place of its trace.",
-                fix="give what fzero.trace(step)(state, *args) returns.",
-            )
+            f"{who} was given a {type(trace).__name__}.",
+            cause="the step, or its result, in the place of its trace.",
+            fix="give what fzero.trace(step)(state, *args) returns.",
         )
     return trace.ops
 

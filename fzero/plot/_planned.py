@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fzero._check import is_positive
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.plot._lanes import Lane, StepEvent
 from fzero.plot._memory import ops_of
 from fzero.plot._step import StepTimeline
@@ -101,9 +101,7 @@ def _check(rates: Mapping[str, float], latency_s: float) -> None:
         wrong.append(f"latency_s={latency_s!r}")
     if wrong:
         raise LayoutError(
-            explain(
-                f"step_timeline: {', '.join(wrong)}.",
-                cause="a rate that is no positive number.",
-                fix="give bytes, FLOPs or seconds as numbers: link_bytes_per_s=50e9.",
-            )
+            f"step_timeline: {', '.join(wrong)}.",
+            cause="a rate that is no positive number.",
+            fix="give bytes, FLOPs or seconds as numbers: link_bytes_per_s=50e9.",
         )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.plot import _figure, _html
 from fzero.plot._lanes import FONT_POINTS, LANES, Lane, Named, StepEvent, named, points, upright
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
@@ -150,11 +150,9 @@ def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
     """
     if not timelines:
         raise LayoutError(
-            explain(
-                "draw_timelines: no timelines.",
-                cause="an empty list.",
-                fix="give at least one: draw_timelines([step_timeline(trace, ...), measured]).",
-            )
+            "draw_timelines: no timelines.",
+            cause="an empty list.",
+            fix="give at least one: draw_timelines([step_timeline(trace, ...), measured]).",
         )
     return _stacked(timelines)
 

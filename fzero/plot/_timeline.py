@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.plot import _figure, _html
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
@@ -137,21 +137,17 @@ def hook_timeline(events: Sequence[HookEvent]) -> HookTimeline:
     events = tuple(events)
     if not events:
         raise LayoutError(
-            explain(
-                "hook_timeline: no events.",
-                cause="nothing was recorded: the backward ran before the hooks were registered.",
-                fix="record a HookEvent for each transition, and give at least one.",
-            )
+            "hook_timeline: no events.",
+            cause="nothing was recorded: the backward ran before the hooks were registered.",
+            fix="record a HookEvent for each transition, and give at least one.",
         )
     for i, (one, two) in enumerate(pairwise(events), 1):
         if one.after != two.before:
             raise LayoutError(
-                explain(
-                    f"hook_timeline: event {i} ({one.label}) ends with {one.after}, and event "
-                    f"{i + 1} ({two.label}) begins with {two.before}.",
-                    cause="an event was left out, or the events are those of two records.",
-                    fix="give the events of one record, in their order, without gaps.",
-                )
+                f"hook_timeline: event {i} ({one.label}) ends with {one.after}, and event "
+                f"{i + 1} ({two.label}) begins with {two.before}.",
+                cause="an event was left out, or the events are those of two records.",
+                fix="give the events of one record, in their order, without gaps.",
             )
     return HookTimeline(events)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded
-from fzero.errors import AxisError, LayoutError, PhaseError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE
 from fzero.trace._ops import ops_of
@@ -58,11 +58,9 @@ def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[...,
     """
     if not callable(step):
         raise LayoutError(
-            explain(
-                f"trace got a {type(step).__name__} in the place of the step.",
-                cause="a step that was called already.",
-                fix="pass the function: fzero.trace(step)(state, batch).",
-            )
+            f"trace got a {type(step).__name__} in the place of the step.",
+            cause="a step that was called already.",
+            fix="pass the function: fzero.trace(step)(state, batch).",
         )
 
     def traced(*arguments: Any) -> Trace:
@@ -86,11 +84,9 @@ def program_of(step: Callable[..., Any], arguments: tuple[Any, ...], rank: int |
     """Record a step on one rank of the axis that its state is on."""
     if in_transform() or is_recorded(()):
         raise PhaseError(
-            explain(
-                "trace inside of a torch.func transform or of another trace.",
-                cause="a traced step in the place of the step.",
-                fix="trace the outermost function.",
-            )
+            "trace inside of a torch.func transform or of another trace.",
+            cause="a traced step in the place of the step.",
+            fix="trace the outermost function.",
         )
     return record(*of_one_rank("trace", step, arguments, rank))
 
@@ -110,12 +106,10 @@ def of_one_rank(
     if axis.group_name or axis.size == 1:
         return step, arguments, axis, _checked(axis.rank if rank is None else rank, axis)
     raise AxisError(
-        explain(
-            f"{name} of a step on one rank, with the stacked state of {axis}.",
-            cause="the state was made by `fzero.simulate(...).init`.",
-            fix=f"{name} the simulated step, fzero.simulate(step, world_size={axis.size}), with "
-            "stacked batches.",
-        )
+        f"{name} of a step on one rank, with the stacked state of {axis}.",
+        cause="the state was made by `fzero.simulate(...).init`.",
+        fix=f"{name} the simulated step, fzero.simulate(step, world_size={axis.size}), with "
+        "stacked batches.",
     )
 
 
@@ -123,11 +117,9 @@ def _checked(rank: int, axis: Axis) -> int:
     if type(rank) is int and 0 <= rank < axis.size:
         return rank
     raise LayoutError(
-        explain(
-            f"trace: rank={rank!r}, and {axis} has ranks 0 to {axis.size - 1}.",
-            cause="a state of fewer ranks than were meant.",
-            fix="trace with a state of more ranks, or give one of these.",
-        )
+        f"trace: rank={rank!r}, and {axis} has ranks 0 to {axis.size - 1}.",
+        cause="a state of fewer ranks than were meant.",
+        fix="trace with a state of more ranks, or give one of these.",
     )
 
 
@@ -139,12 +131,10 @@ def _of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
             return x
         if not x.ndim or x.shape[0] != axis.size:
             raise LayoutError(
-                explain(
-                    f"trace: an argument of shape {tuple(x.shape)}; dim 0 must be the "
-                    f"{axis.size} ranks.",
-                    cause="one batch in the place of one for each rank.",
-                    fix="give what the simulated step is given.",
-                )
+                f"trace: an argument of shape {tuple(x.shape)}; dim 0 must be the "
+                f"{axis.size} ranks.",
+                cause="one batch in the place of one for each rank.",
+                fix="give what the simulated step is given.",
             )
         # In memory of its own: what is counted is what one rank holds.
         return torch.empty_like(x[rank], requires_grad=x.requires_grad)

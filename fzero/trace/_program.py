@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.collectives import CollectiveLog, count_collectives
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.mesh import Axis
 from fzero.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
@@ -185,11 +185,8 @@ def _explained() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise PhaseError(
-            explain(
-                f"the step reads values of a tensor while it is traced ({error}).",
-                cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values "
-                "(x[mask], nonzero).",
-                fix="use torch.where, keep it a tensor, or pass the number as an argument of the "
-                "step.",
-            )
+            f"the step reads values of a tensor while it is traced ({error}).",
+            cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values "
+            "(x[mask], nonzero).",
+            fix="use torch.where, keep it a tensor, or pass the number as an argument of the step.",
         ) from error

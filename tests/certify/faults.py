@@ -83,17 +83,6 @@ def scales_twice(loss_fn: Any, **options: Any) -> Loop:
     return lambda state, batches: _sum(lambda p, x: 2 * loss_fn(p, x), state, batches)
 
 
-def divides_by_the_micro_batches_twice(loss_fn: Any, **options: Any) -> Loop:
-    def step(state: Any, batches: Sequence[Any]) -> Any:
-        return _sum(lambda p, x: loss_fn(p, x) / len(batches), state, batches)
-
-    return step
-
-
-def divides_by_the_ranks_twice(loss_fn: Any, **options: Any) -> Loop:
-    return lambda s, b: _sum(lambda p, x: loss_fn(p, x) / fzero.axis_size(), s, b)
-
-
 def keeps_a_stale_batch(loss_fn: Any, **options: Any) -> Loop:
     kept: list[Any] = []
 
@@ -139,8 +128,6 @@ STEPS = {
     for f in (
         drops_a_micro_batch_on_rank_1,
         scales_twice,
-        divides_by_the_micro_batches_twice,
-        divides_by_the_ranks_twice,
         keeps_a_stale_batch,
         adds_a_parameter_twice,
         forgets_the_last_gradient,

@@ -26,7 +26,3 @@ def test_a_fault_is_named(name: str) -> None:
     assert fault.ranks in (None, found.ranks), found
     if fault.ranks:
         assert found.rank == fault.ranks[0]
-
-
-def test_there_are_at_least_fifty() -> None:
-    assert len(FAULTS) >= 50

@@ -97,18 +97,23 @@ def run_ranks(
 
 
 def spawn_script(
-    path: str | Path, nproc: int, args: Sequence[str] = (), timeout_s: float = 110.0
+    path: str | Path,
+    nproc: int,
+    args: Sequence[str] = (),
+    timeout_s: float = 110.0,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run `torchrun --standalone --nproc-per-node nproc path *args`; return how it ended.
 
-    `path` is a script, or "-m" with the module's name as the first of `args`. It runs in the root
-    of the repository with one thread a rank. All ranks write to one pipe: a rank's line is whole
-    only if it is one write. The exit status is the caller's to check. Fails the test, showing the
-    output, when it is not over within `timeout_s`; the ranks are stopped.
+    `path` is a script, or "-m" with the module's name as the first of `args`; `options` are more of
+    torchrun's. It runs in the root of the repository with one thread a rank. All ranks write to one
+    pipe: a rank's line is whole only if it is one write. The exit status is the caller's to check.
+    Fails the test, showing the output, when it is not over within `timeout_s`; the ranks are stopped.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={nproc}", str(path), *args]
+    command += [f"--nproc-per-node={nproc}", *options, str(path), *args]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True

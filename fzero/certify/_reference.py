@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from fzero.certify._axes import Precision
 from fzero.certify._exact import is_exact
-from fzero.certify._subject import Subject, learns, tensors_of
+from fzero.certify._subject import Subject, tensors_of
 from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.layout import learns
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 

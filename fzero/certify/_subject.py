@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fzero.errors import LayoutError
 from fzero.partition import named_leaves
 from fzero.state import NAMESPACE
+from fzero.state.layout import learns
 
 Loss = Callable[[Any, Any], Tensor]
 """(model, batch) -> a scalar. `model` is called like the module, or is the pytree of parameters."""
@@ -78,12 +79,6 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
             seen.add(id(tensor))
             found[path] = tensor
     return found
-
-
-def learns(tensor: Tensor) -> bool:
-    """Whether an update may change it: the rule of `fzero.init`."""
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return tensor.is_floating_point() and not frozen
 
 
 def _numbered(batches: Any) -> Callable[[int], Any]:

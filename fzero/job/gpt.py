@@ -26,14 +26,7 @@ class GPTConfig:
     context: int = option(128, "bytes in a window ({})", **COUNT)
 
     def __post_init__(self) -> None:
-        """Refuse sizes that give no model."""
-        for name in ("layers", "width", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise LayoutError(
-                    f"GPT with {name}={getattr(self, name)}.",
-                    cause="a size of zero or less.",
-                    fix=f"give --{name} at least 1.",
-                )
+        """Refuse heads that rotary positions cannot turn."""
         if self.width % (2 * self.heads):
             raise LayoutError(
                 f"--width {self.width} with --heads {self.heads}: a head would have "

@@ -63,7 +63,8 @@ def adam(
     m^, v^ are m, v over 1 - b^t. `weight_decay` is added to the gradient (L2). Source: Kingma
     and Ba, "Adam", arXiv 1412.6980, algorithm 1. See `adamw` for the shared options.
     """
-    options = _adam_options(lr, betas, eps, weight_decay, decoupled=False)
+    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    options["decoupled"] = False
     precision = precision_of("adam", master_weights, state_dtype, stochastic_rounding)
     return _optimizer(ADAM, options, decay_mask, groups, precision)
 
@@ -110,7 +111,8 @@ def adamw(
         >>> adamw(3e-4, decay_mask=lambda leaf: len(leaf.shape) >= 2).rule.moments
         ('exp_avg', 'exp_avg_sq')
     """
-    options = _adam_options(lr, betas, eps, weight_decay, decoupled=True)
+    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    options["decoupled"] = True
     precision = precision_of("adamw", master_weights, state_dtype, stochastic_rounding)
     return _optimizer(ADAM, options, decay_mask, groups, precision)
 
@@ -134,18 +136,6 @@ def lion(
     options = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
     precision = precision_of("lion", master_weights, state_dtype, stochastic_rounding)
     return _optimizer(LION, options, decay_mask, groups, precision)
-
-
-def _adam_options(
-    lr: float | Schedule,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    *,
-    decoupled: bool,
-) -> dict[str, Any]:
-    numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return {**numbers, "decoupled": decoupled}
 
 
 def _optimizer(

@@ -7,41 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fzero._columns import columns
+from fzero._units import in_bytes, in_seconds
 
 if TYPE_CHECKING:
     from fzero.plan._record import Plan
 
 Row = tuple[str, ...]
 _BAR = 24  # characters of a share of 100 %
-NOT_KNOWN = "not known"
-
-
-def bytes_text(nbytes: float | None) -> str:
-    """Return a number of bytes for people, in powers of 1000.
-
-    Example:
-        >>> bytes_text(999), bytes_text(80e9), bytes_text(None)
-        ('999 B', '80.00 GB', 'not known')
-    """
-    if nbytes is None:
-        return NOT_KNOWN
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time for people.
-
-    Example:
-        >>> seconds_text(0.0123)
-        '12.3 ms'
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
 
 
 def of_plan(plan: Plan, *, bold: bool = False) -> str:
@@ -108,16 +80,16 @@ def notes_of(plan: Plan) -> list[str]:
 
 
 def _tables(plan: Plan) -> Iterable[tuple[str, list[Row]]]:
-    held = [(kind, bytes_text(n), f"{n:,}") for kind, n in plan.bytes.items() if n]
+    held = [(kind, in_bytes(n), f"{n:,}") for kind, n in plan.bytes.items() if n]
     yield "a rank holds", held
     if plan.peak:
         total = plan.peak_bytes or 1
         peak = sorted(plan.peak.items(), key=lambda item: -item[1])
-        rows = [(kind, bytes_text(n), f"{n:,}", _share(n / total)) for kind, n in peak]
-        rows.append(("in all", bytes_text(total), f"{total:,}", _share(1.0)))
+        rows = [(kind, in_bytes(n), f"{n:,}", _share(n / total)) for kind, n in peak]
+        rows.append(("in all", in_bytes(total), f"{total:,}", _share(1.0)))
         yield "alive at the peak, on the device", rows
     sent = [
-        (f"{one.op} ({one.axis})", f"{one.count:,}", bytes_text(one.wire_bytes))
+        (f"{one.op} ({one.axis})", f"{one.count:,}", in_bytes(one.wire_bytes))
         for one in plan.traffic
     ]
     sent.append(("in all", f"{sum(one.count for one in plan.traffic):,}", _sent(plan)))
@@ -125,11 +97,11 @@ def _tables(plan: Plan) -> Iterable[tuple[str, list[Row]]]:
     if plan.time is not None:
         time = plan.time
         rows = [
-            (name, seconds_text(seconds), _share(time.shares[name]))
+            (name, in_seconds(seconds), _share(time.shares[name]))
             for name, seconds in time.terms.items()
         ]
-        rows.append(("one after the other", seconds_text(time.serial_s), ""))
-        rows.append(("communication beside compute", seconds_text(time.overlapped_s), ""))
+        rows.append(("one after the other", in_seconds(time.serial_s), ""))
+        rows.append(("communication beside compute", in_seconds(time.overlapped_s), ""))
         yield "estimated time of a step", rows
 
 
@@ -140,15 +112,13 @@ def _compared(plans: Sequence[Plan]) -> list[Row]:
     kinds = dict.fromkeys(kind for plan in plans for kind, n in plan.bytes.items() if n)
     ops = dict.fromkeys(op for plan in plans for op in plan.collectives)
     rows = [row("stage", lambda plan: str(plan.stage))]
-    rows += [
-        row(kind, lambda plan, kind=kind: bytes_text(plan.bytes.get(kind, 0))) for kind in kinds
-    ]
-    rows.append(row("peak", lambda plan: bytes_text(plan.peak_bytes)))
+    rows += [row(kind, lambda plan, kind=kind: in_bytes(plan.bytes.get(kind, 0))) for kind in kinds]
+    rows.append(row("peak", lambda plan: in_bytes(plan.peak_bytes) if plan.peak else "not known"))
     rows += [row(op, lambda plan, op=op: f"{plan.collectives.get(op, 0):,}") for op in ops]
     rows.append(row("sent", _sent))
     if all(plan.time is not None for plan in plans):
-        rows.append(row("time, serial", lambda plan: seconds_text(plan.time.serial_s)))
-        rows.append(row("time, overlapped", lambda plan: seconds_text(plan.time.overlapped_s)))
+        rows.append(row("time, serial", lambda plan: in_seconds(plan.time.serial_s)))
+        rows.append(row("time, overlapped", lambda plan: in_seconds(plan.time.overlapped_s)))
     return rows
 
 
@@ -157,7 +127,7 @@ def _share(share: float) -> str:
 
 
 def _sent(plan: Plan) -> str:
-    return bytes_text(plan.wire_bytes)
+    return in_bytes(plan.wire_bytes)
 
 
 def _world(plan: Plan) -> str:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from fzero._units import in_bytes
 from fzero.errors import LayoutError
 from fzero.plot import _figure, _html
 from fzero.plot._palette import BASE, EDGE
-from fzero.plot._units import in_bytes
 from fzero.trace import Op, Trace
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from fzero._units import in_seconds
 from fzero.errors import LayoutError
 from fzero.plot import _figure, _html
 from fzero.plot._lanes import FONT_POINTS, LANES, Lane, Named, StepEvent, named, points, upright
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
-from fzero.plot._units import in_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

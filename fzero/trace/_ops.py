@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from fzero.collectives._log import CollectiveEvent
 from fzero.trace._alive import alive_at, inputs_of, is_item, is_op, kinds_of
 from fzero.trace._program import BACKWARD, Program
-from fzero.trace._record import Alive, Op, Phase, Value
+from fzero.trace._record import Op, Phase, Value
 
 COLLECTIVES = "fzero"
 """The namespace of the ops that communicate."""
@@ -51,7 +51,8 @@ def ops_of(program: Program) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[V
         for node, path in zip(nodes[-1].args[0], program.outputs, strict=True)
     )
     alive = alive_at(nodes, kinds_of(program, phases, of_parameters))
-    return inputs, tuple(map(_with_alive, ops, alive)), outputs
+    seen = zip(ops, alive, strict=True)
+    return inputs, tuple(replace(op, alive=one) for op, one in seen), outputs
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -62,10 +63,6 @@ def is_collective(node: fx.Node) -> bool:
 def in_backward(node: fx.Node) -> bool:
     """Whether autograd ran a node."""
     return bool(node.meta.get("custom", {}).get(BACKWARD))
-
-
-def _with_alive(op: Op, alive: Alive) -> Op:
-    return replace(op, alive=alive)
 
 
 def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:

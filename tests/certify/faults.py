@@ -17,39 +17,6 @@ from fzero.adapter import Engine
 from fzero.state import Setup
 from fzero.transforms import update
 
-IDS = 5
-
-
-class Net(nn.Module):
-    """A tied embedding, a scalar, a frozen layer and one without use; all numbers are whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(2, 3)
-        self.embed, self.mix = nn.Embedding(IDS, 3), nn.Linear(3, 3)
-        self.fixed = nn.Linear(3, IDS).requires_grad_(False)
-        self.shift = nn.Parameter(torch.zeros(()))
-        source = torch.Generator().manual_seed(1)
-        for p in self.parameters():
-            p.data = torch.randint(-1, 2, p.shape, generator=source).float()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        return self.mix(h) @ self.embed.weight.t() + self.fixed(h) + self.shift
-
-
-def loss(model: Any, batch: Any) -> Tensor:
-    """12 times a sum, so that means over 1 to 4 ranks are exact."""
-    ids, targets = batch
-    return 12 * (model(ids) * targets).sum()
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(number)
-    ids = torch.randint(0, IDS, (3,), generator=source)
-    return ids, torch.randint(-2, 3, (3, IDS), generator=source).float()
-
-
 # Steps.
 
 Loop = Callable[[Any, Sequence[Any]], Any]
@@ -182,7 +149,7 @@ class Drifts(Engine):
         done = super().step()
         if self.axis.rank == 1:
             weight = self.module.get_parameter("embed.weight")
-            weight.data[0, 0] = torch.nextafter(weight.data[0, 0], torch.tensor(1e9).double())
+            weight.data.copy_(torch.nextafter(weight.data, torch.tensor(1e9).double()))
         return done
 
 

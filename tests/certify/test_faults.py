@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.certify import Report
+from fzero.certify._models import Dyadic, batch, dyadic_loss
 from fzero.quantize import ErrorFeedback
 from tests.certify import faults
 
@@ -21,23 +22,30 @@ WIRED: dict[str, dict[str, Any]] = {  # and faults that show in other cells than
     "replicas_are_not_reduced": {"meshes": "replicas", "worlds": 4},
     "divides_always_by_the_ranks": {"reductions": "sum", "wires": "predivided"},
 }
-PLAIN: dict[str, Any] = {"meshes": "flat", "reductions": "mean", "wires": "own"}
+PLAIN: dict[str, Any] = {
+    "loss_scales": "1",
+    "windows": "each",
+    "buckets": "64",
+    "offload": "none",
+    "meshes": "flat",
+    "reductions": "mean",
+    "wires": "own",
+}
 QUIET = {"keeps_a_stale_batch", "Stale"}  # whose first gradient is right
 
 
 def matrix(stages: Any = (0, 2), clipping: str = "off", **options: Any) -> Report:
+    given: dict[str, Any] = {**PLAIN, "worlds": 2, **options}
     return fzero.certify(
-        faults.Net(),
-        faults.loss,
-        faults.batch,
+        Dyadic(),
+        dyadic_loss,
+        batch,
         optimizer=SGD,
         stages=stages,
         micro_batches=2,
         precisions="fp64",
-        loss_scales="1",
-        buckets="64",
         clipping=clipping,
-        **PLAIN | {"worlds": 2, "windows": "each", "offload": "none"} | options,
+        **given,
     )
 
 
@@ -66,10 +74,6 @@ def test_a_sum_in_another_order_is_no_fault() -> None:
         worlds=2,
         micro_batches=2,
         precisions=("fp64", "bf16"),
-        windows="each",
-        loss_scales="1",
-        buckets="64",
-        offload="none",
         **PLAIN,
     )
     assert report, report
@@ -133,7 +137,7 @@ def test_a_fault_in_fzero_is_found_by_both_drivers(
 def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options: dict[str, Any] = PLAIN | {"wires": "int8"}
+    int8: dict[str, Any] = {**PLAIN, "wires": "int8"}
 
     def run() -> Report:
         return fzero.certify(
@@ -147,11 +151,7 @@ def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
             micro_batches=1,
             precisions="fp64",
             clipping="off",
-            loss_scales="1",
-            buckets="64",
-            windows="each",
-            offload="none",
-            **options,
+            **int8,
         )
 
     assert run()
@@ -180,19 +180,11 @@ class Stalls(fzero.adapter.Engine):
 
 def test_masters_that_do_not_move_are_found_by_a_small_learning_rate() -> None:
     slow = functools.partial(torch.optim.SGD, lr=2.0**-14)
-    few: dict[str, Any] = PLAIN | {
-        "loss_scales": "1",
-        "buckets": "64",
-        "windows": "each",
-        "offload": "none",
-    }
-    few |= {"stages": (1, 2), "worlds": 2, "micro_batches": 1, "clipping": "off"}
+    few = PLAIN | {"stages": (1, 2), "worlds": 2, "micro_batches": 1, "clipping": "off"}
     few |= {"precisions": "bf16"}
 
     def run(engine: Any) -> Report:
-        return fzero.certify(
-            faults.Net(), faults.loss, faults.batch, engine=engine, optimizer=slow, **few
-        )
+        return fzero.certify(Dyadic(), dyadic_loss, batch, engine=engine, optimizer=slow, **few)
 
     assert run(fzero.adapter.Engine)
     report = run(Stalls)
@@ -227,7 +219,7 @@ def test_a_pytree_of_parameters_is_certified_by_steps() -> None:
 
     batches = [torch.tensor([1.0, 2.0, i]) for i in range(12)]
     few: dict[str, Any] = {"stages": (0, 3), "worlds": 3, "micro_batches": 2, "precisions": "fp64"}
-    few |= {"windows": "each", "clipping": "off", "offload": "none", **PLAIN}
+    few |= {"clipping": "off", **PLAIN}
     report = fzero.certify(params, loss, batches, optimizer=SGD, **few)
     assert report and any(cell.exact for cell in report.cells)
     assert not fzero.certify(params, loss, batches, optimizer=SGD, step=wrong, **few)

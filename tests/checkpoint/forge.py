@@ -12,6 +12,20 @@ from typing import Any
 from fzero.checkpoint._folders import digest
 
 
+class Runs:
+    """Pickled as a call."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def full_disk(*args: Any, **kwargs: Any) -> None:
+    raise OSError("disk is full")
+
+
 def body_of(path: Path) -> dict[str, Any]:
     return json.loads((path / "checkpoint.json").read_text())["checkpoint"]
 

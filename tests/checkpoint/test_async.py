@@ -16,6 +16,7 @@ from fzero.adapter import Engine
 from fzero.checkpoint import CheckpointError, load, read_extra, save, save_async
 from fzero.checkpoint import _save as module
 from fzero.errors import PhaseError
+from tests.checkpoint.forge import full_disk
 from tests.checkpoint.states import ADAM, blank, contents, make, mixed, snapshot, train
 from tests.live_bytes import LiveBytes
 from tests.ranks import run_ranks
@@ -99,7 +100,7 @@ def test_an_error_comes_at_result_or_at_the_next_save(
     state = make(mixed(), stage=0, ranks=0)
     save(tmp_path, state, extra={"which": "old"})
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", _full_disk)
+        patch.setattr(torch, "save", full_disk)
         saving = save_async(tmp_path, state)
         with pytest.raises(CheckpointError, match="disk is full"):
             saving.result(60)
@@ -112,10 +113,6 @@ def test_an_error_comes_at_result_or_at_the_next_save(
     assert read_extra(tmp_path) == {"which": "old"}
     save(tmp_path, state, extra={"which": "new"})
     assert read_extra(tmp_path) == {"which": "new"}
-
-
-def _full_disk(*args: Any, **kwargs: Any) -> None:
-    raise OSError("disk is full")
 
 
 def test_a_wait_that_is_too_short_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +179,7 @@ def _one_rank_cannot(rank: int, size: int, folder: Path) -> list[str]:
     save(folder, state, extra={"which": "old"})
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(torch, "save", _full_disk)
+            patch.setattr(torch, "save", full_disk)
         saving = save_async(folder, state)
         with pytest.raises(CheckpointError, match="disk is full") as raised:
             saving.result(60)

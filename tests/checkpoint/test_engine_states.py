@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import fzero
 from fzero.adapter import Engine
-from fzero.checkpoint import load, save
+from fzero.checkpoint import load, load_universal, save, save_universal
 from fzero.errors import DonatedError, LayoutError
 from fzero.state import TrainState
 from tests import oracle
@@ -43,33 +43,45 @@ def unsharded(*updates: int) -> dict[str, Tensor]:
     return found | {"step": torch.tensor(len(updates))}
 
 
-def save_here(rank: int, size: int, folder: Path) -> None:
+def save_here(rank: int, size: int, folder: Path, saving: Callable[..., None]) -> None:
     for number, (source, _) in enumerate(MOVES):
         if source.ranks == size:
             trainer = Trainer(source.style, source.stage, "sgd", seed=1, loss=total)
             trainer.train(0, 1)
-            save(folder / f"{number}", trainer.state)
+            saving(folder / f"{number}", (number % 2 and trainer.engine) or trainer.state)
             trainer.end()
 
 
-def go_on_here(rank: int, size: int, folder: Path) -> dict[int, dict[str, Tensor]]:
+def go_on_here(
+    rank: int, size: int, folder: Path, loading: Callable[..., Any]
+) -> dict[int, dict[str, Tensor]]:
     found = {}
     for number, (_, target) in enumerate(MOVES):
         if target.ranks == size:
             trainer = Trainer(target.style, target.stage, "sgd", seed=2, loss=total)
-            trainer.load(folder / f"{number}")
+            if number % 2 and trainer.engine is not None:
+                assert loading(folder / f"{number}", trainer.engine) is trainer.engine
+            else:
+                trainer.load(folder / f"{number}", loading)
             trainer.train(2, 3)
             found[number] = trainer.end()
     return found
 
 
 @pytest.mark.xdist_group("gloo")
-def test_a_training_goes_on_at_another_place_by_another_driver(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [(save, load), (save_universal, load_universal)],
+    ids=["own", "universal"],
+)
+def test_a_training_goes_on_at_another_place_by_another_driver(
+    saving: Any, loading: Any, tmp_path: Path
+) -> None:
     for ranks in (1, 2, 3):
-        run_ranks(save_here, ranks, tmp_path)
+        run_ranks(save_here, ranks, tmp_path, saving)
     wanted = unsharded(0, 1, 2, 3)
     for ranks in (1, 2, 3):
-        for found in run_ranks(go_on_here, ranks, tmp_path):
+        for found in run_ranks(go_on_here, ranks, tmp_path, loading):
             assert found
             for params in found.values():
                 same(params, wanted)

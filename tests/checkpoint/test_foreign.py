@@ -20,7 +20,7 @@ import fzero
 from fzero.checkpoint import CheckpointError, load, save
 from fzero.checkpoint._metadata import read_index
 from fzero.checkpoint._pieces import Wanted
-from tests.checkpoint.forge import body_of, data_of, edit, edit_index, rewrite
+from tests.checkpoint.forge import Runs, body_of, data_of, edit, edit_index, rewrite
 from tests.checkpoint.states import ADAM, snapshot
 from tests.strategies import same
 
@@ -42,14 +42,6 @@ def _refused(path: Path, match: str, *, error: type[Exception] = CheckpointError
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-class _Runs:
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = function, args
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 @pytest.mark.parametrize(
     ("function", "args"),
     [
@@ -65,7 +57,7 @@ def test_a_pickle_with_a_call_is_refused_and_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "x", _state())
-    evil = _Runs(function, *args)
+    evil = Runs(function, *args)
     if inside:
         edit_index(tmp_path / "x", lambda index: setattr(index, "planner_data", evil))
     else:
@@ -184,7 +176,7 @@ def _saved(value: Any) -> bytes:
         (torch.ones(2, 3), "could not read"),
         (torch.ones(5), "could not read"),
         ([torch.ones(6)], "could not read"),
-        (_Runs(os.system, "touch here"), "UnpicklingError"),
+        (Runs(os.system, "touch here"), "UnpicklingError"),
     ],
 )
 def test_a_tensor_that_is_another_one_is_refused(

@@ -102,17 +102,6 @@ def test_a_state_moves_from_mesh_to_mesh(tmp_path: Path) -> None:
             assert sum(chunk.sizes[0] for chunk in entry.chunks) == entry.size.numel()
 
 
-@given(trees(), places, st.sampled_from(sorted(OPTIMIZERS)))
-def test_training_goes_on_as_if_it_had_not_stopped(params: Any, place: Place, name: str) -> None:
-    optimizer = OPTIMIZERS[name]
-    state = on_ranks(train, make(params, optimizer=optimizer, **place), 2)
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder, state)
-        into = make(blank(params), optimizer=optimizer, **place)
-        loaded = load(folder, into)
-    same(first_rank(on_ranks(train, loaded, 2)), first_rank(on_ranks(train, state, 2)))
-
-
 MESHES: Any = ((1, "shard"), (2, "all"), (2, "shard"), (2, "all"))  # by stage, on 2 or 4 ranks
 
 

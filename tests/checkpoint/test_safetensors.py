@@ -24,6 +24,7 @@ from fzero.checkpoint import (
 )
 from fzero.checkpoint._safetensors import places_in, read_values
 from fzero.errors import LayoutError
+from tests.checkpoint.forge import full_disk
 from tests.checkpoint.states import ADAM, blank, make, mixed, on_ranks, snapshot
 from tests.live_bytes import LiveBytes
 from tests.ranks import run_ranks
@@ -223,7 +224,7 @@ def test_an_export_that_fails_leaves_the_one_before(
     first, second = (make(mixed(seed=seed), stage=3, ranks=0) for seed in (1, 2))
     export_safetensors(tmp_path, first, max_shard_bytes=60)
     with monkeypatch.context() as patch:
-        patch.setattr("fzero.checkpoint._export.write_values", _full_disk)
+        patch.setattr("fzero.checkpoint._export.write_values", full_disk)
         with pytest.raises(CheckpointError, match="disk is full"):
             export_safetensors(tmp_path, second)
     same(_read(tmp_path), _wanted(mixed(seed=1)))
@@ -235,10 +236,6 @@ def test_an_export_that_fails_leaves_the_one_before(
     same(_read(tmp_path), _wanted(mixed(seed=2)))
     with pytest.raises(LayoutError, match="max_shard_bytes='5GB'"):
         export_safetensors(tmp_path, second, max_shard_bytes="5GB")  # type: ignore
-
-
-def _full_disk(*args: Any) -> None:
-    raise OSError("disk is full")
 
 
 UNITS, UNIT = 8, 40_000

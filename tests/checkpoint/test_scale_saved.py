@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch import Tensor
 
 import fzero
 from fzero.checkpoint import CheckpointError, load, save
-from fzero.checkpoint._manifest import MANIFEST
-from fzero.checkpoint._parse import crc32
 from fzero.state import DynamicScale
+from tests.checkpoint.forge import edit
 from tests.strategies import same
 
 POLICY = DynamicScale(init_scale=256.0, growth_interval=3, hysteresis=2)
@@ -103,9 +101,6 @@ def test_a_checkpoint_without_a_scale_gives_a_new_one_and_the_other_way_round_no
 def test_an_odd_scale_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     state = fresh(step_of(1, 1))
     save(tmp_path, state)
-    outer = json.loads((tmp_path / MANIFEST).read_text())
-    outer["checkpoint"]["counters"][f"scale/{name}"] = value
-    outer["crc32"] = crc32(outer["checkpoint"])
-    (tmp_path / MANIFEST).write_text(json.dumps(outer))
+    edit(tmp_path, lambda body: body["counters"].update({f"scale/{name}": value}))
     with pytest.raises(CheckpointError, match=f"scale/{name}"):
         load(tmp_path, state)

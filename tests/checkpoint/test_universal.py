@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fzero
 from fzero.adapter import Engine
@@ -26,8 +26,6 @@ from tests.checkpoint.states import (
     train,
     whole,
 )
-from tests.checkpoint.test_engine_states import unsharded
-from tests.checkpoint.trainings import Place, Trainer, total
 from tests.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 from tests.strategies import same
@@ -85,51 +83,6 @@ def test_the_files_are_those_of_the_layout(tmp_path: Path) -> None:
     for file in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):
         states = torch.load(root / f"{file}_model_states.pt", weights_only=True)
         assert states["global_steps"] == 1 and states["mp_world_size"] == 1
-
-
-MOVES = (
-    (Place(3, 3, "engine"), Place(2, 1, "steps")),
-    (Place(3, 3, "steps with torch"), Place(2, 1, "engine")),
-    (Place(2, 2, "engine with a rule"), Place(3, 3, "steps")),
-    (Place(1, 0, "steps"), Place(3, 2, "engine with a rule")),
-    (Place(2, 1, "engine"), Place(1, 3, "steps with torch")),
-)
-
-
-def _save_here(rank: int, size: int, folder: Path) -> None:
-    for number, (source, _) in enumerate(MOVES):
-        if source.ranks == size:
-            trainer = Trainer(source.style, source.stage, "sgd", seed=1, loss=total)
-            trainer.train(0, 1)
-            thing = trainer.engine if number % 2 and trainer.engine else trainer.state
-            save_universal(folder / f"{number}", thing)
-            trainer.end()
-
-
-def _go_on_here(rank: int, size: int, folder: Path) -> dict[int, dict[str, Tensor]]:
-    found = {}
-    for number, (_, target) in enumerate(MOVES):
-        if target.ranks == size:
-            trainer = Trainer(target.style, target.stage, "sgd", seed=2, loss=total)
-            if trainer.engine is None:
-                trainer._state = load_universal(folder / f"{number}", trainer._state)
-            else:
-                assert load_universal(folder / f"{number}", trainer.engine) is trainer.engine
-            trainer.train(2, 3)
-            found[number] = trainer.end()
-    return found
-
-
-@pytest.mark.xdist_group("gloo")
-def test_a_training_goes_on_at_another_place_by_another_driver(tmp_path: Path) -> None:
-    for ranks in (1, 2, 3):
-        run_ranks(_save_here, ranks, tmp_path)
-    wanted = unsharded(0, 1, 2, 3)
-    for ranks in (1, 2, 3):
-        for found in run_ranks(_go_on_here, ranks, tmp_path):
-            assert found
-            for params in found.values():
-                same(params, wanted)
 
 
 UNITS, UNIT = 8, 40_000

@@ -18,6 +18,7 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.checkpoint import CheckpointError, load_universal, save_universal
+from tests.checkpoint.forge import Runs
 from tests.checkpoint.states import snapshot
 from tests.checkpoint.universal_folders import adam, as_stage_2, as_stage_3, put
 from tests.ranks import run_ranks
@@ -190,14 +191,6 @@ def test_steps_of_stage_3_that_differ_are_refused(tmp_path: Path) -> None:
     _refused(tmp_path, "two steps: 2 by .*group 0, 4 by .*group 1")
 
 
-class _Runs:
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = function, args
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 @pytest.mark.parametrize("file", [FP32, AVG, STEP, SHARED, "mp_rank_00_model_states.pt"])
 @pytest.mark.parametrize(
     ("function", "args", "name"),
@@ -212,7 +205,7 @@ def test_a_pickle_with_a_call_is_refused_and_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     root = as_stage_2(tmp_path, NET, step=None if "model" in file else 2)  # else nobody reads them
-    put(root / file, {"param": W, "param_groups": [_Runs(function, *args)]})
+    put(root / file, {"param": W, "param_groups": [Runs(function, *args)]})
     _refused(tmp_path, rf"{file} names {name}: nothing but tensors, numbers")
     assert not (tmp_path / "here").exists()
 

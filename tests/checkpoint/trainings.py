@@ -106,7 +106,7 @@ class Trainer:
                 self.loss(self.engine(rows_of(number))).backward()
                 self.engine.step()
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, load: Callable[..., Any] = load) -> None:
         if self.engine is None:
             self._state = load(path, self._state)
         else:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from fzero.errors import LayoutError
 from fzero.job.claim import claimed, is_restart
 from fzero.job.train import train
 from tests.job.runs import saved_losses, small
-from tests.rank_process import LOOPBACK, ROOT
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, spawn_script
 
 SCRIPT = """
 import os, signal, sys
@@ -45,31 +42,15 @@ def _whole(rank: int, size: int, out: Path) -> None:
     train(small(out, stage=3))
 
 
-def _run(command: list[str]) -> tuple[int, str, str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=400)
-        except BaseException:
-            process.terminate()  # not kill: torchrun ends its ranks before it goes
-            raise
-    return process.returncode, out, err
-
-
 @pytest.mark.timeout(600)  # two starts of two ranks: 15 s, and many times that on a busy machine
 @pytest.mark.xdist_group("gloo")
 def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-    command += ["--nproc-per-node=2", str(script), "train", *OPTIONS]
-    code, out, err = _run([*command, "--out", str(tmp_path / "cut")])
-    assert code == 0, err
-    assert f"resumed {tmp_path / 'cut' / 'step-000003'}" in out
+    args = ["train", *OPTIONS, "--out", str(tmp_path / "cut")]
+    done = spawn_script(script, 2, args, timeout_s=400, options=["--max-restarts=1"])
+    assert done.returncode == 0, done.stderr
+    assert f"resumed {tmp_path / 'cut' / 'step-000003'}" in done.stdout
     run_ranks(_whole, 2, tmp_path / "whole")
     assert len(saved_losses(tmp_path / "whole")) == 6
     assert saved_losses(tmp_path / "cut") == saved_losses(tmp_path / "whole")

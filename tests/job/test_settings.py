@@ -66,6 +66,7 @@ def test_the_learning_rate_follows_the_optimizer_unless_given() -> None:
     "argv",
     [
         ["--steps", "0"],
+        ["--layers", "0"],
         ["--steps", "1.5"],
         ["--lr", "0"],
         ["--lr", "nan"],

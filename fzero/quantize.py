@@ -64,9 +64,10 @@ def dequantized(sent: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """int8 [.., wire_numel(n)] -> [.., n] in `dtype`."""
     *lead, _ = sent.shape
     scales = _SCALE_BYTES * _blocks(numel)
-    largest = sent[..., :scales].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    aligned = sent[..., :scales].clone(memory_format=torch.contiguous_format)
+    largest = aligned.view(-1).view(torch.float32)  # one dim: no stride of rows that are empty
     blocks = _in_blocks(sent[..., scales:].to(wide(dtype), copy=True))
-    values = blocks.div_(_LEVELS).mul_(largest.unsqueeze(-1))
+    values = blocks.div_(_LEVELS).mul_(largest.view(*blocks.shape[:-1], 1))
     return values.view(*lead, values.shape[-2] * BLOCK)[..., :numel].to(dtype)
 
 
@@ -105,13 +106,13 @@ class ErrorFeedback:
 
         Where that is not finite, the residual stays as it is.
         """
-        residual, numel = self._held[index], self._setup.layout.groups[index].shard_numel
+        residual, layout = self._held[index], self._setup.layout
         total = residual * self._factor
         if gradient is not None:
             total += gradient
-        rows = total.view(-1, numel)
+        rows = total.view(layout.ranks, layout.groups[index].shard_numel)  # of which may be none
         sent = quantized(rows)
-        rows -= dequantized(sent, numel, total.dtype)
+        rows -= dequantized(sent, rows.shape[-1], total.dtype)
         left = total.div_(self._factor)
         left = torch.where(left.isfinite(), left, residual)
         self._held[index] = self._changed[index] = left

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from fzero.collectives import Channel, What
@@ -66,6 +66,7 @@ class Sequencer:
         self._mine: frozenset[tuple[What, int]] = frozenset()  # what this rank asks for now
         self._current = -1
         self._open = False  # announced, and not known yet what the others announce
+        self.drop_if_raised: Callable[[], None] | None = None  # see `Channel.drop_raised`
         gatherer.use, gatherer.keeps = self.use, limits.keeps
         gatherer.on_hold = self.hold
         self.wait_all = reducer.wait_all  # what the channel calls where all ranks are at one place
@@ -240,6 +241,7 @@ class Sequencer:
         """Be among those that are in a pass, or not."""
         self.channel.running = [one for one in self.channel.running if one is not self]
         self.channel.running += [self] if runs else []
+        self.drop_if_raised = self.drop_if_raised if runs else None  # no way to the pass's owner
 
     # The plan.
 

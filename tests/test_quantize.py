@@ -85,3 +85,11 @@ def test_a_sum_is_that_of_what_each_rank_sent_in_their_order(
     for row in x[1:]:
         wanted = wanted + received(row)
     assert torch.equal(sum_of(quantized(x), size, torch.float32), wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_rows_without_elements_are_sent_and_summed(ranks: int) -> None:
+    sent = quantized(torch.zeros(ranks, 0))
+    assert tuple(sent.shape) == (ranks, 0)
+    assert tuple(dequantized(sent, 0, torch.float32).shape) == (ranks, 0)
+    assert tuple(sum_of(sent, 0, torch.float32).shape) == (0,)

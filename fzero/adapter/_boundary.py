@@ -18,7 +18,7 @@ from fzero.adapter._autograd import in_backward
 from fzero.adapter._driver import Driver
 from fzero.errors import PhaseError, explain
 from fzero.optim import NoOptimizer, no_optimizer
-from fzero.state import Buffers, TrainState, buffers, progress
+from fzero.state import Buffers, TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, Window, open_window
 from fzero.transforms._finite import first_of, report_of
 from fzero.transforms._receive import accumulate, filled, reduce_window
@@ -144,6 +144,8 @@ def zero_grad(driver: Driver) -> progress.Progress:
     driver.norm = None
     if not driver.state.window.is_open:
         call(driver, "zero_grad()")
+        if driver.state.scale is not None:
+            driver.put(driver.state.replace(scale=scale.forget(driver.state.scale)))
     counted = driver.state.progress
     driver.gradients.drop()
     driver.clear()

@@ -11,7 +11,7 @@ The calls that all ranks make together (an update, the end of a window) are in `
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,9 +38,6 @@ from fzero.transforms.init import fill
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 """The open driver of each parameter object, by id: a parameter has one at a time."""
 
-_OPEN: weakref.WeakSet[Driver] = weakref.WeakSet()
-"""The open drivers."""
-
 
 class Driver:
     """One state, one module, and the pass between them.
@@ -66,7 +63,7 @@ class Driver:
             number=self.number,
             served=True,
         )
-        self.running.gatherer.on_written = self._written
+        self.running.gatherer.on_written = self._hears_of_writes()
         if self.sharded:
             with free_to_swap(module):
                 for index in range(len(setup.layout.groups)):
@@ -82,13 +79,13 @@ class Driver:
         paths = [leaf.path for leaf in setup.layout.leaves]
         self.gradients = Gradients([(p, paths[leaf]) for p, leaf in learning])
         self.events = Events(module, learning, self)
+        self.running.drop_if_raised = self.events.drop_unfinished
         lower, device = setup.policy.autocast, state.device
         self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
         self.optimizer = optimizer_of(setup, [p for p, _ in learning])
         self.guard = Guard(self.optimizer)
         OWNERS.update((id(p), self) for p in self._every)
-        _OPEN.add(self)
 
     @torch.no_grad()
     def _moved(self, setup: Setup) -> TrainState:
@@ -139,6 +136,17 @@ class Driver:
         # then says so, as it does for an optimizer that writes to the parameters themselves.
         torch.autograd.graph.increment_version(self._every)
         self.masters.published()
+
+    def _hears_of_writes(self) -> Callable[[Sequence[int]], None]:
+        # Autograd holds placeholders where the garbage collector does not look: from them no way
+        # may lead to the driver, or an engine that nobody holds any more would never go.
+        held = weakref.WeakMethod(self._written)
+
+        def written(units: Sequence[int]) -> None:
+            if (call := held()) is not None:
+                call(units)
+
+        return written
 
     def _written(self, units: Sequence[int]) -> None:
         """Units of stage 3 were written, by `gathered(modify=True)`."""
@@ -281,10 +289,9 @@ class Driver:
 
     def drop_unfinished(self) -> None:
         """Drop a plain backward that raised, of any engine on these ranks."""
-        channel = self.running.channel
-        for other in sorted(_OPEN, key=lambda one: one.number):  # in one order on every rank
-            if other is self or (channel is not None and other.running.channel is channel):
-                other.events.drop_unfinished()
+        self.events.drop_unfinished()
+        if self.running.channel is not None:
+            self.running.channel.drop_raised()
 
     def require_not_closed(self) -> None:
         """Raise `PhaseError` for an engine that was closed."""
@@ -300,7 +307,6 @@ class Driver:
     def end(self) -> None:
         """The module and the optimizer were given back: no pass follows."""
         self.running.close()
-        _OPEN.discard(self)
         for p in self._every:
             OWNERS.pop(id(p), None)
         self.closed = True

@@ -13,6 +13,7 @@ never comes.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -132,16 +133,21 @@ class Events:
         self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
 
     def _hook_of(self, leaf: int) -> Callable[[Tensor], None]:
+        # Autograd keeps the hook where the garbage collector does not look: an engine that nobody
+        # holds any more would never go, nor would its model.
+        held = weakref.ref(self)
+
         @torch._disable_dynamo
         def on_gradient(p: Tensor) -> None:
-            if p.grad is not None:
-                if not self.hooks.backward_active_depth and not self._depth:
-                    self._enter(current_graph_task(), p)  # it came by another way than an output
-                self._on_gradient(leaf, p)
+            events = held()
+            if events is not None and p.grad is not None:
+                events._on_gradient(leaf, p)
 
         return on_gradient
 
     def _on_gradient(self, leaf: int, p: Tensor) -> None:
+        if not self.hooks.backward_active_depth and not self._depth:
+            self._enter(current_graph_task(), p)  # it came by another way than an output
         self._driven.received(leaf, p)
         state, task = self.hooks, current_graph_task()
         inside = state.backward_active_depth > 0

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from fzero.adapter._autograd import current_graph_task
 from fzero.errors import LayoutError, PhaseError, explain
@@ -49,14 +50,7 @@ class ScaledLosses:
     def scaled(self, loss: Tensor, held: LossScale | None) -> Tensor:
         """Return loss x scale; the loss itself if there is no scale."""
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            seen = f"a {loss.dtype} tensor" if isinstance(loss, Tensor) else f"{loss!r:.80}"
-            raise LayoutError(
-                explain(
-                    f"engine.scale got {seen}.",
-                    cause="loss.item(), or the whole output of a model.",
-                    fix="pass the loss tensor; engine.scale_if_loss(x) takes anything.",
-                )
-            )
+            raise _no_loss("scale", loss, "; engine.scale_if_loss(x) takes anything")
         if held is None:
             return loss
         if self.is_scaled(loss):
@@ -76,8 +70,14 @@ class ScaledLosses:
         return next((number for number, made in self._made.items() if made is x), None)
 
     def begin(self, roots: Any) -> None:
-        """`engine.backward` of these runs: no other scaled loss may be below them."""
+        """`engine.backward` of these runs: no other scaled loss may be below them.
+
+        Raises `LayoutError` for what autograd cannot begin at.
+        """
         listed = roots if isinstance(roots, list | tuple) else (roots,)
+        for x in listed:
+            if not isinstance(x, Tensor | GradientEdge):
+                raise _no_loss("backward", x)
         self._roots = {self._number_of(x) for x in listed}
 
     def end(self) -> None:
@@ -113,6 +113,17 @@ class ScaledLosses:
             raise PhaseError(_TWICE)
         self._task, self._by = task, by
         ScaledLosses.latest = (task, self)
+
+
+def _no_loss(name: str, x: Any, more: str = "") -> LayoutError:
+    seen = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"{x!r:.80}"
+    return LayoutError(
+        explain(
+            f"engine.{name} got {seen}.",
+            cause="loss.item(), the whole output of a model, or the loss of one without labels.",
+            fix=f"pass the loss tensor{more}.",
+        )
+    )
 
 
 def _shown(held: LossScale) -> str:

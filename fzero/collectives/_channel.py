@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -40,6 +40,9 @@ _MANY = 2**24
 
 class Member(Protocol):
     """Whoever has units: the channel asks it to take part in a collective that a rank needs."""
+
+    number: int
+    drop_if_raised: Callable[[], None] | None  # while it is in a pass
 
     def serve(self, what: What, unit: int) -> None:
         """Take part in that collective with what this rank has of the unit."""
@@ -71,7 +74,7 @@ class Channel:
         self._announced: dict[str, Any] = {}
         self.rounds = 0
         self.ended_in_error = False  # the last round, on every rank
-        self.running: list[Member] = []  # those in a pass
+        self.running: list[Member] = []  # those in a pass; they live until it is over
 
     def over(self, axis: Axis) -> Axis:
         """Return the axis that gathers and reductions of the states on `axis` go over.
@@ -104,6 +107,16 @@ class Channel:
     def leave(self, number: int) -> None:
         """Remove it."""
         self._members.pop(number, None)
+
+    def drop_raised(self) -> None:
+        """End the passes of backwards that raised here without a word to the other ranks.
+
+        An engine does not see the exception of a plain loss.backward(). It may be gone before its
+        pass is over, at another time on each rank.
+        """
+        for member in sorted(self.running, key=lambda one: one.number):
+            if member.drop_if_raised is not None:
+                member.drop_if_raised()
 
     # Rounds.
 
@@ -159,6 +172,7 @@ class Channel:
 
     def announce(self, text: str, *, hint: int = 0, served: bool = False) -> None:
         """Begin a pass: post it. `served`: ranks that make a call meanwhile take part in it."""
+        self.drop_raised()
         self._announced = {"hint": hint, "served": served}
         self.post(Kind.PASS, text, **self._announced)
 
@@ -217,6 +231,7 @@ class Channel:
         Ranks that are in a pass are served until they come here. Raises `MismatchError` on every
         rank if the ranks make calls that differ, naming them.
         """
+        self.drop_raised()
         while True:
             said = self.exchange(Kind.CALL, text, codes=[1 + value])
             if said.kinds <= {Kind.PASS, Kind.CALL}:

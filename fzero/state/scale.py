@@ -80,7 +80,8 @@ class StaticScale:
 class ExternalScale:
     """A scale that the user keeps: a tensor of one element, or a function that gives the scale.
 
-    It is read when the first loss after an update is scaled; the update divides by that value.
+    It is read when the first loss after an update, or after a `zero_grad()`, is scaled; the update
+    divides by that value.
     """
 
     source: Tensor | Callable[[], Any]
@@ -212,6 +213,16 @@ def read(scale: LossScale) -> LossScale:
             )
         )
     return dataclasses.replace(scale, scale=value, is_read=True)
+
+
+def forget(scale: LossScale) -> LossScale:
+    """Return the scale after all gradients were thrown away: the user's is read anew.
+
+    Else ranks could differ: one whose forward raised has not read what the others have.
+    """
+    if isinstance(scale.policy, ExternalScale):
+        return dataclasses.replace(scale, is_read=False)
+    return scale
 
 
 def after_update(scale: LossScale, found_inf: Tensor) -> LossScale:

@@ -89,6 +89,7 @@ class Pass:
             self._hold_shards()
             self._adopt()
         self.phase = PassState()
+        self.drop_if_raised: Callable[[], None] | None = None  # set by an engine
 
     def close(self) -> None:
         """No pass will follow."""
@@ -287,6 +288,7 @@ class Pass:
         state = self.states[self._owner]
         index, known = state.progress.backwards, state.schedule if self._lazy else self._fixed
         served = self._served and not self.phase.dropped
+        self.sequencer.drop_if_raised = self.drop_if_raised
         self.sequencer.begin(self._text(), index, phase, known, served=served)
 
     def _text(self) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import DynamicScale, Engine
 from fzero.errors import LayoutError, PhaseError
+from tests.adapter.on_ranks import on_ranks
 from tests.adapter.same_bits import same
 from tests.adapter.scaled import INF, OPTIMIZERS, Net, loss_of, rows
 
@@ -258,6 +259,23 @@ def test_an_external_scale_is_the_users_and_read_for_the_first_loss() -> None:
     same(engine.state, plain.state)
     engine.close()
     plain.close()
+
+
+@on_ranks(2)
+def test_ranks_read_an_external_scale_anew_after_zero_grad(rank: int) -> None:
+    """One whose batch was bad has not read what the other one has."""
+    own = torch.tensor(4.0)
+    engine = Engine(Net(), OPTIMIZERS["adamw"], stage=1, loss_scale=own)
+    plain = Engine(Net(), OPTIMIZERS["adamw"], stage=1)
+    if rank == 0:
+        with engine.no_sync():
+            engine.backward(loss_of(engine(rows(rank, 0, bad=False))))
+    engine.zero_grad()
+    own.mul_(2)
+    for one in (engine, plain):
+        one.backward(loss_of(one(rows(rank, 2, bad=False))))
+        one.step()
+    same(engine.state, plain.state)
 
 
 @pytest.mark.parametrize("policy", ["dynamic", DynamicScale(init_scale=8.0, hysteresis=2)])

@@ -13,7 +13,7 @@ from fzero.adapter import Engine
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import F64, Net, linear
 from tests.adapter.on_ranks import STAGES, each_stage, on_ranks
-from tests.adapter.plain import Draw, Reference, back, engine_of, sgd_of, update
+from tests.adapter.plain import Draw, Reference, back, engine_of, same, sgd_of, update
 
 
 def refused(call: Callable[[], Any], kind: type[FzeroError], text: str) -> None:
@@ -49,6 +49,22 @@ def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(
     for call in (e.step, e.coalesce().__enter__, e.no_sync().__enter__):
         refused(call, PhaseError, "a closed engine was used")
     refused(Engine(Net(), stage=stage).step, PhaseError, "step() of an engine without optim")
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 2.0}, {"check_finite": True}], ids=str)
+def test_what_is_no_loss_is_refused_and_the_gradients_before_it_stay(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    def program(e: Any, draw: Draw) -> None:
+        e.backward(e(draw(2, 3)).square().sum())
+
+    e = engine_of(Net, 2, **options)
+    program(e, Draw(rank, 0))
+    for bad in (None, 3.0, {"loss": torch.ones(())}, [None]):
+        refused(lambda bad=bad: e.backward(bad), LayoutError, "engine.backward got ")
+        same(e.full_gradients(), Reference(Net, world_size).run(program, 0))
+    assert e.step()
 
 
 @on_ranks(1, 2)

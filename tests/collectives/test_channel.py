@@ -24,6 +24,9 @@ RANKS = 3
 class Served:
     """A member that notes what it takes part in."""
 
+    number = 0
+    drop_if_raised: Callable[[], None] | None = None
+
     def __init__(self) -> None:
         self.seen: list[tuple[What, int]] = []
 

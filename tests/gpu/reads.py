@@ -1,5 +1,7 @@
 """No step waits for a GPU: nothing on the device is read by the host, and nothing is copied to it.
 
+Nor is a kernel of the device given memory of the host.
+
 On CUDA torch says so. On a CPU, `Device` keeps book of what would be on the device: what was put
 there, what is made with `device=`, and what is computed from such tensors. Counters that fzero
 makes on the CPU, and the rounds of its own group, are not.
@@ -33,10 +35,15 @@ READS = {
 # What reads memory without a kernel, so that only the Python call shows it.
 CALLS = {"tolist", "numpy", "__array__", "cpu", "__dlpack__", "__contains__"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
 
 
 class HostReadError(AssertionError):
     """The host would wait for the device here."""
+
+
+class MixedDevicesError(AssertionError):
+    """A kernel of the device would be given memory of the host here."""
 
 
 class Device(TorchDispatchMode):
@@ -46,6 +53,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, UntypedStorage] = {}  # held, so that no address is used again
         self.strict = False
+        self.called = 0  # Python calls that are under way
 
     def put(self, value: Any) -> Any:
         """Let the tensors of a pytree, or of a module, be on the device."""
@@ -84,9 +92,22 @@ class Device(TorchDispatchMode):
             return NotImplemented  # placeholders and stand-ins: what they run comes here again
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         here = any(map(self.has, tensors))
+        if here:
+            self._require_no_mix(func, tensors)
         self.require_no_wait(str(func), here and self._reads(func, args, tensors))
         result = func(*args, **kwargs)
-        return self.put(result) if here else result
+        # What a node of autograd makes for itself is where its gradients are.
+        by_node = not tensors and not self.called and torch._C._current_graph_task_id() != -1
+        return self.put(result) if here or by_node else result
+
+    def _require_no_mix(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        """Raise where CUDA would: a kernel of it takes single numbers of the host at most."""
+        name = func._schema.name.removeprefix("aten::")
+        takes_numbers = not name.startswith(("_foreach", "_fused"))
+        wrong = [x for x in tensors if not self.has(x) and not (takes_numbers and x.dim() == 0)]
+        if wrong and name not in COPIES | INDEXING and not name.startswith("c10d::"):
+            shapes = ", ".join(str(list(x.shape)) for x in wrong)
+            raise MixedDevicesError(f"{name} is given tensors of the host, of shapes {shapes}.")
 
     def _reads(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
         name = func._schema.name.removeprefix("aten::")
@@ -112,8 +133,19 @@ class _Calls(TorchFunctionMode):
         read = name in CALLS and self._device.has(args[0])
         # torch.tensor copies from the host, and the host waits for that.
         self._device.require_no_wait(name, read or (made and func is torch.tensor))
-        result = func(*args, **kwargs)
+        nodes = name in {"backward", "grad"}  # their kernels are not called by Python
+        self._device.called += not nodes
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._device.called -= not nodes
+        if name == "to" and not self._device.has(args[0]) and _names_device(args[1:], kwargs):
+            return self._device.put(result.clone())  # it would be a copy
         return self._device.put(result) if made else result
+
+
+def _names_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(x, torch.device | str) for x in (*args, *kwargs.values()))
 
 
 class Gpu:

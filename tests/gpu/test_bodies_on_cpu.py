@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu import bodies, costs
 from tests.gpu.bodies import DRIVERS
-from tests.gpu.reads import HostReadError, on_device
+from tests.gpu.reads import HostReadError, MixedDevicesError, on_device
 from tests.gpu.test_nccl import CHECKPOINTS, check_killed
 from tests.gpu.training import Task
 from tests.gpu.watch import Span, Trace, sort_events
@@ -103,6 +103,24 @@ def test_a_wait_for_the_device_is_seen_and_what_is_the_host_s_is_not(name: str) 
             assert (x + torch.full((2,), 1.0, device=x.device)).shape == (2,)
             with pytest.raises(HostReadError, match="waits for the device"):
                 WAITS[name](x)
+
+
+MIXES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "a sum": lambda x, host: x + host,
+    "in place": lambda x, host: x.mul_(host),
+    "many at once": lambda x, host: torch._foreach_add_([x], [host]),
+    "many by a number of the host": lambda x, host: torch._foreach_mul_([x], host.sum()),
+    "a gradient": lambda x, host: torch.autograd.grad((x.requires_grad_() * x).sum(), x)[0] + host,
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_kernel_that_is_given_memory_of_the_host_is_seen(name: str) -> None:
+    with on_device("cpu") as watched:
+        x = watched.put(torch.ones(2))
+        assert (x * torch.tensor(2.0) + torch.ones(2).to(x.device)).tolist() == [3.0, 3.0]
+        with pytest.raises(MixedDevicesError, match="given tensors of the host"):
+            MIXES[name](x * 2, torch.ones(2))
 
 
 @pytest.mark.parametrize("size", [1, 2])

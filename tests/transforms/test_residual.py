@@ -224,3 +224,22 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
     with fzero.count_collectives() as log:
         each_rank(body, 2)
     assert log.counts(0)["all_to_all"] == 4 + 1 + 2  # of a once more; of b, from then on planned
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_unit_of_empty_parameters_has_nothing_to_lose(stage: int) -> None:
+    params = {"full": {"w": torch.ones(5)}, "none": {"w": torch.ones(0, 3)}}
+
+    def body(rank: int) -> Tensor:
+        state: Any = fzero.init(
+            params, fzero.optim.sgd(1.0), stage=stage, quantized_gradients=True, bucket_bytes=4
+        )
+        state, _ = fzero.grad_and_reduce(
+            lambda p: p["full"]["w"].sum() * (1 + rank) + p["none"]["w"].sum(), state
+        )()
+        found = fzero.full_params(fzero.apply_gradients(state))
+        assert torch.equal(found["full"]["w"], torch.full((5,), -0.5))
+        assert tuple(found["none"]["w"].shape) == (0, 3)
+        return torch.zeros(())
+
+    each_rank(body, 2)

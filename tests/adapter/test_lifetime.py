@@ -1,0 +1,85 @@
+"""An engine that nobody holds any more goes, with its model, and leaves the others in order."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fzero.errors import PeerFailedError
+from tests.adapter.nets import F64, Net
+from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.plain import Draw, Reference, back, engine_of, same, update
+from tests.failing import fails_in_backward
+
+
+@on_ranks(1, 2)
+@each_stage
+@pytest.mark.parametrize("uses", ["none", "a forward", "gradients", "updates"])
+def test_an_engine_that_nobody_holds_goes_with_its_model(rank: int, stage: int, uses: str) -> None:
+    e: Any = engine_of(Net, stage, autocast=torch.bfloat16)
+    if uses == "a forward":
+        e(torch.ones(2, 3, dtype=F64))
+    if uses in ("gradients", "updates"):
+        back(e, Draw(rank, 0))
+    if uses == "updates":
+        e.step()
+    held = [*e.module.parameters(), e.state.params.flats[0], e.module, e._driver]
+    gone = [weakref.ref(x) for x in held]
+    del e, held
+    gc.collect()
+    gc.collect()  # what autograd held is found by the second one
+    assert [x() for x in gone] == [None] * len(gone)
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_a_model_keeps_its_engine(rank: int, world_size: int, stage: int) -> None:
+    e, plain = engine_of(Net, stage), Reference(Net, world_size)
+    module, driver = e.module, weakref.ref(e._driver)
+    del e
+    gc.collect()
+    back(module, Draw(rank, 0))
+    kept: Any = driver()
+    wanted = plain.run(back, 0)
+    found = kept.state.setup.layout.leaves
+    assert {leaf.path for leaf in found} == set(wanted) and kept.state.progress.backwards == 1
+
+
+class Broken(nn.Module):
+    """Its backward raises after a part of the gradients has come, if it `fails`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.first, self.fails = Net(), nn.Linear(3, 3, dtype=F64), False
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        return self.net(fails_in_backward(x, MemoryError("no memory")) if self.fails else x)
+
+
+@on_ranks(2)
+@each_stage
+@pytest.mark.parametrize("failing", [{0, 1}, {1}], ids=["on all ranks", "on one rank"])
+@pytest.mark.parametrize("collecting", [set(), {0}, {1}], ids=str)
+def test_the_next_engine_after_a_plain_backward_that_raised_trains(
+    rank: int, world_size: int, stage: int, failing: set[int], collecting: set[int]
+) -> None:
+    """As where a smaller batch is tried with a new engine, after one that took too much memory."""
+    e: Any = engine_of(Broken, stage)
+    e.module.fails = rank in failing
+    with suppress(MemoryError, PeerFailedError):
+        back(e, Draw(rank, 0))
+        raise AssertionError("a backward without an error")
+    e = None
+    if rank in collecting:
+        gc.collect()
+    new, plain = engine_of(Broken, stage), Reference(Broken, world_size)
+    for number in range(2):
+        update(new, plain, rank, number)
+    same(new.full_parameters(), dict(plain.module.named_parameters()))

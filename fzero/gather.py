@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import InFlight, about, broadcast, start_gather
-from fzero.errors import AxisError, LayoutError, PhaseError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.group_shard import FullUnit, GroupShard
 from fzero.homes import page_out
 from fzero.mesh import Axis
@@ -109,14 +109,12 @@ class Gatherer:
         if self.writable[self._unit_of[placeholder.where[0]]]:
             return
         raise LayoutError(
-            explain(
-                f"{placeholder!r} is written in place ({func}); this rank holds a shard of it.",
-                cause="an in-place method (add_, copy_, ...), an initializer, or an optimizer of "
-                "one's own on a parameter of stage 3.",
-                fix="in a loss, clone it first: losses are pure. To change a parameter of a "
-                "module, use `with fzero.adapter.gathered(module, modify=True)`; "
-                "engine.step() runs the optimizer that the engine was made with.",
-            )
+            f"{placeholder!r} is written in place ({func}); this rank holds a shard of it.",
+            cause="an in-place method (add_, copy_, ...), an initializer, or an optimizer of "
+            "one's own on a parameter of stage 3.",
+            fix="in a loss, clone it first: losses are pure. To change a parameter of a "
+            "module, use `with fzero.adapter.gathered(module, modify=True)`; "
+            "engine.step() runs the optimizer that the engine was made with.",
         )
 
     def end_write(self, placeholder: LazyParam) -> None:
@@ -164,22 +162,18 @@ class Gatherer:
         for unit in units:
             if self.writable[unit] and self._sources[unit] != source:
                 raise PhaseError(
-                    explain(
-                        f"gathered(modify=True, from_rank={source}) inside a block with "
-                        f"from_rank={self._sources[unit]}, on parameters of one unit.",
-                        cause="parameters that stage 3 gathers together, written by two ranks.",
-                        fix="give both blocks the same from_rank, or end one before the other.",
-                    )
+                    f"gathered(modify=True, from_rank={source}) inside a block with "
+                    f"from_rank={self._sources[unit]}, on parameters of one unit.",
+                    cause="parameters that stage 3 gathers together, written by two ranks.",
+                    fix="give both blocks the same from_rank, or end one before the other.",
                 )
 
     def _require_exact(self, units: Sequence[int]) -> None:
         if any(map(self.is_rounded, units)):
             raise PhaseError(
-                explain(
-                    "gathered(modify=True) in a forward that gathered these parameters rounded.",
-                    cause="a module that writes to its own parameters in its forward.",
-                    fix="write parameters between steps.",
-                )
+                "gathered(modify=True) in a forward that gathered these parameters rounded.",
+                cause="a module that writes to its own parameters in its forward.",
+                fix="write parameters between steps.",
             )
 
     @torch.no_grad()

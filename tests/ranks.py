@@ -108,7 +108,7 @@ def spawn_script(
     `path` is a script, or "-m" with the module's name as the first of `args`; `options` are more of
     torchrun's. It runs in the root of the repository with one thread a rank. All ranks write to one
     pipe: a rank's line is whole only if it is one write. The exit status is the caller's to check.
-    Fails the test, showing the output, when it is not over within `timeout_s`; the ranks are stopped.
+    Fails the test, with the output, when it is not over within `timeout_s`; the ranks are stopped.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={nproc}", *options, str(path), *args]

@@ -10,7 +10,7 @@ from torch import Tensor
 from fzero.adapter import _parts as parts
 from fzero.adapter._boundary import call, require_no_window, with_gradients
 from fzero.adapter._driver import Driver
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 from fzero.placeholder import LazyParam
 from fzero.state import TrainState
 from fzero.transforms._receive import filled
@@ -82,11 +82,9 @@ class Access:
         state = self._driver.state
         if not state.gradients.held:
             raise PhaseError(
-                explain(
-                    f"set_local_gradient() {path}: there are no reduced gradients.",
-                    cause="no backward ran since the last update, or it ran in a window.",
-                    fix="call it between the backward and step(), outside of a window.",
-                )
+                f"set_local_gradient() {path}: there are no reduced gradients.",
+                cause="no backward ran since the last update, or it ran in a window.",
+                fix="call it between the backward and step(), outside of a window.",
             )
         value = _held(state, value)
         parts.write_piece(state, index, position, state.gradients.flats[number], value)
@@ -162,11 +160,9 @@ class Access:
         state = self._driver.state
         if state.stage != 3:
             raise LayoutError(
-                explain(
-                    f"set_local_parameter() {path} at stage {state.stage}.",
-                    cause="a call for stage 3; below it each rank has the whole parameter.",
-                    fix="call set_full_parameter() on every rank.",
-                )
+                f"set_local_parameter() {path} at stage {state.stage}.",
+                cause="a call for stage 3; below it each rank has the whole parameter.",
+                fix="call set_full_parameter() on every rank.",
             )
         held, master = state.params.flats[index], parts.master_of(state, index)
         for part in (held,) if master is None else (held, master):

@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero._check import is_number, require
 from fzero.adapter._autograd import in_backward
 from fzero.adapter._driver import Driver
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.optim import NoOptimizer, no_optimizer
 from fzero.state import Buffers, TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, Window, open_window
@@ -66,12 +66,10 @@ def _agreed(driver: Driver, name: str) -> _Agreed:
     codes = call(driver, name, held + bad + 8 * state.progress.backwards)
     if not any(code & 3 for code in codes):
         raise PhaseError(
-            explain(
-                f"{name}: there are no gradients; {int(state.step)} updates so far.",
-                cause="no backward ran since the last step() or zero_grad(), or it ran on "
-                "another model, or none of this model's parameters took part in the loss.",
-                fix="run loss.backward() or engine.backward(loss) before it.",
-            )
+            f"{name}: there are no gradients; {int(state.step)} updates so far.",
+            cause="no backward ran since the last step() or zero_grad(), or it ran on "
+            "another model, or none of this model's parameters took part in the loss.",
+            fix="run loss.backward() or engine.backward(loss) before it.",
         )
     state, backwards = driver.state, max(max(code >> 3 for code in codes), 1)
     agreed = state.replace(progress=replace(state.progress, backwards=backwards))
@@ -220,11 +218,9 @@ def require_outside(driver: Driver, name: str) -> None:
     driver.require_not_closed()
     if in_backward():
         raise PhaseError(
-            explain(
-                f"{name} inside a backward.",
-                cause="a hook on a tensor or parameter called it.",
-                fix="call it after loss.backward() has returned.",
-            )
+            f"{name} inside a backward.",
+            cause="a hook on a tensor or parameter called it.",
+            fix="call it after loss.backward() has returned.",
         )
 
 
@@ -232,11 +228,9 @@ def require_no_window(driver: Driver, name: str) -> None:
     """Raise `PhaseError` inside a window."""
     if driver.state.window.is_open:
         raise PhaseError(
-            explain(
-                f"{name} inside a window (coalesce() or no_sync()).",
-                cause="the window was left open around the whole step, or gradients were asked "
-                "for before it has reduced them.",
-                fix="leave the `with engine.coalesce():` block first; its end reduces what it "
-                "collected.",
-            )
+            f"{name} inside a window (coalesce() or no_sync()).",
+            cause="the window was left open around the whole step, or gradients were asked "
+            "for before it has reduced them.",
+            fix="leave the `with engine.coalesce():` block first; its end reduces what it "
+            "collected.",
         )

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 
 from fzero.adapter._replace import in_place_of
 from fzero.collectives import broadcast
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 from fzero.gather import Gatherer
 from fzero.group_shard import GroupShard
 from fzero.mesh import Axis, MeshLike, Runtime, axis_of
@@ -160,11 +160,9 @@ def gathered(
     axis = axis_of(mesh)
     if not 0 <= from_rank < axis.size:
         raise LayoutError(
-            explain(
-                f"gathered: from_rank={from_rank}, and there are {axis.size} ranks.",
-                cause="a global rank, or one of another mesh.",
-                fix=f"give a rank of the mesh, in range({axis.size}).",
-            )
+            f"gathered: from_rank={from_rank}, and there are {axis.size} ranks.",
+            cause="a global rank, or one of another mesh.",
+            fix=f"give a rank of the mesh, in range({axis.size}).",
         )
     source = from_rank if modify else None
     held = _hold([p for p in wanted if isinstance(p, LazyParam)], source)
@@ -183,12 +181,10 @@ def gathered(
                     p.copy_(value)
     if written and not modify:
         raise PhaseError(
-            explain(
-                f"gathered: parameter {written[0]} of {len(full)} was written, without modify.",
-                cause="an initializer or a load inside `with gathered(params):`.",
-                fix="write `with gathered(params, modify=True):`; what was written here is lost at "
-                "stage 3, and is on this rank alone below.",
-            )
+            f"gathered: parameter {written[0]} of {len(full)} was written, without modify.",
+            cause="an initializer or a load inside `with gathered(params):`.",
+            fix="write `with gathered(params, modify=True):`; what was written here is lost at "
+            "stage 3, and is on this rank alone below.",
         )
 
 
@@ -213,10 +209,8 @@ def _listed(params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     for p in listed:
         if not isinstance(p, Tensor):
             raise LayoutError(
-                explain(
-                    f"gathered: expected parameters, got a {type(p).__name__}.",
-                    cause="names, named_parameters(), which has pairs, or an engine.",
-                    fix="pass a module (engine.module), a parameter, or a list of parameters.",
-                )
+                f"gathered: expected parameters, got a {type(p).__name__}.",
+                cause="names, named_parameters(), which has pairs, or an engine.",
+                fix="pass a module (engine.module), a parameter, or a list of parameters.",
             )
     return listed

@@ -27,7 +27,7 @@ from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
 from fzero.adapter._scale import ScaledLosses
 from fzero.collectives import broadcast, channel_of
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 from fzero.placeholder import placeholders
 from fzero.state import Setup, TrainState
 from fzero.state.scale import LossScale, ScalePolicy, carried, multiplier
@@ -113,13 +113,11 @@ class Driver:
         own = self.state
         if _form(state.setup) != _form(own.setup):
             raise LayoutError(
-                explain(
-                    f"engine.state was set to a state of {_named(state.setup)}; the engine has "
-                    f"{_named(own.setup)}.",
-                    cause="a state of another model, stage, number of ranks or mesh.",
-                    fix="load it into the engine's form: "
-                    "engine.state = fzero.checkpoint.load(path, engine.state).",
-                )
+                f"engine.state was set to a state of {_named(state.setup)}; the engine has "
+                f"{_named(own.setup)}.",
+                cause="a state of another model, stage, number of ranks or mesh.",
+                fix="load it into the engine's form: "
+                "engine.state = fzero.checkpoint.load(path, engine.state).",
             )
         for mine, theirs in zip(own.params.flats, state.params.flats, strict=True):
             if mine is not theirs:
@@ -297,11 +295,9 @@ class Driver:
         """Raise `PhaseError` for an engine that was closed."""
         if self.closed:
             raise PhaseError(
-                explain(
-                    "a closed engine was used.",
-                    cause="engine.close() gave the module and the optimizer back.",
-                    fix="use those as ordinary ones, or make a new Engine of the module.",
-                )
+                "a closed engine was used.",
+                cause="engine.close() gave the module and the optimizer back.",
+                fix="use those as ordinary ones, or make a new Engine of the module.",
             )
 
     def end(self) -> None:

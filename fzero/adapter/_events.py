@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from fzero._modes import in_transform
 from fzero.adapter._autograd import current_graph_task, in_backward
 from fzero.adapter._pytree import tensors_in
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
@@ -194,14 +194,12 @@ class Events:
         self._apply(hooks.reset_for_new_step)
         if apart:
             raise PhaseError(
-                explain(
-                    "a backward raised, and before the engine was used again another one ran, "
-                    "which did not come from the module's outputs. Both were dropped.",
-                    cause="an exception of loss.backward() that was caught, and then a backward of "
-                    "a submodule: the engine cannot tell its gradients from those of the first.",
-                    fix="use engine.backward(loss), which sees the exception, or call "
-                    "engine.zero_grad() after it; then run the second backward again.",
-                )
+                "a backward raised, and before the engine was used again another one ran, "
+                "which did not come from the module's outputs. Both were dropped.",
+                cause="an exception of loss.backward() that was caught, and then a backward of "
+                "a submodule: the engine cannot tell its gradients from those of the first.",
+                fix="use engine.backward(loss), which sees the exception, or call "
+                "engine.zero_grad() after it; then run the second backward again.",
             )
 
     def abandon(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._autograd import in_backward
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 
 _WAYS = {
     "norm": "engine.clip_grad_norm_(max_norm), or max_norm= of Engine; the norm is "
@@ -54,14 +54,12 @@ class HeldGradient(Tensor):
     def _refusal(self, name: str) -> PhaseError:
         way = next((text for key, text in _WAYS.items() if key in name), "")
         return PhaseError(
-            explain(
-                f"the gradient of {self.path} was read or written through p.grad ({name}).",
-                cause="code that works on p.grad: clipping, a GradScaler, an optimizer that was "
-                "made after the engine, or an all-reduce by hand. The engine holds gradients "
-                "reduced, and sharded over the ranks.",
-                fix=f"use {way or 'engine.full_gradient(path), engine.set_full_gradient(path, g)'}"
-                "; engine.step() runs the optimizer that the engine was made with.",
-            )
+            f"the gradient of {self.path} was read or written through p.grad ({name}).",
+            cause="code that works on p.grad: clipping, a GradScaler, an optimizer that was "
+            "made after the engine, or an all-reduce by hand. The engine holds gradients "
+            "reduced, and sharded over the ranks.",
+            fix=f"use {way or 'engine.full_gradient(path), engine.set_full_gradient(path, g)'}"
+            "; engine.step() runs the optimizer that the engine was made with.",
         )
 
     def tolist(self) -> Any:
@@ -107,22 +105,18 @@ class Gradients:
         for p, gradient, held in others:
             if gradient is not None and p is not first:
                 raise LayoutError(
-                    explain(
-                        f"p.grad of {held.path} was replaced by a tensor.",
-                        cause="a gradient written by hand, or by another backward engine.",
-                        fix="write engine.set_full_gradient(path, value), the same on every rank; "
-                        "engine.zero_grad() throws all gradients away, this one, too.",
-                    )
+                    f"p.grad of {held.path} was replaced by a tensor.",
+                    cause="a gradient written by hand, or by another backward engine.",
+                    fix="write engine.set_full_gradient(path, value), the same on every rank; "
+                    "engine.zero_grad() throws all gradients away, this one, too.",
                 )
         if others and len(others) < len(self._learning):
             raise LayoutError(
-                explain(
-                    f"p.grad of {others[0][2].path} was set to None, and those of other parameters "
-                    "were not.",
-                    cause="an optimizer's zero_grad() of some of the parameters.",
-                    fix="drop all of them with engine.zero_grad(), or freeze a part with "
-                    "requires_grad_(False) before the backward.",
-                )
+                f"p.grad of {others[0][2].path} was set to None, and those of other parameters "
+                "were not.",
+                cause="an optimizer's zero_grad() of some of the parameters.",
+                fix="drop all of them with engine.zero_grad(), or freeze a part with "
+                "requires_grad_(False) before the backward.",
             )
         return bool(others)
 

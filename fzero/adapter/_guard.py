@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
 from fzero.state import Setup
 
@@ -46,36 +46,30 @@ class Guard:
     def _require_engine(self, *_: Any) -> None:
         if not self._steps:
             raise PhaseError(
-                explain(
-                    "optimizer.step() of an optimizer that an engine runs.",
-                    cause="the training loop of before the engine; or torch's get_state_dict(), "
-                    "which makes a step, and has set the learning rates to 0 for it.",
-                    fix="call engine.step(); a scheduler's step() stays as it is. Save with "
-                    "fzero.checkpoint.save(path, engine.state).",
-                )
+                "optimizer.step() of an optimizer that an engine runs.",
+                cause="the training loop of before the engine; or torch's get_state_dict(), "
+                "which makes a step, and has set the learning rates to 0 for it.",
+                fix="call engine.step(); a scheduler's step() stays as it is. Save with "
+                "fzero.checkpoint.save(path, engine.state).",
             )
 
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     raise PhaseError(
-        explain(
-            "optimizer.state_dict() of an optimizer that an engine runs.",
-            cause="saving it in the usual way: its state is sharded over the ranks, in "
-            "engine.state, and one rank's part is no checkpoint.",
-            fix="save with fzero.checkpoint.save(path, engine.state), or take whole values: "
-            "engine.full_optimizer_states().",
-        )
+        "optimizer.state_dict() of an optimizer that an engine runs.",
+        cause="saving it in the usual way: its state is sharded over the ranks, in "
+        "engine.state, and one rank's part is no checkpoint.",
+        fix="save with fzero.checkpoint.save(path, engine.state), or take whole values: "
+        "engine.full_optimizer_states().",
     )
 
 
 def _refuse_load(optimizer: Optimizer, _: Any) -> None:
     raise PhaseError(
-        explain(
-            "optimizer.load_state_dict() of an optimizer that an engine runs.",
-            cause="resuming in the usual way: its state is sharded, in engine.state.",
-            fix="load what fzero.checkpoint.save has saved with fzero.checkpoint.load; or write "
-            "whole values with engine.set_full_optimizer_state(path, name, value).",
-        )
+        "optimizer.load_state_dict() of an optimizer that an engine runs.",
+        cause="resuming in the usual way: its state is sharded, in engine.state.",
+        fix="load what fzero.checkpoint.save has saved with fzero.checkpoint.load; or write "
+        "whole values with engine.set_full_optimizer_state(path, name, value).",
     )
 
 

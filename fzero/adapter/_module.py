@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter._replace import in_place_of
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 from fzero.packing import unpack
 from fzero.placeholder import LazyParam
 from fzero.state import Layout
@@ -121,13 +121,11 @@ class ModuleParameters:
             else:
                 continue
             raise LayoutError(
-                explain(
-                    f"{path} {seen} when the engine was made.",
-                    cause=f"{cause}: the engine's buffers know nothing of it.",
-                    fix="make the engine when the module is as it will be, or close() it and make "
-                    "another; write values with p.copy_(x) under no_grad, or at stage 3 with "
-                    "fzero.adapter.gathered(module, modify=True).",
-                )
+                f"{path} {seen} when the engine was made.",
+                cause=f"{cause}: the engine's buffers know nothing of it.",
+                fix="make the engine when the module is as it will be, or close() it and make "
+                "another; write values with p.copy_(x) under no_grad, or at stage 3 with "
+                "fzero.adapter.gathered(module, modify=True).",
             )
 
     @property
@@ -170,39 +168,31 @@ def require_plain(module: Any, is_taken: Callable[[Tensor], bool]) -> None:
     """Raise for what cannot be an engine's module."""
     if not isinstance(module, nn.Module):
         raise LayoutError(
-            explain(
-                f"Engine got a {type(module).__name__}.",
-                cause="a function or a state was passed in the place of a module.",
-                fix="pass an nn.Module; for pure functions there is fzero.shard.",
-            )
+            f"Engine got a {type(module).__name__}.",
+            cause="a function or a state was passed in the place of a module.",
+            fix="pass an nn.Module; for pure functions there is fzero.shard.",
         )
     for path, p in module.named_parameters(remove_duplicate=False):
         if is_taken(p):
             raise PhaseError(
-                explain(
-                    f"{path} belongs to an engine that is open.",
-                    cause="a notebook cell that made the engine was run again, or two modules "
-                    "share a parameter.",
-                    fix="call close() on that engine first, or make the module anew if its name is "
-                    "lost; for a shared part, make one engine of a module that has all of it.",
-                )
+                f"{path} belongs to an engine that is open.",
+                cause="a notebook cell that made the engine was run again, or two modules "
+                "share a parameter.",
+                fix="call close() on that engine first, or make the module anew if its name is "
+                "lost; for a shared part, make one engine of a module that has all of it.",
             )
         if isinstance(p, nn.UninitializedParameter):
             raise LayoutError(
-                explain(
-                    f"{path} is not initialized: it has no shape yet.",
-                    cause="a lazy module (nn.LazyLinear, ...) that has not run.",
-                    fix="run the module once, without gradient, then make the engine.",
-                )
+                f"{path} is not initialized: it has no shape yet.",
+                cause="a lazy module (nn.LazyLinear, ...) that has not run.",
+                fix="run the module once, without gradient, then make the engine.",
             )
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise LayoutError(
-                explain(
-                    f"{name or 'the module'} gives sparse gradients.",
-                    cause=f"nn.{type(part).__name__}(..., sparse=True).",
-                    fix="leave sparse out: buckets of gradients are dense.",
-                )
+                f"{name or 'the module'} gives sparse gradients.",
+                cause=f"nn.{type(part).__name__}(..., sparse=True).",
+                fix="leave sparse out: buckets of gradients are dense.",
             )
 
 
@@ -212,10 +202,8 @@ def require_one_device(module: nn.Module) -> None:
     if len(by_device) > 1 or any(device.type == "meta" for device in by_device):
         seen = ", ".join(f"{path} on {device}" for device, path in by_device.items())
         raise LayoutError(
-            explain(
-                f"the module's parameters are spread: {seen}.",
-                cause="a part of the module was not moved, or was built on the meta device.",
-                fix="call module.to(device) before making the engine; to build a model that no "
-                "rank can hold, use fzero.adapter.sharded_init.",
-            )
+            f"the module's parameters are spread: {seen}.",
+            cause="a part of the module was not moved, or was built on the meta device.",
+            fix="call module.to(device) before making the engine; to build a model that no "
+            "rank can hold, use fzero.adapter.sharded_init.",
         )

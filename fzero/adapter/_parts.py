@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.adapter._driver import Driver
 from fzero.adapter._masters import own_part, take_values
 from fzero.collectives import gather_parts
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 from fzero.homes import lent
 from fzero.packing import LeafRange, leaf_ranges, unpack
 from fzero.state import Placement, TrainState
@@ -27,11 +27,9 @@ def find(driver: Driver, path: str) -> tuple[int, int]:
     leaf = next((i for i, paths in driver.params.paths.items() if path in paths), None)
     if leaf is None:
         raise LayoutError(
-            explain(
-                f"there is no parameter {path!r}.",
-                cause="a misspelt path.",
-                fix=f"use one of {[leaf.path for leaf in layout.leaves][:6]} ...",
-            )
+            f"there is no parameter {path!r}.",
+            cause="a misspelt path.",
+            fix=f"use one of {[leaf.path for leaf in layout.leaves][:6]} ...",
         )
     index = next(i for i, group in enumerate(layout.groups) if leaf in group.leaves)
     return index, layout.groups[index].leaves.index(leaf)
@@ -43,11 +41,9 @@ def find_learning(driver: Driver, path: str) -> tuple[int, int, int]:
     trainable = driver.state.setup.layout.trainable
     if index not in trainable:
         raise PhaseError(
-            explain(
-                f"{path} has no gradient: it did not require grad when the engine was made.",
-                cause="a frozen parameter.",
-                fix="ask for a parameter that learns.",
-            )
+            f"{path} has no gradient: it did not require grad when the engine was made.",
+            cause="a frozen parameter.",
+            fix="ask for a parameter that learns.",
         )
     return trainable.index(index), index, position
 
@@ -73,11 +69,9 @@ def write(state: TrainState, index: int, position: int, part: Tensor, value: Ten
     if not isinstance(value, Tensor) or tuple(value.shape) != leaf.shape:
         seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise LayoutError(
-            explain(
-                f"{leaf.path} has the shape {leaf.shape}, the new value {seen}.",
-                cause="a flattened or transposed value.",
-                fix="give the full value, in the shape of the parameter.",
-            )
+            f"{leaf.path} has the shape {leaf.shape}, the new value {seen}.",
+            cause="a flattened or transposed value.",
+            fix="give the full value, in the shape of the parameter.",
         )
     here = _leaf_range(state, index, position, part)
     with torch.no_grad():
@@ -92,11 +86,9 @@ def write_piece(state: TrainState, index: int, position: int, part: Tensor, valu
         path = layout.leaves[layout.groups[index].leaves[position]].path
         seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise LayoutError(
-            explain(
-                f"this rank has {held.numel()} elements of {path}, the new value {seen}.",
-                cause="the full value, or the piece of another rank.",
-                fix="give as many elements as the getter of the same name returns here.",
-            )
+            f"this rank has {held.numel()} elements of {path}, the new value {seen}.",
+            cause="the full value, or the piece of another rank.",
+            fix="give as many elements as the getter of the same name returns here.",
         )
     with torch.no_grad():
         held.copy_(value.detach().reshape(-1))
@@ -107,12 +99,10 @@ def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
     given = torch.as_tensor(value)
     if given.numel() != held.numel():
         raise LayoutError(
-            explain(
-                f"what the optimizer keeps of {path} has the shape {tuple(held.shape)}, the new "
-                f"value {tuple(given.shape)}.",
-                cause="a value of another parameter, or a part of one.",
-                fix="give the whole value, in the shape that the getter of the same name returns.",
-            )
+            f"what the optimizer keeps of {path} has the shape {tuple(held.shape)}, the new "
+            f"value {tuple(given.shape)}.",
+            cause="a value of another parameter, or a part of one.",
+            fix="give the whole value, in the shape that the getter of the same name returns.",
         )
     with torch.no_grad():
         held.copy_(given.detach().reshape(held.shape))
@@ -167,11 +157,9 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Ten
     state = driver.state
     if not steps(state, path):
         raise PhaseError(
-            explain(
-                f"no optimizer steps {path}.",
-                cause="the parameter is frozen, or was not given to the optimizer.",
-                fix="ask for a parameter that the optimizer steps.",
-            )
+            f"no optimizer steps {path}.",
+            cause="the parameter is frozen, or was not given to the optimizer.",
+            fix="ask for a parameter that the optimizer steps.",
         )
     index = find_learning(driver, path)[1]
     empty = not state.setup.numel(index, state.setup.optimizer_state)
@@ -205,11 +193,8 @@ def named_state(driver: Driver, path: str, name: str) -> tuple[Slots, Mapping[st
     slots, scalars = optimizer_states(driver, path)
     if name not in slots and name not in scalars:
         raise LayoutError(
-            explain(
-                f"the optimizer has no state {name!r} for {path}; it has "
-                f"{sorted([*slots, *scalars])}.",
-                cause="a misspelt name, or the state of another optimizer.",
-                fix="use one of those.",
-            )
+            f"the optimizer has no state {name!r} for {path}; it has {sorted([*slots, *scalars])}.",
+            cause="a misspelt name, or the state of another optimizer.",
+            fix="use one of those.",
         )
     return slots, scalars

@@ -100,11 +100,9 @@ class ScaledLosses:
         if self._task in tasks:
             raise PhaseError(_BEFORE)
         raise PhaseError(
-            explain(
-                f"a backward without engine.scale; loss_scale={_shown(held)}.",
-                cause="plain loss.backward() where the update divides by the loss scale.",
-                fix="write engine.scale(loss).backward(), or engine.backward(loss).",
-            )
+            f"a backward without engine.scale; loss_scale={_shown(held)}.",
+            cause="plain loss.backward() where the update divides by the loss scale.",
+            fix="write engine.scale(loss).backward(), or engine.backward(loss).",
         )
 
     def _saw(self, number: int, by: Tensor) -> None:
@@ -118,11 +116,9 @@ class ScaledLosses:
 def _no_loss(name: str, x: Any, more: str = "") -> LayoutError:
     seen = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"{x!r:.80}"
     return LayoutError(
-        explain(
-            f"engine.{name} got {seen}.",
-            cause="loss.item(), the whole output of a model, or the loss of one without labels.",
-            fix=f"pass the loss tensor{more}.",
-        )
+        f"engine.{name} got {seen}.",
+        cause="loss.item(), the whole output of a model, or the loss of one without labels.",
+        fix=f"pass the loss tensor{more}.",
     )
 
 

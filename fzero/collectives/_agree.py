@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._channels import channel_of
 from fzero.collectives._round import first_difference
-from fzero.errors import AxisError, MismatchError, explain
+from fzero.errors import AxisError, MismatchError
 from fzero.mesh import Axis, Runtime
 
 _CALL = "init, an Engine or a checkpoint"
@@ -40,11 +40,9 @@ def disagreement(everyone: Sequence[Sequence[str]], *, what: str) -> MismatchErr
     """Return the error that names the first rank and line that differ, of the lines of each."""
     rank, _, mine, theirs = first_difference(everyone)
     return MismatchError(
-        explain(
-            f"the ranks disagree about {what}: rank 0 has {mine}, rank {rank} has {theirs}.",
-            cause="the model, an option or a branch of the step depends on what differs by rank.",
-            fix=f"build the same on every rank; compare ranks 0 and {rank} first.",
-        )
+        f"the ranks disagree about {what}: rank 0 has {mine}, rank {rank} has {theirs}.",
+        cause="the model, an option or a branch of the step depends on what differs by rank.",
+        fix=f"build the same on every rank; compare ranks 0 and {rank} first.",
     )
 
 

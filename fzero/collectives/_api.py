@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives._functions import gather_many, reduce_many, scatter_many
-from fzero.errors import AxisError, LayoutError, explain
+from fzero.errors import AxisError, LayoutError
 from fzero.mesh import Axis, ambient
 
 AxisLike = Axis | str
@@ -57,12 +57,10 @@ def reduce_scatter(
     front = _at_least_1d("reduce_scatter", x).movedim(dim, 0)
     if front.shape[0] % axis.size:
         raise LayoutError(
-            explain(
-                f"reduce_scatter: dim {dim} of shape {tuple(x.shape)} does not divide by the "
-                f"{axis.size} ranks of the axis.",
-                cause="a tensor that was not padded to a multiple of the ranks.",
-                fix="pad the dim, or use all_reduce.",
-            )
+            f"reduce_scatter: dim {dim} of shape {tuple(x.shape)} does not divide by the "
+            f"{axis.size} ranks of the axis.",
+            cause="a tensor that was not padded to a multiple of the ranks.",
+            fix="pad the dim, or use all_reduce.",
         )
     return scatter_many([front], axis, ordered=ordered)[0].movedim(0, dim)
 
@@ -108,11 +106,9 @@ def _axis(name: str, axis: AxisLike | None) -> Axis:
     if named := [part for part in parts if part.name == axis]:
         return named[0]
     raise AxisError(
-        explain(
-            f"{name}: axis={axis!r}, and the axis here is {here}.",
-            cause="the name of another mesh dim, or a mesh or a group in place of an axis.",
-            fix=f'leave it out, write "{here.name}", or pass an fzero.Axis.',
-        )
+        f"{name}: axis={axis!r}, and the axis here is {here}.",
+        cause="the name of another mesh dim, or a mesh or a group in place of an axis.",
+        fix=f'leave it out, write "{here.name}", or pass an fzero.Axis.',
     )
 
 
@@ -124,9 +120,7 @@ def _at_least_1d(name: str, x: Tensor) -> Tensor:
     if x.ndim:
         return x
     raise LayoutError(
-        explain(
-            f"{name} got a scalar tensor.",
-            cause="a loss or a counter was passed where a vector is expected.",
-            fix=f"use x.reshape(1) with {name}, or psum / pmean for a scalar.",
-        )
+        f"{name} got a scalar tensor.",
+        cause="a loss or a counter was passed where a vector is expected.",
+        fix=f"use x.reshape(1) with {name}, or psum / pmean for a scalar.",
     )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError
 from fzero.mesh import Axis
 from fzero.virtual import is_abstract, kind_of
 
@@ -58,12 +58,10 @@ def explained(op: str, axis: Axis) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise AxisError(
-            explain(
-                f"{op} on rank {axis.rank} of {axis} failed: {error}",
-                cause="another rank ended or raised, or did not come within the timeout.",
-                fix="see the first error among the ranks' outputs; FZERO_TIMEOUT_S sets how long "
-                "a group that fzero starts waits.",
-            )
+            f"{op} on rank {axis.rank} of {axis} failed: {error}",
+            cause="another rank ended or raised, or did not come within the timeout.",
+            fix="see the first error among the ranks' outputs; FZERO_TIMEOUT_S sets how long "
+            "a group that fzero starts waits.",
         ) from error
 
 

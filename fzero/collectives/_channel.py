@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._round import Kind, Round, What, each_once, mismatch
-from fzero.errors import AxisError, PeerFailedError, PhaseError, explain
+from fzero.errors import AxisError, PeerFailedError, PhaseError
 from fzero.mesh import Axis, Runtime
 
 CODES = 8
@@ -149,12 +149,10 @@ class Channel:
             self.ended_in_error = True
             self._wait_all()
             raise PeerFailedError(
-                explain(
-                    f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
-                    f"{failed}, so its gradients cannot be reduced.",
-                    cause="an error in the loss, the forward or the backward, on that rank only.",
-                    fix=f"see the error of rank {failed[0]}; here nothing was changed.",
-                )
+                f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
+                f"{failed}, so its gradients cannot be reduced.",
+                cause="an error in the loss, the forward or the backward, on that rank only.",
+                fix=f"see the error of rank {failed[0]}; here nothing was changed.",
             )
         return self._unread
 
@@ -272,13 +270,10 @@ class Channel:
         member = self._members.get(number, lambda: None)()
         if member is None:
             raise PhaseError(
-                explain(
-                    f"rank {self.axis.rank}: another rank uses model {number} of this axis, which "
-                    "is closed or gone here.",
-                    cause="close(), or the last reference to an engine or a state, on some ranks "
-                    "only.",
-                    fix="keep it on every rank for as long as any rank uses it.",
-                )
+                f"rank {self.axis.rank}: another rank uses model {number} of this axis, which "
+                "is closed or gone here.",
+                cause="close(), or the last reference to an engine or a state, on some ranks only.",
+                fix="keep it on every rank for as long as any rank uses it.",
             )
         return member
 

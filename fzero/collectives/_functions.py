@@ -25,7 +25,7 @@ from fzero._modes import is_recorded
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._channels import before_collective
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError
 from fzero.mesh import Axis, Runtime
 
 Plan = tuple[str, Axis, bool]  # kind, axis, ordered: what a Function needs besides tensors
@@ -125,10 +125,8 @@ def _refuse_linearize() -> None:
     if get_proxy_mode() is None or eager_transforms.JVP_NESTING:
         return
     raise AxisError(
-        explain(
-            "torch.func.linearize over a collective.",
-            cause="linearize folds what a collective returned as a constant, so its result would "
-            "be wrong without an error.",
-            fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
-        )
+        "torch.func.linearize over a collective.",
+        cause="linearize folds what a collective returned as a constant, so its result would "
+        "be wrong without an error.",
+        fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
     )

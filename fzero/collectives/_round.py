@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from fzero.errors import MismatchError, explain
+from fzero.errors import MismatchError
 
 
 class Kind(IntEnum):
@@ -126,10 +126,8 @@ def mismatch(texts: Sequence[str]) -> MismatchError:
     if line:  # after the call, which is the first one
         mine, theirs = f"{lines[0][0]} with {mine}", f"{lines[rank][0]} with {theirs}"
     return MismatchError(
-        explain(
-            f"the ranks make different calls: rank 0 {mine}, rank {rank} {theirs}.",
-            cause="a call under `if rank == 0:`, one step more on some ranks, or an option "
-            "that differs by rank.",
-            fix="make the same calls, with the same options, on every rank. Nothing was changed.",
-        )
+        f"the ranks make different calls: rank 0 {mine}, rank {rank} {theirs}.",
+        cause="a call under `if rank == 0:`, one step more on some ranks, or an option "
+        "that differs by rank.",
+        fix="make the same calls, with the same options, on every rank. Nothing was changed.",
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError
 from fzero.mesh import Axis, Runtime
 from fzero.virtual import is_abstract
 
@@ -63,10 +63,8 @@ RUN = {"gather": all_gather, "scatter": reduce_scatter, "reduce": all_reduce}
 def _axis(name: str, group: str, size: int) -> Axis:
     if is_abstract():
         raise AxisError(
-            explain(
-                f"a collective over axis {name!r} of {size} abstract ranks was given real values.",
-                cause="a tensor with values inside of a step that is planned or traced.",
-                fix="make tensors from the arguments of the step: x.new_zeros(...), zeros_like(x).",
-            )
+            f"a collective over axis {name!r} of {size} abstract ranks was given real values.",
+            cause="a tensor with values inside of a step that is planned or traced.",
+            fix="make tensors from the arguments of the step: x.new_zeros(...), zeros_like(x).",
         )
     return Axis(name=name, size=size, runtime=Runtime.PROCESSES, group_name=group)

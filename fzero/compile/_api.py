@@ -143,22 +143,18 @@ def _kind(x: Tensor) -> Any:
 
 def _passed_already(exported: Any) -> LayoutError:
     return LayoutError(
-        explain(
-            f"compile: bucket_bytes or gather_bytes, and the graphs of {exported}.",
-            cause="they change a graph when it is made, and a file has graphs that are made.",
-            fix="give them to fzero.export.",
-        )
+        f"compile: bucket_bytes or gather_bytes, and the graphs of {exported}.",
+        cause="they change a graph when it is made, and a file has graphs that are made.",
+        fix="give them to fzero.export.",
     )
 
 
 def _require_real_ranks() -> None:
     if current_ranks() is not None:
         raise PhaseError(
-            explain(
-                "a compiled step on virtual ranks.",
-                cause="fzero.simulate around fzero.compile.",
-                fix="simulate the step itself; compile it for one process or for torchrun.",
-            )
+            "a compiled step on virtual ranks.",
+            cause="fzero.simulate around fzero.compile.",
+            fix="simulate the step itself; compile it for one process or for torchrun.",
         )
 
 
@@ -167,11 +163,9 @@ def _check(backend: str, max_graphs: int) -> None:
     bad += [] if backend in COMPILERS else [f"backend={backend!r}"]
     if bad:
         raise LayoutError(
-            explain(
-                f"compile: {', '.join(bad)}.",
-                cause="a number that is no count, or another compiler.",
-                fix=f"give a number of at least 0, and one of {sorted(COMPILERS)}.",
-            )
+            f"compile: {', '.join(bad)}.",
+            cause="a number that is no count, or another compiler.",
+            fix=f"give a number of at least 0, and one of {sorted(COMPILERS)}.",
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fzero.compile._writes import INTO, OWNED
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.optim._recorded import SCHEDULES, Schedule, number_of
 from fzero.trace._ops import RATE
 
@@ -87,11 +87,9 @@ def encoded_graph(graph: fx.GraphModule, schedules: Mapping[str, Schedule]) -> J
             lines.append([*line, _of_value(node.meta.get("val")), *made_in])
         except TypeError as error:
             raise LayoutError(
-                explain(
-                    f"export: {node.target} in the graph has {error} among its arguments.",
-                    cause="an op that is no op of torch.library, or a subclass of Tensor.",
-                    fix="write it with ops of torch, or as a torch.library.custom_op.",
-                )
+                f"export: {node.target} in the graph has {error} among its arguments.",
+                cause="an op that is no op of torch.library, or a subclass of Tensor.",
+                fix="write it with ops of torch, or as a torch.library.custom_op.",
             ) from error
     return lines
 

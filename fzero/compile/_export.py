@@ -15,7 +15,7 @@ from fzero.compile._encode import Json, encoded, encoded_graph
 from fzero.compile._file import write
 from fzero.compile._fit import facts_of, schedules_of
 from fzero.compile._run import EARLY_BYTES, MERGED_BYTES, axis_of_states, passes_for, recorded
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.state.schedule import Schedule
 from fzero.trace._api import of_one_rank
@@ -121,10 +121,8 @@ def _structure(tree: Any, states: Sequence[Any] | None) -> Any:
 
 def _no_step(seen: str) -> LayoutError:
     return LayoutError(
-        explain(
-            f"export: the step {seen}.",
-            cause="a part of a step (gradients without their update), or a record of your own as "
-            "aux: a file can only say tensors, numbers and strings in dicts, lists and tuples.",
-            fix="export the step that ends with fzero.apply_gradients, and return such an aux.",
-        )
+        f"export: the step {seen}.",
+        cause="a part of a step (gradients without their update), or a record of your own as "
+        "aux: a file can only say tensors, numbers and strings in dicts, lists and tuples.",
+        fix="export the step that ends with fzero.apply_gradients, and return such an aux.",
     )

@@ -14,7 +14,7 @@ from fzero.compile._encode import Json, decoded, decoded_graph
 from fzero.compile._file import read
 from fzero.compile._fit import require_fit, schedules_of
 from fzero.compile._run import Backend, Compiled, Returns, compiled
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE
 from fzero.transforms._states import flatten_states
@@ -36,11 +36,9 @@ class Exported:
             graph = decoded_graph(lines, schedules)
         except LookupError as error:
             raise LayoutError(
-                explain(
-                    f"{self.path} needs {error}, which is not here.",
-                    cause="an op of a library that this program has not imported.",
-                    fix="import the library before the first call.",
-                )
+                f"{self.path} needs {error}, which is not here.",
+                cause="an op of a library that this program has not imported.",
+                fix="import the library before the first call.",
             ) from error
         returns = _returns(self.content["aux"])
         return compiled(graph, returns, axis, backend, donate=self.content["donate"])
@@ -52,11 +50,9 @@ def exported_in(path: str | os.PathLike[str], step: str, *, donate: bool) -> Exp
     known = file.content["step"], file.content["donate"]
     if known != (step, donate):
         raise LayoutError(
-            explain(
-                f"{path} was made of {known[0]}, and this step is {step}.",
-                cause="a file of another step, or of one with other transforms.",
-                fix="export this step, or wrap it as it was when the file was written.",
-            )
+            f"{path} was made of {known[0]}, and this step is {step}.",
+            cause="a file of another step, or of one with other transforms.",
+            fix="export this step, or wrap it as it was when the file was written.",
         )
     return file
 

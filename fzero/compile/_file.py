@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 FORMAT = "graphs of an fzero step, format 2"
 
@@ -42,11 +42,9 @@ def read(path: Path) -> dict[str, Any]:
         return json.loads(text)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LayoutError(
-            explain(
-                f"{path} cannot be run: {error}.",
-                cause="a path without a file, a copy that broke off, or a file of another version.",
-                fix="write it again: fzero.export(step, path)(state, *args).",
-            )
+            f"{path} cannot be run: {error}.",
+            cause="a path without a file, a copy that broke off, or a file of another version.",
+            fix="write it again: fzero.export(step, path)(state, *args).",
         ) from error
 
 

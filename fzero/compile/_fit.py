@@ -10,7 +10,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.optim._optimizer import Optimizer
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms._plan import facts
@@ -47,12 +47,10 @@ def require_fit(path: Any, known: Sequence[str], arguments: Any) -> None:
     for wanted, found in zip_longest(known, facts_of(arguments), fillvalue="nothing"):
         if wanted != found:
             raise LayoutError(
-                explain(
-                    f"{path} was made for {wanted}; this call has {found}.",
-                    cause="another model, optimizer, number of ranks or shape of the batch than "
-                    "when the file was written.",
-                    fix="export again with this step and these arguments, or leave out exported=.",
-                )
+                f"{path} was made for {wanted}; this call has {found}.",
+                cause="another model, optimizer, number of ranks or shape of the batch than "
+                "when the file was written.",
+                fix="export again with this step and these arguments, or leave out exported=.",
             )
 
 

@@ -17,7 +17,7 @@ from fzero.collectives import channel_of
 from fzero.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
 from fzero.compile._segments import Action, actions_of
 from fzero.compile._writes import without_writes, write_back
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
 from fzero.trace._alive import inputs_of
@@ -49,11 +49,9 @@ def passes_for(name: str, fn: Any, bucket_bytes: int, gather_bytes: int) -> Pass
     bad = [f"{key}={x!r}" for key, x in sizes.items() if not is_count(x, 0)]
     if bad:
         raise LayoutError(
-            explain(
-                f"{name}: {', '.join(bad)}.",
-                cause="a number that is no size.",
-                fix="give numbers of bytes, at least 0.",
-            )
+            f"{name}: {', '.join(bad)}.",
+            cause="a number that is no size.",
+            fix="give numbers of bytes, at least 0.",
         )
     return Passes(**sizes, donate=_donates(fn))
 
@@ -74,23 +72,19 @@ def axis_of_states(name: str, arguments: Any) -> Axis:
     axes = {state.setup.axis for state in states}
     if len(axes) > 1:
         raise LayoutError(
-            explain(
-                f"{name}: the states are on {len(axes)} meshes.",
-                cause="models that are sharded over other groups of ranks.",
-                fix="put them on one mesh, or run the step itself.",
-            )
+            f"{name}: the states are on {len(axes)} meshes.",
+            cause="models that are sharded over other groups of ranks.",
+            fix="put them on one mesh, or run the step itself.",
         )
     for state in states:
         groups = state.setup.optimizer.param_groups(state.setup.layout.leaves, 0)
         if groups.instance is not None:
             raise LayoutError(
-                explain(
-                    f"{name}: the options of the optimizer are read from a "
-                    f"{type(groups.instance).__name__} at each update.",
-                    cause="fzero.optim.from_torch(instance): a scheduler would change them, and a "
-                    "graph would not see it.",
-                    fix="use a rule of fzero.optim, whose lr is a number or a schedule.",
-                )
+                f"{name}: the options of the optimizer are read from a "
+                f"{type(groups.instance).__name__} at each update.",
+                cause="fzero.optim.from_torch(instance): a scheduler would change them, and a "
+                "graph would not see it.",
+                fix="use a rule of fzero.optim, whose lr is a number or a schedule.",
             )
     return axes.pop()
 

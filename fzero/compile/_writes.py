@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.compile._passes import GATHER, REDUCE
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.trace._alive import inputs_of, is_item
 from fzero.trace._ops import UPDATE, is_collective
 from fzero.trace._program import without_unused
@@ -48,11 +48,9 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
     found = next(filter(_writes, made.graph.nodes), None)
     if found is not None:
         raise LayoutError(
-            explain(
-                f"compile: the step writes into one of its arguments ({found.target}).",
-                cause="an op with a trailing underscore on the batch, or on a view of it.",
-                fix="clone it first, or run the step without fzero.compile.",
-            )
+            f"compile: the step writes into one of its arguments ({found.target}).",
+            cause="an op with a trailing underscore on the batch, or on a view of it.",
+            fix="clone it first, or run the step without fzero.compile.",
         )
     return without_unused(made)
 

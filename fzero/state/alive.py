@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fzero.errors import DonatedError, explain
+from fzero.errors import DonatedError
 from fzero.state.train import TrainState
 
 
@@ -32,11 +32,9 @@ def require_not_donated(state: TrainState) -> None:
 
 def _donated(what: str, group: str) -> DonatedError:
     return DonatedError(
-        explain(
-            f"this state was donated: a newer state has the {what} of {group} now.",
-            cause="a state was used again after a step made with shard(..., donate=True), or "
-            "engine.step(), took it.",
-            fix="go on with the state that the step returned, or keep a copy before it: "
-            'optree.tree_map(torch.clone, state, namespace="fzero").',
-        )
+        f"this state was donated: a newer state has the {what} of {group} now.",
+        cause="a state was used again after a step made with shard(..., donate=True), or "
+        "engine.step(), took it.",
+        fix="go on with the state that the step returned, or keep a copy before it: "
+        'optree.tree_map(torch.clone, state, namespace="fzero").',
     )

@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.state._record import record, static
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -54,11 +54,9 @@ def add(old: Buffers, new: Buffers) -> Buffers:
         return new
     if old.placement is not new.placement:
         raise PhaseError(
-            explain(
-                f"a {new.placement.value} gradient met a {old.placement.value} one.",
-                cause="records were combined by hand.",
-                fix="reduce first: fzero.gradients(state) and fzero.apply_gradients do.",
-            )
+            f"a {new.placement.value} gradient met a {old.placement.value} one.",
+            cause="records were combined by hand.",
+            fix="reduce first: fzero.gradients(state) and fzero.apply_gradients do.",
         )
     flats = tuple(a + b for a, b in zip(old.flats, new.flats, strict=True))
     return Buffers(flats=flats, placement=old.placement)
@@ -68,10 +66,8 @@ def require_reduced(gradients: Buffers) -> Buffers:
     """Return `gradients`, unless they are PARTIAL: an update from those would be wrong."""
     if gradients.placement is Placement.PARTIAL:
         raise PhaseError(
-            explain(
-                "the gradients are partial: each rank holds only what it computed itself.",
-                cause="an update was made from a coalescing window's local sum.",
-                fix="let fzero.apply_gradients(state) close the window; it reduces first.",
-            )
+            "the gradients are partial: each rank holds only what it computed itself.",
+            cause="an update was made from a coalescing window's local sum.",
+            fix="let fzero.apply_gradients(state) close the window; it reduces first.",
         )
     return gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 
 
 class BackwardPhase(Enum):
@@ -47,12 +47,9 @@ class HookState:
         """Refuse what cannot be."""
         if broken := invariants(self):
             raise PhaseError(
-                explain(
-                    "HookState: " + "; ".join(broken) + ".",
-                    cause="a record was made by hand, or restored from something else.",
-                    fix="start from HookState() and go on with the transitions of "
-                    "fzero.state.hooks.",
-                )
+                "HookState: " + "; ".join(broken) + ".",
+                cause="a record was made by hand, or restored from something else.",
+                fix="start from HookState() and go on with the transitions of fzero.state.hooks.",
             )
 
     @property

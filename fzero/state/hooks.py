@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hook_state import BackwardPhase as BackwardPhase
 from fzero.state.hook_state import HookState as HookState
@@ -222,10 +222,8 @@ def _drop_if_unfinished(s: HookState) -> HookEffects:
 def _require_count(expected: int) -> None:
     if expected < 0:
         raise PhaseError(
-            explain(
-                f"a gradient hook expects {expected} hooks in all.",
-                cause="the count was computed outside of a backward.",
-                fix="count inside the hook: the hooks fired so far and those that the running "
-                "graph task will fire.",
-            )
+            f"a gradient hook expects {expected} hooks in all.",
+            cause="the count was computed outside of a backward.",
+            fix="count inside the hook: the hooks fired so far and those that the running "
+            "graph task will fire.",
         )

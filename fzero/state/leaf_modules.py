@@ -140,12 +140,10 @@ def _named(tree: Sequence[ModuleInfo], spec: LeafSpec) -> set[str]:
         collect("suffix", suffix, ends, lambda info, x=suffix: bool(x) and info.name.endswith(x))
     if missing:
         raise LayoutError(
-            explain(
-                f"leaf modules: the model has no {'; no '.join(missing)}.",
-                cause="a misspelt name, or the name of a module before it was wrapped.",
-                fix="take names from `model.named_modules()`; a class by its bare or fully "
-                "qualified name, or itself.",
-            )
+            f"leaf modules: the model has no {'; no '.join(missing)}.",
+            cause="a misspelt name, or the name of a module before it was wrapped.",
+            fix="take names from `model.named_modules()`; a class by its bare or fully "
+            "qualified name, or itself.",
         )
     return chosen
 

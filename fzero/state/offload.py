@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero._check import require
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 Home = Literal["cpu", "disk"] | None
 """None: on the device, where computations are."""
@@ -53,12 +53,10 @@ class Offload:
         is_there = self.folder is not None and Path(self.folder).is_dir()
         if "disk" in self.homes.values() and not is_there:
             raise LayoutError(
-                explain(
-                    f"offload to disk with folder={self.folder!r}, which is no folder here.",
-                    cause="the folder was left out, or is not there yet on this machine.",
-                    fix="make a folder on a fast disk of each machine, and give its path: "
-                    'folder="/local/scratch".',
-                )
+                f"offload to disk with folder={self.folder!r}, which is no folder here.",
+                cause="the folder was left out, or is not there yet on this machine.",
+                fix="make a folder on a fast disk of each machine, and give its path: "
+                'folder="/local/scratch".',
             )
 
     @property
@@ -95,10 +93,8 @@ def as_offload(given: Any, stage: int, device: torch.device) -> Offload:
     )
     if given.params is not None and stage != 3:
         raise LayoutError(
-            explain(
-                f"offload: params={given.params!r} at stage {stage}.",
-                cause="below stage 3 every rank computes with whole parameters of its own.",
-                fix="use stage=3, or leave params out.",
-            )
+            f"offload: params={given.params!r} at stage {stage}.",
+            cause="below stage 3 every rank computes with whole parameters of its own.",
+            fix="use stage=3, or leave params out.",
         )
     return given if given.params is None else replace(given, device=device)

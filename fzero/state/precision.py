@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero._check import require
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import learns
 from fzero.state.leaf_modules import class_name
@@ -95,11 +95,9 @@ class Autocast:
 def sixteen_bit_error(path: str, dtype: torch.dtype) -> LayoutError:
     """Return the error for a parameter in 16 bits that learns under autocast."""
     return LayoutError(
-        explain(
-            f"{path} is {dtype}, and autocast wants fp32 parameters.",
-            cause="a model in 16 bits (module.half(), module.bfloat16()) under autocast.",
-            fix="leave one of them out: keep the model in fp32, or leave out autocast.",
-        )
+        f"{path} is {dtype}, and autocast wants fp32 parameters.",
+        cause="a model in 16 bits (module.half(), module.bfloat16()) under autocast.",
+        fix="leave one of them out: keep the model in fp32, or leave out autocast.",
     )
 
 

@@ -88,13 +88,11 @@ def require_gradients(progress: Progress, name: str) -> None:
     """Raise `PhaseError` when the call `name` finds no gradient."""
     if not progress.backwards:
         raise PhaseError(
-            explain(
-                f"{name}: the state holds no gradients.",
-                cause="a state from before grad_and_reduce (which returns a new state), or from "
-                "after apply_gradients (which clears them).",
-                fix="write `state, loss = fzero.grad_and_reduce(fn, state)(batch)`, and go on with "
-                "the state it returned.",
-            )
+            f"{name}: the state holds no gradients.",
+            cause="a state from before grad_and_reduce (which returns a new state), or from "
+            "after apply_gradients (which clears them).",
+            fix="write `state, loss = fzero.grad_and_reduce(fn, state)(batch)`, and go on with "
+            "the state it returned.",
         )
 
 
@@ -125,11 +123,9 @@ def thrown_away(progress: Progress, every: int) -> str:
 def _require_not_deferred(progress: Progress, name: str) -> None:
     if progress.deferred:
         raise PhaseError(
-            explain(
-                f"{name} after apply_gradients, inside fzero.accumulate.",
-                cause="a step with several updates (or a gradient after its update) was wrapped "
-                "whole; the update waits for the last micro-batch, so gradients of two updates "
-                "would be lost in one sum.",
-                fix="put fzero.accumulate around each part of the step that ends with its update.",
-            )
+            f"{name} after apply_gradients, inside fzero.accumulate.",
+            cause="a step with several updates (or a gradient after its update) was wrapped "
+            "whole; the update waits for the last micro-batch, so gradients of two updates "
+            "would be lost in one sum.",
+            fix="put fzero.accumulate around each part of the step that ends with its update.",
         )

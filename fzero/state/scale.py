@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero._check import is_count, is_number, require
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state._record import record, static
 
 LARGEST = torch.finfo(torch.float32).max
@@ -148,12 +148,10 @@ def as_policy(name: str, scale: Any) -> ScalePolicy | None:
         return ExternalScale(scale)
     seen = f"a tensor {tuple(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else scale
     raise LayoutError(
-        explain(
-            f"{name}={seen!r}.",
-            cause="a word, a dict, or a number that is not positive, not finite, or beyond fp32.",
-            fix='give a positive number, "dynamic", a fzero.DynamicScale(init_scale=..., ...), a '
-            "floating tensor of one element, or a function without arguments; 1 for no scale.",
-        )
+        f"{name}={seen!r}.",
+        cause="a word, a dict, or a number that is not positive, not finite, or beyond fp32.",
+        fix='give a positive number, "dynamic", a fzero.DynamicScale(init_scale=..., ...), a '
+        "floating tensor of one element, or a function without arguments; 1 for no scale.",
     )
 
 
@@ -206,11 +204,9 @@ def read(scale: LossScale) -> LossScale:
         value = torch.full_like(scale.scale, float(given))
     else:
         raise LayoutError(
-            explain(
-                f"the external loss scale gave {given!r:.100}.",
-                cause="a function that returns nothing, or a scale that fell to zero.",
-                fix="return a positive finite number, or a tensor of one element.",
-            )
+            f"the external loss scale gave {given!r:.100}.",
+            cause="a function that returns nothing, or a scale that fell to zero.",
+            fix="return a positive finite number, or a tensor of one element.",
         )
     return dataclasses.replace(scale, scale=value, is_read=True)
 

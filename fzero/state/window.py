@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.state import buffers
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers, Placement
@@ -37,11 +37,9 @@ def open_window(window: Window) -> Window:
     """Open `window`. Raises `PhaseError` if it is open already."""
     if window.is_open:
         raise PhaseError(
-            explain(
-                "coalesce: a window is already open in this state.",
-                cause="a coalesced step was called inside another coalesced step.",
-                fix="keep only the outer fzero.coalesce: one window reduces everything once.",
-            )
+            "coalesce: a window is already open in this state.",
+            cause="a coalesced step was called inside another coalesced step.",
+            fix="keep only the outer fzero.coalesce: one window reduces everything once.",
         )
     return replace(window, is_open=True)
 
@@ -67,11 +65,9 @@ def close(window: Window) -> Window:
     """Close an emptied window. Raises `PhaseError` if gradients would be lost."""
     if window.pending.held:
         raise PhaseError(
-            explain(
-                "the window still holds unreduced gradients.",
-                cause="window.close before window.take.",
-                fix="take the pending gradients and reduce them first.",
-            )
+            "the window still holds unreduced gradients.",
+            cause="window.close before window.take.",
+            fix="take the pending gradients and reduce them first.",
         )
     return replace(window, gathered=(), is_open=False)
 

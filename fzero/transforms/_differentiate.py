@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.placeholder import LazyParam
 from fzero.state import NAMESPACE
 
@@ -94,11 +94,9 @@ def loss_and_aux(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
 
 def _bad_loss(seen: str, fix: str) -> LayoutError:
     return LayoutError(
-        explain(
-            f"grad_and_reduce: {seen}; it must be one number.",
-            cause="per-sample losses, or outputs returned beside the loss.",
-            fix=f"{fix}.",
-        )
+        f"grad_and_reduce: {seen}; it must be one number.",
+        cause="per-sample losses, or outputs returned beside the loss.",
+        fix=f"{fix}.",
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded
 from fzero.collectives import Channel
-from fzero.errors import NonFiniteError, PhaseError, explain
+from fzero.errors import NonFiniteError, PhaseError
 from fzero.mesh import world
 from fzero.packing import unpack
 from fzero.state import TrainState, progress
@@ -102,11 +102,9 @@ def require_values(states: Sequence[TrainState]) -> None:
     flats = [flat for state in states for flat in state.params.flats]
     if wanted and (in_transform() or is_recorded(flats)):
         raise PhaseError(
-            explain(
-                "check_finite: grad_and_reduce inside a torch.func transform or a trace.",
-                cause="a transform around a step that checks; no value can be read in there.",
-                fix="leave check_finite out there, and look at what comes out of the transform.",
-            )
+            "check_finite: grad_and_reduce inside a torch.func transform or a trace.",
+            cause="a transform around a step that checks; no value can be read in there.",
+            fix="leave check_finite out there, and look at what comes out of the transform.",
         )
 
 

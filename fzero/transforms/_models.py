@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.transforms._states import is_state
 
@@ -75,10 +75,8 @@ def _aligned(treespec: optree.PyTreeSpec, tree: Any, what: str, of: str) -> list
 
 def _misfit(seen: str) -> LayoutError:
     return LayoutError(
-        explain(
-            f"{seen}.",
-            cause="a model without a stage or an optimizer, or under another name.",
-            fix="give each model one of everything under the same key, as in "
-            'shard(step, stage={"g": 2, "d": 3}).init({"g": ..., "d": ...}, {"g": ..., "d": ...}).',
-        )
+        f"{seen}.",
+        cause="a model without a stage or an optimizer, or under another name.",
+        fix="give each model one of everything under the same key, as in "
+        'shard(step, stage={"g": 2, "d": 3}).init({"g": ..., "d": ...}, {"g": ..., "d": ...}).',
     )

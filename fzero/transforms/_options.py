@@ -10,7 +10,7 @@ import optree
 import torch
 
 from fzero._check import check_flags, is_count, is_positive, require
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.mesh import Axis, MeshLike
 from fzero.state import NAMESPACE, Gathering, OptimizerOver, ReduceOp, Reduction, Reshard
 from fzero.state.offload import Offload
@@ -185,12 +185,10 @@ def _check_reduction(reduction: Reduction) -> None:
 def _require_alone(name: str, value: Any, neutral: Any) -> None:
     if value != neutral:
         raise LayoutError(
-            explain(
-                f"{name}={value!r} with quantized_gradients=True.",
-                cause="two options for what is on the wire: quantized gradients are int8 with a "
-                "scale for each block, so they neither overflow nor have another dtype.",
-                fix="leave one of them out.",
-            )
+            f"{name}={value!r} with quantized_gradients=True.",
+            cause="two options for what is on the wire: quantized gradients are int8 with a "
+            "scale for each block, so they neither overflow nor have another dtype.",
+            fix="leave one of them out.",
         )
 
 
@@ -200,29 +198,23 @@ def check_quantized(
     """Return `reduction`; raise `LayoutError` if this stage sends nothing of what is quantized."""
     if gathering.quantized_weights and stage != 3:
         raise LayoutError(
-            explain(
-                f"quantized_weights=True at stage {stage}.",
-                cause="only stage 3 gathers parameters for a forward or a backward; what stages 1 "
-                "and 2 gather after an update is the parameters themselves.",
-                fix="use stage=3, or leave it out.",
-            )
+            f"quantized_weights=True at stage {stage}.",
+            cause="only stage 3 gathers parameters for a forward or a backward; what stages 1 "
+            "and 2 gather after an update is the parameters themselves.",
+            fix="use stage=3, or leave it out.",
         )
     if reduction.quantized_gradients and stage == 0:
         raise LayoutError(
-            explain(
-                "quantized_gradients=True at stage 0.",
-                cause="stage 0 keeps the whole gradient on every rank, so the sums would have to "
-                "be quantized again to be gathered.",
-                fix="use stage 1, 2 or 3, which scatter them, or leave it out.",
-            )
+            "quantized_gradients=True at stage 0.",
+            cause="stage 0 keeps the whole gradient on every rank, so the sums would have to "
+            "be quantized again to be gathered.",
+            fix="use stage 1, 2 or 3, which scatter them, or leave it out.",
         )
     if reduction.quantized_gradients and axis.dims is not None:
         raise LayoutError(
-            explain(
-                f"quantized_gradients=True on {axis}, a mesh of two dims.",
-                cause="the residual is one rank's; here the sums of several ranks would be rounded "
-                "again, across the replicas.",
-                fix="use a mesh of one dim, or leave it out; quantized_weights work on both.",
-            )
+            f"quantized_gradients=True on {axis}, a mesh of two dims.",
+            cause="the residual is one rank's; here the sums of several ranks would be rounded "
+            "again, across the replicas.",
+            fix="use a mesh of one dim, or leave it out; quantized_weights work on both.",
         )
     return reduction

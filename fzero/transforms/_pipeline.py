@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 
 P = ParamSpec("P")  # the arguments of a step
 R = TypeVar("R")  # what it returns
@@ -75,11 +75,9 @@ class Step(Generic[P, R]):
         init = self.find_init()
         if init is None:
             raise PhaseError(
-                explain(
-                    f"{self!r} has no init: nothing in it says how to shard.",
-                    cause="`fzero.shard` is missing.",
-                    fix="wrap it: fzero.shard(step, stage=...), or call fzero.init(...).",
-                )
+                f"{self!r} has no init: nothing in it says how to shard.",
+                cause="`fzero.shard` is missing.",
+                fix="wrap it: fzero.shard(step, stage=...), or call fzero.init(...).",
             )
         return self.prepared(init(params, optimizer, **options))
 
@@ -168,11 +166,9 @@ def require_function(name: str, fn: Any) -> None:
     """Raise `LayoutError` if the transform `name` is given something else."""
     if not callable(fn):
         raise LayoutError(
-            explain(
-                f"fzero.{name} got a {type(fn).__name__}, not a function.",
-                cause="options were passed by position, or a state in place of the step.",
-                fix=f"write fzero.{name}(step_fn, ...) or @fzero.{name}(...).",
-            )
+            f"fzero.{name} got a {type(fn).__name__}, not a function.",
+            cause="options were passed by position, or a state in place of the step.",
+            fix=f"write fzero.{name}(step_fn, ...) or @fzero.{name}(...).",
         )
 
 
@@ -181,11 +177,9 @@ def require_order(name: str, fn: Any, *, never_around: tuple[str, ...], right: s
     for inside in names_inside(fn):
         if inside in never_around:
             raise LayoutError(
-                explain(
-                    f"fzero.{name} around {describe(fn)}.",
-                    cause=f"{name} was put around {inside}, where it cannot be right.",
-                    fix=f"write {right}.",
-                )
+                f"fzero.{name} around {describe(fn)}.",
+                cause=f"{name} was put around {inside}, where it cannot be right.",
+                fix=f"write {right}.",
             )
 
 
@@ -194,9 +188,7 @@ def returned_pair(name: str, fn: Any, returned: Any) -> tuple[Any, Any]:
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     raise LayoutError(
-        explain(
-            f"{name}: {describe(fn)} returned a {type(returned).__name__}, not (state, aux).",
-            cause="the step returned only the state, or only the loss.",
-            fix="end it with `return state, loss` (or `return state, None`).",
-        )
+        f"{name}: {describe(fn)} returned a {type(returned).__name__}, not (state, aux).",
+        cause="the step returned only the state, or only the loss.",
+        fix="end it with `return state, loss` (or `return state, None`).",
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded, needs_func
 from fzero.collectives import channel_of, cut, gather_parts, sum_parts
-from fzero.errors import NonFiniteError, PhaseError, explain
+from fzero.errors import NonFiniteError, PhaseError
 from fzero.homes import lent, placed
 from fzero.mesh import Axis, Runtime
 from fzero.quantize import ErrorFeedback, residual_of
@@ -162,14 +162,12 @@ def with_lost(state: TrainState, feedback: ErrorFeedback | None) -> TrainState:
 def not_differentiable(option: str) -> PhaseError:
     """Return the error for a step with quantized values under a transform of torch.func."""
     return PhaseError(
-        explain(
-            f"{option}=True, and the step is differentiated, mapped or traced as a whole, or its "
-            "gradient does not come from a backward of its own.",
-            cause="a torch.func transform around grad_and_reduce, arguments that require grad, or "
-            "fzero.add_gradients(reduced=False) outside of a coalescing window.",
-            fix=f"leave {option} out there; transforms inside the loss are fine. In a window, "
-            "add_gradients is too.",
-        )
+        f"{option}=True, and the step is differentiated, mapped or traced as a whole, or its "
+        "gradient does not come from a backward of its own.",
+        cause="a torch.func transform around grad_and_reduce, arguments that require grad, or "
+        "fzero.add_gradients(reduced=False) outside of a coalescing window.",
+        fix=f"leave {option} out there; transforms inside the loss are fine. In a window, "
+        "add_gradients is too.",
     )
 
 

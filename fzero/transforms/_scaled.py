@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import reduce_many
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.homes import lent
 from fzero.optim import unscaled
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState, scale, window
@@ -34,12 +34,10 @@ def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
     if state.progress.backwards:
         before = "without a scale" if held is None else f"with {held.policy}"
         raise PhaseError(
-            explain(
-                f"scale_loss: the state holds gradients of {state.progress.backwards} backwards "
-                f"that were made {before}; now it is {policy}.",
-                cause="scale_loss around a part of a step, or two of them between two updates.",
-                fix="put one fzero.scale_loss around the whole step.",
-            )
+            f"scale_loss: the state holds gradients of {state.progress.backwards} backwards "
+            f"that were made {before}; now it is {policy}.",
+            cause="scale_loss around a part of a step, or two of them between two updates.",
+            fix="put one fzero.scale_loss around the whole step.",
         )
     return state.replace(scale=scale.begin(policy, state.device))
 

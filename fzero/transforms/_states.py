@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import optree
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms._pipeline import returned_pair
 
@@ -20,20 +20,15 @@ def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTre
     for leaf in leaves:
         if not is_state(leaf):
             raise LayoutError(
-                explain(
-                    f"{name}: expected a TrainState or a pytree of them, got a "
-                    f"{type(leaf).__name__}.",
-                    cause="parameters were passed in the place of a state.",
-                    fix="make one with train_step.init(params, optimizer) or fzero.init(...).",
-                )
+                f"{name}: expected a TrainState or a pytree of them, got a {type(leaf).__name__}.",
+                cause="parameters were passed in the place of a state.",
+                fix="make one with train_step.init(params, optimizer) or fzero.init(...).",
             )
     if not leaves:
         raise LayoutError(
-            explain(
-                f"{name}: there is no TrainState in {type(tree).__name__}.",
-                cause="an empty container or None was passed as the state.",
-                fix="pass the state that init or the last step returned.",
-            )
+            f"{name}: there is no TrainState in {type(tree).__name__}.",
+            cause="an empty container or None was passed as the state.",
+            fix="pass the state that init or the last step returned.",
         )
     return leaves, treespec
 

@@ -14,7 +14,7 @@ from torch._C._functorch import (
 )
 from torch.overrides import TorchFunctionMode
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 
 class Watch(TorchFunctionMode):
@@ -45,12 +45,10 @@ class Watch(TorchFunctionMode):
         """Raise, if x is differentiated by, and neither an argument nor a view of one."""
         if id(x) not in self._inputs and self._tracked(x):
             raise LayoutError(
-                explain(
-                    f"remat: the function reads a tensor of {x.dtype}, shape {[*x.shape]}, that "
-                    "requires grad and was not given to it.",
-                    cause="a closure, a global or an attribute; its gradient would silently be "
-                    "missing.",
-                    fix="pass it as an argument, e.g. fzero.remat(layer)(params, x); for a module, "
-                    "fzero.remat(module)(x).",
-                )
+                f"remat: the function reads a tensor of {x.dtype}, shape {[*x.shape]}, that "
+                "requires grad and was not given to it.",
+                cause="a closure, a global or an attribute; its gradient would silently be "
+                "missing.",
+                fix="pass it as an argument, e.g. fzero.remat(layer)(params, x); for a module, "
+                "fzero.remat(module)(x).",
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero._check import is_count, require
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, Policy, TrainState, progress
 from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms._states import flatten_states, is_state, map_states
@@ -118,12 +118,10 @@ def _split(arguments: Any, steps: int) -> list[Any]:
     for accessor, leaf in zip(accessors, leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % steps:
             raise LayoutError(
-                explain(
-                    f"accumulate: argument {accessor.codify('arguments')} of shape "
-                    f"{tuple(leaf.shape)} does not divide into {steps} parts along dim 0.",
-                    cause="a last, shorter batch, or a tensor that is no batch.",
-                    fix=f"use batches of a multiple of {steps}, or close over the tensor.",
-                )
+                f"accumulate: argument {accessor.codify('arguments')} of shape "
+                f"{tuple(leaf.shape)} does not divide into {steps} parts along dim 0.",
+                cause="a last, shorter batch, or a tensor that is no batch.",
+                fix=f"use batches of a multiple of {steps}, or close over the tensor.",
             )
     columns = [
         leaf.chunk(steps)
@@ -143,14 +141,12 @@ def _require_no_state(arguments: Any) -> None:
     for accessor, leaf in zip(accessors, leaves, strict=True):
         if is_state(leaf):
             raise LayoutError(
-                explain(
-                    f"accumulate: argument {accessor.codify('arguments')} is a TrainState, which "
-                    "is no batch to be split.",
-                    cause="the state is the first argument of a step, and stood further back, or "
-                    "a second state was passed beside it.",
-                    fix="write step(state, *batch), with a dict or tuple of states as the first "
-                    "argument if there are several; close over a state that is only read.",
-                )
+                f"accumulate: argument {accessor.codify('arguments')} is a TrainState, which "
+                "is no batch to be split.",
+                cause="the state is the first argument of a step, and stood further back, or "
+                "a second state was passed beside it.",
+                fix="write step(state, *batch), with a dict or tuple of states as the first "
+                "argument if there are several; close over a state that is only read.",
             )
 
 
@@ -161,11 +157,9 @@ def _join(auxes: list[Any]) -> Any:
     for aux in auxes[1:]:
         if optree.tree_structure(aux, namespace=NAMESPACE) != first:
             raise LayoutError(
-                explain(
-                    "accumulate: the step returned aux of another structure for another part.",
-                    cause="aux that depends on the data.",
-                    fix="return the same structure each time.",
-                )
+                "accumulate: the step returned aux of another structure for another part.",
+                cause="aux that depends on the data.",
+                fix="return the same structure each time.",
             )
     return optree.tree_map(_join_leaves, *auxes, namespace=NAMESPACE)
 
@@ -184,9 +178,7 @@ def _join_leaves(*leaves: Any) -> Any:
     if all(leaf == head for leaf in leaves):
         return head
     raise LayoutError(
-        explain(
-            f"accumulate: aux differs between parts: {head!r} and others.",
-            cause="aux that can be neither averaged nor concatenated.",
-            fix="return tensors or numbers.",
-        )
+        f"accumulate: aux differs between parts: {head!r} and others.",
+        cause="aux that can be neither averaged nor concatenated.",
+        fix="return tensors or numbers.",
     )

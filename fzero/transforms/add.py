@@ -9,7 +9,7 @@ import torch
 
 from fzero._modes import in_transform
 from fzero.collectives import cut
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.packing import pack
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.transforms._donate import check_alive
@@ -51,11 +51,9 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     setup, waits = state.setup, state.window.is_open
     if reduced and waits:
         raise LayoutError(
-            explain(
-                "add_gradients: a reduced gradient inside a coalescing window.",
-                cause="the window reduces all that is in it when it closes.",
-                fix="add this rank's own gradient (reduced=False), or add it outside of it.",
-            )
+            "add_gradients: a reduced gradient inside a coalescing window.",
+            cause="the window reduces all that is in it when it closes.",
+            fix="add this rank's own gradient (reduced=False), or add it outside of it.",
         )
     state = with_value(state)
     given = _flats(state, grads)
@@ -85,12 +83,10 @@ def _flats(state: TrainState, grads: Any) -> list[Any]:
             zeros = torch.zeros(like.shape, dtype=dtype, device=device)
             if one is not None and tuple(one.shape) != like.shape:
                 raise LayoutError(
-                    explain(
-                        f"add_gradients: the gradient of {like.path} has shape "
-                        f"{tuple(one.shape)}, the parameter {like.shape}.",
-                        cause="per-sample gradients that were not summed, or another model's.",
-                        fix="give one gradient for each parameter, e.g. g.mean(0).",
-                    )
+                    f"add_gradients: the gradient of {like.path} has shape "
+                    f"{tuple(one.shape)}, the parameter {like.shape}.",
+                    cause="per-sample gradients that were not summed, or another model's.",
+                    fix="give one gradient for each parameter, e.g. g.mean(0).",
                 )
             parts.append(zeros if one is None else one.to(device=device, dtype=dtype))
         flat = pack(layout, index, parts)
@@ -104,12 +100,10 @@ def _by_leaf(layout: Any, grads: Any) -> list[Any]:
     slots, expected = optree.tree_flatten(wanted, none_is_leaf=True, namespace=NAMESPACE)
     if treespec != expected:
         raise LayoutError(
-            explain(
-                f"add_gradients: the gradients have the structure {treespec}, the parameters "
-                f"{expected}.",
-                cause="gradients of another model, or only of a part of it.",
-                fix="give a pytree like the parameters, with None where there is no gradient.",
-            )
+            f"add_gradients: the gradients have the structure {treespec}, the parameters "
+            f"{expected}.",
+            cause="gradients of another model, or only of a part of it.",
+            fix="give a pytree like the parameters, with None where there is no gradient.",
         )
     found: list[Any] = [None] * len(layout.leaves)
     for slot, gradient in zip(slots, leaves, strict=True):

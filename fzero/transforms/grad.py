@@ -75,11 +75,9 @@ def grad_and_reduce(
     """
     if not callable(fn):
         raise LayoutError(
-            explain(
-                f"grad_and_reduce got a {type(fn).__name__} in the place of the loss.",
-                cause="its arguments in another order, or a loss that was called already.",
-                fix="pass the function: grad_and_reduce(loss, state)(batch).",
-            )
+            f"grad_and_reduce got a {type(fn).__name__} in the place of the loss.",
+            cause="its arguments in another order, or a loss that was called already.",
+            fix="pass the function: grad_and_reduce(loss, state)(batch).",
         )
     states, treespec = flatten_states("grad_and_reduce", state)
     for one in states:
@@ -180,11 +178,9 @@ def _require_one_gathers(by_ranks: Sequence[Sequence[TrainState]]) -> None:
     lazy = [axes[0] for axes in gathering if axes]
     if len(lazy) > 1:
         raise AxisError(
-            explain(
-                f"states of stage 3 on {lazy[0]} and on {lazy[1]} under one loss.",
-                cause="models that are sharded over other groups of ranks.",
-                fix="make all but one of them at stages 0 to 2, or on the same mesh.",
-            )
+            f"states of stage 3 on {lazy[0]} and on {lazy[1]} under one loss.",
+            cause="models that are sharded over other groups of ranks.",
+            fix="make all but one of them at stages 0 to 2, or on the same mesh.",
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero._modes import in_transform, require_autograd
 from fzero.collectives import broadcast, cut, told_everywhere
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.homes import placed
 from fzero.mesh import axis_of
 from fzero.optim import (
@@ -196,22 +196,18 @@ def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
     if initializer is None:
         if given.is_meta:
             raise LayoutError(
-                explain(
-                    f"{leaf.path} is on the meta device: it has a shape and no values.",
-                    cause="a model that was built under torch.device('meta').",
-                    fix="give initializer=(path, leaf) -> values, which makes one leaf at a time.",
-                )
+                f"{leaf.path} is on the meta device: it has a shape and no values.",
+                cause="a model that was built under torch.device('meta').",
+                fix="give initializer=(path, leaf) -> values, which makes one leaf at a time.",
             )
         return given
     made = initializer(leaf.path, given)
     if not isinstance(made, Tensor) or tuple(made.shape) != leaf.shape or made.dtype != leaf.dtype:
         seen = f"{tuple(made.shape)} {made.dtype}" if isinstance(made, Tensor) else f"{made!r:.80}"
         raise LayoutError(
-            explain(
-                f"the initializer made {seen} for {leaf.path}, which is {leaf.shape} {leaf.dtype}.",
-                cause="an initializer that writes in place and returns nothing, or another dtype.",
-                fix="return a tensor of the leaf's shape and dtype.",
-            )
+            f"the initializer made {seen} for {leaf.path}, which is {leaf.shape} {leaf.dtype}.",
+            cause="an initializer that writes in place and returns nothing, or another dtype.",
+            fix="return a tensor of the leaf's shape and dtype.",
         )
     return made.detach()
 
@@ -220,12 +216,10 @@ def _require_some(layout: Layout) -> None:
     """Raise, on every rank alike, for a state of nothing."""
     if not layout.leaves:
         raise LayoutError(
-            explain(
-                "there is no parameter.",
-                cause="None or an empty container was passed as the parameters, or a module "
-                "without any.",
-                fix="pass the params that functionalize returned, or any pytree of tensors.",
-            )
+            "there is no parameter.",
+            cause="None or an empty container was passed as the parameters, or a module "
+            "without any.",
+            fix="pass the params that functionalize returned, or any pytree of tensors.",
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from fzero._modes import in_transform, is_recorded
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.homes import at_home
 from fzero.state import TrainState
 from fzero.state.offload import Home, Offload, as_offload
@@ -108,11 +108,9 @@ def _living(state: TrainState, record: Offload) -> TrainState:
         return state
     if state.gradients.held or state.window.pending.held:
         raise PhaseError(
-            explain(
-                f"offload: the state holds gradients, and lives so: {setup.offload.homes}.",
-                cause="fzero.offload around a part of a step.",
-                fix="put one fzero.offload around the whole step.",
-            )
+            f"offload: the state holds gradients, and lives so: {setup.offload.homes}.",
+            cause="fzero.offload around a part of a step.",
+            fix="put one fzero.offload around the whole step.",
         )
     here = state.device
     resolved = as_offload(record, setup.stage, here)

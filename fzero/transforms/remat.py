@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from fzero._ambient import AutocastModes
 from fzero._module_copy import tracks
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.transforms._pipeline import P, R, describe, require_function, require_order
 from fzero.transforms._watch import Watch
@@ -269,12 +269,10 @@ def _refuse_updates(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if tracks(part) and part.training:
             raise LayoutError(
-                explain(
-                    f"remat: {name or 'the module'} ({type(part).__name__}) updates its running "
-                    "statistics, and would do so again when it is recomputed.",
-                    cause="a batch norm in train mode inside remat.",
-                    fix="leave it out of remat, or put it in eval mode.",
-                )
+                f"remat: {name or 'the module'} ({type(part).__name__}) updates its running "
+                "statistics, and would do so again when it is recomputed.",
+                cause="a batch norm in train mode inside remat.",
+                fix="leave it out of remat, or put it in eval mode.",
             )
 
 

@@ -158,23 +158,19 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
     check_alive(state)
     if state.setup.stage != stage:
         raise LayoutError(
-            explain(
-                f"a state of stage {state.setup.stage} was given to a step of stage {stage}"
-                f"{where and f', at {where}'}.",
-                cause="the state came from another step's init.",
-                fix=f"use this step's init, or fzero.shard(step, stage={state.setup.stage}).",
-            )
+            f"a state of stage {state.setup.stage} was given to a step of stage {stage}"
+            f"{where and f', at {where}'}.",
+            cause="the state came from another step's init.",
+            fix=f"use this step's init, or fzero.shard(step, stage={state.setup.stage}).",
         )
     if state.setup.axis != axis:
         raise AxisError(
-            explain(
-                f"a state of {state.setup.axis} was given to a step on {axis}.",
-                cause="the state was made in another world, or inside fzero.simulate."
-                if Runtime.VIRTUAL in (axis.runtime, state.setup.axis.runtime)
-                else "the state was made for another number of ranks, or another mesh.",
-                fix="make it with step.init in this world; fzero.checkpoint moves a state "
-                "from one number of ranks to another.",
-            )
+            f"a state of {state.setup.axis} was given to a step on {axis}.",
+            cause="the state was made in another world, or inside fzero.simulate."
+            if Runtime.VIRTUAL in (axis.runtime, state.setup.axis.runtime)
+            else "the state was made for another number of ranks, or another mesh.",
+            fix="make it with step.init in this world; fzero.checkpoint moves a state "
+            "from one number of ranks to another.",
         )
     _warn_of_graph(state)
 

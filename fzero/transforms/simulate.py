@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero._check import is_count, require
 from fzero._modes import in_transform, is_recorded
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, PhaseError
 from fzero.state import NAMESPACE
 from fzero.transforms._donate import empty
 from fzero.transforms._pipeline import P, R, Step, Transform, transform
@@ -91,11 +91,9 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
         def init(params: Any, optimizer: Any, **options: Any) -> Any:
             if not isinstance(inner, Step):
                 raise LayoutError(
-                    explain(
-                        "simulate(...).init: the function inside has no init.",
-                        cause="`fzero.shard` is missing.",
-                        fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...).",
-                    )
+                    "simulate(...).init: the function inside has no init.",
+                    cause="`fzero.shard` is missing.",
+                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...).",
                 )
             _check([], (), world_size)
             return _stack(run_ranks(lambda _: inner.init(params, optimizer, **options), world_size))
@@ -121,25 +119,21 @@ def _of_rank(leaf: Tensor, rank: int) -> Tensor:
 def _check(leaves: list[Any], arguments: Any, world_size: int) -> None:
     if current_ranks() is not None or in_transform() or is_recorded(leaves):
         raise PhaseError(
-            explain(
-                "simulate: called inside another simulate, a torch.func transform or a trace.",
-                cause="the transform was put around simulate; virtual ranks are threads, which "
-                "no transform reaches.",
-                fix="put it inside: fzero.simulate(torch.func.grad(fn), world_size=...); trace on "
-                "one rank, or in processes.",
-            )
+            "simulate: called inside another simulate, a torch.func transform or a trace.",
+            cause="the transform was put around simulate; virtual ranks are threads, which "
+            "no transform reaches.",
+            fix="put it inside: fzero.simulate(torch.func.grad(fn), world_size=...); trace on "
+            "one rank, or in processes.",
         )
     accessors = optree.tree_accessors(arguments, namespace=NAMESPACE)
     for accessor, leaf in zip(accessors, leaves, strict=False):
         if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != world_size):
             raise LayoutError(
-                explain(
-                    f"simulate: {accessor.codify('arguments')} has shape {tuple(leaf.shape)}; "
-                    f"dim 0 must be the {world_size} ranks.",
-                    cause="one batch was passed in place of one for each rank.",
-                    fix=f"stack one for each rank, or tensor.expand({world_size}, ...) to give "
-                    "all the same; make states with simulate(...).init.",
-                )
+                f"simulate: {accessor.codify('arguments')} has shape {tuple(leaf.shape)}; "
+                f"dim 0 must be the {world_size} ranks.",
+                cause="one batch was passed in place of one for each rank.",
+                fix=f"stack one for each rank, or tensor.expand({world_size}, ...) to give "
+                "all the same; make states with simulate(...).init.",
             )
 
 
@@ -169,11 +163,9 @@ def _stack_leaf(column: list[Any]) -> Any:
         shapes = {tuple(x.shape) for x in column}
         if len(shapes) > 1 or len(column) < size:
             raise LayoutError(
-                explain(
-                    f"simulate: the ranks returned tensors {sorted(shapes)}, or no tensor.",
-                    cause="a result whose size depends on the rank.",
-                    fix="pad it to one shape, or reduce it first.",
-                )
+                f"simulate: the ranks returned tensors {sorted(shapes)}, or no tensor.",
+                cause="a result whose size depends on the rank.",
+                fix="pad it to one shape, or reduce it first.",
             )
         return torch.stack(column)
     if isinstance(head, int | float):
@@ -181,11 +173,9 @@ def _stack_leaf(column: list[Any]) -> Any:
     if all(x is head or x == head for x in column):
         return head
     raise LayoutError(
-        explain(
-            f"simulate: the ranks returned different values: {column!r}.",
-            cause="a result that is no tensor and no number, and differs by rank.",
-            fix="return tensors or numbers.",
-        )
+        f"simulate: the ranks returned different values: {column!r}.",
+        cause="a result that is no tensor and no number, and differs by rank.",
+        fix="return tensors or numbers.",
     )
 
 
@@ -196,23 +186,19 @@ def _unlike(rank: int, theirs: Any, first: Any) -> LayoutError:
     there = optree.tree_structure(first, is_leaf=is_state, namespace=NAMESPACE)
     if here != there:
         return LayoutError(
-            explain(
-                f"simulate: rank {rank} returned {here}, rank 0 {there}.",
-                cause="a branch that depends on the rank.",
-                fix="return the same structure on every rank.",
-            )
+            f"simulate: rank {rank} returned {here}, rank 0 {there}.",
+            cause="a branch that depends on the rank.",
+            fix="return the same structure on every rank.",
         )
     pairs = zip(here.flatten_up_to(theirs), there.flatten_up_to(first), strict=True)
     found = (_differing_fact(mine, other) for mine, other in pairs if is_state(mine))
     name, mine, other = next(filter(None, found), ("structure", here, there))
     return LayoutError(
-        explain(
-            f"simulate: rank {rank} returned a state with {name} = {mine!r:.200}, "
-            f"rank 0 one with {other!r:.200}.",
-            cause="a state, its optimizer or the schedule of its lr was made inside the simulated "
-            "function, anew on each rank; or the ranks took other ways between two updates.",
-            fix="make schedules and optimizers once, outside; make states with simulate(...).init.",
-        )
+        f"simulate: rank {rank} returned a state with {name} = {mine!r:.200}, "
+        f"rank 0 one with {other!r:.200}.",
+        cause="a state, its optimizer or the schedule of its lr was made inside the simulated "
+        "function, anew on each rank; or the ranks took other ways between two updates.",
+        fix="make schedules and optimizers once, outside; make states with simulate(...).init.",
     )
 
 

@@ -235,12 +235,9 @@ class DeepSpeedEngine(Engine):
         """
         if not load_module_strict:
             raise LayoutError(
-                explain(
-                    "load_checkpoint(load_module_strict=False).",
-                    cause="a checkpoint of another model.",
-                    fix="load it with strict=True; or take single values: "
-                    "engine.set_full_parameter.",
-                )
+                "load_checkpoint(load_module_strict=False).",
+                cause="a checkpoint of another model.",
+                fix="load it with strict=True; or take single values: engine.set_full_parameter.",
             )
         counters = not load_module_only
         optimizer = load_optimizer_states and counters
@@ -262,10 +259,8 @@ class DeepSpeedEngine(Engine):
 
 def _unmanaged(name: str) -> PhaseError:
     return PhaseError(
-        explain(
-            f"{name} with managed_gradient_accumulation = false.",
-            cause="a call that tells which micro-batch is the last; here each step() updates, and "
-            "divides by the number of backwards.",
-            fix="leave the call out, or set managed_gradient_accumulation = true.",
-        )
+        f"{name} with managed_gradient_accumulation = false.",
+        cause="a call that tells which micro-batch is the last; here each step() updates, and "
+        "divides by the number of backwards.",
+        fix="leave the call out, or set managed_gradient_accumulation = true.",
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fzero.adapter import _parts as parts
 from fzero.adapter._access import Access
 from fzero.adapter._driver import OWNERS
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
 
 
@@ -124,12 +124,10 @@ def _of(param: Any) -> tuple[Access, str, bool]:
     path = next((path for path, p in named.items() if p is param), None)
     if driver is None or path is None:
         raise LayoutError(
-            explain(
-                f"no open engine has this {type(param).__name__}.",
-                cause="a parameter from before the engine was made (another object), of another "
-                "model, or of an engine that was closed.",
-                fix="take it from engine.module.parameters().",
-            )
+            f"no open engine has this {type(param).__name__}.",
+            cause="a parameter from before the engine was made (another object), of another "
+            "model, or of an engine that was closed.",
+            fix="take it from engine.module.parameters().",
         )
     access = Access()
     access._driver = driver

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from fzero.adapter.deepspeed._keys import Key, Use
 from fzero.adapter.deepspeed._kinds import KINDS, as_bool, same
 from fzero.adapter.deepspeed._zero_keys import KEYS, NEAR, RENAMED, SWITCHES
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 Problem = str
@@ -303,6 +303,6 @@ class ConfigError(LayoutError):
 
 def config_error(seen: str, *, cause: str, fix: str) -> ConfigError:
     """The error of a config that cannot be followed."""
-    error = ConfigError(explain(seen, cause=cause, fix=fix))
+    error = ConfigError(seen, cause=cause, fix=fix)
     error.problem = f"{seen.removeprefix('config: ').removesuffix('.')}: {fix}"
     return error

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.adapter import Engine
+from fzero.adapter import Autocast, Engine
 from step.contestants import Contestant, Setup, Step, adamw
-from step.fzero_contestants import AWAY
+from step.fzero_contestants import AWAY, LOWERED
 from step.models import Batch, Task
 
 
@@ -53,10 +53,12 @@ def adapter_contestants(task: Task) -> list[Contestant]:
             away = fzero.Offload(**homes, folder=tempfile.gettempdir())
             disk = partial(at, offload=away)
             found.append(Contestant(name=f"{name}_disk", stage=stage, once=True, build=disk))
-            low = partial(at, autocast=torch.bfloat16)
-            found.append(
-                Contestant(name=f"{name}_bf16", stage=f"{stage} bf16", once=True, build=low)
-            )
+            for ending, safe in (("bf16", None), ("bf16_all", LOWERED)):
+                lower = Autocast(dtype=torch.bfloat16, lower_precision_safe_modules=safe)
+                low = partial(at, autocast=lower)
+                found.append(
+                    Contestant(name=f"{name}_{ending}", stage=f"{stage} bf16", once=True, build=low)
+                )
         if several:
             coalesced = partial(at, coalesce=True)
             found.append(Contestant(name=f"{name}_coal", stage=stage, once=True, build=coalesced))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fzero
 from step.contestants import ADAMW, Contestant, Setup, Step
@@ -16,6 +16,10 @@ from step.models import Batch, Task
 
 AWAY = {2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "params")}
 """What lives on disk where the name says so."""
+
+LOWERED = (nn.Linear, nn.Embedding, nn.LayerNorm)
+"""Modules whose parameters cross ranks in bf16 where the name ends in `_bf16_all`: all of them, as
+FSDP2's policy has it. By default an embedding and a norm cross in fp32."""
 
 Reshard = bool | Literal["window"]
 
@@ -27,10 +31,14 @@ def build(
     coalesce: bool = False,
     reshard_after_forward: Reshard = True,
     dtype: torch.dtype = torch.float32,
+    safe: Sequence[type[nn.Module]] | None = None,
     away: Sequence[str] = (),
     compiled: bool = False,
 ) -> Step:
-    """One donated, sharded step, computed in `dtype`; the parts of the state in `away` on disk."""
+    """One donated, sharded step, computed in `dtype`; the parts of the state in `away` on disk.
+
+    Parameters of the modules that are `safe` cross ranks in `dtype`; None is fzero's default.
+    """
     apply, params = fzero.functionalize(setup.task.module())
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
@@ -44,7 +52,7 @@ def build(
         return fzero.apply_gradients(state), torch.stack(losses).sum()
 
     on_disk: dict[str, Any] = dict.fromkeys(away, "disk")
-    low = fzero.autocast(step_fn, dtype=dtype)
+    low = fzero.autocast(step_fn, dtype=dtype, lower_precision_safe_modules=safe)
     low = fzero.offload(low, **on_disk, folder=tempfile.gettempdir())
     inner = fzero.coalesce(low) if coalesce else low
     train_step = fzero.shard(
@@ -82,6 +90,8 @@ def _at_once() -> list[Row]:
             rows.append((f"fzero{stage}_disk", str(stage), True, at | {"away": AWAY[stage]}))
             low = at | {"dtype": torch.bfloat16}
             rows.append((f"fzero{stage}_bf16", f"{stage} bf16", True, low))
+            every = low | {"safe": LOWERED}
+            rows.append((f"fzero{stage}_bf16_all", f"{stage} bf16", True, every))
         if stage != 1:
             rows.append((f"fzero{stage}_compiled", str(stage), True, at | {"compiled": True}))
     kept = {"stage": 3, "reshard_after_forward": False}

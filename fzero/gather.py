@@ -26,6 +26,7 @@ from fzero.packing import unpack
 from fzero.partition import shard_of
 from fzero.placeholder import LazyParam
 from fzero.state.layout import Layout, Leaf
+from fzero.virtual import current_ranks, read_elsewhere
 
 
 class Gatherer:
@@ -43,6 +44,7 @@ class Gatherer:
         self._layouts: list[Layout] = []
         self._axes: list[Axis] = []  # of each unit
         self._count = 0  # of groups
+        self._here = current_ranks()  # the virtual rank whose values these are
         for layout, axis in zip(layouts, axes, strict=True):
             self.add(layout, axis)
         self.held: dict[int, FullUnit] = {}
@@ -91,7 +93,10 @@ class Gatherer:
 
     def leaf(self, group: int, position: int) -> Tensor:
         """Return one full leaf of a group, gathering its unit unless it is here."""
-        unit = self._unit_of[group]
+        unit, here = self._unit_of[group], current_ranks()
+        if here and self._here and here.rank != self._here.rank:
+            path = self.leaves_of(group)[position].path
+            raise read_elsewhere(path, self._here.rank, here.rank)
         self.use(unit)
         return self.held[unit].leaves[self.units[unit].index(group)][position]
 

@@ -115,6 +115,17 @@ def require_no_trace(op: str) -> None:
         )
 
 
+def read_elsewhere(path: str, owner: int, reader: int) -> PhaseError:
+    """Return the error for a parameter of one virtual rank that another one reads."""
+    return PhaseError(
+        f"the parameter {path!r} of virtual rank {owner} is read on virtual rank {reader}.",
+        cause="one module for all ranks, into which torch.func.functional_call put the parameters "
+        "of a rank while another one was inside of its forward.",
+        fix="call it by `apply, params = fzero.functionalize(module)`, or give functional_call "
+        "a copy of its own: `functional_call(copy.deepcopy(module), params, args)`.",
+    )
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is under way on this rank."""
     if current_ranks() is None or is_abstract():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 import fzero
 from fzero.errors import LayoutError, PhaseError
@@ -158,3 +160,30 @@ def test_states_that_differ_are_refused_by_the_fact_in_which_they_do(make: Any, 
     seen, cause, fix = str(caught.value).splitlines()
     assert len(seen) < 300 and "schedule of its lr" in cause
     assert fix.startswith("Fix: make schedules and optimizers once, outside")
+
+
+def test_one_module_for_all_ranks_gives_no_rank_the_parameters_of_another() -> None:
+    """At stage 3 a rank pauses in a forward, while another one puts its own into the module."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(2, 5, 3)
+
+    def trained(of_a_call: Any) -> Tensor:
+        def loss_fn(p: Any, x: Tensor) -> Tensor:
+            return functional_call(of_a_call(), p, (x,)).square().mean()
+
+        def step_fn(state: Any, x: Tensor) -> Any:
+            state = fzero.apply_gradients(fzero.grad_and_reduce(loss_fn, state)(x)[0])
+            return state, fzero.full_params(state)["2.weight"]
+
+        step = fzero.simulate(fzero.shard(step_fn, stage=3), world_size=2)
+        return step(step.init(dict(module.named_parameters()), fzero.optim.sgd(0.5)), x)[1][0]
+
+    shared = copy.deepcopy(module)
+    with pytest.raises(PhaseError, match=r"of virtual rank 1 is read on virtual rank 0") as caught:
+        trained(lambda: shared)
+    assert "fzero.functionalize(module)" in str(caught.value)
+
+    torch.stack([module(part).square().mean() for part in x]).mean().backward()
+    weight: Any = module[2].weight
+    got = trained(lambda: copy.deepcopy(module))
+    torch.testing.assert_close(got, weight.detach() - 0.5 * weight.grad)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,27 +102,56 @@ def sharded_init(mesh: MeshLike = None) -> Iterator[None]:
     if axis.shards.runtime is Runtime.LOCAL:
         yield
         return
-    unowned = _Unowned(axis)
-    made: dict[int, nn.Module] = {}
+    block = _Block(_Unowned(axis), {})
+    with _watched(block):
+        yield
+    for module in list(block.made.values()):
+        block.unowned.take(module)
 
-    def on_parameter(module: nn.Module, name: str, param: Any) -> None:
-        made[id(module)] = module
 
-    def on_module(module: nn.Module, name: str, child: Any) -> None:
-        if isinstance(child, nn.Module):
-            unowned.take(child)
+class _Block(NamedTuple):
+    """A block of `sharded_init` on this rank: who shards, and the modules with parameters."""
 
-    handles = [
-        register_module_parameter_registration_hook(on_parameter),
-        register_module_module_registration_hook(on_module),
-    ]
+    unowned: _Unowned
+    made: dict[int, nn.Module]
+
+
+_HERE: ContextVar[_Block | None] = ContextVar("sharded_init", default=None)
+_BLOCKS: list[_Block] = []  # of all virtual ranks
+_HANDLES: list[Any] = []
+
+
+@contextmanager
+def _watched(block: _Block) -> Iterator[None]:
+    """Tell the block of each module and parameter that is registered on this rank.
+
+    torch has these hooks for the process. A virtual rank pauses inside of one, so they are there
+    from the first block that begins to the last one that ends, and act for the rank that runs.
+    """
+    if not _BLOCKS:
+        _HANDLES.append(register_module_parameter_registration_hook(_on_parameter))
+        _HANDLES.append(register_module_module_registration_hook(_on_module))
+    _BLOCKS.append(block)
+    before = _HERE.set(block)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-    for module in list(made.values()):
-        unowned.take(module)
+        _HERE.reset(before)
+        _BLOCKS.remove(block)
+        while _HANDLES and not _BLOCKS:
+            _HANDLES.pop().remove()
+
+
+def _on_parameter(module: nn.Module, name: str, param: Any) -> None:
+    block = _HERE.get()
+    if block is not None:
+        block.made[id(module)] = module
+
+
+def _on_module(module: nn.Module, name: str, child: Any) -> None:
+    block = _HERE.get()
+    if block is not None and isinstance(child, nn.Module):
+        block.unowned.take(child)
 
 
 @contextmanager

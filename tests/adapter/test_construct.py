@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fzero
 from fzero.adapter import Engine, gathered, sharded_init
 from fzero.placeholder import LazyParam
 from tests.adapter.on_ranks import each_stage, on_ranks
@@ -111,6 +112,29 @@ def test_sharded_init_that_raises_shards_nothing_that_is_made_later() -> None:
     with pytest.raises(ZeroDivisionError), sharded_init():
         raise ZeroDivisionError
     assert type(nn.Linear(2, 2).weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_virtual_ranks_may_make_their_models_under_sharded_init(world_size: int) -> None:
+    """torch's hooks of registration are the process's, and a rank pauses inside of them."""
+
+    def train(rank: Tensor) -> Tensor:
+        module = made(int(rank), Everything)
+        assert all(isinstance(p, LazyParam) for p in module.parameters())
+        same_values(module, made(int(rank), Everything, sharded=False))
+        engine = Engine(module, functools.partial(torch.optim.SGD, lr=0.25), stage=3)
+        engine.backward(everything_loss(engine, 0, 0))
+        engine.step()
+        return engine.full_parameter("head.weight")
+
+    weights = fzero.simulate(train, world_size=world_size)(torch.arange(world_size))
+    plain = made(0, Everything, sharded=False)
+    everything_loss(plain, 0, 0).backward()
+    weight = plain.get_parameter("head.weight")
+    assert weight.grad is not None
+    wanted = (weight.detach() - 0.25 * weight.grad).expand_as(weights)
+    torch.testing.assert_close(weights, wanted)
+    assert type(nn.Linear(2, 2).weight) is nn.Parameter  # made after the block: whole
 
 
 SIDE = 37

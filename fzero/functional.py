@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from fzero._module_copy import Template, update_error
 from fzero.errors import LayoutError
 from fzero.partition import unit_of
+from fzero.state.buffers import Buffers
 from fzero.state.precision import remember_owners
 
 Tensors = dict[str, Tensor]
@@ -200,6 +201,13 @@ def functionalize(
 
 def _check(kind: str, shapes: dict[str, torch.Size], given: Any) -> None:
     """Compare names and shapes; the values are not touched, they may be any kind of tensor."""
+    if isinstance(given, Buffers):
+        raise LayoutError(
+            f"{kind} is the {kind} of a state: flat tensors, which may be shards.",
+            cause="`apply(state.params, ...)`.",
+            fix="in a loss use the params that grad_and_reduce gives it; elsewhere "
+            "`apply(fzero.full_params(state), ...)`.",
+        )
     if not isinstance(given, Mapping):
         raise _mismatch(f"{kind} is a {type(given).__name__}, not a dict of name to tensor.")
     missing = [path for path in shapes if path not in given]

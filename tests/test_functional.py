@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 
+import fzero
 from fzero.errors import LayoutError
 from fzero.functional import functionalize, unit_of
 
@@ -306,3 +307,12 @@ def test_params_of_another_module_are_refused(edit: Callable[[Any], Any], messag
     apply, params = functionalize(nn.Linear(2, 3))
     with pytest.raises(LayoutError, match=message + r"[^$]*Fix: pass what `functionalize` return"):
         apply(edit(params), torch.ones(2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_params_of_a_state_are_refused_with_the_way_to_those_of_the_module(stage: int) -> None:
+    apply, params = functionalize(nn.Linear(2, 3))
+    state: Any = fzero.init(params, fzero.optim.sgd(0.1), stage=stage)
+    with pytest.raises(LayoutError, match=r"apply\(fzero.full_params\(state\), ...\)"):
+        apply(state.params, torch.ones(2))
+    assert apply(fzero.full_params(state), torch.ones(2)).shape == (3,)

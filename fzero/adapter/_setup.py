@@ -18,7 +18,8 @@ from fzero.adapter._module import require_one_device, require_plain
 from fzero.adapter._options import Options, compared, require_options
 from fzero.adapter._units import unit_of_leaves
 from fzero.collectives import assert_same_everywhere, told_everywhere
-from fzero.mesh import Axis
+from fzero.errors import PhaseError
+from fzero.mesh import Axis, Runtime
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
 from fzero.state import Policy, Setup
 from fzero.state.precision import as_autocast, owners_in
@@ -26,6 +27,7 @@ from fzero.state.scale import ScalePolicy, as_policy, dynamic
 from fzero.transforms._options import check_stage
 from fzero.transforms._plan import COMPARED, plan
 from fzero.transforms.scale_loss import Scale
+from fzero.virtual import current_ranks, is_abstract
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of the parameters that learn."""
@@ -42,6 +44,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         autocast = as_autocast(options.autocast)
         unit, warning = unit_of_leaves(module, options.leaf_modules)
         chosen = _as_optimizer(optimizer, options)
+    _require_own(module, axis)
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)
     setup = plan(
@@ -66,6 +69,23 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         check_finite=updating.check_finite,
     )
     return replace(setup, policy=policy)
+
+
+def _require_own(module: nn.Module, axis: Axis) -> None:
+    """Refuse one module for all virtual ranks: each came here before any had an engine."""
+    here = current_ranks()
+    if here is None or is_abstract() or axis.runtime is not Runtime.VIRTUAL:
+        return
+    different = here.exchange("the module of an engine", id(module), set)
+    if len(different) < here.size:
+        raise PhaseError(
+            f"{here.size} virtual ranks make an engine each, of {len(different)} modules in all "
+            f"({type(module).__name__}).",
+            cause="a module that was made outside of the function that fzero.simulate runs; "
+            "virtual ranks share Python's objects.",
+            fix="make the module, its optimizer and the engine inside of that function, or "
+            "give each rank a copy: Engine(copy.deepcopy(module), ...).",
+        )
 
 
 def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:

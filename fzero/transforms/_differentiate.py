@@ -82,7 +82,11 @@ def loss_and_aux(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
     else:
         loss, aux = returned, None
     if isinstance(loss, tuple) and not has_aux:
-        raise _bad_loss(f"the loss is a tuple of {len(loss)}", "pass has_aux=True for (loss, aux)")
+        raise _bad_loss(
+            f"the loss is a tuple of {len(loss)}",
+            "pass has_aux=True for (loss, aux); of several losses return the sum, or call "
+            "grad_and_reduce for each: gradients add up",
+        )
     if not isinstance(loss, Tensor):
         raise _bad_loss(f"the loss is a {type(loss).__name__}", "return a scalar tensor")
     if loss.ndim:
@@ -95,7 +99,7 @@ def loss_and_aux(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
 def _bad_loss(seen: str, fix: str) -> LayoutError:
     return LayoutError(
         f"grad_and_reduce: {seen}; it must be one number.",
-        cause="per-sample losses, or outputs returned beside the loss.",
+        cause="per-sample losses, several losses, or outputs returned beside the loss.",
         fix=f"{fix}.",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import fzero
 from fzero.adapter import Engine
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import F64, Net, linear
@@ -81,6 +83,22 @@ def test_a_module_or_a_part_of_it_has_one_open_engine_at_most(
     update(engine, Reference(Net, world_size), rank, 0)
     engine.close()
     Engine(whole, torch.optim.SGD, stage=stage).close()
+
+
+@each_stage
+def test_one_module_for_the_engines_of_all_virtual_ranks_is_refused(stage: int) -> None:
+    """Each rank comes to its engine before any other has one."""
+    shared = linear(3, 3)
+
+    def make(copied: bool) -> int:
+        Engine(copy.deepcopy(shared) if copied else shared, torch.optim.SGD, stage=stage).close()
+        return 1
+
+    on_two = fzero.simulate(make, world_size=2)
+    with pytest.raises(PhaseError, match=r"of 1 modules in all[\s\S]*Fix: make the module"):
+        on_two(False)
+    assert on_two(True).tolist() == [1, 1]
+    Engine(shared, torch.optim.SGD, stage=stage).close()  # nothing had begun
 
 
 def used_adam(module: nn.Module) -> torch.optim.Optimizer:

@@ -125,6 +125,7 @@ BAD_LOSSES = [
     (lambda p: p["w"].sum().item(), r"is a float[\s\S]*Fix: return a scalar tensor"),
     (lambda p: p["w"].sum().long(), r"dtype torch.int64[\s\S]*Fix: return a floating"),
     (lambda p: (p["w"].sum(), 1), r"a tuple of 2[\s\S]*Fix: pass has_aux=True"),
+    (lambda p: (p["w"].sum(), p["w"].prod()), r"of several losses return the sum, or call grad"),
 ]
 
 

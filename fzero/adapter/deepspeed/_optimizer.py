@@ -67,8 +67,9 @@ def described(values: Mapping[str, Any]) -> tuple[Factory | None, list[Problem]]
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     } | {"lion": Lion}
     if kind in _NOT_TORCHS or kind not in classes:
+        near = close_to(kind, classes.keys() - set(_NOT_TORCHS))
         return None, [
-            f"optimizer.type = {name!r}: not supported (near: {close_to(kind, classes)}); use one "
+            f"optimizer.type = {name!r}: not supported (near: {near}); use one "
             "of torch.optim, or pass initialize(optimizer=...) a class or a factory."
         ]
     cls = classes[kind]

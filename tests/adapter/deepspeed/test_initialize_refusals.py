@@ -54,6 +54,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     (optimizer("OneBitAdam"), r"optimizer.type = 'OneBitAdam': not supported"),
     (optimizer("Muon"), r"optimizer.type = 'Muon': not supported"),
     (optimizer("AdmaW"), r"near: adamw"),
+    (optimizer("Muon"), r"'Muon': not supported \(near: nothing\); use one of torch.optim"),
     (optimizer("LBFGS"), r"LBFGS cannot step"),
     (optimizer("OneBitAdam", freeze_step=3), r"optimizer.type = 'OneBitAdam'"),
     (optimizer("Adam", freeze_step=3), r"params.freeze_step = 3: use Adam"),

@@ -6,6 +6,7 @@ import copy
 import io
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.func import functional_call, grad, vmap
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import fzero
 from fzero.adapter import Engine, gathered
 from fzero.errors import LayoutError
 from tests.adapter.nets import Net
 from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import Draw, Reference, back, engine_of, same, seeded
+from tests.adapter.plain import Draw, Reference, back, engine_of, same, seeded, sgd_of, update
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it then
+MEAN = get_ema_multi_avg_fn(0.5)
 
 
 def made(stage: int, rank: int) -> Engine:
@@ -244,6 +247,30 @@ def test_a_full_state_dict_has_every_name_and_can_be_loaded_again(stage: int) ->
     with gathered(engine.module, modify=True):
         engine.module.load_state_dict(other)
     same(engine.full_state_dict(), other, 0.0)
+
+
+@on_ranks(1, 2)
+@each_stage
+def test_averages_of_the_parameters_are_those_of_one_process(
+    rank: int, world_size: int, stage: int
+) -> None:
+    """The one that is whole was made before the engine; the other one is of this rank's shards."""
+    module, reference = seeded(Net), Reference(Net, world_size)
+    whole, wanted = (AveragedModel(m, multi_avg_fn=MEAN) for m in (module, reference.module))
+    engine = Engine(module, sgd_of(module), stage=stage)
+    held = engine.state.params
+    shards = torch._foreach_add(list(held.flats), 0.0)
+    for number in range(3):
+        update(engine, reference, rank, number)
+        whole.update_parameters(module)
+        wanted.update_parameters(reference.module)
+        rate = 1.0 if number == 0 else 0.5  # torch's average begins with a copy
+        torch._foreach_lerp_(shards, list(engine.state.params.flats), rate)
+    state = engine.state.replace(params=replace(held, flats=tuple(shards)))
+    found: Any = fzero.full_params(state)
+    for path, p in wanted.module.named_parameters():
+        torch.testing.assert_close(whole.module.get_parameter(path), p)
+        torch.testing.assert_close(found[path], p.detach())
 
 
 @on_ranks(1, 2)

@@ -190,15 +190,13 @@ class Driver:
         elif p.grad is not None:
             self.running.finite.gradient(0, leaf, p.grad)
             self.running.reducer.take(0, leaf, p)
-            self.gradients.stand_again(p)  # create_graph=True: autograd put another one there
+        self.gradients.stand_for(p)  # the user's hooks come after this one
 
     def _refuse(self, p: Tensor) -> None:
         """Let go of a gradient that must not be used: the next backward would add to it."""
         if isinstance(p.grad, HeldGradient):
             p.grad.taken()
-        else:
-            p.grad = None
-            self.gradients.stand_again(p)
+        self.gradients.stand_for(p)
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""

@@ -78,7 +78,7 @@ class Events:
         self._handles = [
             module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
             module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
-            *[p.register_post_accumulate_grad_hook(self._hook_of(leaf)) for p, leaf in learning],
+            *[_first_hook(p, self._hook_of(leaf)) for p, leaf in learning],
         ]
 
     def remove(self) -> None:
@@ -252,6 +252,20 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_nothing,)
+
+
+def _first_hook(p: Any, hook: Callable[[Tensor], None]) -> Any:
+    """Register a hook of the gradient before those of the user.
+
+    They would otherwise find the rank's own gradient, and an optimizer that steps there would
+    make other parameters on each rank.
+    """
+    users = dict(p._post_accumulate_grad_hooks or {})
+    handle = p.register_post_accumulate_grad_hook(hook)
+    for number, later in users.items():  # torch calls them in the order in which they came
+        del p._post_accumulate_grad_hooks[number]
+        p._post_accumulate_grad_hooks[number] = later
+    return handle
 
 
 def _nothing(*_: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.adapter._autograd import in_backward
+from fzero.adapter._autograd import current_graph_task
 from fzero.errors import LayoutError, PhaseError
 
 _WAYS = {
@@ -27,12 +27,13 @@ class HeldGradient(Tensor):
 
     path: str
     arrived: Tensor | None
+    task: int  # the graph task that brought the last gradient: what writes in it is a user's hook
 
     @staticmethod
     def __new__(cls, p: Tensor, path: str) -> HeldGradient:
         """Make the stand-in for the gradient of `p`."""
         made = Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
-        made.path, made.arrived = path, None
+        made.path, made.arrived, made.task = path, None, -1
         return made
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -43,11 +44,11 @@ class HeldGradient(Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         held = next(x for x in _flat(args) if isinstance(x, HeldGradient))
-        inside = in_backward()
-        if func is torch.ops.aten.add_.Tensor and args[0] is held and inside:
+        comes = current_graph_task() not in (-1, held.task)
+        if func is torch.ops.aten.add_.Tensor and args[0] is held and comes:
             held.arrived = args[1]
             return held
-        if func is torch.ops.aten.add.Tensor and args[0] is held and inside:  # create_graph
+        if func is torch.ops.aten.add.Tensor and args[0] is held and comes:  # create_graph
             return args[1]
         raise held._refusal(str(func))
 
@@ -56,8 +57,8 @@ class HeldGradient(Tensor):
         return PhaseError(
             f"the gradient of {self.path} was read or written through p.grad ({name}).",
             cause="code that works on p.grad: clipping, a GradScaler, an optimizer that was "
-            "made after the engine, or an all-reduce by hand. The engine holds gradients "
-            "reduced, and sharded over the ranks.",
+            "made after the engine or steps in a gradient hook, or an all-reduce by hand. The "
+            "engine holds gradients reduced, and sharded over the ranks.",
             fix=f"use {way or 'engine.full_gradient(path), engine.set_full_gradient(path, g)'}"
             "; engine.step() runs the optimizer that the engine was made with.",
         )
@@ -135,10 +136,10 @@ class Gradients:
         """The user has taken the stand-ins away."""
         self._standing = False
 
-    def stand_again(self, p: Tensor) -> None:
-        """Put the stand-in of one parameter back, if all are in their places."""
-        if self._standing:
-            p.grad = self._of[id(p)]
+    def stand_for(self, p: Tensor) -> None:
+        """Put the stand-in of one parameter in its place: the engine took the gradient."""
+        p.grad = held = self._of[id(p)]
+        held.task = current_graph_task()
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""

@@ -81,6 +81,50 @@ def test_reading_or_writing_a_gradient_through_p_grad_raises_and_names_the_engin
     assert all(p.grad is None for p in params(e))
 
 
+def stepping(p: nn.Parameter) -> Callable[[Any], None]:
+    """An optimizer in the backward: it steps as soon as this parameter has its gradient."""
+    own = torch.optim.SGD([p], lr=LR)
+    return lambda _: own.step()
+
+
+HOOKS: dict[str, Callable[[nn.Parameter], Callable[[Any], None]]] = {
+    "an optimizer's step": stepping,
+    "added to": lambda p: lambda p: p.grad.add_(1.0),
+    "read": lambda p: lambda p: p.grad + 1.0,
+}
+
+
+@on_ranks(1, 2)
+@each_stage
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_on_p_grad_raises_whether_it_or_the_engine_was_there_first(
+    rank: int, world_size: int, stage: int, name: str, first: bool
+) -> None:
+    module = linear(3, 2)
+    handles: list[Any] = []
+
+    def hook() -> None:
+        for p in module.parameters():
+            handles.append(p.register_post_accumulate_grad_hook(HOOKS[name](p)))
+
+    if first:
+        hook()
+    e = Engine(module, torch.optim.SGD(module.parameters(), lr=LR), stage=stage)
+    if not first:
+        hook()
+    before = e.full_parameters()
+    for _ in range(2):  # the second time the stand-ins are there already
+        with pytest.raises(FzeroError, match=r"engine\.step\(\)"):
+            e.backward(e.module(torch.full((1, 3), 1.0 + rank, dtype=torch.float64)).sum())
+    same(e.full_parameters(), before, 0.0)
+    for handle in handles:
+        handle.remove()
+    e.zero_grad()
+    e.backward(e.module(torch.ones(1, 3, dtype=torch.float64)).sum())
+    assert e.full_gradient("bias").tolist() == [1.0] * module.bias.numel()
+
+
 def set_to_none(e: Engine) -> None:
     for p in params(e):
         p.grad = None

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fzero._module_copy import Template, update_error
 from fzero.errors import LayoutError
-from fzero.partition import unit_of
+from fzero.partition import is_dtensor, unit_of
 from fzero.state.buffers import Buffers
 from fzero.state.precision import remember_owners
 
@@ -244,6 +244,10 @@ def _refuse(module: nn.Module) -> None:
         elif isinstance(part, nn.DataParallel | DistributedDataParallel):
             seen, cause = "already spreads a module over devices", "it was wrapped before."
             fix = "pass the module inside it (`.module`)."
+        elif any(map(is_dtensor, own)):
+            seen = "has DTensors for parameters"
+            cause = "fully_shard or parallelize_module was called on it."
+            fix = "leave that call out: fzero shards whole parameters."
         elif "_orig_mod" in part._modules or part._compiled_call_impl is not None:
             seen, cause = "is compiled", "torch.compile was called on it, or its `compile()`."
             fix = (

@@ -159,13 +159,33 @@ def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpe
         if problem:
             raise LayoutError(
                 f"parameter {path} is {problem}.",
-                cause="something that is not a dense real tensor is among the parameters.",
-                fix="apply, params = fzero.functionalize(module) has its parameters."
-                if isinstance(leaf, Module)
-                else "give it to the loss as an argument or a closure, or convert it "
-                "(torch.as_tensor, view_as_real, to_dense).",
+                cause="fully_shard or parallelize_module was called on the module."
+                if is_dtensor(leaf)
+                else "something that is not a dense real tensor is among the parameters.",
+                fix=_fix_for(leaf),
             )
     return paths, leaves, treespec
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether it is a torch.distributed.tensor.DTensor, without the import of that module.
+
+    Example:
+        >>> is_dtensor(torch.ones(2))
+        False
+    """
+    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+
+
+def _fix_for(leaf: object) -> str:
+    if isinstance(leaf, Module):
+        return "apply, params = fzero.functionalize(module) has its parameters."
+    if is_dtensor(leaf):
+        return "leave that call out: fzero shards whole parameters; x.full_tensor() makes one."
+    return (
+        "give it to the loss as an argument or a closure, or convert it (torch.as_tensor, "
+        "view_as_real, to_dense)."
+    )
 
 
 def _component(entry: optree.PyTreeEntry) -> str:
@@ -179,6 +199,8 @@ def _problem_with(leaf: object) -> str:
         return f"a {type(leaf).__name__}, not a tensor"
     if leaf.layout is not torch.strided:
         return f"a {leaf.layout} tensor"
+    if is_dtensor(leaf):
+        return "a DTensor, sharded already"
     return "a complex tensor" if leaf.is_complex() else ""
 
 

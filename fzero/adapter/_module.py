@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fzero.adapter._replace import in_place_of
 from fzero.errors import LayoutError, PhaseError
@@ -188,6 +189,12 @@ def require_plain(module: Any, is_taken: Callable[[Tensor], bool]) -> None:
                 fix="run the module once, without gradient, then make the engine.",
             )
     for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise LayoutError(
+                f"{name or 'the module'} is wrapped by DistributedDataParallel.",
+                cause="the wrapper of before; it reduces gradients, which the engine does, too.",
+                fix="pass the module inside it (`.module`).",
+            )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise LayoutError(
                 f"{name or 'the module'} gives sparse gradients.",

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fzero
 from fzero.adapter import Engine
@@ -161,6 +163,21 @@ def test_modules_that_no_engine_can_have_are_refused(stage: int) -> None:
             Engine(module, torch.optim.SGD, stage=stage)
     with pytest.raises(PhaseError, match="inference_mode"), torch.inference_mode():
         Engine(Net(), None, stage=stage)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_that_another_library_has_wrapped_or_sharded_is_refused(stage: int) -> None:
+    wrapped, sharded = DistributedDataParallel(Net()), Net()
+    fully_shard(sharded)
+    message = r"a.(weight|bias) is a DTensor[\s\S]*Fix: leave that call out"
+    for module, seen in ((wrapped, r"DistributedDataParallel[\s\S]*\.module"), (sharded, message)):
+        with pytest.raises(LayoutError, match=seen):
+            Engine(module, torch.optim.SGD, stage=stage)
+    with pytest.raises(LayoutError, match=r"a \(Linear\) has DTensors[\s\S]*leave that call out"):
+        fzero.functionalize(sharded)
+    with pytest.raises(LayoutError, match=message):
+        fzero.init(dict(sharded.named_parameters()), fzero.optim.sgd(0.1), stage=stage)
 
 
 @on_ranks(2, timeout_s=20)

@@ -23,7 +23,9 @@ from fzero.errors import (
     DonatedError,
     FzeroError,
     LayoutError,
+    MismatchError,
     NonFiniteError,
+    PeerFailedError,
     PhaseError,
 )
 from fzero.functional import functionalize
@@ -64,8 +66,10 @@ __all__ = [
     "DynamicScale",
     "FzeroError",
     "LayoutError",
+    "MismatchError",
     "NonFiniteError",
     "Offload",
+    "PeerFailedError",
     "PhaseError",
     "Run",
     "TrainState",

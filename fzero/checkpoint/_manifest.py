@@ -140,8 +140,8 @@ def read_manifest(path: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"there is no checkpoint at {path}: no {MANIFEST} in it.",
-            cause="a mistyped path, a save that was cut off before it was complete, or a checkpoint "
-            "of another library.",
+            cause="a mistyped path, a save that was cut off before it was complete, or a "
+            "checkpoint of another library.",
             fix="pass the path that was given to fzero.checkpoint.save. DeepSpeed's: convert it by "
             "its ds_to_universal, and use fzero.checkpoint.load_universal. Safetensors: "
             "import_safetensors. Others: docs/checkpoints.md.",

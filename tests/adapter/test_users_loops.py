@@ -1,0 +1,140 @@
+"""Loops as people have them, with what peers refuse or leave to the user: right at every stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call, grad, jacfwd, jvp, vmap
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fzero
+from fzero.adapter import Engine
+from tests.adapter.nets import F64, Net
+from tests.adapter.on_ranks import each_stage, on_ranks
+
+Model = Callable[[Tensor], Tensor]
+LR = 0.1
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank), dtype=F64)
+
+
+def mean_flow(call: Model, module: nn.Module, x: Tensor) -> Tensor:
+    """As MeanFlow has it: a target made of the derivative along a direction."""
+    value, along = jvp(call, (x,), (torch.ones_like(x),))
+    return (value - (1 - 0.3 * along).detach()).square().mean() + along.square().mean()
+
+
+def jacobians(call: Model, module: nn.Module, x: Tensor) -> Tensor:
+    return vmap(jacfwd(lambda row: call(row)))(x).square().mean()
+
+
+def per_sample(call: Model, module: nn.Module, x: Tensor) -> Tensor:
+    def energy(params: Any, row: Tensor) -> Tensor:
+        return functional_call(module, params, (row,)).square().sum()
+
+    params = dict(module.named_parameters())
+    found = vmap(grad(energy), in_dims=(None, 0))(params, x)
+    return torch.stack([g.square().sum() for g in found.values()]).sum()
+
+
+def plain_gradients(loss_fn: Any, module: nn.Module, ranks: int) -> dict[str, Tensor]:
+    losses = [loss_fn(module, module, batch(rank)) for rank in range(ranks)]
+    module.zero_grad()
+    torch.stack(losses).mean().backward()
+    return {
+        path: torch.zeros_like(p) if p.grad is None else p.grad
+        for path, p in module.named_parameters()
+    }
+
+
+@on_ranks(2)
+@each_stage
+def test_gradients_through_torch_func_around_the_model_are_those_of_one_process(
+    rank: int, world_size: int, stage: int
+) -> None:
+    module = Net()
+    plain = copy.deepcopy(module)
+    engine = Engine(module, torch.optim.SGD(module.parameters(), lr=LR), stage=stage)
+    for loss_fn in (mean_flow, jacobians, per_sample):
+        wanted = plain_gradients(loss_fn, plain, world_size)
+        for _ in range(2):  # the second time stage 3 follows what the first one has recorded
+            loss_fn(engine, module, batch(rank)).backward()
+            for path, value in engine.full_gradients().items():
+                torch.testing.assert_close(value, wanted[path])
+            engine.zero_grad()
+
+
+@on_ranks(2)
+@each_stage
+def test_one_optimizer_and_one_average_of_weights_for_two_models(
+    rank: int, world_size: int, stage: int
+) -> None:
+    models = nn.ModuleList([Net(), Net()])
+    plain = copy.deepcopy(models)
+
+    def averaged(module: nn.Module) -> AveragedModel:
+        return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    ema, plain_ema = averaged(models), averaged(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+    engine = Engine(models, torch.optim.SGD(models.parameters(), lr=LR), stage=stage)
+    for _ in range(3):
+        models[1](models[0](batch(rank))).square().mean().backward()
+        engine.step()
+        ema.update_parameters(models)
+        for other in range(world_size):
+            loss = plain[1](plain[0](batch(other))).square().mean()
+            (loss / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain_ema.update_parameters(plain)
+    for found, wanted in zip(ema.module.parameters(), plain_ema.module.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@on_ranks(2)
+@each_stage
+def test_a_training_of_fsdp2_goes_on_from_its_checkpoint(
+    rank: int, stage: int, tmp_path: Path
+) -> None:
+    module = Net()
+    fully_shard(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
+
+    def step() -> None:
+        module(batch(rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    values, states = get_state_dict(module, optimizer)
+    dcp.save({"model": values, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint.pt"
+    if rank == 0:
+        dcp_to_torch_save(tmp_path / "checkpoint", file)
+    fzero.psum(torch.ones(()))
+    step()
+
+    saved, other = torch.load(file), Net()
+    other.load_state_dict(saved["model"])
+    engine = Engine(other, torch.optim.AdamW(other.parameters(), lr=LR), stage=stage)
+    for path, slots in saved["optimizer"]["state"].items():
+        for name, value in slots.items():
+            engine.set_full_optimizer_state(path, name, value)
+    other(batch(rank)).square().mean().backward()
+    engine.step()
+    found = engine.full_parameters()
+    for path, p in module.named_parameters():
+        torch.testing.assert_close(found[path], p.full_tensor())  # type: ignore[attr-defined]

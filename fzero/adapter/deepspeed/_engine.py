@@ -62,7 +62,8 @@ class DeepSpeedEngine(Engine):
         except AttributeError:
             seen = f"neither the engine nor its {type(module).__name__} has {name!r}."
             cause = "a name of DeepSpeed's engine that fzero's does not have."
-            fix = "docs/deepspeed_config.md, 'The engine', lists the names that there are."
+            fix = "docs/deepspeed_config.md, 'The engine', lists the names that there are; "
+            fix += "docs/moving/deepspeed.md, 'Other names', what stands for some others."
             raise AttributeError(explain(seen, cause=cause, fix=fix)) from None
 
     # Where it runs.

@@ -9,8 +9,10 @@ import optree
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from fzero.errors import LayoutError
 from fzero.state._record import NAMESPACE
 from fzero.state.offload import is_on_disk
+from fzero.state.setup import Setup
 from fzero.virtual import has_no_values
 
 
@@ -20,12 +22,15 @@ def state_bytes(state: Any) -> dict[str, int]:
     The window has what is not reduced yet, the residual of quantized gradients, and full parameters
     that it keeps. Of a state that is offloaded also by place: on device, in host memory, on disk.
 
+    Raises `LayoutError` for what is no state.
+
     Example:
         >>> import torch, fzero
         >>> state = fzero.init({"w": torch.zeros(3, 4)}, fzero.optim.adam(1e-3), stage=0)
         >>> state_bytes(state)["parameters"], state_bytes(state)["optimizer"]
         (48, 104)
     """
+    require_state("state_bytes", state)
     kinds = {
         "parameters": state.params,
         "gradients": state.gradients,
@@ -37,6 +42,16 @@ def state_bytes(state: Any) -> dict[str, int]:
     if state.setup.offload.neutral:
         return {**found, "total": total}
     return {**found, "total": total, **_by_home(state, kinds, total)}
+
+
+def require_state(name: str, given: Any) -> None:
+    """Raise `LayoutError` for what is no state, where one is wanted."""
+    if not isinstance(getattr(given, "setup", None), Setup):
+        raise LayoutError(
+            f"{name}: expected one TrainState, got a {type(given).__name__}.",
+            cause="parameters, a pytree of states, or an engine.",
+            fix="call it for each state; an engine's is engine.state.",
+        )
 
 
 def _by_home(state: Any, kinds: dict[str, Any], total: int) -> dict[str, int]:

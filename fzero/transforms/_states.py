@@ -21,8 +21,9 @@ def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTre
         if not is_state(leaf):
             raise LayoutError(
                 f"{name}: expected a TrainState or a pytree of them, got a {type(leaf).__name__}.",
-                cause="parameters were passed in the place of a state.",
-                fix="make one with train_step.init(params, optimizer) or fzero.init(...).",
+                cause="parameters, or an engine, were passed in the place of a state.",
+                fix="make one with train_step.init(params, optimizer) or fzero.init(...); "
+                "an engine's is engine.state.",
             )
     if not leaves:
         raise LayoutError(

@@ -16,6 +16,7 @@ from fzero.homes import at_home, change, lent, placed
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
+from fzero.state.view import require_state
 from fzero.transforms._donate import (
     check_alive,
     donates,
@@ -75,7 +76,7 @@ def global_norm(state: TrainState) -> Tensor:
     Shards are summed over ranks, replicas counted once, padding is zero; tied leaves are one
     leaf, frozen ones have no gradient. A scalar, fp32 or wider. A collective.
 
-    Raises `PhaseError` if the state holds no gradients.
+    Raises `PhaseError` if the state holds no gradients, and `LayoutError` for what is no state.
 
     Example:
         >>> import torch, fzero
@@ -84,6 +85,7 @@ def global_norm(state: TrainState) -> Tensor:
         >>> fzero.global_norm(state)
         tensor(5.)
     """
+    require_state("global_norm", state)
     check_alive(state)
     progress.require_gradients(state.progress, "global_norm")
     boundary("global_norm", [state])

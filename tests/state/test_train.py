@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import fzero
+from fzero.adapter import Engine
 from fzero.errors import LayoutError, PhaseError
 from fzero.state import Phase
 from tests.oracle import as_held, linear_loss, mean_gradient
@@ -148,11 +150,13 @@ def test_has_aux_wants_a_pair() -> None:
         fzero.grad_and_reduce(lambda p: p["w"].sum(), state, has_aux=True)()
 
 
-@pytest.mark.parametrize("wrong", [None, {"w": torch.ones(2)}])
+@pytest.mark.parametrize("wrong", [None, {"w": torch.ones(2)}, "an engine"])
 @pytest.mark.parametrize(
     "call",
     [
         fzero.full_params,
+        fzero.global_norm,
+        fzero.state_bytes,
         fzero.gradients,
         fzero.apply_gradients,
         lambda state: fzero.grad_and_reduce(linear_loss, state),
@@ -161,5 +165,7 @@ def test_has_aux_wants_a_pair() -> None:
     ],
 )
 def test_what_is_no_state_is_refused(call: Any, wrong: Any) -> None:
+    engine = Engine(nn.Linear(2, 1), functools.partial(torch.optim.SGD, lr=1.0), stage=0)
     with pytest.raises(LayoutError, match=r"TrainState[\s\S]*Fix: "):
-        call(wrong)
+        call(engine if wrong == "an engine" else wrong)
+    engine.close()

@@ -62,10 +62,14 @@ def record(step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, ran
     Raises `PhaseError` if the step reads a value, for there is none.
     """
     faked = FakeTensorMode(allow_non_fake_inputs=True)
-    with abstract_rank(rank, axis.size), _explained():
-        with faked:
-            arguments = _faked(faked, _on_abstract(arguments))
-        return _recorded(step, _scheduled(step, arguments, rank), rank)
+    try:
+        with abstract_rank(rank, axis.size), _explained():
+            with faked:
+                arguments = _faked(faked, _on_abstract(arguments))
+            return _recorded(step, _scheduled(step, arguments, rank), rank)
+    except Exception as error:
+        error.add_note(f"(raised while rank {rank} of {axis.size} was traced)")
+        raise
 
 
 def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:

@@ -135,3 +135,16 @@ def test_processes_hear_of_it_before_anything_is_sent(rank: int) -> None:
     assert [line.split()[1] for line in lines].count("reduce_scatter") == 3
     state, loss = good(state, torch.ones(3, 4))  # and the ranks are in step
     assert torch.isfinite(loss)
+
+
+def test_an_error_of_the_step_says_whose_program_raised_it() -> None:
+    def step_fn(state: Any, x: Tensor) -> Any:
+        if fzero.axis_index() == 1:
+            raise ValueError("of the user's own")
+        return state, x
+
+    step = fzero.simulate(fzero.shard(step_fn, stage=0), world_size=3)
+    state = step.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0))
+    with pytest.raises(ValueError, match="of the user's own") as raised:
+        fzero.check_spmd(step, state, torch.ones(3, 2))
+    assert raised.value.__notes__ == ["(raised while rank 1 of 3 was traced)"]

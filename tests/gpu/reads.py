@@ -129,7 +129,8 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        made = kwargs.get("device") is not None  # a kernel is not told who chose the device
+        # A kernel is not told who chose the device. By its name "cpu" the host is meant.
+        made = kwargs.get("device") not in (None, "cpu")
         read = name in CALLS and self._device.has(args[0])
         # torch.tensor copies from the host, and the host waits for that.
         self._device.require_no_wait(name, read or (made and func is torch.tensor))

@@ -9,9 +9,9 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
 from fzero.state.alive import require_not_donated
+from fzero.state.view import require_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,12 +32,7 @@ def held_by(state: Any) -> list[Held]:
 
     Raises `LayoutError` for anything but one `TrainState`, `DonatedError` for a used-up one.
     """
-    if not isinstance(state, TrainState):
-        raise LayoutError(
-            f"a plot of a state was given a {type(state).__name__}.",
-            cause="a pytree of states, parameters, or (state, loss) was passed.",
-            fix="pass one TrainState, e.g. fzero.plot.partition_map(state).",
-        )
+    require_state("fzero.plot", state)
     require_not_donated(state)
     layout = state.setup.layout
     every = tuple(range(len(layout.groups)))

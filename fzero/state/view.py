@@ -49,8 +49,8 @@ def require_state(name: str, given: Any) -> None:
     if not isinstance(getattr(given, "setup", None), Setup):
         raise LayoutError(
             f"{name}: expected one TrainState, got a {type(given).__name__}.",
-            cause="parameters, a pytree of states, or an engine.",
-            fix="call it for each state; an engine's is engine.state.",
+            cause="parameters, a pytree of states, (state, loss), or an engine.",
+            fix="pass one TrainState: one call for each state; an engine's is engine.state.",
         )
 
 

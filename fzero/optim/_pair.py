@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError
+from fzero.errors import FzeroError, LayoutError
 from fzero.homes import give_back, lent
 from fzero.optim._base import Base
 from fzero.optim._elementwise import is_elementwise
@@ -20,6 +20,7 @@ from fzero.optim._none import NoOptimizer
 from fzero.optim._optimizer import Optimizer
 from fzero.optim._piece import Piece
 from fzero.optim._torch import TorchOptimizer
+from fzero.optim._whole import as_flats, as_leaves, leaves_in
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Leaf
 from fzero.state.setup import ParamGroups, SavedNames
@@ -27,21 +28,18 @@ from fzero.state.setup import ParamGroups, SavedNames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Base):
-    """A foreign pair, called on the list of this rank's flat shards.
+    """A foreign pair, called on a list of tensors: flat shards, or whole leaves.
 
-    Right for elementwise rules. One that looks at whole matrices or at global norms sees only
-    this rank's flat shards; `require_elementwise` refuses it.
+    An elementwise rule has this rank's flats. Any other, which may look at matrices or at norms,
+    has all leaves in their own shapes, and is refused where a rank has parts of them. What it
+    keeps is stored as flats all the same.
     """
 
     first: Callable[..., Any]
     update: Callable[..., Any]
     keywords: tuple[tuple[str, Any], ...]
     takes_params: bool = True
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether it may update a part of a leaf; found out by a trial, each time it is asked."""
-        return is_elementwise(self._changes, torch.device("cpu"))
+    elementwise: bool = False  # whether it may update a part of a leaf
 
     def init(
         self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Place = stay
@@ -57,10 +55,21 @@ class Pair(Base):
                 fix="use a rule of fzero.optim, or fzero.optim.from_torch(...) of one of "
                 "torch.optim; or leave Offload(optimizer=...) out.",
             )
-        return self.first(list(params))
+        if self.elementwise:
+            return self.first(list(params))
+        return as_flats(self.first(leaves_in(params, pieces)), params, pieces)
+
+    def tried(self) -> Pair:
+        """Return the pair that knows whether it is elementwise; one that fails the trial is not."""
+        try:
+            return replace(self, elementwise=is_elementwise(self._changes, torch.device("cpu")))
+        except FzeroError:
+            raise
+        except Exception:  # made for the shapes of one model
+            return self
 
     def _changes(self, params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
-        state, sums = self.init(params), [torch.zeros_like(p) for p in params]
+        state, sums = self.first(params), [torch.zeros_like(p) for p in params]
         for gs in grads:
             given, state = self._call(gs, state, params)
             updates = self._fitting(given, params)
@@ -110,15 +119,27 @@ class Pair(Base):
         leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
         held = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
         before = [x._version for x in held]
-        given, state = self._call(list(grads), state, list(params))
+        updates, state = self._updates(list(grads), state, list(params), pieces)
         if not owned and before != [x._version for x in held]:
             raise self._wrong("it wrote to the parameters or the state that it was given", "pure")
-        updates = self._fitting(given, params)
         if owned:
             for p, u in zip(params, updates, strict=True):
                 p.add_(u)
             return list(params), state
         return [p + u for p, u in zip(params, updates, strict=True)], state
+
+    def _updates(
+        self, grads: list[Tensor], state: Any, params: list[Tensor], pieces: Sequence[Piece]
+    ) -> tuple[list[Tensor], Any]:
+        """Return what is to be added to each flat, and the state after."""
+        if self.elementwise:
+            given, state = self._call(grads, state, params)
+            return self._fitting(given, params), state
+        leaves = leaves_in(params, pieces)
+        held = as_leaves(state, params, pieces)
+        given, state = self._call(leaves_in(grads, pieces), held, leaves)
+        updates = as_flats(self._fitting(given, leaves), params, pieces)
+        return updates, as_flats(state, params, pieces)
 
     def _call(self, grads: list[Tensor], state: Any, params: list[Tensor]) -> tuple[Any, Any]:
         keywords = dict(self.keywords)
@@ -141,8 +162,8 @@ class Pair(Base):
     def _wrong(self, seen: str, wanted: str) -> LayoutError:
         return LayoutError(
             f"the foreign optimizer {self!r}: {seen}; it must be {wanted}.",
-            cause="an update that expects another structure than a list of flat shards.",
-            fix="give an elementwise (init, update) pair, pure, shaped as optax's.",
+            cause="an update that expects another structure than a list of tensors.",
+            fix="give a pure (init, update) pair, shaped as optax's.",
         )
 
 
@@ -175,7 +196,8 @@ def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimi
     if "inplace" in names:  # TorchOpt updates gradients in place unless told otherwise
         keywords["inplace"] = False
     takes = "params" in keywords or _takes_three(names.values())
-    return Pair(first=init, update=update, keywords=tuple(keywords.items()), takes_params=takes)
+    kept = tuple(keywords.items())
+    return Pair(first=init, update=update, keywords=kept, takes_params=takes).tried()
 
 
 def _takes_three(parameters: Iterable[inspect.Parameter]) -> bool:

@@ -38,6 +38,26 @@ def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tup
     return tuple(offsets), _rounded_up(shard_numel, alignment) if ranks > 1 else shard_numel
 
 
+def apart(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tuple[int, ...], int]:
+    """Place each leaf whole in the shard of one rank: the largest first, where there is least.
+
+    Returns what `in_order` does. The longest shard is the length of all: what the others have less
+    is padding.
+
+    Example:
+        >>> apart([3, 4, 1], 2)
+        ((4, 0, 7), 4)
+    """
+    ends, rows = [0] * ranks, [0] * len(numels)
+    starts = [0] * len(numels)
+    for i in sorted(range(len(numels)), key=lambda i: -numels[i]):
+        rows[i] = min(range(ranks), key=lambda row: ends[row])
+        starts[i] = ends[rows[i]]
+        ends[rows[i]] += _rounded_up(numels[i], alignment)
+    offsets = [row * max(ends) + start for row, start in zip(rows, starts, strict=True)]
+    return tuple(offsets), max(ends)
+
+
 def _rounded_up(numel: int, alignment: int) -> int:
     return -(-numel // alignment) * alignment
 

@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 
 from fzero._check import require
 from fzero.errors import LayoutError
-from fzero.packing import ALIGNMENT_BYTES, in_order, pack, unpack
+from fzero.packing import ALIGNMENT_BYTES, apart, in_order, pack, unpack
 from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Group, Layout, Leaf, learns
@@ -54,6 +54,7 @@ def plan_layout(
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
     lowered: Callable[[str], torch.dtype | None] | None = None,
+    whole: Callable[[str], bool] | None = None,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
 
@@ -64,7 +65,8 @@ def plan_layout(
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
     on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
-    make. Within a group, leaves and shards start on a multiple of 16 bytes.
+    make. Within a group, leaves and shards start on a multiple of 16 bytes. A leaf that learns, and
+    of which `whole(path)` is true, is whole in one shard; it is of another kind than the others.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -87,7 +89,7 @@ def plan_layout(
     lower, sort = lowered or _nothing, kind or _nothing
 
     def alike(path: str) -> Hashable:
-        return lower(path), sort(path)
+        return lower(path), sort(path), whole is not None and whole(path)
 
     if not (ranks > 1 if grouped is None else grouped):
         members = [[i] for i in range(len(leaves))]
@@ -98,7 +100,7 @@ def plan_layout(
         members = list(_by_size(leaves, bucket_bytes, alike))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
-        _group(name, [leaves[i] for i in ids], ids, (ranks, replicas), lower)
+        _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower, whole)
         for name, ids in zip(names, members, strict=True)
     )
     return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
@@ -289,20 +291,23 @@ def _by_unit(
 
 def _group(
     name: str,
-    leaves: Sequence[Leaf],
-    ids: Sequence[int],
+    members: Sequence[tuple[int, Leaf]],
     cuts: tuple[int, int],
     lowered: Callable[[str], torch.dtype | None],
+    whole: Callable[[str], bool] | None,
 ) -> Group:
-    dtype = leaves[0].dtype
-    numels = [leaf.numel for leaf in leaves]
-    offsets, part_numel = in_order(numels, prod(cuts), ALIGNMENT_BYTES // dtype.itemsize)
+    first = members[0][1]
+    place = apart if first.trainable and whole is not None and whole(first.path) else in_order
+    numels = [leaf.numel for _, leaf in members]
+    alignment = ALIGNMENT_BYTES // first.dtype.itemsize
+    offsets, part_numel = place(numels, prod(cuts), alignment)
+    placed = sorted(zip(offsets, [i for i, _ in members], strict=True))
     return Group(
         name=name,
-        dtype=dtype,
-        trainable=leaves[0].trainable,
-        leaves=tuple(ids),
-        offsets=offsets,
+        dtype=first.dtype,
+        trainable=first.trainable,
+        leaves=tuple(i for _, i in placed),
+        offsets=tuple(offset for offset, _ in placed),
         shard_numel=part_numel * cuts[1],
-        communication_dtype=lowered(leaves[0].path),
+        communication_dtype=lowered(first.path),
     )

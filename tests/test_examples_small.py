@@ -21,6 +21,7 @@ EXAMPLES = (
     "actor_critic.py",
     "ema.py",
     "jvp_loss.py",
+    "muon.py",
     "reshard.py",
     "stages_by_group.py",
 )
@@ -55,6 +56,8 @@ def require_claims(script: str, said: str, ranks: int) -> None:
         wanted = {("table", "3"): (shards, shards), ("layers", "2"): (100, shards)}
         for group, share in wanted.items():
             assert shares[group] == pytest.approx(share, abs=2), said
+    if script == "muon.py" and ranks == 2:
+        assert "3,248 bytes" in said  # of 5,792: 272 of 624 elements of matrices, and padding
     if script == "ema.py":
         assert "0 collectives in 200 updates" in said
         assert (

@@ -64,6 +64,7 @@ class Engine(Access, Scaling):
         mesh, optimizer_over: as for `fzero.init`.
         bucket_bytes: below stage 3, the size up to which parameters share a collective;
             default 8 MiB at stage 0, 4 MiB at stages 1 and 2.
+        whole_parameters: as in `fzero.init`.
         contiguous_gradients: copy each gradient into its bucket as it comes.
         overlap: reduce beside the backward.
         ordered: sum in rank order on every backend.
@@ -120,6 +121,7 @@ class Engine(Access, Scaling):
         mesh: MeshLike = None,
         optimizer_over: OptimizerOver = "shard",
         bucket_bytes: int | None = None,
+        whole_parameters: bool = False,
         contiguous_gradients: bool = False,
         overlap: bool = True,
         ordered: bool = False,

@@ -2,6 +2,7 @@
 
 from fzero.optim import schedules as schedules
 from fzero.optim._elementwise import require_elementwise as require_elementwise
+from fzero.optim._elementwise import require_leafwise as require_leafwise
 from fzero.optim._make import adam as adam
 from fzero.optim._make import adamw as adamw
 from fzero.optim._make import lion as lion

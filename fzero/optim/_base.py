@@ -18,6 +18,15 @@ class Base:
         """Whether a part of a leaf may be updated alone."""
         return True
 
+    @property
+    def leafwise(self) -> bool:
+        """Whether a leaf may be updated without the others."""
+        return self.elementwise
+
+    def needs_whole(self, path: str) -> bool:
+        """Whether a part of the leaf at `path` may not be updated alone."""
+        return not self.elementwise
+
     def group_of(self, path: str) -> int:
         """Return the number of the buffers that a leaf may be in: leaves of one share them."""
         return 0

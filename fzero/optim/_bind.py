@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError, PhaseError
-from fzero.optim._elementwise import SMALL, is_elementwise
+from fzero.optim._elementwise import SMALL, Rule, is_elementwise, is_leafwise
 from fzero.optim._precision import Precision
 from fzero.optim._trial import Early, Kept, early_of, early_of_group, learn, rule_of
 from fzero.partition import identity
@@ -34,9 +34,27 @@ class Bound:
     instance: Optimizer
     groups: int
     group_at: Mapping[str, int]  # of every path that a param group has, tied ones too
-    elementwise: bool
+    elementwise: Sequence[bool]  # of each group: whether it may update a part of a leaf
     kept: Mapping[tuple[int, torch.dtype, int], Kept]  # by group, dtype, dims (1 if elementwise)
     devices: Sequence[torch.device]  # of each group
+    earlies: Sequence[Early]  # of each group
+
+    @property
+    def leafwise(self) -> bool:
+        """Whether a leaf may be updated without the others; found out by a trial."""
+        if any(kept.odd for kept in self.kept.values()):
+            return False
+        return all(_tried(is_leafwise, self.instance, self.earlies, self.devices))
+
+    def kept_for(self, leaf: Leaf, dtype: torch.dtype) -> Kept | None:
+        """Return what the rule keeps for a leaf that it steps in a dtype; None if it does not."""
+        group = self.group_at.get(leaf.path, -1)
+        dims = 1 if group < 0 or self.elementwise[group] else max(len(leaf.shape), 1)
+        return self.kept.get((group, dtype, dims))
+
+    def counts(self, name: str, group: int) -> bool:
+        """Whether the rule keeps a counter of that name for a param group."""
+        return any(g == group and name in kept.counters for (g, *_), kept in self.kept.items())
 
     def param_groups(self, leaves: Sequence[Leaf]) -> ParamGroups:
         """Return the param groups of the instance, as they are now."""
@@ -70,15 +88,12 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         group_at = {path: 0 for path, p in params.items() if learns(p)}
         earlies = [early]
     devices = _devices(instance, params, group_at)
-    elementwise = all(
-        is_elementwise(_tried(instance, rule_of(instance, g, earlies[g])), devices[g])
-        for g in _unlike(instance)
-    )
+    elementwise = _tried(is_elementwise, instance, earlies, devices)
     kept: dict[tuple[int, torch.dtype, int], Kept] = {}
     for path, g in group_at.items():
         p = params[path]
         dtype = precision.stepped(p.dtype)
-        dims = 1 if elementwise else max(p.ndim, 1)
+        dims = 1 if elementwise[g] else max(p.ndim, 1)
         if learns(p) and (g, dtype, dims) not in kept:
             like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
             kept[g, dtype, dims] = _learned(instance, g, earlies[g], like, dims)
@@ -90,6 +105,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         elementwise=elementwise,
         kept=kept,
         devices=devices,
+        earlies=earlies,
     )
 
 
@@ -150,16 +166,25 @@ def _devices(
     return devices
 
 
-def _unlike(instance: Optimizer) -> list[int]:
-    """The param groups to try: one of those that differ in nothing but the learning rate."""
-    found: dict[str, int] = {}
+def _tried(
+    test: Callable[[Rule, torch.device], bool],
+    instance: Optimizer,
+    earlies: Sequence[Early],
+    devices: Sequence[torch.device],
+) -> list[bool]:
+    """Test the rule of each param group, once for those that differ in the learning rate alone."""
+    known: dict[str, bool] = {}
+    found = []
     for number, group in enumerate(instance.param_groups):
-        rest = {k: x for k, x in group.items() if k not in ("params", "lr", "initial_lr")}
-        found.setdefault(repr(rest), number)
-    return list(found.values())
+        rest = repr({k: x for k, x in group.items() if k not in ("params", "lr", "initial_lr")})
+        if rest not in known:
+            rule = _named(instance, rule_of(instance, number, earlies[number]))
+            known[rest] = test(rule, devices[number])
+        found.append(known[rest])
+    return found
 
 
-def _tried(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
+def _named(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
     """`rule`, whose errors name the optimizer."""
 
     def tried(*args: Any) -> Any:
@@ -181,7 +206,7 @@ def _tried(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _learned(instance: Optimizer, number: int, early: Early, like: Tensor, dims: int) -> Kept:
-    kept = _tried(instance, learn)(instance, number, early, like, dims)
+    kept = _named(instance, learn)(instance, number, early, like, dims)
     if kept.odd and dims == 1:
         raise LayoutError(
             f"{type(instance).__name__} keeps {kept.odd[0]} for a parameter, which is neither "

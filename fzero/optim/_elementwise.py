@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -54,7 +55,57 @@ def not_elementwise(optimizer: object) -> LayoutError:
         cause="a norm, a mean over a dim, a matrix product, a test of the shape or random "
         "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain).",
         fix="use stage 0 or one rank; or an elementwise optimizer (SGD, Adam, AdamW, Lion, "
-        "...); clip with fzero.clip or max_norm, and not inside of the optimizer.",
+        "...); clip with fzero.clip or max_norm, and not inside of the optimizer. A rule for one "
+        "matrix at a time (Muon, LAMB) runs with whole_parameters=True.",
+    )
+
+
+def require_leafwise(optimizer: Base) -> None:
+    """Raise `LayoutError` for an optimizer whose leaves are not updated alone as together.
+
+    Args:
+        optimizer: as in `require_elementwise`.
+
+    Raises:
+        LayoutError: for a rule that looks at several leaves at once, or is random; for a foreign
+            pair that is not elementwise; for state of another shape than its parameter.
+
+    Example:
+        >>> import torch
+        >>> from fzero.optim import from_torch
+        >>> matrices = {"w": torch.ones(2, 3)}
+        >>> require_leafwise(from_torch(torch.optim.Muon).bind(matrices))
+    """
+    if optimizer.leafwise:
+        return
+    raise LayoutError(
+        f"{optimizer!r} with whole_parameters=True: it does not update each parameter alone, and "
+        "a rank has only some of them.",
+        cause="a norm over all parameters (a clip in the rule), random numbers, state of another "
+        "shape than its parameter (Adafactor, Shampoo), or a foreign (init, update) pair.",
+        fix="use stage 0 or one rank; clip with fzero.clip or max_norm; write a rule for matrices "
+        "as a torch.optim optimizer, and give it to fzero.optim.from_torch.",
+    )
+
+
+def is_leafwise(rule: Rule, device: torch.device) -> bool:
+    """Whether two matrices are updated together as each of them is alone."""
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    pair = [numbers_of(SMALL, k).to(device, dtype) for k in (0, 1)]
+    steps = [
+        [numbers_of(SMALL, 2 * k + j).to(device, dtype) * s for j in (2, 3)]
+        for k, s in enumerate(SIZES)
+    ]
+
+    def run(which: list[int]) -> list[Tensor]:
+        with seeded(device):
+            return rule(
+                [pair[i].clone() for i in which], [[gs[i].clone() for i in which] for gs in steps]
+            )
+
+    return all(
+        torch.allclose(x, y, equal_nan=True)
+        for x, y in zip(run([0, 1]), [*run([0]), *run([1])], strict=True)
     )
 
 
@@ -73,7 +124,8 @@ def is_elementwise(rule: Rule, device: torch.device) -> bool:
         params = [matrix.flatten()[a:b].clone() for a, b in spans]
         grads = [[g.flatten()[a:b].clone() for a, b in spans] for g in steps]
         try:
-            with seeded(device):
+            with seeded(device), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a rule for matrices, which are none here
                 parts = rule(params, grads)
         except Exception:  # a rule for matrices says in its own way that a flat tensor is none
             return False

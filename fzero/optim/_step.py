@@ -20,12 +20,11 @@ from fzero.optim._trial import Kept, as_kept, fuses, state_of
 class Unit(NamedTuple):
     """What torch.optim sees as one parameter: a flat, or a whole leaf of a flat."""
 
-    index: int  # of the flat; -1: of none, see `_idle`
-    group: int  # the param group
+    index: int  # of the flat; -1: of none, see `idle`
+    group: int  # the param group, with whose others it shares its counters
     span: tuple[int, int] | None  # None: all of the flat
     shape: tuple[int, ...]
     kept: Kept
-    counter: int  # which of the counters of one name is its own
 
     def of(self, flat: Tensor) -> Tensor:
         """Return its part of a tensor that is as long as its flat."""
@@ -59,13 +58,13 @@ def step(
     fresh: it is the first step, before which a rule gets only what it does not make itself.
     scaled: what the optimizer has in its attributes for this time, if it `skips`.
     """
-    every = [*units, *(_idle(bound, units) if bound.elementwise else ())]
-    own_counters = _spread(every, counters)
+    own_counters = _spread(units, counters)
     loans = []
-    for unit in every:
+    for unit in units:
         names = unit.kept.given if fresh else None
         if unit.index < 0:
-            values = torch.zeros(1, dtype=unit.kept.dtype, device=bound.devices[unit.group])
+            device = bound.devices[unit.group]
+            values = torch.zeros(unit.shape, dtype=unit.kept.dtype, device=device)
             given = state_of(unit.kept, values, names)
             gradient = torch.zeros_like(values)
         else:
@@ -73,7 +72,7 @@ def step(
             given = _slots_of(unit, slots, names)
         for name in unit.kept.counters:
             if names is None or name in names:
-                counter = next(own_counters[name][unit.counter])
+                counter = next(own_counters[name][unit.group])
                 given[name] = as_kept(unit.kept, name, counter)
         parameter = nn.Parameter(values)
         parameter.grad = gradient
@@ -148,15 +147,15 @@ def _taken(
 ) -> dict[str, tuple[Tensor, ...]]:
     """Write what the step made anew into the tensors that hold it."""
     held = {name: list(flats) for name, flats in slots.items()}
-    counted: set[int] = set()
+    counted: set[tuple[int, str]] = set()
     for unit, values, parameter, _ in loans:
         kept, state = unit.kept, instance.state.get(parameter, {})
         if len(state) != kept.size:
             raise _other_state(instance, state, kept)
-        if unit.counter not in counted:
-            counted.add(unit.counter)
-            for name in kept.counters:
-                _write(counters[name][unit.counter], state[name])
+        for name in kept.counters:
+            if (unit.group, name) not in counted:
+                counted.add((unit.group, name))
+                _write(counters[name][unit.group], state[name])
         if unit.index < 0:
             continue
         if parameter.data_ptr() != values.data_ptr():  # `p.data = ...` in the rule
@@ -182,21 +181,22 @@ def _slots_of(unit: Unit, slots: Slots, names: frozenset[str] | None) -> dict[st
 
 
 def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, Iterator[Tensor]]]:
-    """A counter of its own for each unit, by name and owner: rules count in place."""
-    sizes = Counter(unit.counter for unit in units)
+    """A counter of its own for each unit, by name and param group: rules count in place."""
+    sizes = Counter(unit.group for unit in units)
     return {
         name: {k: iter(own[k].expand(n, *own[k].shape).clone().unbind()) for k, n in sizes.items()}
         for name, own in counters.items()
     }
 
 
-def _idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
+def idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
     """One element for each param group of which this rank has none, so that its counters go on."""
     busy = {unit.group for unit in units}
-    if len(busy) == bound.groups:
-        return []
-    some = {group: kept for (group, *_), kept in bound.kept.items()}
-    return [Unit(-1, g, None, (), kept, g) for g, kept in some.items() if g not in busy]
+    found: dict[int, Unit] = {}
+    for (group, _, dims), kept in bound.kept.items():
+        if group not in busy and kept.counters and not kept.odd:
+            found[group] = Unit(-1, group, None, (1,) * dims, kept)
+    return list(found.values())
 
 
 def _write(home: Tensor, value: Any) -> None:

@@ -20,7 +20,7 @@ from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import Scaled
-from fzero.optim._step import Unit, makes_state_later, skips, step
+from fzero.optim._step import Unit, idle, makes_state_later, skips, step
 from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
 from fzero.state.layout import Leaf
@@ -52,7 +52,17 @@ class TorchOptimizer(Base):
     @property
     def elementwise(self) -> bool:
         """Whether it may step a part of a leaf; found out by a trial."""
-        return self._bound().elementwise
+        return all(self._bound().elementwise)
+
+    @property
+    def leafwise(self) -> bool:
+        """Whether it may step a leaf without the others; found out by a trial."""
+        return self.elementwise or self._bound().leafwise
+
+    def needs_whole(self, path: str) -> bool:
+        """Whether the rule for the leaf at `path` is not elementwise."""
+        group = self.group_of(path)
+        return group >= 0 and not self._bound().elementwise[group]
 
     def group_of(self, path: str) -> int:
         """Return the param group that has the leaf at `path`, -1 if none has: it is not stepped."""
@@ -81,21 +91,19 @@ class TorchOptimizer(Base):
     ) -> TorchState:
         """Return the state for flats [l]: slots as long as the flats, counters, fp32 masters.
 
-        Counters are one for each param group, for all of whose flats they are alike. A rule that
-        is not elementwise has one for each leaf.
+        Counters are one for each param group, for all of whose flats they are alike.
 
         Args:
             params: this rank's flats of the groups that learn, each of one param group.
-            pieces: which elements belong to which leaf. A flat of padding alone has no pieces, or
-                one of no elements, which says of which param group it is.
+            pieces: which elements belong to which leaf. A flat of padding alone has one of no
+                elements, which says of which param group it is.
             place: takes each slot and master, as soon as it is made, to where it is to live.
 
         Raises:
             LayoutError: for a rule that is not elementwise, and a part of a leaf.
         """
-        return new_state(
-            self._bound(), self.precision, params, self._units(params, pieces), pieces, place
-        )
+        self._units(params, pieces)  # raises for a part of a leaf
+        return new_state(self._bound(), self.precision, params, pieces, place)
 
     def advance(
         self,
@@ -157,7 +165,9 @@ class TorchOptimizer(Base):
 
     def counters(self, state: TorchState, path: str) -> Mapping[str, Tensor]:
         """Return the counters of the param group that has the leaf at `path`."""
-        return {name: own[self.group_of(path)] for name, own in state.counters.items()}
+        group, bound = self.group_of(path), self._bound()
+        counters = state.counters.items()
+        return {name: own[group] for name, own in counters if bound.counts(name, group)}
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
         """Whether `step()` takes `found_inf` and `grad_scale`, by attributes of the optimizer."""
@@ -190,7 +200,7 @@ class TorchOptimizer(Base):
             for group in range(len(numbers)):
                 part = f"counters['{counter}'][{group}]"
                 parts[part] = counter
-                if self.elementwise and group not in learning:
+                if group not in learning or not self._bound().counts(counter, group):
                     idle.add(part)
         rule = _SAME_RULE.get(name, name)
         return SavedNames(rule=rule, parts=parts, idle=frozenset(idle))
@@ -276,23 +286,31 @@ def from_torch(
 
 
 class _Steps:
-    """One `step()` of the optimizer for each portion; `counters` are those after the last one."""
+    """One `step()` of the optimizer for each portion; `counters` are those after all of them."""
 
     def __init__(self, bound: Bound, units: Sequence[Unit], state: TorchState, flats: int) -> None:
         self._bound, self._units, self._before, self._flats = bound, units, state.counters, flats
+        self._idle = idle(bound, units)  # stepped with the first portion
         self._fresh = makes_state_later(bound) and not int(state.count)
         self.counters = state.counters
 
     def __call__(self, portion: Portion) -> Slots:
         """Step one portion."""
-        if self._bound.elementwise and len(portion.indices) < self._flats:
-            # Flats share the counters of their group: each portion counts on from there.
-            before = self._before.items()
-            self.counters = {name: tuple(x.clone() for x in some) for name, some in before}
         number = {index: k for k, index in enumerate(portion.indices)}
         own = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
-        held = (portion.work, portion.grads, portion.slots, self.counters)
-        return step(self._bound, own, *held, fresh=self._fresh, scaled=portion.scaled)
+        own, self._idle = [*own, *self._idle], []
+        counters = self._before
+        if len(portion.indices) < self._flats:
+            # Flats share the counters of their group: each portion counts on from there.
+            counters = {name: tuple(x.clone() for x in some) for name, some in counters.items()}
+        held = (portion.work, portion.grads, portion.slots, counters)
+        slots = step(self._bound, own, *held, fresh=self._fresh, scaled=portion.scaled)
+        stepped = {unit.group for unit in own}
+        for name, some in counters.items():
+            pairs = enumerate(zip(self.counters[name], some, strict=True))
+            after = tuple(new if g in stepped else old for g, (old, new) in pairs)
+            self.counters = {**self.counters, name: after}
+        return slots
 
 
 def _shown(value: Any) -> str:

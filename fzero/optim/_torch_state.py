@@ -22,7 +22,7 @@ class TorchState:
 
     count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates made
     slots: dict[str, tuple[Tensor, ...]]  # by name; of a flat that has no such slot, empty
-    counters: dict[str, tuple[Tensor, ...]]  # by name, one for each param group (see `init`)
+    counters: dict[str, tuple[Tensor, ...]]  # by name, one for each param group
     masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
 
 
@@ -35,20 +35,17 @@ def units_of(
     """
     units: list[Unit] = []
     seen: set[int] = set()
-    for index, leaf, start, stop, _ in pieces:
-        group = bound.group_at.get(leaf.path, -1)
-        if group < 0 or start >= stop or (bound.elementwise and index in seen):
+    for index, leaf, start, stop, first in pieces:
+        kept = bound.kept_for(leaf, precision.stepped(params[index].dtype))
+        if kept is None or start >= stop:
             continue
-        dtype = precision.stepped(params[index].dtype)
-        if bound.elementwise:
-            kept = bound.kept[group, dtype, 1]
-            units.append(Unit(index, group, None, (), kept, group))
-        elif leaf.numel:
-            kept = bound.kept[group, dtype, max(len(leaf.shape), 1)]
-            if stop - start < leaf.numel or (kept.odd and index in seen):
+        group = bound.group_at[leaf.path]
+        if bound.elementwise[group]:
+            units += [] if index in seen else [Unit(index, group, None, (), kept)]
+        elif first < leaf.numel:  # else it is padding behind the leaf
+            if first or stop - start < leaf.numel or (kept.odd and index in seen):
                 return None
-            span = (start, start + leaf.numel)
-            units.append(Unit(index, group, span, leaf.shape, kept, len(units)))
+            units.append(Unit(index, group, (start, start + leaf.numel), leaf.shape, kept))
         seen.add(index)
     return units
 
@@ -57,59 +54,39 @@ def new_state(
     bound: Bound,
     precision: Precision,
     params: Sequence[Tensor],
-    units: Sequence[Unit],
     pieces: Sequence[Piece],
     place: Place,
 ) -> TorchState:
     """Return the state for flats [l] before the first step; `place` takes each tensor home."""
-    groups = _groups(bound, len(params), pieces)
-    masters = make_masters(params, [precision.master_weights and g != -1 for g in groups], place)
-    of_flat: list[list[Kept]] = [[] for _ in params]
-    for unit in units:
-        of_flat[unit.index].append(unit.kept)
-    for found, g, p in zip(of_flat, groups, params, strict=True):
-        if not found and g != -1:  # of padding alone: as the same flat of the other ranks
-            dtype = precision.stepped(p.dtype)
-            found += [k for (n, *_), k in bound.kept.items() if g in (n, None) and k.dtype == dtype]
+    of_flat: dict[int, Kept | None] = {}
+    for index, leaf, *_ in pieces:  # the leaves of a flat are alike
+        of_flat.setdefault(index, bound.kept_for(leaf, precision.stepped(params[index].dtype)))
+    flats = [(p, of_flat[i]) for i, p in enumerate(params)]
+    wanted = [precision.master_weights and kept is not None for _, kept in flats]
     every = bound.kept.values()
     slots = {
-        name: tuple(
-            place(_slot(name, p, found, precision))
-            for p, found in zip(params, of_flat, strict=True)
-        )
+        name: tuple(place(_slot(name, p, kept, precision)) for p, kept in flats)
         for name in sorted({name for kept in every for name in (*kept.slots, *kept.odd)})
     }
-    owners: Sequence[Kept | None] = [unit.kept for unit in units]
-    if bound.elementwise:
-        some = {group: kept for (group, *_), kept in bound.kept.items()}
-        owners = [some.get(g) for g in range(bound.groups)]
     counters = {
-        name: tuple(_counter(name, kept) for kept in owners)
+        name: tuple(_counter(bound, name, group) for group in range(bound.groups))
         for name in sorted({name for kept in every for name in kept.counters})
     }
+    masters = make_masters(params, wanted, place)
     count = torch.zeros((), dtype=torch.int64)
     return TorchState(count=count, slots=slots, counters=counters, masters=masters)
 
 
-def _groups(bound: Bound, flats: int, pieces: Sequence[Piece]) -> list[int | None]:
-    """The param group of each flat; None if no piece tells."""
-    groups: list[int | None] = [None] * flats
-    for piece in pieces:
-        if groups[piece.index] is None:
-            groups[piece.index] = bound.group_at.get(piece.leaf.path, -1)
-    return groups
+def _slot(name: str, p: Tensor, kept: Kept | None, precision: Precision) -> Tensor:
+    if kept is None or name not in kept.slots:
+        return p.new_empty(0)  # also of another shape: such a slot is made by the first step
+    fill = kept.slots[name]
+    as_stepped = fill.dtype == kept.dtype
+    dtype = precision.kept(p.dtype) if as_stepped else fill.dtype
+    return torch.full_like(p, fill.item(), dtype=dtype, requires_grad=False)
 
 
-def _slot(name: str, p: Tensor, found: Sequence[Kept], precision: Precision) -> Tensor:
-    for kept in found:
-        if name in kept.slots:
-            fill = kept.slots[name]
-            as_stepped = fill.dtype == kept.dtype
-            dtype = precision.kept(p.dtype) if as_stepped else fill.dtype
-            return torch.full_like(p, fill.item(), dtype=dtype, requires_grad=False)
-    return p.new_empty(0)  # also of another shape: such a slot is made by the first step
-
-
-def _counter(name: str, kept: Kept | None) -> Tensor:
+def _counter(bound: Bound, name: str, group: int) -> Tensor:
     """A counter before the first step; 0 for a group that learns nothing, or has none."""
-    return kept.counters[name].clone() if kept and name in kept.counters else torch.zeros(())
+    mine = (kept.counters for (g, *_), kept in bound.kept.items() if g == group)
+    return next((some[name].clone() for some in mine if name in some), torch.zeros(()))

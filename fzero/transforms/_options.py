@@ -35,6 +35,7 @@ class _Placing(TypedDict, total=False):
     units: Callable[[str], str]
     trainable: Callable[[str], bool] | None
     bucket_bytes: int | None
+    whole_parameters: bool
     ordered: bool
 
 
@@ -59,6 +60,7 @@ class SharedOptions:
 
     optimizer_over: OptimizerOver = "shard"
     bucket_bytes: int | None = None
+    whole_parameters: bool = False
     persistence_threshold_numel: int = 0
     autocast: Autocast | torch.dtype | None = None
     offload: Offload | None = None
@@ -104,7 +106,9 @@ def check_shared(options: SharedOptions) -> SharedOptions:
     _check_bucket(options.bucket_bytes)
     _check_reduction(options.reduction)
     _check_reshard(gathering.reshard_after_forward)
-    check_flags(quantized_weights=gathering.quantized_weights)
+    check_flags(
+        quantized_weights=gathering.quantized_weights, whole_parameters=options.whole_parameters
+    )
     numels = {
         "prefetch_numel": gathering.prefetch_numel,
         "persistence_threshold_numel": options.persistence_threshold_numel,

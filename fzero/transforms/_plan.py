@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.homes import require_folder
 from fzero.mesh import Axis, Runtime
-from fzero.optim import as_optimizer, require_elementwise, require_precision
+from fzero.optim import as_optimizer, require_elementwise, require_leafwise, require_precision
 from fzero.partition import named_leaves, plan_layout, unit_of
 from fzero.state import Layout, Setup
 from fzero.state.offload import Offload, as_offload
@@ -46,18 +46,21 @@ def plan(
     with told_everywhere(axis, what=COMPARED):
         autocast = as_autocast(options.autocast)
         named = dict(zip(*named_leaves(params)[:2], strict=True))
-        chosen = _bound(optimizer, named, parts=stage > 0 and axis.size > 1)
+        parts = stage > 0 and axis.size > 1
+        whole = parts and options.whole_parameters
+        chosen = _bound(optimizer, named, parts=parts, whole=whole)
         small = _small(named, options.persistence_threshold_numel, stage, axis)
         layout = plan_layout(
             params,
             ranks=axis.shards.size,
-            replicas=axis.replicas.size,
+            replicas=1 if whole and options.optimizer_over == "shard" else axis.replicas.size,
             # A rule that needs whole leaves may run at stage 0, and wants a group for each.
             grouped=_travels(axis, options.offload) and (stage > 0 or chosen.elementwise),
-            bucket_bytes=bucket_at(stage, options.bucket_bytes),
+            bucket_bytes=_bucket(named, stage, axis, options, chosen),
             unit=_apart(units, small) if small else units,
             trainable=trainable,
-            kind=chosen.group_of,
+            kind=_kinds(chosen, named),
+            whole=chosen.needs_whole if whole else None,
             lowered=None if autocast is None else _lowered(autocast, named, owners),
         )
         setup = Setup(
@@ -99,12 +102,30 @@ def _travels(axis: Axis, offload: Offload | None) -> bool:
     return axis.runtime is not Runtime.LOCAL or offloaded
 
 
-def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> Any:
-    """The optimizer for these parameters; elementwise, if it is to update `parts` of them."""
+def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: bool) -> Any:
+    """The optimizer for these parameters: it must be one that may update `parts` of them."""
     chosen = as_optimizer(optimizer).bind(named)
-    if parts:
+    if whole:
+        require_leafwise(chosen)
+    elif parts:
         require_elementwise(chosen)
     return chosen
+
+
+def _bucket(
+    named: Mapping[str, Tensor], stage: int, axis: Axis, options: SharedOptions, chosen: Any
+) -> int | None:
+    """The size of a bucket; where leaves stay whole, by default one that ranks can share."""
+    size = bucket_at(stage, options.bucket_bytes)
+    if size is None or not options.whole_parameters or options.bucket_bytes is not None:
+        return size
+    whole = [x.nbytes for path, x in named.items() if chosen.needs_whole(path)]
+    return max(size, axis.size * max(whole, default=0))
+
+
+def _kinds(chosen: Any, named: Mapping[str, Tensor]) -> Callable[[str], tuple[int, int]]:
+    """Which leaves may be in one flat: those with as many dims, for rules that look at them."""
+    return lambda p: (chosen.group_of(p), named[p].ndim if chosen.needs_whole(p) else 0)
 
 
 def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:

@@ -126,6 +126,10 @@ def init(
         trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
         bucket_bytes: stages 0 to 2, the size in bytes up to which leaves share a collective;
             default 8 MiB at stage 0, 4 MiB at stages 1 and 2.
+        whole_parameters: stages 1 to 3, for an optimizer that is not elementwise (Muon, LAMB): the
+            parameters of such a rule, by its param groups, are each whole on one rank. What ranks
+            have of a bucket or unit is padded to the most that one of them has; the default bucket
+            grows to W of the largest such parameter.
         ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
         accumulate_dtype: in which gradients add up, and are held; default fp32 for 16-bit
             parameters, else their own.

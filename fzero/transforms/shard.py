@@ -76,6 +76,7 @@ def shard(
         units: as in `fzero.init`.
         trainable: as in `fzero.init`.
         bucket_bytes: as in `fzero.init`.
+        whole_parameters: as in `fzero.init`.
         ordered: as in `fzero.init`.
         accumulate_dtype: as in `fzero.init`.
         communication_dtype: as in `fzero.init`.
@@ -137,6 +138,7 @@ _DEFAULTS = {
     "reshard_after_forward": True,
     "bucket_bytes": None,
     "optimizer_over": "shard",
+    "whole_parameters": False,
     "quantized_weights": False,
     **asdict(Reduction()),
 }

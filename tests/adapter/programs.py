@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.state import OptimizerOver, Reshard
+from tests.optim.torch_cases import Lamb
 from tests.strategies import keeps, seeds, stages
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -24,6 +25,8 @@ CLASSES: dict[str, Callable[..., Any]] = {
     "torch sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "torch adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
 }
+WHOLE: dict[str, Callable[..., Any]] = {"lamb": functools.partial(Lamb, lr=0.1)}
+"""Those that need whole parameters."""
 
 
 class Part(NamedTuple):
@@ -64,6 +67,7 @@ class Options(NamedTuple):
     reshard: Reshard = True
     replicas: int = 1  # of a mesh of two dims, where they divide the ranks
     over: OptimizerOver = "shard"
+    whole: bool = False  # parameters, each on one rank
 
     def mesh(self) -> tuple[int, int]:
         ranks = fzero.axis_size()
@@ -91,13 +95,18 @@ class Run(NamedTuple):
     """What both drivers are told to do."""
 
     stage: int
-    optimizer: str  # of RULES or CLASSES
+    optimizer: str  # of RULES, CLASSES or WHOLE
     dtype: str
     plan: Plan
     options: Options = Options()
     numbers: Numbers = Numbers()
     away: str = ""  # what of the state is on disk: o(ptimizer), g(radients), p(arams)
     seed: int = 0
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether parameters stay whole: because they may, or must."""
+        return self.options.whole or self.optimizer in WHOLE
 
     @property
     def offload(self) -> fzero.Offload:
@@ -111,7 +120,7 @@ plans = st.builds(Plan, parts.map(tuple), st.integers(1, 3), st.booleans())
 runs = st.builds(
     Run,
     stage=stages,
-    optimizer=st.sampled_from([*RULES, *CLASSES]),
+    optimizer=st.sampled_from([*RULES, *CLASSES, *WHOLE]),
     dtype=st.sampled_from(["fp32", "bf16", "mixed"]),
     plan=plans.filter(lambda plan: plan.adds_in_one_order),
     options=st.builds(
@@ -122,6 +131,7 @@ runs = st.builds(
         reshard=keeps,
         replicas=st.integers(1, 4),
         over=st.sampled_from(["shard", "all"]),
+        whole=st.booleans(),
     ),
     numbers=st.sampled_from(
         [
@@ -133,7 +143,7 @@ runs = st.builds(
     ),
     away=st.sampled_from(["", "", "o", "g", "og"]),
     seed=seeds,
-)
+).map(lambda run: run._replace(options=run.options._replace(whole=run.needs_whole)))
 
 
 ALONE, TOGETHER = Part(window=False, backwards=1), Part(window=True, backwards=2)
@@ -152,4 +162,6 @@ CHOSEN = (
     Run(3, "lion", "fp32", Plan((TOGETHER,), one_window=True), Options(reshard="window")),
     Run(1, "adamw", "mixed", Plan((ALONE, TOGETHER)), Options(0.05, 16, True, replicas=2)),
     Run(3, "torch adamw", "bf16", Plan((ALONE, ALONE)), LOW._replace(replicas=2, over="all")),
+    Run(2, "lamb", "fp32", Plan((ALONE, TOGETHER)), LOW._replace(whole=True)),
+    Run(3, "lamb", "bf16", Plan((ALONE,)), LOW._replace(whole=True, replicas=2)),
 )

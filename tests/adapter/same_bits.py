@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 from fzero.state import NAMESPACE, TrainState
-from tests.adapter.programs import CLASSES, RULES, Part, Run
+from tests.adapter.programs import CLASSES, RULES, WHOLE, Part, Run
 
 UPDATES = 3
 IDS = 7
+FROM_TORCH = {**CLASSES, **WHOLE}
 
 
 class Tied(nn.Module):
@@ -66,8 +67,8 @@ class ByEngine:
         self.run, self.rank = run, rank
         self.engine = Engine(
             make(run),
-            CLASSES[run.optimizer]
-            if run.optimizer in CLASSES
+            FROM_TORCH[run.optimizer]
+            if run.optimizer in FROM_TORCH
             else RULES[run.optimizer](**run.numbers.options),
             stage=run.stage,
             bucket_bytes=run.options.bucket_bytes,
@@ -80,6 +81,7 @@ class ByEngine:
             reshard_after_forward=run.options.reshard,
             mesh=run.options.mesh(),
             optimizer_over=run.options.over,
+            whole_parameters=run.options.whole,
         )
 
     def update(self, batch: Tensor) -> None:
@@ -104,8 +106,8 @@ class BySteps:
     def __init__(self, run: Run, rank: int) -> None:
         self.run, self.rank = run, rank
         self.apply, params = fzero.functionalize(make(run))
-        if run.optimizer in CLASSES:
-            chosen = CLASSES[run.optimizer]
+        if run.optimizer in FROM_TORCH:
+            chosen = FROM_TORCH[run.optimizer]
             optimizer = fzero.optim.from_torch(chosen, **run.numbers.options)
         else:
             optimizer = RULES[run.optimizer](**run.numbers.options)
@@ -131,6 +133,7 @@ class BySteps:
             reshard_after_forward=run.options.reshard,
             mesh=run.options.mesh(),
             optimizer_over=run.options.over,
+            whole_parameters=run.options.whole,
             donate=True,
         )
         self.state: TrainState = self.step.init(params, optimizer)

@@ -85,7 +85,7 @@ class Lamb(Optimizer):
                 state["v"] = 0.99 * state["v"] + 0.01 * p.grad**2
                 step = state["m"] / (1 - 0.9 ** state["step"])
                 step = step / ((state["v"] / (1 - 0.99 ** state["step"])).sqrt() + 1e-6)
-                trust = 1.0 if self.adam else p.norm() / step.norm()
+                trust = 1.0 if self.adam else p.norm() / (step.norm() + 1e-6)
                 p.data = p.data - group["lr"] * trust * step  # as much code found in the wild does
 
 

@@ -13,13 +13,14 @@ from torch import nn
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.optim import from_torch, require_elementwise
+from fzero.optim import from_torch, require_elementwise, require_leafwise
 from tests.site.tables import ROOT, table
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "reshard_after_forward=False": {"reshard_after_forward": False},
     'reshard_after_forward="window"': {"reshard_after_forward": "window"},
     'mesh=(2, 2), optimizer_over="all"': {"mesh": (2, 2), "optimizer_over": "all"},
+    "whole_parameters=True": {"whole_parameters": True},
     'reduce_op="sum"': {"reduce_op": "sum"},
     "gradient_predivide_factor=2.0": {"gradient_predivide_factor": 2.0},
     "communication_dtype=torch.bfloat16": {"communication_dtype": torch.bfloat16},
@@ -170,7 +171,7 @@ def _made(dtype: torch.dtype, rule: Any, of_rule: dict[str, Any], of_init: dict[
 
 
 def _optimizers() -> str:
-    """Try each optimizer of torch: is it elementwise?"""
+    """Try each optimizer of torch: is it elementwise, or right for each leaf alone?"""
     rows = []
     for name in sorted(torch.optim.__all__):
         cls = getattr(torch.optim, name)
@@ -183,7 +184,10 @@ def _tried(cls: Any) -> tuple[str, str]:
     bound = functools.partial(from_torch(functools.partial(cls, lr=0.1)).bind, _matrix())
     if refused(bound) != "yes":
         return "no", "no"
-    return refused(lambda: require_elementwise(bound())).partition(":")[0], "yes"
+    if refused(lambda: require_elementwise(bound())) == "yes":
+        return "yes", "yes"
+    whole = refused(lambda: require_leafwise(bound())) == "yes"
+    return "with `whole_parameters=True`" if whole else "no", "yes"
 
 
 def _matrix() -> dict[str, nn.Parameter]:

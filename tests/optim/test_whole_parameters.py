@@ -1,0 +1,161 @@
+"""`whole_parameters`: rules that need whole matrices run on shards, each parameter on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.adapter import Engine
+from fzero.checkpoint import load, save
+from fzero.errors import LayoutError
+from fzero.optim import from_torch
+from tests.optim.cases import trained
+from tests.optim.torch_cases import NOT_ELEMENTWISE, Lamb, by_torch, parameters
+from tests.oracle import linear_loss
+from tests.strategies import everywhere, integers
+
+STEPS = 4
+run = partial(trained, loss=linear_loss, whole_parameters=True)  # its gradients are exact
+
+
+class MuonAndAdam(torch.optim.Optimizer):
+    """As many programs have it: matrices by Muon, all else by Adam, which counts its steps."""
+
+    def __init__(self, of: Mapping[str, Tensor]) -> None:
+        matrices = [p for p in of.values() if p.ndim == 2]
+        others = [p for p in of.values() if p.ndim != 2]
+        groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
+        super().__init__(groups, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = self._by_muon(p) if group["muon"] else self._by_adam(p)
+                p.sub_(group["lr"] * update)
+
+    def _by_muon(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        momentum = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        momentum.mul_(0.9).add_(p.grad)
+        x = momentum / (momentum.norm() + 1e-7)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * x @ x.t() @ x
+        return x
+
+    def _by_adam(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        if not state:
+            state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+        state["step"] += 1
+        state["m"].lerp_(p.grad, 0.1)
+        state["v"].lerp_(p.grad.square(), 0.01)
+        return state["m"] / (1 - 0.9 ** state["step"]) / (state["v"].sqrt() + 1e-6)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "lamb": lambda of: Lamb(of.values()),
+    "muon and adam": MuonAndAdam,
+}
+
+
+def close(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+    for path, x in got.items():
+        torch.testing.assert_close(x, want[path].expand_as(x), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["muon", "lamb"])
+def test_the_bits_are_torchs(name: str, ranks: int, stage: int) -> None:
+    cls, options = NOT_ELEMENTWISE[name]
+    params = parameters()
+    if name == "muon":  # torch's takes matrices only
+        params = {path: p for path, p in params.items() if p.ndim == 2}
+        params["other"] = torch.nn.Parameter(torch.ones(2, 7))
+    xs = integers((STEPS, ranks), 9, torch.float32)
+    got, _ = run(params, from_torch(partial(cls, **options)), xs, stage=stage)
+    everywhere(got, by_torch(params, xs, lambda of: cls(list(of.values()), **options)), ranks)
+
+
+@pytest.mark.parametrize("over", ["shard", "all"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_replicas_of_shards_make_the_updates_of_one_process(
+    name: str, stage: int, over: str
+) -> None:
+    params, xs = parameters(torch.float64), integers((STEPS, 4), 8)
+    made = OPTIMIZERS[name]
+    options = {"stage": stage, "mesh": (2, 2), "optimizer_over": over}
+    close(run(params, from_torch(made(params)), xs, **options)[0], by_torch(params, xs, made))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_other_ranks_go_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    params, made = parameters(torch.float64), OPTIMIZERS[name]
+    xs = integers((6, 3), 8)
+    ours = from_torch(made(params))
+    _, state = run(params, ours, xs[:2], stage=3)
+    for counters in state.optimizer.counters.values():  # also on ranks that have no such leaf
+        assert all(torch.equal(x, x[:1].expand_as(x)) for x in counters)
+    save(tmp_path, state)
+    pairs = xs[:, :1].expand(6, 2)  # two ranks, of the same data
+    _, fresh = run(params, ours, pairs[:0], stage=1)
+    state = load(tmp_path, fresh)
+    _, state = run(params, ours, pairs[2:4], stage=1, state=state)
+    save(tmp_path, state)
+    alone = load(tmp_path, fzero.init(params, ours, stage=0))
+    got, _ = trained(params, ours, pairs[4:, 0], loss=linear_loss, stage=0, state=alone)
+    close(got, by_torch(params, torch.cat([xs[:2], pairs[2:, :1].expand(4, 3)]), made))
+
+
+def test_ranks_share_equal_matrices_and_hold_no_more() -> None:
+    """Momentum is half on each of two ranks; also where a matrix is as large as a bucket."""
+    side = 2**10
+    params = {f"w{i}": torch.ones(side, side) for i in range(4)}
+    step = fzero.shard(lambda state: (state, None), stage=2, whole_parameters=True)
+    state = fzero.simulate(step, world_size=2).init(params, from_torch(torch.optim.Muon))
+    held = [flat.shape for flat in state.optimizer.slots["momentum_buffer"]]
+    assert held == [(2, side * side), (2, side * side)]
+
+
+def test_an_engine_takes_it() -> None:
+    def train(rank: Tensor) -> Any:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).double()
+        made = MuonAndAdam(dict(module.named_parameters()))
+        engine = Engine(module, made, stage=3, whole_parameters=True)
+        for x in integers((STEPS, 3, 4, 3), 5)[:, int(rank)]:
+            engine(x).square().mean().backward()
+            engine.step()
+        with pytest.raises(LayoutError, match=r"is not elementwise[\s\S]*whole_parameters=True"):
+            Engine(torch.nn.Linear(2, 2, bias=False), torch.optim.Muon, stage=3)
+        return engine.full_state_dict()
+
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).double()
+    optimizer = MuonAndAdam(dict(alone.named_parameters()))
+    for xs in integers((STEPS, 3, 4, 3), 5):
+        optimizer.zero_grad()
+        torch.stack([alone(x).square().mean() for x in xs]).mean().backward()
+        optimizer.step()
+    close(fzero.simulate(train, world_size=3)(torch.arange(3)), alone.state_dict())
+
+
+@pytest.mark.parametrize("name", ["clipped", "noisy", "torch's adafactor"])
+def test_rules_that_need_more_than_one_leaf_are_refused(name: str) -> None:
+    cls, options = NOT_ELEMENTWISE[name]
+    with pytest.raises(LayoutError, match="whole_parameters=True: it does not update each"):
+        run(parameters(), from_torch(partial(cls, **options)), torch.ones(1, 3), stage=1)
+
+
+def test_it_is_a_flag() -> None:
+    with pytest.raises(LayoutError, match="whole_parameters='yes'"):
+        fzero.init(parameters(), fzero.optim.sgd(0.1), stage=1, whole_parameters="yes")  # type: ignore[arg-type]

@@ -246,7 +246,10 @@ def _unique_leaves(
 
 
 def identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for tensors that are one parameter: one object, or one memory."""
+    """Return a key that is equal for tensors that are one parameter: one object, or one memory.
+
+    An int for those that can be known as an object only.
+    """
     if type(tensor) not in (Tensor, Parameter) or not tensor.numel() or tensor.is_meta:
         return id(tensor)
     if is_functorch_wrapped_tensor(tensor):  # it has no memory of its own to compare

@@ -13,6 +13,7 @@ from fzero.checkpoint._everywhere import CheckpointError
 from fzero.checkpoint._pieces import Piece
 from fzero.errors import LayoutError
 from fzero.state import TrainState
+from fzero.state.setup import NO_OPTIONS
 
 Buffers = dict[str, Tensor]
 _PLAIN = (bool, int, float, str)
@@ -127,7 +128,8 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a param group that are numbers, strings, or several of them."""
-    return {name: _plain(x) for name, x in group.items() if name != "params" and _is_plain(x)}
+    names = (name for name in group if name not in NO_OPTIONS and _is_plain(group[name]))
+    return {name: _plain(group[name]) for name in names}
 
 
 def set_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[str, Any]]) -> None:
@@ -140,7 +142,7 @@ def set_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[st
             old = group.get(name)
             if isinstance(old, Tensor):
                 old.fill_(value)
-            elif name != "params":
+            elif name not in NO_OPTIONS:
                 group[name] = tuple(value) if isinstance(value, list) else value
 
 

@@ -16,7 +16,7 @@ from fzero.optim._precision import Precision
 from fzero.optim._trial import Early, Kept, early_of, early_of_group, learn, rule_of
 from fzero.partition import identity
 from fzero.state.layout import Leaf, learns
-from fzero.state.setup import ParamGroups
+from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -61,7 +61,7 @@ class Bound:
         groups = self.instance.param_groups
         return ParamGroups(
             of_leaf=tuple(self.group_at.get(x.path, -1) if x.trainable else -1 for x in leaves),
-            options=tuple({k: x for k, x in one.items() if k != "params"} for one in groups),
+            options=tuple({k: one[k] for k in one if k not in NO_OPTIONS} for one in groups),
             instance=self.instance,
         )
 
@@ -133,18 +133,22 @@ def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, in
     paths: dict[Any, list[str]] = {}
     for path, p in params.items():
         paths.setdefault(identity(p), []).append(path)
+    # Those without memory to be known by: in a plan, on the meta device, and empty ones.
+    named = {path: tied for key, tied in paths.items() if type(key) is int for path in tied}
     found: dict[str, int] = {}
     for number, group in enumerate(instance.param_groups):
-        for p in group["params"]:
-            mine = paths.get(identity(p))
+        names = group.get("param_names", [None] * len(group["params"]))
+        for name, p in zip(names, group["params"], strict=True):
+            mine = paths.get(identity(p)) or named.get(name)
             if mine is None:
                 raise LayoutError(
                     f"the optimizer's group {number} has a parameter of shape "
                     f"{tuple(p.shape)} that is not the module's.",
                     cause="the optimizer was made for another model, or before the module "
-                    "was converted or wrapped.",
-                    fix="make the optimizer from module.parameters() right before the state "
-                    "or the engine is made.",
+                    "was converted or wrapped; or there are no values to know it by: a plan, a "
+                    "functionalized module on the meta device, an empty parameter.",
+                    fix="make the optimizer right before the state or the engine is made, from "
+                    "module.parameters(), or from module.named_parameters(): names will do.",
                 )
             if mine[0] in found:
                 raise LayoutError(
@@ -176,7 +180,7 @@ def _tried(
     known: dict[str, bool] = {}
     found = []
     for number, group in enumerate(instance.param_groups):
-        rest = repr({k: x for k, x in group.items() if k not in ("params", "lr", "initial_lr")})
+        rest = repr({k: group[k] for k in group if k not in {*NO_OPTIONS, "lr", "initial_lr"}})
         if rest not in known:
             rule = _named(instance, rule_of(instance, number, earlies[number]))
             known[rest] = test(rule, devices[number])

@@ -158,7 +158,7 @@ def _taken(
                 _write(counters[name][unit.group], state[name])
         if unit.index < 0:
             continue
-        if parameter.data_ptr() != values.data_ptr():  # `p.data = ...` in the rule
+        if parameter.untyped_storage() is not values.untyped_storage():  # `p.data = ...` in it
             values.copy_(parameter.detach())
         for name in kept.slots:
             home = held[name][unit.index]

@@ -24,7 +24,7 @@ from fzero.optim._step import Unit, idle, makes_state_later, skips, step
 from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
 from fzero.state.layout import Leaf
-from fzero.state.setup import MASTERS, ParamGroups, SavedNames
+from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
 
 _SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
@@ -165,9 +165,8 @@ class TorchOptimizer(Base):
 
     def counters(self, state: TorchState, path: str) -> Mapping[str, Tensor]:
         """Return the counters of the param group that has the leaf at `path`."""
-        group, bound = self.group_of(path), self._bound()
-        counters = state.counters.items()
-        return {name: own[group] for name, own in counters if bound.counts(name, group)}
+        group, counts = self.group_of(path), self._bound().counts
+        return {name: own[group] for name, own in state.counters.items() if counts(name, group)}
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
         """Whether `step()` takes `found_inf` and `grad_scale`, by attributes of the optimizer."""
@@ -182,7 +181,7 @@ class TorchOptimizer(Base):
         sizes = Counter(bound.group_at.get(leaf.path, -1) for leaf in leaves)
         lines = [f"optimizer {self!r}"]
         for number, group in enumerate(bound.instance.param_groups):
-            options = {name: _shown(x) for name, x in group.items() if name != "params"}
+            options = {name: _shown(x) for name, x in group.items() if name not in NO_OPTIONS}
             shown = ", ".join(f"{name}={x}" for name, x in options.items() if x)
             lines.append(f"param group {number} of {sizes[number]} leaves: {shown}")
         return lines
@@ -259,8 +258,9 @@ def from_torch(
     Args:
         optimizer: a `torch.optim` class; a factory, parameters -> optimizer, such as
             `functools.partial(torch.optim.AdamW, lr=3e-4)`; or an instance made from the
-            parameters that the state is made of (a module's own, if they were functionalized),
-            in any param groups. A parameter that no group has is not stepped.
+            parameters that the state is made of (a module's own, if they were functionalized;
+            by `named_parameters()` on the meta device), in any param groups. A parameter that no
+            group has is not stepped.
         master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
         state_dtype: as in `fzero.optim.adamw`.
         stochastic_rounding: as in `fzero.optim.adamw`.

@@ -75,6 +75,10 @@ class SavedNames:
     idle: frozenset[str] = frozenset()  # counters of parameters that never learn: they say nothing
 
 
+NO_OPTIONS = frozenset({"params", "param_names"})
+"""What a param group of torch.optim has beside its options."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroups:
     """Which leaves an optimizer steps with which options, under torch.optim's names."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
+from fzero.adapter import Engine
 from fzero.checkpoint import load, save
 from fzero.errors import LayoutError
 from fzero.optim import from_torch
@@ -172,6 +173,74 @@ def test_sixteen_bit_parameters_are_stepped_in_fp32_if_they_have_masters(
     assert {x.dtype for x in state.optimizer.slots["exp_avg"]} == {wide}
     held = sum(x.numel() for x in state.optimizer.masters)
     assert held == (sum(p.numel() for p in params.values()) if master_weights else 0)
+
+
+# Parameters without memory to be known by
+
+
+class Partly(nn.Module):
+    """A matrix, a vector, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+        self.none = nn.Parameter(torch.zeros(0, 2))
+
+
+def in_two_groups(module: nn.Module) -> torch.optim.Optimizer:
+    """Made of names and parameters, as torch.optim takes them."""
+    named = list(module.named_parameters())
+    groups = [
+        {"params": [(name, p) for name, p in named if p.ndim == 2], "lr": 0.5},
+        {"params": [(name, p) for name, p in named if p.ndim != 2], "lr": 0.25},
+    ]
+    return torch.optim.SGD(groups)
+
+
+def stepped(params: Any, optimizer: Any, **options: Any) -> dict[str, Tensor]:
+    """One step of gradients that are all one."""
+    state: Any = fzero.init(params, optimizer, stage=2, **options)
+    loss = lambda p: sum(x.sum() for x in p.values())  # noqa: E731
+    state, _ = fzero.grad_and_reduce(loss, state)()
+    return fzero.full_params(fzero.apply_gradients(state))
+
+
+def test_an_optimizer_of_names_knows_parameters_without_values() -> None:
+    with torch.device("meta"):
+        module = Partly()
+    _, params = fzero.functionalize(module)
+    ones = partial(torch.full, fill_value=1.0)
+    optimizer = from_torch(in_two_groups(module))
+    got = stepped(params, optimizer, initializer=lambda _, leaf: ones(leaf.shape))
+    assert got["layer.weight"].unique().tolist() == [0.5]
+    assert got["layer.bias"].unique().tolist() == [0.75]
+    with pytest.raises(LayoutError, match=r"that is not the module's[^`]*named_parameters\(\)"):
+        stepped(params, from_torch(torch.optim.SGD(module.parameters(), lr=0.5)))
+
+
+def test_an_optimizer_of_names_knows_an_empty_parameter() -> None:
+    module = Partly()
+    _, params = fzero.functionalize(module)
+    got = stepped(params, from_torch(in_two_groups(module)))
+    same(got["layer.bias"], module.layer.bias.detach() - 0.25)
+
+
+def test_names_do_not_make_another_model_s_optimizer_one_of_this() -> None:
+    _, params = fzero.functionalize(nn.Linear(2, 2))
+    with pytest.raises(LayoutError, match="that is not the module's"):
+        stepped(params, from_torch(torch.optim.SGD(nn.Linear(2, 2).named_parameters(), lr=0.5)))
+
+
+def test_a_checkpoint_has_the_options_of_a_group_and_not_its_names(tmp_path: Path) -> None:
+    def engine(lr: float, *, names: bool) -> Engine:
+        module = nn.Linear(2, 2)
+        of: Any = module.named_parameters() if names else module.parameters()
+        return Engine(module, torch.optim.SGD(of, lr=lr), stage=1)
+
+    save(tmp_path, engine(0.5, names=True))
+    loaded = load(tmp_path, engine(0.1, names=False)).optimizer
+    assert loaded is not None
+    assert loaded.param_groups[0]["lr"] == 0.5 and "param_names" not in loaded.param_groups[0]
 
 
 # Rules that need whole parameters: on one rank, and at stage 0

@@ -30,6 +30,20 @@ def test_a_step_of_ones_own_is_planned_as_the_module_is() -> None:
     assert plan.collectives["reduce_scatter"] == 5  # once each unit, whatever the micro-batches
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_an_optimizer_of_names_has_its_param_groups_in_a_plan(autocast: Any) -> None:
+    """SGD keeps nothing for the bias, and a momentum for the weight."""
+    model, batch = torch.nn.Linear(32, 16), torch.ones(4, 32)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [("weight", named["weight"])], "momentum": 0.9},
+        {"params": [("bias", named["bias"])]},
+    ]
+    optimizer = fzero.optim.from_torch(torch.optim.SGD(groups))
+    plan = fzero.plan(model, batch, world=4, stage=2, optimizer=optimizer, autocast=autocast)
+    assert plan.bytes["optimizer"] == 32 * 16 * 4 / 4 + 8  # and the number of updates
+
+
 def test_several_models() -> None:
     """States in one step add up."""
 

@@ -33,6 +33,7 @@ from fzero.mesh import Axis, axis_index, axis_size, world
 from fzero.plan import plan
 from fzero.state import DynamicScale, TrainState, state_bytes
 from fzero.state.offload import Offload
+from fzero.state.precision import Autocast
 from fzero.trace import check_spmd, trace
 from fzero.transforms import (
     accumulate,
@@ -58,6 +59,7 @@ from fzero.transforms import (
 __version__ = "0.1.0"  # the build reads it here, too
 
 __all__ = [
+    "Autocast",
     "Axis",
     "AxisError",
     "CollectiveLog",

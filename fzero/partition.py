@@ -54,7 +54,7 @@ def plan_layout(
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
     lowered: Callable[[str], torch.dtype | None] | None = None,
-    whole: Callable[[str], bool] | None = None,
+    whole: Callable[[str], int] | None = None,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
 
@@ -65,8 +65,9 @@ def plan_layout(
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
     on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
-    make. Within a group, leaves and shards start on a multiple of 16 bytes. A leaf that learns, and
-    of which `whole(path)` is true, is whole in one shard; it is of another kind than the others.
+    make. Within a group, leaves and shards start on a multiple of 16 bytes. A leaf that learns is
+    whole in one of `whole(path)` equal parts of its flat, where that is more than 1; it is of
+    another kind than the others.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -86,10 +87,10 @@ def plan_layout(
     paths, tensors, treespec = named_leaves(params)
     order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
     leaves, slots = _unique_leaves(paths, tensors, order, trainable)
-    lower, sort = lowered or _nothing, kind or _nothing
+    lower, sort, parts = lowered or _nothing, kind or _nothing, whole or _one
 
     def alike(path: str) -> Hashable:
-        return lower(path), sort(path), whole is not None and whole(path)
+        return lower(path), sort(path), parts(path)
 
     if not (ranks > 1 if grouped is None else grouped):
         members = [[i] for i in range(len(leaves))]
@@ -100,7 +101,7 @@ def plan_layout(
         members = list(_by_size(leaves, bucket_bytes, alike))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
-        _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower, whole)
+        _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower, parts)
         for name, ids in zip(names, members, strict=True)
     )
     return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
@@ -262,6 +263,11 @@ def _nothing(path: str) -> None:
     """What is so for no leaf."""
 
 
+def _one(path: str) -> int:
+    """Of how many parts one has a whole leaf, if it may be cut."""
+    return 1
+
+
 def _by_size(
     leaves: Sequence[Leaf], bucket_bytes: int, kind: Callable[[str], Hashable]
 ) -> Iterator[list[int]]:
@@ -297,13 +303,17 @@ def _group(
     members: Sequence[tuple[int, Leaf]],
     cuts: tuple[int, int],
     lowered: Callable[[str], torch.dtype | None],
-    whole: Callable[[str], bool] | None,
+    whole: Callable[[str], int],
 ) -> Group:
     first = members[0][1]
-    place = apart if first.trainable and whole is not None and whole(first.path) else in_order
     numels = [leaf.numel for _, leaf in members]
     alignment = ALIGNMENT_BYTES // first.dtype.itemsize
-    offsets, part_numel = place(numels, prod(cuts), alignment)
+    parts = whole(first.path) if first.trainable else 1
+    if parts > 1:  # which are cut on, to as many as there are in all
+        offsets, part_numel = apart(numels, parts, alignment * prod(cuts) // parts)
+    else:
+        parts = prod(cuts)
+        offsets, part_numel = in_order(numels, parts, alignment)
     placed = sorted(zip(offsets, [i for i, _ in members], strict=True))
     return Group(
         name=name,
@@ -311,6 +321,6 @@ def _group(
         trainable=first.trainable,
         leaves=tuple(i for _, i in placed),
         offsets=tuple(offset for offset, _ in placed),
-        shard_numel=part_numel * cuts[1],
+        shard_numel=part_numel * parts // cuts[0],
         communication_dtype=lowered(first.path),
     )

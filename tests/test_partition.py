@@ -31,19 +31,12 @@ from tests.strategies import (
 )
 
 buckets = st.none() | st.integers(1, 300)
-Whole = Callable[[str], bool] | None
+any_tree = given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets, whole=st.booleans())
 
 
-def everything(path: str) -> bool:
-    return True
-
-
-any_tree = given(
-    tree=trees(empty=True),
-    ranks=worlds,
-    bucket_bytes=buckets,
-    whole=st.sampled_from([None, everything]),
-)
+def in_one(ranks: int, whole: bool) -> Callable[[str], int]:
+    """Each leaf is whole on one of the ranks, or may be cut."""
+    return lambda path: ranks if whole else 1
 
 
 def ties(tree: Any) -> list[int]:
@@ -54,9 +47,9 @@ def ties(tree: Any) -> list[int]:
 
 @any_tree
 def test_unshard_after_shard_is_the_identity(
-    tree: Any, ranks: int, bucket_bytes: int | None, whole: Whole
+    tree: Any, ranks: int, bucket_bytes: int | None, whole: bool
 ) -> None:
-    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=whole)
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=in_one(ranks, whole))
     flats = flatten(layout, tree)
     shards = [[shard_of(flat, ranks, rank).clone() for flat in flats] for rank in range(ranks)]
     back = unflatten(layout, [torch.cat(rows) for rows in zip(*shards, strict=True)])
@@ -66,9 +59,9 @@ def test_unshard_after_shard_is_the_identity(
 
 @any_tree
 def test_every_tensor_is_stored_once_in_a_group_of_its_kind(
-    tree: Any, ranks: int, bucket_bytes: int | None, whole: Whole
+    tree: Any, ranks: int, bucket_bytes: int | None, whole: bool
 ) -> None:
-    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=whole)
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=in_one(ranks, whole))
     assert [leaf.shape for leaf in layout.leaves] == [tuple(x.shape) for x in unique(tree)]
     assert [leaf.trainable for leaf in layout.leaves] == [learns(x) for x in unique(tree)]
     stored = [leaf for group in layout.groups for leaf in group.leaves]
@@ -80,9 +73,9 @@ def test_every_tensor_is_stored_once_in_a_group_of_its_kind(
 
 @any_tree
 def test_leaves_and_shards_start_on_16_bytes_and_padding_is_zero_and_no_more_than_that(
-    tree: Any, ranks: int, bucket_bytes: int | None, whole: Whole
+    tree: Any, ranks: int, bucket_bytes: int | None, whole: bool
 ) -> None:
-    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=whole)
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=in_one(ranks, whole))
     for index, (group, flat) in enumerate(zip(layout.groups, flatten(layout, tree), strict=True)):
         numels = [layout.leaves[i].numel for i in group.leaves]
         assert flat.shape == (layout.full_numel(index),) == (ranks * group.shard_numel,)
@@ -105,7 +98,7 @@ def test_leaves_and_shards_start_on_16_bytes_and_padding_is_zero_and_no_more_tha
 def test_a_whole_leaf_that_learns_is_in_one_shard(
     tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
-    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=everything)
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=lambda _: ranks)
     for index in layout.trainable:
         held = [r for k in range(ranks) for r in leaf_ranges(layout, index, Part(ranks, k))]
         numels = {i: layout.leaves[i].numel for i in layout.groups[index].leaves}
@@ -116,7 +109,7 @@ def test_a_whole_leaf_that_learns_is_in_one_shard(
 def test_ranks_have_as_much_as_they_can_of_whole_leaves() -> None:
     sizes = {"a": 40, "b": 30, "c": 30, "d": 20, "e": 8}
     params = {path: torch.ones(numel) for path, numel in sizes.items()}
-    layout = plan_layout(params, ranks=2, bucket_bytes=2**20, whole=everything)
+    layout = plan_layout(params, ranks=2, bucket_bytes=2**20, whole=lambda _: 2)
     assert layout.groups[0].shard_numel == 68  # a, d and e; b and c: 60
     assert [layout.leaves[i].path for i in layout.groups[0].leaves] == [*"adebc"]
 

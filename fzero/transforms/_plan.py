@@ -53,14 +53,14 @@ def plan(
         layout = plan_layout(
             params,
             ranks=axis.shards.size,
-            replicas=1 if whole and options.optimizer_over == "shard" else axis.replicas.size,
+            replicas=axis.replicas.size,
             # A rule that needs whole leaves may run at stage 0, and wants a group for each.
             grouped=_travels(axis, options.offload) and (stage > 0 or chosen.elementwise),
             bucket_bytes=_bucket(named, stage, axis, options, chosen),
             unit=_apart(units, small) if small else units,
             trainable=trainable,
             kind=_kinds(chosen, named),
-            whole=chosen.needs_whole if whole else None,
+            whole=_whole_in(chosen, axis, options) if whole else None,
             lowered=None if autocast is None else _lowered(autocast, named, owners),
         )
         setup = Setup(
@@ -121,6 +121,12 @@ def _bucket(
         return size
     whole = [x.nbytes for path, x in named.items() if chosen.needs_whole(path)]
     return max(size, axis.size * max(whole, default=0))
+
+
+def _whole_in(chosen: Any, axis: Axis, options: SharedOptions) -> Callable[[str], int]:
+    """In how many parts the optimizer has a flat of leaves that may not be cut; of others 1."""
+    parts = axis.shards.size if options.optimizer_over == "shard" else axis.size
+    return lambda path: parts if chosen.needs_whole(path) else 1
 
 
 def _kinds(chosen: Any, named: Mapping[str, Tensor]) -> Callable[[str], tuple[int, int]]:

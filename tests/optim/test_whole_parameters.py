@@ -86,15 +86,20 @@ def test_the_bits_are_torchs(name: str, ranks: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("over", ["shard", "all"])
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_replicas_of_shards_make_the_updates_of_one_process(
-    name: str, stage: int, over: str
+    name: str, stage: int, mesh: tuple[int, int], over: str, tmp_path: Path
 ) -> None:
     params, xs = parameters(torch.float64), integers((STEPS, 4), 8)
     made = OPTIMIZERS[name]
-    options = {"stage": stage, "mesh": (2, 2), "optimizer_over": over}
-    close(run(params, from_torch(made(params)), xs, **options)[0], by_torch(params, xs, made))
+    ours = partial(
+        run, params, from_torch(made(params)), stage=stage, mesh=mesh, optimizer_over=over
+    )
+    save(tmp_path, ours(xs[:2])[1])
+    got, _ = ours(xs[2:], state=load(tmp_path, ours(xs[:0])[1]))
+    close(got, by_torch(params, xs, made))
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))

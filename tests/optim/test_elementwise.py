@@ -117,3 +117,8 @@ def test_a_trial_leaves_the_instance_its_parameters_and_random_numbers_alone() -
     assert vars(optimizer) == seen and not optimizer.state and not steps
     assert optimizer.param_groups[0]["params"] == list(params.values())
     assert optimizer.param_groups[0]["lr"] == 0.1 and scheduler.last_epoch == 0
+
+
+def test_a_rule_for_matrices_says_so_of_a_vector() -> None:
+    with pytest.raises(LayoutError, match=r"Muon could not step[\s\S]*matrices alone \(Muon\)"):
+        from_torch(torch.optim.Muon).bind({"bias": nn.Parameter(torch.ones(3))})

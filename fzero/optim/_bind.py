@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,8 @@ class Bound:
         """Whether a leaf may be updated without the others; found out by a trial."""
         if any(kept.odd for kept in self.kept.values()):
             return False
-        return all(_tried(is_leafwise, self.instance, self.earlies, self.devices))
+        dims = [{d for g, _, d in self.kept if g == n} for n in range(self.groups)]
+        return all(_tried(is_leafwise, self.instance, self.earlies, self.devices, dims))
 
     def kept_for(self, leaf: Leaf, dtype: torch.dtype) -> Kept | None:
         """Return what the rule keeps for a leaf that it steps in a dtype; None if it does not."""
@@ -88,13 +89,17 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         group_at = {path: 0 for path, p in params.items() if learns(p)}
         earlies = [early]
     devices = _devices(instance, params, group_at)
-    elementwise = _tried(is_elementwise, instance, earlies, devices)
+    learning = {path: params[path] for path in group_at if learns(params[path])}
+    several = [
+        {max(p.ndim, 1) for path, p in learning.items() if group_at[path] == g}
+        for g in range(len(instance.param_groups))
+    ]
+    elementwise = _tried(is_elementwise, instance, earlies, devices, several)
     kept: dict[tuple[int, torch.dtype, int], Kept] = {}
-    for path, g in group_at.items():
-        p = params[path]
-        dtype = precision.stepped(p.dtype)
+    for path, p in learning.items():
+        g, dtype = group_at[path], precision.stepped(p.dtype)
         dims = 1 if elementwise[g] else max(p.ndim, 1)
-        if learns(p) and (g, dtype, dims) not in kept:
+        if (g, dtype, dims) not in kept:
             like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
             kept[g, dtype, dims] = _learned(instance, g, earlies[g], like, dims)
     instance.state.clear()  # what the constructor made; it is made again for the shards
@@ -171,20 +176,25 @@ def _devices(
 
 
 def _tried(
-    test: Callable[[Rule, torch.device], bool],
+    test: Callable[[Rule, torch.device, int], bool],
     instance: Optimizer,
     earlies: Sequence[Early],
     devices: Sequence[torch.device],
+    dims: Sequence[Collection[int]],
 ) -> list[bool]:
-    """Test the rule of each param group, once for those that differ in the learning rate alone."""
-    known: dict[str, bool] = {}
+    """Test the rule of each param group on leaves with as many dims as its own have.
+
+    It is tested once for groups that differ in the learning rate alone.
+    """
+    known: dict[tuple[str, int], bool] = {}
     found = []
     for number, group in enumerate(instance.param_groups):
         rest = repr({k: group[k] for k in group if k not in {*NO_OPTIONS, "lr", "initial_lr"}})
-        if rest not in known:
-            rule = _named(instance, rule_of(instance, number, earlies[number]))
-            known[rest] = test(rule, devices[number])
-        found.append(known[rest])
+        rule = _named(instance, rule_of(instance, number, earlies[number]))
+        for some in dims[number]:
+            if (rest, some) not in known:
+                known[rest, some] = test(rule, devices[number], some)
+        found.append(all(known[rest, some] for some in dims[number]))
     return found
 
 

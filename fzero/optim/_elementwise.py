@@ -12,7 +12,8 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.optim._base import Base
 
-SMALL = (4, 6)
+SHAPES = ((24,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by dims; with more, those behind are 1
+SMALL = SHAPES[1]
 RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats: (start, stop)
 SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
 
@@ -23,8 +24,9 @@ Rule = Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]
 def require_elementwise(optimizer: Base) -> None:
     """Raise `LayoutError` for an optimizer whose shards are not updated as the whole would be.
 
-    The rule is run on a small matrix, whole and cut as three ranks hold it: three steps, with
-    gradients of very different sizes. fzero's own rules are elementwise by construction.
+    The rule is run on a small leaf with as many dims as the parameters have, whole and cut as three
+    ranks hold it: three steps, with gradients of very different sizes. fzero's own rules are
+    elementwise by construction.
 
     Args:
         optimizer: of any kind that `as_optimizer` gives; one from `from_torch` is bound already.
@@ -50,7 +52,7 @@ def require_elementwise(optimizer: Base) -> None:
 def not_elementwise(optimizer: object) -> LayoutError:
     """Return the error for a rule that needs whole parameters, and has parts of them."""
     return LayoutError(
-        f"{optimizer!r} is not elementwise: tried on a small matrix, it makes other updates of "
+        f"{optimizer!r} is not elementwise: tried on small parameters, it makes other updates of "
         "the whole than of its parts, and a rank has parts of the parameters.",
         cause="a norm, a mean over a dim, a matrix product, a test of the shape or random "
         "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain).",
@@ -88,12 +90,13 @@ def require_leafwise(optimizer: Base) -> None:
     )
 
 
-def is_leafwise(rule: Rule, device: torch.device) -> bool:
-    """Whether two matrices are updated together as each of them is alone."""
+def is_leafwise(rule: Rule, device: torch.device, dims: int = 2) -> bool:
+    """Whether two small leaves are updated together as each of them is alone."""
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    pair = [numbers_of(SMALL, k).to(device, dtype) for k in (0, 1)]
+    shape = _small(dims)
+    pair = [numbers_of(shape, k).to(device, dtype) for k in (0, 1)]
     steps = [
-        [numbers_of(SMALL, 2 * k + j).to(device, dtype) * s for j in (2, 3)]
+        [numbers_of(shape, 2 * k + j).to(device, dtype) * s for j in (2, 3)]
         for k, s in enumerate(SIZES)
     ]
 
@@ -109,14 +112,15 @@ def is_leafwise(rule: Rule, device: torch.device) -> bool:
     )
 
 
-def is_elementwise(rule: Rule, device: torch.device) -> bool:
-    """Whether flat shards are updated as they are inside of a whole matrix, up to rounding.
+def is_elementwise(rule: Rule, device: torch.device, dims: int = 2) -> bool:
+    """Whether flat shards are updated as they are inside of a small leaf, up to rounding.
 
     The shards are those of three ranks, each of which runs the rule alone.
     """
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    matrix = numbers_of(SMALL, 0).to(device, dtype)
-    steps = [numbers_of(SMALL, 1 + k).to(device, dtype) * size for k, size in enumerate(SIZES)]
+    shape = _small(dims)
+    matrix = numbers_of(shape, 0).to(device, dtype)
+    steps = [numbers_of(shape, 1 + k).to(device, dtype) * size for k, size in enumerate(SIZES)]
     with seeded(device):
         whole = rule([matrix.clone()], [[g.clone()] for g in steps])[0].flatten()
     cut = torch.zeros_like(whole)
@@ -136,6 +140,10 @@ def is_elementwise(rule: Rule, device: torch.device) -> bool:
     rounding = 16 * torch.finfo(dtype).eps * (size + matrix.abs().max().item())
     apart = (whole - cut).abs().max().item()
     return apart <= rounding or apart < size * (1e-9 if device.type == "cpu" else 1e-4)
+
+
+def _small(dims: int) -> tuple[int, ...]:
+    return SHAPES[dims - 1] if dims <= len(SHAPES) else SHAPES[-1] + (1,) * (dims - len(SHAPES))
 
 
 @contextmanager

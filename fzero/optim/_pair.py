@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,14 +59,21 @@ class Pair(Base):
             return self.first(list(params))
         return as_flats(self.first(leaves_in(params, pieces)), params, pieces)
 
-    def tried(self) -> Pair:
+    def bind(self, params: Mapping[str, Tensor]) -> Pair:
+        """Return the pair that knows whether it is elementwise for {path: tensor}."""
+        return self.tried({max(p.ndim, 1) for p in params.values()})
+
+    def tried(self, dims: Collection[int]) -> Pair:
         """Return the pair that knows whether it is elementwise; one that fails the trial is not."""
+        here = torch.device("cpu")
         try:
-            return replace(self, elementwise=is_elementwise(self._changes, torch.device("cpu")))
+            return replace(
+                self, elementwise=all(is_elementwise(self._changes, here, n) for n in dims)
+            )
         except FzeroError:
             raise
         except Exception:  # made for the shapes of one model
-            return self
+            return replace(self, elementwise=False)
 
     def _changes(self, params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
         state, sums = self.first(params), [torch.zeros_like(p) for p in params]
@@ -197,7 +204,7 @@ def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimi
         keywords["inplace"] = False
     takes = "params" in keywords or _takes_three(names.values())
     kept = tuple(keywords.items())
-    return Pair(first=init, update=update, keywords=kept, takes_params=takes).tried()
+    return Pair(first=init, update=update, keywords=kept, takes_params=takes).tried({2})
 
 
 def _takes_three(parameters: Iterable[inspect.Parameter]) -> bool:

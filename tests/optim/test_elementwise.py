@@ -122,3 +122,38 @@ def test_a_trial_leaves_the_instance_its_parameters_and_random_numbers_alone() -
 def test_a_rule_for_matrices_says_so_of_a_vector() -> None:
     with pytest.raises(LayoutError, match=r"Muon could not step[\s\S]*matrices alone \(Muon\)"):
         from_torch(torch.optim.Muon).bind({"bias": nn.Parameter(torch.ones(3))})
+
+
+class CentersFilters(torch.optim.SGD):
+    """Gradients of convolutions without their mean, as Ranger's `gc_conv_only` has it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad -= p.grad.mean((1, 2, 3), keepdim=True) if p.ndim > 3 else 0
+        return super().step(closure)
+
+
+def test_a_rule_is_tried_on_as_many_dims_as_the_parameters_have() -> None:
+    layers = {
+        "linear": nn.Parameter(torch.ones(3, 5)),
+        "conv": nn.Parameter(torch.ones(4, 2, 3, 3)),
+    }
+    rule = functools.partial(CentersFilters, lr=0.1)
+    require_elementwise(from_torch(rule).bind({"linear": layers["linear"]}))
+    with pytest.raises(LayoutError, match=REFUSED):
+        require_elementwise(from_torch(rule).bind(layers))
+    groups = [{"params": [p]} for p in layers.values()]
+    bound = from_torch(CentersFilters(groups, lr=0.1)).bind(layers)
+    assert [bound.needs_whole(path) for path in layers] == [False, True]
+
+
+def filters_centered(grads: Any, state: Any, params: Any) -> Any:
+    return [-0.1 * (g - g.mean() * (g.ndim > 3)) for g in grads], state
+
+
+def test_a_pair_is_tried_on_as_many_dims_as_the_parameters_have() -> None:
+    pair = as_optimizer((init, filters_centered))
+    require_elementwise(pair.bind(matrix()))
+    with pytest.raises(LayoutError, match=REFUSED):
+        require_elementwise(pair.bind({"conv": torch.ones(2, 2, 2, 2)}))

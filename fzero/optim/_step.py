@@ -190,8 +190,8 @@ def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, It
 
 
 def idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
-    """One element for each param group of which this rank has none, so that its counters go on."""
-    busy = {unit.group for unit in units}
+    """One element for each param group whose counters no unit of this rank has: they go on too."""
+    busy = {unit.group for unit in units if unit.kept.counters}
     found: dict[int, Unit] = {}
     for (group, _, dims), kept in bound.kept.items():
         if group not in busy and kept.counters and not kept.odd:

@@ -305,7 +305,7 @@ class _Steps:
             counters = {name: tuple(x.clone() for x in some) for name, some in counters.items()}
         held = (portion.work, portion.grads, portion.slots, counters)
         slots = step(self._bound, own, *held, fresh=self._fresh, scaled=portion.scaled)
-        stepped = {unit.group for unit in own}
+        stepped = {unit.group for unit in own if unit.kept.counters}
         for name, some in counters.items():
             pairs = enumerate(zip(self.counters[name], some, strict=True))
             after = tuple(new if g in stepped else old for g, (old, new) in pairs)

@@ -41,7 +41,9 @@ def in_the_update(state: Any, xs: Tensor) -> Any:
         raise ArithmeticError("in the optimizer")
 
     state, _ = fzero.grad_and_reduce(square_loss, state)(xs[0])
-    optimizer = fzero.optim.as_optimizer((lambda params: None, update))
+    optimizer: Any = fzero.optim.as_optimizer((lambda params: None, update))
+    # It worked when the state was made: its trial, which fails now, found it elementwise.
+    optimizer = dataclasses.replace(optimizer, elementwise=True)
     setup = dataclasses.replace(state.setup, optimizer=optimizer)
     return fzero.apply_gradients(state.replace(setup=setup)), None
 

@@ -107,6 +107,15 @@ def optimizer_with(
 def _pairs(state: TrainState) -> Iterator[tuple[Role, Any]]:
     """Each leaf of the optimizer state, and what it is, by its name in a checkpoint."""
     setup, layout = state.setup, state.setup.layout
+    if odd := setup.optimizer.odd_slots:
+        raise LayoutError(
+            f"{setup.optimizer!r} keeps {', '.join(sorted(odd))}, of another shape than their "
+            "parameters.",
+            cause="a rule with row means, factors, or a number for each parameter (Adafactor): a "
+            "checkpoint has what goes with the elements of parameters, and counts of updates.",
+            fix="save fzero.full_params(state) yourself, and begin with a new optimizer; or use "
+            "an optimizer whose state is shaped as the parameters.",
+        )
     numels = [setup.numel(i, setup.optimizer_state) for i in layout.trainable]
     names = setup.optimizer.saved_names(state.optimizer, layout.leaves)
     roles = roles_of(state.optimizer, numels)

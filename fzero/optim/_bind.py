@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fzero.errors import FzeroError, LayoutError, PhaseError
 from fzero.optim._elementwise import SMALL, Rule, is_elementwise, is_leafwise
 from fzero.optim._precision import Precision
-from fzero.optim._trial import Early, Kept, early_of, early_of_group, learn, rule_of
+from fzero.optim._trial import Early, Kept, Shared, early_of, early_of_group, learn, rule_of
 from fzero.partition import identity
 from fzero.state.layout import Leaf, learns
 from fzero.state.setup import NO_OPTIONS, ParamGroups
@@ -36,16 +36,9 @@ class Bound:
     group_at: Mapping[str, int]  # of every path that a param group has, tied ones too
     elementwise: Sequence[bool]  # of each group: whether it may update a part of a leaf
     kept: Mapping[tuple[int, torch.dtype, int], Kept]  # by group, dtype, dims (1 if elementwise)
+    shared: Sequence[Shared]  # of each group
+    leafwise: bool  # whether a leaf may be updated without the others
     devices: Sequence[torch.device]  # of each group
-    earlies: Sequence[Early]  # of each group
-
-    @property
-    def leafwise(self) -> bool:
-        """Whether a leaf may be updated without the others; found out by a trial."""
-        if any(kept.odd for kept in self.kept.values()):
-            return False
-        dims = [{d for g, _, d in self.kept if g == n} for n in range(self.groups)]
-        return all(_tried(is_leafwise, self.instance, self.earlies, self.devices, dims))
 
     def kept_for(self, leaf: Leaf, dtype: torch.dtype) -> Kept | None:
         """Return what the rule keeps for a leaf that it steps in a dtype; None if it does not."""
@@ -55,14 +48,27 @@ class Bound:
 
     def counts(self, name: str, group: int) -> bool:
         """Whether the rule keeps a counter of that name for a param group."""
-        return any(g == group and name in kept.counters for (g, *_), kept in self.kept.items())
+        return name in self.begin_of(group)
+
+    def begin_of(self, group: int) -> dict[str, Tensor]:
+        """Return the counters of a param group before the first step."""
+        own = {
+            k: x
+            for (g, *_), kept in self.kept.items()
+            if g == group
+            for k, x in kept.counters.items()
+        }
+        return {**own, **self.shared[group].begin}
 
     def param_groups(self, leaves: Sequence[Leaf]) -> ParamGroups:
         """Return the param groups of the instance, as they are now."""
         groups = self.instance.param_groups
         return ParamGroups(
             of_leaf=tuple(self.group_at.get(x.path, -1) if x.trainable else -1 for x in leaves),
-            options=tuple({k: one[k] for k in one if k not in NO_OPTIONS} for one in groups),
+            options=tuple(
+                {k: one[k] for k in one if k not in {*NO_OPTIONS, *shared.begin}}
+                for one, shared in zip(groups, self.shared, strict=True)
+            ),
             instance=self.instance,
         )
 
@@ -95,13 +101,19 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         for g in range(len(instance.param_groups))
     ]
     elementwise = _tried(is_elementwise, instance, earlies, devices, several)
+    leafwise = all(elementwise) or all(_tried(is_leafwise, instance, earlies, devices, several))
     kept: dict[tuple[int, torch.dtype, int], Kept] = {}
+    shared = [Shared.nothing()] * len(instance.param_groups)
     for path, p in learning.items():
         g, dtype = group_at[path], precision.stepped(p.dtype)
         dims = 1 if elementwise[g] else max(p.ndim, 1)
         if (g, dtype, dims) not in kept:
             like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
-            kept[g, dtype, dims] = _learned(instance, g, earlies[g], like, dims)
+            try_it = _named(instance, learn)
+            mine, shared[g] = try_it(instance, g, earlies[g], like, dims)
+            if mine.odd and elementwise[g]:
+                raise _cannot_be_cut(instance, mine.odd[0])
+            kept[g, dtype, dims] = mine
     instance.state.clear()  # what the constructor made; it is made again for the shards
     return Bound(
         instance=instance,
@@ -109,8 +121,9 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         group_at=group_at,
         elementwise=elementwise,
         kept=kept,
+        shared=shared,
+        leafwise=leafwise,
         devices=devices,
-        earlies=earlies,
     )
 
 
@@ -219,16 +232,13 @@ def _named(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
     return tried
 
 
-def _learned(instance: Optimizer, number: int, early: Early, like: Tensor, dims: int) -> Kept:
-    kept = _named(instance, learn)(instance, number, early, like, dims)
-    if kept.odd and dims == 1:
-        raise LayoutError(
-            f"{type(instance).__name__} keeps {kept.odd[0]} for a parameter, which is neither "
-            "shaped as the parameter nor a number.",
-            cause="state that does not go with the elements: it cannot be cut into shards.",
-            fix="use an optimizer that keeps tensors shaped as the parameters, and numbers.",
-        )
-    return kept
+def _cannot_be_cut(instance: Optimizer, name: str) -> LayoutError:
+    return LayoutError(
+        f"{type(instance).__name__} keeps {name} for a parameter, which is neither shaped as the "
+        "parameter nor a count of updates.",
+        cause="state that does not go with the elements: it cannot be cut into shards.",
+        fix="use an optimizer that keeps tensors shaped as the parameters, and numbers.",
+    )
 
 
 def _require_plain(kind: type[Optimizer]) -> None:
@@ -239,6 +249,14 @@ def _require_plain(kind: type[Optimizer]) -> None:
                 cause="an optimizer that is no function of parameters and gradients.",
                 fix="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...).",
             )
+    if hasattr(kind, "eval"):
+        raise LayoutError(
+            f"{kind.__name__} has eval(), which changes the parameters by the optimizer's state.",
+            cause="an optimizer without a schedule (schedule-free): it trains at one point and is "
+            "to be evaluated at another; the state that leads there is sharded.",
+            fix="use an optimizer whose parameters are what is to be evaluated; for an average of "
+            "them, keep one beside the training (examples/ema.py).",
+        )
 
 
 def _require_new(instance: Optimizer) -> None:

@@ -17,8 +17,9 @@ SMALL = SHAPES[1]
 RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats: (start, stop)
 SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
 
-Rule = Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]
-"""(parameters, for each step their gradients) -> what each parameter was changed by."""
+Rule = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], list[float]]]
+"""(parameters, for each step their gradients) -> what each parameter was changed by, and the
+numbers that the rule keeps for all of them together."""
 
 
 def require_elementwise(optimizer: Base) -> None:
@@ -55,7 +56,8 @@ def not_elementwise(optimizer: object) -> LayoutError:
         f"{optimizer!r} is not elementwise: tried on small parameters, it makes other updates of "
         "the whole than of its parts, and a rank has parts of the parameters.",
         cause="a norm, a mean over a dim, a matrix product, a test of the shape or random "
-        "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain).",
+        "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain), or a number that it "
+        "finds from all parameters (Prodigy, D-Adaptation).",
         fix="use stage 0 or one rank; or an elementwise optimizer (SGD, Adam, AdamW, Lion, "
         "...); clip with fzero.clip or max_norm, and not inside of the optimizer. A rule for one "
         "matrix at a time (Muon, LAMB) runs with whole_parameters=True.",
@@ -83,10 +85,21 @@ def require_leafwise(optimizer: Base) -> None:
     raise LayoutError(
         f"{optimizer!r} with whole_parameters=True: it does not update each parameter alone, and "
         "a rank has only some of them.",
-        cause="a norm over all parameters (a clip in the rule), random numbers, state of another "
-        "shape than its parameter (Adafactor, Shampoo), or a foreign (init, update) pair.",
+        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, state of "
+        "another shape than its parameter (Adafactor, Shampoo), or a foreign (init, update) pair.",
         fix="use stage 0 or one rank; clip with fzero.clip or max_norm; write a rule for matrices "
         "as a torch.optim optimizer, and give it to fzero.optim.from_torch.",
+    )
+
+
+def not_streamed(optimizer: object) -> LayoutError:
+    """Return the error for a rule that needs all parameters at once, and has some."""
+    return LayoutError(
+        f"{type(optimizer).__name__} is stepped one bucket at a time here, and does not update "
+        "each parameter alone.",
+        cause="a rule that looks at all parameters (a clip in it, Prodigy), with offload, a "
+        "state_dtype or stochastic_rounding.",
+        fix="leave these out; clip with fzero.clip or max_norm, and not inside of the optimizer.",
     )
 
 
@@ -100,15 +113,16 @@ def is_leafwise(rule: Rule, device: torch.device, dims: int = 2) -> bool:
         for k, s in enumerate(SIZES)
     ]
 
-    def run(which: list[int]) -> list[Tensor]:
+    def run(which: list[int]) -> tuple[list[Tensor], list[float]]:
         with seeded(device):
             return rule(
                 [pair[i].clone() for i in which], [[gs[i].clone() for i in which] for gs in steps]
             )
 
-    return all(
-        torch.allclose(x, y, equal_nan=True)
-        for x, y in zip(run([0, 1]), [*run([0]), *run([1])], strict=True)
+    (both, numbers), *alone = run([0, 1]), run([0]), run([1])
+    each = [x for changes, _ in alone for x in changes]
+    return all(_near(numbers, own, _tolerance(device)) for _, own in alone) and all(
+        _same(x, y, p) for x, y, p in zip(both, each, pair, strict=True)
     )
 
 
@@ -122,7 +136,8 @@ def is_elementwise(rule: Rule, device: torch.device, dims: int = 2) -> bool:
     matrix = numbers_of(shape, 0).to(device, dtype)
     steps = [numbers_of(shape, 1 + k).to(device, dtype) * size for k, size in enumerate(SIZES)]
     with seeded(device):
-        whole = rule([matrix.clone()], [[g.clone()] for g in steps])[0].flatten()
+        (change,), numbers = rule([matrix.clone()], [[g.clone()] for g in steps])
+    whole = change.flatten()
     cut = torch.zeros_like(whole)
     for spans in RANKS:
         params = [matrix.flatten()[a:b].clone() for a, b in spans]
@@ -130,16 +145,34 @@ def is_elementwise(rule: Rule, device: torch.device, dims: int = 2) -> bool:
         try:
             with seeded(device), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a rule for matrices, which are none here
-                parts = rule(params, grads)
+                parts, own = rule(params, grads)
         except Exception:  # a rule for matrices says in its own way that a flat tensor is none
+            return False
+        if not _near(numbers, own, _tolerance(device)):
             return False
         for (a, b), part in zip(spans, parts, strict=True):
             cut[a:b] = part
-    whole, cut = whole.nan_to_num(), cut.nan_to_num()
+    return _same(whole, cut, matrix)
+
+
+def _same(whole: Tensor, parts: Tensor, values: Tensor) -> bool:
+    """Whether two changes of some values are equal up to rounding."""
+    whole, parts = whole.nan_to_num(), parts.nan_to_num()
     size = whole.abs().max().item()
-    rounding = 16 * torch.finfo(dtype).eps * (size + matrix.abs().max().item())
-    apart = (whole - cut).abs().max().item()
-    return apart <= rounding or apart < size * (1e-9 if device.type == "cpu" else 1e-4)
+    rounding = 16 * torch.finfo(whole.dtype).eps * (size + values.abs().max().item())
+    apart = (whole - parts).abs().max().item()
+    return apart <= rounding or apart < size * _tolerance(whole.device)
+
+
+def _tolerance(device: torch.device) -> float:
+    return 1e-9 if device.type == "cpu" else 1e-4
+
+
+def _near(some: Sequence[float], others: Sequence[float], tolerance: float) -> bool:
+    if len(some) != len(others):
+        return False
+    a, b = (torch.tensor(xs, dtype=torch.float64) for xs in (some, others))
+    return torch.allclose(a, b, rtol=tolerance, atol=0, equal_nan=True)
 
 
 def _small(dims: int) -> tuple[int, ...]:

@@ -75,14 +75,16 @@ class Pair(Base):
         except Exception:  # made for the shapes of one model
             return replace(self, elementwise=False)
 
-    def _changes(self, params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    def _changes(
+        self, params: list[Tensor], grads: list[list[Tensor]]
+    ) -> tuple[list[Tensor], list[float]]:
         state, sums = self.first(params), [torch.zeros_like(p) for p in params]
         for gs in grads:
             given, state = self._call(gs, state, params)
             updates = self._fitting(given, params)
             sums = [s + u for s, u in zip(sums, updates, strict=True)]
             params = [p + u for p, u in zip(params, updates, strict=True)]
-        return [s.detach() for s in sums]
+        return [s.detach() for s in sums], []
 
     def __repr__(self) -> str:
         return f"pair({getattr(self.update, '__qualname__', type(self.update).__name__)})"

@@ -13,14 +13,17 @@ from torch.optim import Optimizer
 
 from fzero.errors import LayoutError
 from fzero.optim._bind import Bound
+from fzero.optim._elementwise import not_streamed
 from fzero.optim._rules import UNSCALED, Scaled
-from fzero.optim._trial import Kept, as_kept, fuses, state_of
+from fzero.optim._small import fuses
+from fzero.optim._stream import Portion
+from fzero.optim._trial import Kept, as_kept, state_of, unread_of
 
 
 class Unit(NamedTuple):
     """What torch.optim sees as one parameter: a flat, or a whole leaf of a flat."""
 
-    index: int  # of the flat; -1: of none, see `idle`
+    index: int  # of the flat; -1: of none, see `_idle`
     group: int  # the param group, with whose others it shares its counters
     span: tuple[int, int] | None  # None: all of the flat
     shape: tuple[int, ...]
@@ -42,7 +45,39 @@ Slots = Mapping[str, Sequence[Tensor]]
 Counters = Mapping[str, tuple[Tensor, ...]]
 
 
-def step(
+class Portions:
+    """One `step()` of the optimizer for each portion; `counters` are those after all of them."""
+
+    def __init__(
+        self, bound: Bound, units: Sequence[Unit], counters: Counters, *, count: Tensor, flats: int
+    ) -> None:
+        self._bound, self._units, self._before, self._flats = bound, units, counters, flats
+        self._idle = _idle(bound, units)  # stepped with the first portion
+        self._fresh = _makes_state_later(bound) and not int(count)
+        self.counters: Counters = counters
+
+    def __call__(self, portion: Portion) -> Slots:
+        """Step one portion."""
+        number = {index: k for k, index in enumerate(portion.indices)}
+        own = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
+        own, self._idle = [*own, *self._idle], []
+        counters = self._before
+        if len(portion.indices) < self._flats:
+            if not self._bound.leafwise:
+                raise not_streamed(self._bound.instance)
+            # Flats share the counters of their group: each portion counts on from there.
+            counters = {name: tuple(x.clone() for x in some) for name, some in counters.items()}
+        held = (portion.work, portion.grads, portion.slots, counters)
+        slots = _step(self._bound, own, *held, fresh=self._fresh, scaled=portion.scaled)
+        for name, some in counters.items():
+            counted = _counting(self._bound, own, name)
+            pairs = enumerate(zip(self.counters[name], some, strict=True))
+            after = tuple(new if g in counted else old for g, (old, new) in pairs)
+            self.counters = {**self.counters, name: after}
+        return slots
+
+
+def _step(
     bound: Bound,
     units: Sequence[Unit],
     work: Sequence[Tensor],
@@ -73,18 +108,23 @@ def step(
         for name in unit.kept.counters:
             if names is None or name in names:
                 counter = next(own_counters[name][unit.group])
-                given[name] = as_kept(unit.kept, name, counter)
+                given[name] = as_kept(unit.kept.numbers, name, counter)
         parameter = nn.Parameter(values)
         parameter.grad = gradient
         loans.append(_Loan(unit, values, parameter, given))
-    with _lent(bound.instance, bound.groups, loans), _told(bound.instance, scaled):
+    numbered = _numbered(bound, counters, fresh=fresh)
+    with _lent(bound.instance, bound.groups, loans), _told(bound.instance, scaled), numbered:
         bound.instance.step()
+        for group in {unit.group for unit in units}:
+            for name in bound.shared[group].begin:
+                _write(counters[name][group], bound.instance.param_groups[group][name])
         return _taken(bound.instance, loans, slots, counters)
 
 
-def makes_state_later(bound: Bound) -> bool:
+def _makes_state_later(bound: Bound) -> bool:
     """Whether a rule gets less before its first step than it keeps after it."""
-    return any(
+    late = any(shared.late for shared in bound.shared)
+    return late or any(
         kept.odd or kept.given != {*kept.slots, *kept.counters} for kept in bound.kept.values()
     )
 
@@ -97,7 +137,7 @@ def skips(bound: Bound, work: Sequence[Tensor]) -> bool:
     by `_step_supports_amp_scaling`, as to `torch.amp.GradScaler`.
     """
     instance = bound.instance
-    if makes_state_later(bound):
+    if _makes_state_later(bound):
         return False
     if not type(instance).__module__.startswith("torch.optim."):
         return bool(getattr(instance, "_step_supports_amp_scaling", False))
@@ -142,6 +182,25 @@ def _lent(instance: Optimizer, groups: int, loans: Sequence[_Loan]) -> Iterator[
             group["params"] = params
 
 
+@contextmanager
+def _numbered(bound: Bound, counters: Counters, *, fresh: bool) -> Iterator[None]:
+    """Param groups have their rule's own numbers among the options, and then what they had."""
+    groups = [*enumerate(zip(bound.instance.param_groups, bound.shared, strict=True))]
+    before = [{name: x for name, x in own.items() if name in s.begin} for _, (own, s) in groups]
+    try:
+        for number, (group, shared) in groups:
+            if not (fresh and shared.late):
+                for name in shared.begin:
+                    counter = counters[name][number].clone()
+                    group[name] = as_kept(shared.numbers, name, counter)
+        yield
+    finally:
+        for (_, (group, shared)), had in zip(groups, before, strict=True):
+            for name in shared.begin:
+                group.pop(name, None)
+            group.update(had)
+
+
 def _taken(
     instance: Optimizer, loans: Sequence[_Loan], slots: Slots, counters: Counters
 ) -> dict[str, tuple[Tensor, ...]]:
@@ -150,7 +209,7 @@ def _taken(
     counted: set[tuple[int, str]] = set()
     for unit, values, parameter, _ in loans:
         kept, state = unit.kept, instance.state.get(parameter, {})
-        if len(state) != kept.size:
+        if state.keys() != kept.names:
             raise _other_state(instance, state, kept)
         for name in kept.counters:
             if (unit.group, name) not in counted:
@@ -165,7 +224,7 @@ def _taken(
             if (made := state[name]) is not home:
                 unit.of(home).copy_(made)
         for name in kept.odd:
-            held[name][unit.index] = state[name].detach()
+            held[name][unit.index] = torch.as_tensor(state[name]).detach()
     return {name: tuple(flats) for name, flats in held.items()}
 
 
@@ -176,8 +235,9 @@ def _slots_of(unit: Unit, slots: Slots, names: frozenset[str] | None) -> dict[st
         if names is None or name in names
     }
     if names is None:
-        given |= {name: slots[name][unit.index] for name in unit.kept.odd}
-    return given
+        odd = {name: slots[name][unit.index] for name in unit.kept.odd}
+        given |= {name: as_kept(unit.kept.numbers, name, x) for name, x in odd.items()}
+    return given | unread_of(unit.kept, names)
 
 
 def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, Iterator[Tensor]]]:
@@ -189,14 +249,22 @@ def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, It
     }
 
 
-def idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
+def _idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
     """One element for each param group whose counters no unit of this rank has: they go on too."""
-    busy = {unit.group for unit in units if unit.kept.counters}
+    here = {unit.group for unit in units}
+    counting = {unit.group for unit in units if unit.kept.counters}
     found: dict[int, Unit] = {}
     for (group, _, dims), kept in bound.kept.items():
-        if group not in busy and kept.counters and not kept.odd:
+        missing = group not in (counting if kept.counters else here)
+        if missing and bound.begin_of(group) and not kept.odd:
             found[group] = Unit(-1, group, None, (1,) * dims, kept)
     return list(found.values())
+
+
+def _counting(bound: Bound, units: Sequence[Unit], name: str) -> set[int]:
+    """Return the param groups whose counter of that name a step of these units counts on."""
+    kept = {unit.group for unit in units if name in unit.kept.counters}
+    return kept | {unit.group for unit in units if name in bound.shared[unit.group].begin}
 
 
 def _write(home: Tensor, value: Any) -> None:
@@ -207,7 +275,7 @@ def _write(home: Tensor, value: Any) -> None:
 
 
 def _other_state(instance: Optimizer, state: Mapping[str, Any], kept: Kept) -> LayoutError:
-    known = sorted({*kept.slots, *kept.counters, *kept.odd})
+    known = sorted(kept.names)
     return LayoutError(
         f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the state "
         f"was made it kept {known}.",

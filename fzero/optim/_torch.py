@@ -20,8 +20,8 @@ from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import Scaled
-from fzero.optim._step import Unit, idle, makes_state_later, skips, step
-from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
+from fzero.optim._step import Portions, Unit, skips
+from fzero.optim._stream import Flats, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
@@ -57,7 +57,7 @@ class TorchOptimizer(Base):
     @property
     def leafwise(self) -> bool:
         """Whether it may step a leaf without the others; found out by a trial."""
-        return self.elementwise or self._bound().leafwise
+        return not self.odd_slots and self._bound().leafwise
 
     def needs_whole(self, path: str) -> bool:
         """Whether the rule for the leaf at `path` is not elementwise."""
@@ -136,7 +136,8 @@ class TorchOptimizer(Base):
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            steps = _Steps(bound, self._units(params, pieces), state, len(params))
+            units = self._units(params, pieces)
+            steps = Portions(bound, units, state.counters, count=state.count, flats=len(params))
             slots = step_flats(
                 Flats(params, grads, state.masters, state.slots),
                 steps,
@@ -150,7 +151,7 @@ class TorchOptimizer(Base):
         return list(params), TorchState(
             count=counted(state.count, found_inf),
             slots={name: tuple(some) for name, some in slots.items()},
-            counters=steps.counters,
+            counters=dict(steps.counters),
             masters=state.masters,
         )
 
@@ -283,34 +284,6 @@ def from_torch(
     require_usable(optimizer)
     precision = precision_of("from_torch", master_weights, state_dtype, stochastic_rounding)
     return TorchOptimizer(source=optimizer, precision=precision)
-
-
-class _Steps:
-    """One `step()` of the optimizer for each portion; `counters` are those after all of them."""
-
-    def __init__(self, bound: Bound, units: Sequence[Unit], state: TorchState, flats: int) -> None:
-        self._bound, self._units, self._before, self._flats = bound, units, state.counters, flats
-        self._idle = idle(bound, units)  # stepped with the first portion
-        self._fresh = makes_state_later(bound) and not int(state.count)
-        self.counters = state.counters
-
-    def __call__(self, portion: Portion) -> Slots:
-        """Step one portion."""
-        number = {index: k for k, index in enumerate(portion.indices)}
-        own = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
-        own, self._idle = [*own, *self._idle], []
-        counters = self._before
-        if len(portion.indices) < self._flats:
-            # Flats share the counters of their group: each portion counts on from there.
-            counters = {name: tuple(x.clone() for x in some) for name, some in counters.items()}
-        held = (portion.work, portion.grads, portion.slots, counters)
-        slots = step(self._bound, own, *held, fresh=self._fresh, scaled=portion.scaled)
-        stepped = {unit.group for unit in own if unit.kept.counters}
-        for name, some in counters.items():
-            pairs = enumerate(zip(self.counters[name], some, strict=True))
-            after = tuple(new if g in stepped else old for g, (old, new) in pairs)
-            self.counters = {**self.counters, name: after}
-        return slots
 
 
 def _shown(value: Any) -> str:

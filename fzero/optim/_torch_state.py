@@ -68,9 +68,10 @@ def new_state(
         name: tuple(place(_slot(name, p, kept, precision)) for p, kept in flats)
         for name in sorted({name for kept in every for name in (*kept.slots, *kept.odd)})
     }
-    counters = {
-        name: tuple(_counter(bound, name, group) for group in range(bound.groups))
-        for name in sorted({name for kept in every for name in kept.counters})
+    begin = [bound.begin_of(group) for group in range(bound.groups)]
+    counters = {  # 0 for a group that learns nothing, or has none
+        name: tuple(some[name].clone() if name in some else torch.zeros(()) for some in begin)
+        for name in sorted({name for some in begin for name in some})
     }
     masters = make_masters(params, wanted, place)
     count = torch.zeros((), dtype=torch.int64)
@@ -84,9 +85,3 @@ def _slot(name: str, p: Tensor, kept: Kept | None, precision: Precision) -> Tens
     as_stepped = fill.dtype == kept.dtype
     dtype = precision.kept(p.dtype) if as_stepped else fill.dtype
     return torch.full_like(p, fill.item(), dtype=dtype, requires_grad=False)
-
-
-def _counter(bound: Bound, name: str, group: int) -> Tensor:
-    """A counter before the first step; 0 for a group that learns nothing, or has none."""
-    mine = (kept.counters for (g, *_), kept in bound.kept.items() if g == group)
-    return next((some[name].clone() for some in mine if name in some), torch.zeros(()))

@@ -1,14 +1,12 @@
 """Trials of a torch.optim rule on a few elements: its updates, and what it keeps.
 
-A trial steps a copy of the optimizer that has the rule and the options of one param group, and
-small parameters. Neither the optimizer nor the random numbers of the process are touched.
+The random numbers of the process are not touched.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +16,9 @@ from torch.optim import Optimizer
 
 from fzero.errors import LayoutError
 from fzero.optim._elementwise import SMALL, Rule, numbers_of, seeded
-from fzero.optim._rules import has_kernel, sgd_fuses
+from fzero.optim._small import Ran, run_small, zero
 
+Begin = Callable[[Tensor], dict[str, Any]]
 Early = Mapping[str, Any]
 """State from before the first step: of a slot its one value as `Fill`; of a counter the value."""
 
@@ -35,51 +34,85 @@ class Kept(NamedTuple):
     """What a rule keeps for a parameter of one param group, one dtype and number of dims."""
 
     slots: dict[str, Tensor]  # a tensor shaped as the parameter: the value that it begins with
-    odd: tuple[str, ...]  # a tensor of another shape (the row means of Adafactor)
-    counters: dict[str, Tensor]  # a number for the whole parameter: the value it begins with
-    numbers: dict[str, type]  # which counters are Python numbers, and of which type
+    odd: tuple[str, ...]  # of another shape (row means), or a number that depends on the values
+    counters: dict[str, Tensor]  # a number for all parameters alike: the value it begins with
+    numbers: dict[str, type]  # which of both are Python numbers, and of which type
+    unread: dict[str, Any]  # what a step does not read, and what it gets for it: None, a 0
     given: frozenset[str]  # what the rule gets before its first step; the rest it makes itself
-    size: int  # how many names its state has, None values among them
     dtype: torch.dtype  # of the parameter
+
+    @property
+    def names(self) -> set[str]:
+        """All names in the state of a parameter."""
+        return {*self.slots, *self.odd, *self.counters, *self.unread}
+
+
+class Shared(NamedTuple):
+    """Numbers that a rule keeps among the options of a param group: the count of its steps."""
+
+    begin: Mapping[str, Tensor]  # the value before the first step
+    numbers: Mapping[str, type]  # which are Python numbers, and of which type
+    late: bool  # whether the first step makes some, which must not be there before
+
+    @classmethod
+    def nothing(cls) -> Shared:
+        """Return that of a rule that writes no options, as all of torch.optim."""
+        return cls({}, {}, False)
 
 
 def rule_of(optimizer: Optimizer, number: int, early: Early) -> Rule:
     """Return the rule of param group `number`."""
 
-    def rule(params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    def rule(params: list[Tensor], grads: list[list[Tensor]]) -> tuple[list[Tensor], list[float]]:
         begin = [p.clone() for p in params]
-        new, _ = _run(optimizer, number, params, grads, lambda p: _begun(early, p))
-        return [n - b for n, b in zip(new, begin, strict=True)]
+        ran = run_small(optimizer, number, params, grads, lambda p: _begun(early, p))
+        numbers = [float(x) for x in ran.options.values() if _count(x, 0) is not None]
+        return [p - b for p, b in zip(ran.params, begin, strict=True)], numbers
 
     return rule
 
 
-def learn(optimizer: Optimizer, number: int, early: Early, like: Tensor, dims: int) -> Kept:
-    """Return what the rule of param group `number` keeps for a parameter of `dims` dims.
+def learn(
+    optimizer: Optimizer, number: int, early: Early, like: Tensor, dims: int
+) -> tuple[Kept, Shared]:
+    """Return what param group `number` keeps for a parameter of `dims` dims, and for itself.
 
-    Raises `LayoutError` for state that is neither a tensor nor a number.
+    Raises `LayoutError` for what is neither a tensor nor a number, or is kept elsewhere.
     """
     shape = (2, 3, 2, 2, 2, 2, 2, 2)[:dims] if dims > 1 else (6,)
-    values = [numbers_of(shape, 0).to(like.device, like.dtype)]
-    grads = [[numbers_of(shape, k).to(like.device, like.dtype)] for k in (1, 2)]
-    with seeded(like.device):
-        lazy = _run(optimizer, number, values, grads, lambda p: _begun(early, p))
-    kept = _sorted(type(optimizer).__name__, lazy[1][0], early, lazy[0][0])
+
+    def run(begin: Begin, seed: int = 0, **how: Any) -> Ran:
+        every = ((1 + seed / 8) * numbers_of(shape, seed + k) for k in range(4))
+        values, *grads = (x.to(like.device, like.dtype) for x in every)
+        with seeded(like.device):
+            return run_small(optimizer, number, [values], [[g] for g in grads], begin, **how)
+
+    def lazily(p: Tensor) -> dict[str, Any]:
+        return _begun(early, p)
+
+    def changes_nothing(begin: Begin = lazily, **how: Any) -> bool:
+        try:
+            return _equal(ran, run(begin, **how))
+        except Exception:  # it looks into what it was given, or misses
+            return False
+
+    ran, other, rule = run(lazily), run(lazily, seed=4), type(optimizer).__name__
+    if ran.hidden and not changes_nothing(forgetful=True):
+        raise _kept_elsewhere(rule, ran.hidden)
+    varying = _varying(ran.states[0], other.states[0])
+    unread = {name for name in varying if changes_nothing(without={name})}
+    kept = _sorted(rule, ran, early, varying=varying, unread=unread)
+    shared = _shared(rule, ran, optimizer.param_groups[number], kept)
     if kept.odd or kept.given == (everything := frozenset([*kept.slots, *kept.counters])):
-        return kept
+        return kept, shared
     # Zeros that are there from the beginning save a first step that holds its state twice. The
     # rule may have them if they make no difference.
 
     def begin(p: Tensor) -> dict[str, Any]:
-        counters = {name: as_kept(kept, name, x.clone()) for name, x in kept.counters.items()}
+        counters = {k: as_kept(kept.numbers, k, x.clone()) for k, x in kept.counters.items()}
         return state_of(kept, p, None) | counters
 
-    try:
-        with seeded(like.device):
-            filled = _run(optimizer, number, values, grads, begin)
-    except Exception:  # it looks into the state that it began with
-        return kept
-    return kept._replace(given=everything) if _equal(lazy, filled) else kept
+    return kept._replace(given=everything) if changes_nothing(begin) else kept, shared
 
 
 def early_of(optimizer: Optimizer, small: Tensor) -> Early:
@@ -111,86 +144,23 @@ def early_of_group(optimizer: Optimizer, number: int) -> Early:
 
 
 def state_of(kept: Kept, p: Tensor, names: frozenset[str] | None) -> dict[str, Any]:
-    """Return the slots that `p` begins with: those of `names`; None for all."""
-    return {
+    """Return the slots that `p` begins with, those of `names` (None: all), and what is unread."""
+    slots = {
         name: torch.full_like(p, fill.item(), dtype=fill.dtype, requires_grad=False)
         for name, fill in kept.slots.items()
         if names is None or name in names
     }
+    return slots | unread_of(kept, names)
 
 
-def as_kept(kept: Kept, name: str, counter: Tensor) -> Any:
+def unread_of(kept: Kept, names: frozenset[str] | None) -> dict[str, Any]:
+    """Return what a rule does not read, if it finds a state; one that makes it has none of it."""
+    return {} if names is not None and not names else copy.deepcopy(kept.unread)
+
+
+def as_kept(numbers: Mapping[str, type], name: str, counter: Tensor) -> Any:
     """Return a counter as the rule has it: the tensor itself, or a Python number."""
-    return kept.numbers[name](counter.item()) if name in kept.numbers else counter
-
-
-def fuses(optimizer: Optimizer, group: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
-    """Whether a param group that leaves the choice to torch is stepped by a fused kernel here."""
-    free = group.get("fused", False) is None and group.get("foreach") is None
-    plain = not (group.get("capturable") or group.get("differentiable"))
-    taken = all(p.is_floating_point() for p in params) and has_kernel(params)
-    if isinstance(optimizer, torch.optim.SGD):
-        taken = taken and sgd_fuses(params)
-    return free and plain and taken and not isinstance(group.get("lr"), Tensor)
-
-
-def _run(
-    optimizer: Optimizer,
-    number: int,
-    values: Sequence[Tensor],
-    grads: Sequence[Sequence[Tensor]],
-    begin: Callable[[Tensor], dict[str, Any]],
-) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    params = [nn.Parameter(x.clone()) for x in values]
-    small = _small_copy(optimizer, number, params)
-    for p in params:
-        if state := begin(p):
-            small.state[p] = state
-    for gs in grads:
-        for p, g in zip(params, gs, strict=True):
-            p.grad = g.clone()
-        small.step()
-    return [p.detach() for p in params], [dict(small.state.get(p, {})) for p in params]
-
-
-def _small_copy(optimizer: Optimizer, number: int, params: list[nn.Parameter]) -> Optimizer:
-    """Return an optimizer with the class, the attributes and one param group of another.
-
-    Not by its constructor, whose arguments need not all be options of the group.
-    """
-    small: Any = object.__new__(type(optimizer))
-    group = optimizer.param_groups[number]
-    options: dict[str, Any] = {"params": params}
-    small.state, small.param_groups = defaultdict(dict), [options]
-    # Attributes that lead to the optimizer, its groups or its parameters lead to the small ones.
-    memo: dict[int, Any] = {id(p): params[0] for p in group["params"]}
-    memo |= {id(optimizer): small, id(group): options}
-    memo |= {id(optimizer.state): small.state, id(optimizer.param_groups): small.param_groups}
-    for key, value in group.items():
-        if key != "params":
-            options[key] = _copied(value, memo)
-    lr = options.get("lr")
-    if isinstance(lr, Tensor):
-        options["lr"] = torch.full_like(lr, 0.1)
-    elif isinstance(lr, int | float):
-        options["lr"] = 0.1  # a warm-up begins with 0, at which all rules are alike
-    if fuses(optimizer, options, params):
-        options["fused"] = True
-    for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
-            vars(small)[name] = type(value)()
-        elif name in ("state", "param_groups"):
-            continue
-        elif not (callable(value) and hasattr(type(optimizer), name)):  # a scheduler's own step
-            vars(small)[name] = _copied(value, memo)
-    return small
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # a lock, a process group: shared
-        return value
+    return numbers[name](counter.item()) if name in numbers else counter
 
 
 def _begun(early: Early, p: Tensor) -> dict[str, Any]:
@@ -202,40 +172,99 @@ def _begun(early: Early, p: Tensor) -> dict[str, Any]:
     }
 
 
-def _sorted(rule: str, state: Mapping[str, Any], early: Early, p: Tensor) -> Kept:
+def _varying(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """Return the names of numbers that are others for other values."""
+    pairs = {name: (x, other.get(name)) for name, x in one.items() if _count(x, 0) is not None}
+    return {name for name, (x, y) in pairs.items() if y is None or float(x) != float(y)}
+
+
+def _sorted(rule: str, ran: Ran, early: Early, *, varying: set[str], unread: set[str]) -> Kept:
+    (p,), (state,) = ran.params, ran.states
     slots: dict[str, Tensor] = {}
     odd: list[str] = []
     counters: dict[str, Tensor] = {}
-    numbers: dict[str, type] = {}
+    given = {
+        name: None if x is None else zero(x)
+        for name, x in state.items()
+        if x is None or name in unread
+    }
     for name, value in state.items():
         begin = early.get(name)
+        if name in given:
+            continue
         if isinstance(value, Tensor) and value.shape == p.shape:
             fill = begin.value if isinstance(begin, Fill) else 0.0
             slots[name] = torch.tensor(fill, dtype=value.dtype)
-        elif isinstance(value, Tensor) and value.numel() == 1:
-            counters[name] = torch.zeros_like(value) + (0 if begin is None else begin)
-        elif isinstance(value, Tensor):
+        elif name in varying or (isinstance(value, Tensor) and value.numel() != 1):
             odd.append(name)
-        elif isinstance(value, int | float):
-            numbers[name] = type(value)
-            dtype = torch.float64 if isinstance(value, float) else None
-            counters[name] = torch.tensor(type(value)(begin or 0), dtype=dtype)
-        elif value is not None:
+        elif (counter := _count(value, begin)) is not None:
+            counters[name] = counter
+        else:
             raise LayoutError(
                 f"{rule} keeps {name} = {type(value).__name__} for a parameter.",
                 cause="state that is neither a tensor nor a number: a list of past "
                 "gradients, an object.",
                 fix="use an optimizer whose state has tensors and numbers.",
             )
-    return Kept(slots, tuple(odd), counters, numbers, frozenset(early), len(state), p.dtype)
+    return Kept(
+        slots=slots,
+        odd=tuple(odd),
+        counters=counters,
+        numbers=_numbers(state),
+        unread=given,
+        given=frozenset(early),
+        dtype=p.dtype,
+    )
 
 
-def _equal(a: tuple[list[Tensor], list[dict]], b: tuple[list[Tensor], list[dict]]) -> bool:
-    states = list(zip(a[1], b[1], strict=True))
-    if any(one.keys() != two.keys() for one, two in states):
+def _shared(rule: str, ran: Ran, group: Mapping[str, Any], kept: Kept) -> Shared:
+    begin: dict[str, Tensor] = {}
+    for name, value in ran.options.items():
+        counter = _count(value, group.get(name))
+        if counter is None and repr(value) == repr(group.get(name)):
+            continue
+        if counter is None or name == "lr" or name in kept.names:
+            raise LayoutError(
+                f"{rule} writes {name} ({type(value).__name__}) into its param group in step().",
+                cause="an optimizer with a schedule of its own, or with more than numbers there.",
+                fix="use one that writes no options but numbers of its own; for the learning "
+                "rate a scheduler of torch.optim.lr_scheduler.",
+            )
+        begin[name] = counter
+    return Shared(begin, _numbers(ran.options), any(name not in group for name in begin))
+
+
+def _count(value: Any, begin: Any) -> Tensor | None:
+    """Return a number as a tensor, with its value before the first step; None for what is none."""
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value) + (begin or 0) if value.numel() == 1 else None
+    if not isinstance(value, int | float):
+        return None
+    dtype = torch.float64 if isinstance(value, float) else None
+    return torch.tensor(type(value)(begin or 0), dtype=dtype)
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, type]:
+    return {name: type(value) for name, value in state.items() if isinstance(value, int | float)}
+
+
+def _kept_elsewhere(rule: str, hidden: Sequence[str]) -> LayoutError:
+    return LayoutError(
+        f"{rule} keeps {', '.join(hidden)}, and its updates depend on it.",
+        cause="a count or an average in an attribute of the optimizer, or in its state under a "
+        "name: it belongs to no parameter, and no checkpoint would have it.",
+        fix="use an optimizer that keeps its numbers in the state of each parameter, or in its "
+        "param groups.",
+    )
+
+
+def _equal(a: Ran, b: Ran) -> bool:
+    states = list(zip(a.states, b.states, strict=True))
+    if any(one.keys() != two.keys() for one, two in states) or a.options.keys() != b.options.keys():
         return False
-    pairs = [*zip(a[0], b[0], strict=True)]
+    pairs = [*zip(a.params, b.params, strict=True)]
     pairs += [(one[name], two[name]) for one, two in states for name in one]
+    pairs += [(a.options[name], b.options[name]) for name in a.options]
     return all(
         torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
         for x, y in pairs

@@ -44,6 +44,29 @@ def by_torch(
     return oracle.train(oracle.linear_loss, params, steps, optimizer)
 
 
+class GroupAdam(Optimizer):
+    """Adam whose param group counts its steps, from the first on, as in many libraries."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "largest": torch.zeros(1)})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update of everything that has a gradient."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["largest"] = group["largest"].maximum(torch.tensor([group["lr"]]))
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), nothing=None)
+                state["m"].mul_(0.9).add_(p.grad * 0.1)
+                state["v"].mul_(0.99).add_(p.grad**2 * 0.01)
+                step = state["m"] / (1 - 0.9 ** group["step"])
+                step = step / ((state["v"] / (1 - 0.99 ** group["step"])).sqrt() + 1e-6)
+                p.sub_(group["largest"].item() * step)
+
+
 ELEMENTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1, "maximize": True}),
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -62,6 +85,7 @@ ELEMENTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {"lr": 0.05}),
     "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 1.0}),
     "lion": (Lion, {"lr": 0.05, "weight_decay": 0.1}),
+    "adam that counts in its group": (GroupAdam, {"lr": 0.05}),
 }
 
 

@@ -11,13 +11,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError, PhaseError
-from fzero.optim._elementwise import SMALL, Rule, is_elementwise, is_leafwise
+from fzero.optim._elementwise import Rule, is_elementwise, is_leafwise, small_shape
 from fzero.optim._precision import Precision
-from fzero.optim._trial import Early, Kept, Shared, early_of, early_of_group, learn, rule_of
+from fzero.optim._trial import (
+    Early,
+    Kept,
+    Shared,
+    early_of,
+    early_of_group,
+    learn,
+    rule_of,
+    small_parameter,
+)
 from fzero.partition import identity
 from fzero.state.layout import Leaf, learns
 from fzero.state.setup import NO_OPTIONS, ParamGroups
 
+Shape = tuple[int, ...]
+Key = tuple[int, torch.dtype, Shape]  # param group, dtype, `small_shape` (FLAT if elementwise)
+FLAT = (8192,)  # some rules keep less for fewer than 4096 elements
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
 CLOSURE = "it evaluates the loss several times in a step, by a closure"
@@ -35,7 +47,7 @@ class Bound:
     groups: int
     group_at: Mapping[str, int]  # of every path that a param group has, tied ones too
     elementwise: Sequence[bool]  # of each group: whether it may update a part of a leaf
-    kept: Mapping[tuple[int, torch.dtype, int], Kept]  # by group, dtype, dims (1 if elementwise)
+    kept: Mapping[Key, Kept]
     shared: Sequence[Shared]  # of each group
     leafwise: bool  # whether a leaf may be updated without the others
     devices: Sequence[torch.device]  # of each group
@@ -43,8 +55,8 @@ class Bound:
     def kept_for(self, leaf: Leaf, dtype: torch.dtype) -> Kept | None:
         """Return what the rule keeps for a leaf that it steps in a dtype; None if it does not."""
         group = self.group_at.get(leaf.path, -1)
-        dims = 1 if group < 0 or self.elementwise[group] else max(len(leaf.shape), 1)
-        return self.kept.get((group, dtype, dims))
+        shape = FLAT if group < 0 or self.elementwise[group] else small_shape(leaf.shape)
+        return self.kept.get((group, dtype, shape))
 
     def counts(self, name: str, group: int) -> bool:
         """Whether the rule keeps a counter of that name for a param group."""
@@ -97,23 +109,24 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
     devices = _devices(instance, params, group_at)
     learning = {path: params[path] for path in group_at if learns(params[path])}
     several = [
-        {max(p.ndim, 1) for path, p in learning.items() if group_at[path] == g}
+        {small_shape(p.shape) for path, p in learning.items() if group_at[path] == g}
         for g in range(len(instance.param_groups))
     ]
     elementwise = _tried(is_elementwise, instance, earlies, devices, several)
     leafwise = all(elementwise) or all(_tried(is_leafwise, instance, earlies, devices, several))
-    kept: dict[tuple[int, torch.dtype, int], Kept] = {}
+    kept: dict[Key, Kept] = {}
     shared = [Shared.nothing()] * len(instance.param_groups)
     for path, p in learning.items():
         g, dtype = group_at[path], precision.stepped(p.dtype)
-        dims = 1 if elementwise[g] else max(p.ndim, 1)
-        if (g, dtype, dims) not in kept:
+        shape = FLAT if elementwise[g] else small_shape(p.shape)
+        if (g, dtype, shape) not in kept:
             like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
             try_it = _named(instance, learn)
-            mine, shared[g] = try_it(instance, g, earlies[g], like, dims)
+            mine, shared[g] = try_it(instance, g, earlies[g], like, shape)
             if mine.odd and elementwise[g]:
                 raise _cannot_be_cut(instance, mine.odd[0])
-            kept[g, dtype, dims] = mine
+            kept[g, dtype, shape] = mine
+    _require_alike(instance, kept)
     instance.state.clear()  # what the constructor made; it is made again for the shards
     return Bound(
         instance=instance,
@@ -130,7 +143,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
 def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer, Early]:
     """Call the factory with one small parameter: errors in it come before anything is moved."""
     device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
-    small = nn.Parameter(torch.zeros(SMALL, device=device))
+    small = small_parameter(device)
     made: Any = factory([small])
     if not isinstance(made, Optimizer):
         raise _no_optimizer(f"{name_of(factory)}, which gives a {type(made).__name__}")
@@ -189,25 +202,25 @@ def _devices(
 
 
 def _tried(
-    test: Callable[[Rule, torch.device, int], bool],
+    test: Callable[[Rule, torch.device, Shape], bool],
     instance: Optimizer,
     earlies: Sequence[Early],
     devices: Sequence[torch.device],
-    dims: Sequence[Collection[int]],
+    shapes: Sequence[Collection[Shape]],
 ) -> list[bool]:
-    """Test the rule of each param group on leaves with as many dims as its own have.
+    """Test the rule of each param group on leaves shaped as its own, but small.
 
     It is tested once for groups that differ in the learning rate alone.
     """
-    known: dict[tuple[str, int], bool] = {}
+    known: dict[tuple[str, Shape], bool] = {}
     found = []
     for number, group in enumerate(instance.param_groups):
         rest = repr({k: group[k] for k in group if k not in {*NO_OPTIONS, "lr", "initial_lr"}})
         rule = _named(instance, rule_of(instance, number, earlies[number]))
-        for some in dims[number]:
+        for some in shapes[number]:
             if (rest, some) not in known:
                 known[rest, some] = test(rule, devices[number], some)
-        found.append(all(known[rest, some] for some in dims[number]))
+        found.append(all(known[rest, some] for some in shapes[number]))
     return found
 
 
@@ -230,6 +243,23 @@ def _named(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return tried
+
+
+def _require_alike(instance: Optimizer, kept: Mapping[Key, Kept]) -> None:
+    """Raise `LayoutError` for numbers that are others for other shapes of one param group."""
+    seen: dict[tuple[int, str], tuple[float, Shape]] = {}
+    for (group, _, shape), one in kept.items():
+        for name, value in one.after.items():
+            other, before = seen.setdefault((group, name), (value, shape))
+            if other != value:
+                raise LayoutError(
+                    f"{type(instance).__name__} keeps {name} = {other} for a parameter of shape "
+                    f"{before}, and {value} for one of {shape}, in param group {group}.",
+                    cause="a rule that treats matrices in one way and the rest in another, in one "
+                    "param group, and notes which (timm's Muon).",
+                    fix="make param groups of their own, params=[{'params': matrices}, "
+                    "{'params': others}]: such a number is kept once for each group.",
+                )
 
 
 def _cannot_be_cut(instance: Optimizer, name: str) -> LayoutError:

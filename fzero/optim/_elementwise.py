@@ -12,9 +12,9 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.optim._base import Base
 
-SHAPES = ((24,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by dims; with more, those behind are 1
-SMALL = SHAPES[1]
-RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats: (start, stop)
+SMALL = (4, 6)
+LIMITS = (130, 130, *[2] * 30)  # of each dim; some rules factor matrices of 128 and more only
+RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats, in 24ths
 SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
 
 Rule = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], list[float]]]
@@ -25,9 +25,9 @@ numbers that the rule keeps for all of them together."""
 def require_elementwise(optimizer: Base) -> None:
     """Raise `LayoutError` for an optimizer whose shards are not updated as the whole would be.
 
-    The rule is run on a small leaf with as many dims as the parameters have, whole and cut as three
-    ranks hold it: three steps, with gradients of very different sizes. fzero's own rules are
-    elementwise by construction.
+    The rule is run on leaves shaped as the parameters, but small (`small_shape`), whole and cut as
+    three ranks hold them: three steps, with gradients of very different sizes. fzero's own rules
+    are elementwise by construction.
 
     Args:
         optimizer: of any kind that `as_optimizer` gives; one from `from_torch` is bound already.
@@ -103,10 +103,19 @@ def not_streamed(optimizer: object) -> LayoutError:
     )
 
 
-def is_leafwise(rule: Rule, device: torch.device, dims: int = 2) -> bool:
+def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the leaf on which a rule for leaves of a shape is tried.
+
+    Example:
+        >>> small_shape([50_000, 768]), small_shape([64, 3, 7, 7]), small_shape([])
+        ((130, 130), (64, 3, 2, 2), (1,))
+    """
+    return tuple(max(min(size, most), 1) for size, most in zip(shape, LIMITS, strict=False)) or (1,)
+
+
+def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int] = SMALL) -> bool:
     """Whether two small leaves are updated together as each of them is alone."""
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    shape = _small(dims)
     pair = [numbers_of(shape, k).to(device, dtype) for k in (0, 1)]
     steps = [
         [numbers_of(shape, 2 * k + j).to(device, dtype) * s for j in (2, 3)]
@@ -126,20 +135,24 @@ def is_leafwise(rule: Rule, device: torch.device, dims: int = 2) -> bool:
     )
 
 
-def is_elementwise(rule: Rule, device: torch.device, dims: int = 2) -> bool:
+def is_elementwise(rule: Rule, device: torch.device, shape: Sequence[int] = SMALL) -> bool:
     """Whether flat shards are updated as they are inside of a small leaf, up to rounding.
 
     The shards are those of three ranks, each of which runs the rule alone.
     """
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    shape = _small(dims)
     matrix = numbers_of(shape, 0).to(device, dtype)
     steps = [numbers_of(shape, 1 + k).to(device, dtype) * size for k, size in enumerate(SIZES)]
     with seeded(device):
         (change,), numbers = rule([matrix.clone()], [[g.clone()] for g in steps])
     whole = change.flatten()
     cut = torch.zeros_like(whole)
-    for spans in RANKS:
+    numel = whole.numel()
+    for parts_of_24 in RANKS:
+        cuts = [(a * numel // 24, b * numel // 24) for a, b in parts_of_24]
+        spans = [(a, b) for a, b in cuts if a < b]
+        if not spans:
+            continue
         params = [matrix.flatten()[a:b].clone() for a, b in spans]
         grads = [[g.flatten()[a:b].clone() for a, b in spans] for g in steps]
         try:
@@ -175,10 +188,6 @@ def _near(some: Sequence[float], others: Sequence[float], tolerance: float) -> b
     return torch.allclose(a, b, rtol=tolerance, atol=0, equal_nan=True)
 
 
-def _small(dims: int) -> tuple[int, ...]:
-    return SHAPES[dims - 1] if dims <= len(SHAPES) else SHAPES[-1] + (1,) * (dims - len(SHAPES))
-
-
 @contextmanager
 def seeded(device: torch.device) -> Iterator[None]:
     """Random numbers are the same in each of these blocks, and go on as before after it."""
@@ -192,8 +201,8 @@ def seeded(device: torch.device) -> Iterator[None]:
 
 
 def numbers_of(shape: Sequence[int], seed: int) -> Tensor:
-    """Fixed numbers between -3 and 3, none of them 0, alike on every machine."""
-    count = torch.Size(shape).numel()
-    sizes = [3 * (0.5 + (7 * k + 5 * seed + 3) % 11) / 11 for k in range(count)]
-    signs = [(-1) ** ((k + seed) % 3) for k in range(count)]
-    return torch.tensor([size * sign for size, sign in zip(sizes, signs, strict=True)]).view(*shape)
+    """Fixed numbers between -3 and 3, none of them 0, alike on every machine, in fp64."""
+    count = torch.arange(torch.Size(shape).numel())
+    sizes = 3 * (0.5 + (7 * count + 5 * seed + 3).remainder(11).double()) / 11
+    signs = 1 - 2 * (count + seed).remainder(3).remainder(2)
+    return (sizes * signs).view(*shape)

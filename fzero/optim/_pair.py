@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.errors import FzeroError, LayoutError
 from fzero.homes import give_back, lent
 from fzero.optim._base import Base
-from fzero.optim._elementwise import is_elementwise
+from fzero.optim._elementwise import SMALL, is_elementwise, small_shape
 from fzero.optim._masters import Place, stay
 from fzero.optim._none import NoOptimizer
 from fzero.optim._optimizer import Optimizer
@@ -61,14 +61,14 @@ class Pair(Base):
 
     def bind(self, params: Mapping[str, Tensor]) -> Pair:
         """Return the pair that knows whether it is elementwise for {path: tensor}."""
-        return self.tried({max(p.ndim, 1) for p in params.values()})
+        return self.tried({small_shape(p.shape) for p in params.values()})
 
-    def tried(self, dims: Collection[int]) -> Pair:
+    def tried(self, shapes: Collection[tuple[int, ...]]) -> Pair:
         """Return the pair that knows whether it is elementwise; one that fails the trial is not."""
         here = torch.device("cpu")
         try:
             return replace(
-                self, elementwise=all(is_elementwise(self._changes, here, n) for n in dims)
+                self, elementwise=all(is_elementwise(self._changes, here, x) for x in shapes)
             )
         except FzeroError:
             raise
@@ -206,7 +206,7 @@ def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimi
         keywords["inplace"] = False
     takes = "params" in keywords or _takes_three(names.values())
     kept = tuple(keywords.items())
-    return Pair(first=init, update=update, keywords=kept, takes_params=takes).tried({2})
+    return Pair(first=init, update=update, keywords=kept, takes_params=takes).tried({SMALL})
 
 
 def _takes_three(parameters: Iterable[inspect.Parameter]) -> bool:

@@ -254,10 +254,10 @@ def _idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
     here = {unit.group for unit in units}
     counting = {unit.group for unit in units if unit.kept.counters}
     found: dict[int, Unit] = {}
-    for (group, _, dims), kept in bound.kept.items():
+    for (group, _, shape), kept in bound.kept.items():
         missing = group not in (counting if kept.counters else here)
         if missing and bound.begin_of(group) and not kept.odd:
-            found[group] = Unit(-1, group, None, (1,) * dims, kept)
+            found[group] = Unit(-1, group, None, shape, kept)
     return list(found.values())
 
 

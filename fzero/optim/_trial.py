@@ -31,12 +31,13 @@ class Fill(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a rule keeps for a parameter of one param group, one dtype and number of dims."""
+    """What a rule keeps for a parameter of one param group, one dtype and shape."""
 
     slots: dict[str, Tensor]  # a tensor shaped as the parameter: the value that it begins with
     odd: tuple[str, ...]  # of another shape (row means), or a number that depends on the values
     counters: dict[str, Tensor]  # a number for all parameters alike: the value it begins with
-    numbers: dict[str, type]  # which of both are Python numbers, and of which type
+    after: dict[str, float]  # the counters after the trial
+    numbers: dict[str, type]  # which are Python numbers, and of which type
     unread: dict[str, Any]  # what a step does not read, and what it gets for it: None, a 0
     given: frozenset[str]  # what the rule gets before its first step; the rest it makes itself
     dtype: torch.dtype  # of the parameter
@@ -73,13 +74,12 @@ def rule_of(optimizer: Optimizer, number: int, early: Early) -> Rule:
 
 
 def learn(
-    optimizer: Optimizer, number: int, early: Early, like: Tensor, dims: int
+    optimizer: Optimizer, number: int, early: Early, like: Tensor, shape: Sequence[int]
 ) -> tuple[Kept, Shared]:
-    """Return what param group `number` keeps for a parameter of `dims` dims, and for itself.
+    """Return what param group `number` keeps for a parameter of a shape, and for itself.
 
     Raises `LayoutError` for what is neither a tensor nor a number, or is kept elsewhere.
     """
-    shape = (2, 3, 2, 2, 2, 2, 2, 2)[:dims] if dims > 1 else (6,)
 
     def run(begin: Begin, seed: int = 0, **how: Any) -> Ran:
         every = ((1 + seed / 8) * numbers_of(shape, seed + k) for k in range(4))
@@ -116,12 +116,17 @@ def learn(
 
 
 def early_of(optimizer: Optimizer, small: Tensor) -> Early:
-    """Return the state that the constructor made for the parameter `small`."""
+    """Return the state that the constructor made for the parameter `small`.
+
+    Raises `LayoutError` for a slot with other values for other elements.
+    """
     found = {}
     for name, value in optimizer.state.get(small, {}).items():
         found[name] = copy.deepcopy(value)
         if isinstance(value, Tensor) and value.shape == small.shape:
             dtype = None if value.dtype == small.dtype else value.dtype
+            if bool((value != value.flatten()[0]).any()):
+                raise _made_of_values(type(optimizer).__name__, name)
             found[name] = Fill(value.flatten()[0].item(), dtype)
     return found
 
@@ -136,11 +141,16 @@ def early_of_group(optimizer: Optimizer, number: int) -> Early:
     names = inspect.signature(type(optimizer)).parameters
     options = {key: x for key, x in group.items() if key in names and key != "params"}
     device = next((p.device for p in group["params"]), None)
-    small = nn.Parameter(torch.zeros(SMALL, device=device))
+    small = small_parameter(device)
     try:
         return early_of(type(optimizer)([small], **options), small)
     except Exception:
         return {}
+
+
+def small_parameter(device: torch.device | None) -> nn.Parameter:
+    """Return a parameter for constructors to look at."""
+    return nn.Parameter(numbers_of(SMALL, 0).to(device, torch.get_default_dtype()))
 
 
 def state_of(kept: Kept, p: Tensor, names: frozenset[str] | None) -> dict[str, Any]:
@@ -192,24 +202,25 @@ def _sorted(rule: str, ran: Ran, early: Early, *, varying: set[str], unread: set
         begin = early.get(name)
         if name in given:
             continue
-        if isinstance(value, Tensor) and value.shape == p.shape:
+        if type(value) is Tensor and value.shape == p.shape:
             fill = begin.value if isinstance(begin, Fill) else 0.0
             slots[name] = torch.tensor(fill, dtype=value.dtype)
-        elif name in varying or (isinstance(value, Tensor) and value.numel() != 1):
+        elif name in varying or (type(value) is Tensor and value.numel() != 1):
             odd.append(name)
         elif (counter := _count(value, begin)) is not None:
             counters[name] = counter
         else:
             raise LayoutError(
                 f"{rule} keeps {name} = {type(value).__name__} for a parameter.",
-                cause="state that is neither a tensor nor a number: a list of past "
-                "gradients, an object.",
+                cause="state that is neither a plain tensor nor a number: a list of past "
+                "gradients, an object, a quantized tensor.",
                 fix="use an optimizer whose state has tensors and numbers.",
             )
     return Kept(
         slots=slots,
         odd=tuple(odd),
         counters=counters,
+        after={name: float(state[name]) for name in counters},
         numbers=_numbers(state),
         unread=given,
         given=frozenset(early),
@@ -246,6 +257,14 @@ def _count(value: Any, begin: Any) -> Tensor | None:
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, type]:
     return {name: type(value) for name, value in state.items() if isinstance(value, int | float)}
+
+
+def _made_of_values(rule: str, name: str) -> LayoutError:
+    return LayoutError(
+        f"{rule} makes {name} in its constructor, with other values for other elements.",
+        cause="a copy of the parameters from which training begins, or a mask of them.",
+        fix="make it in the first step(), where there is none yet: there it is made of the shards.",
+    )
 
 
 def _kept_elsewhere(rule: str, hidden: Sequence[str]) -> LayoutError:

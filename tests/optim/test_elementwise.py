@@ -148,6 +148,29 @@ def test_a_rule_is_tried_on_as_many_dims_as_the_parameters_have() -> None:
     assert [bound.needs_whole(path) for path in layers] == [False, True]
 
 
+class CentersLarge(torch.optim.SGD):
+    """Another rule for matrices from some size on, as factored second moments have it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad -= p.grad.mean(0) if p.ndim == 2 and min(p.shape) >= 128 else 0
+        return super().step(closure)
+
+
+def test_a_rule_is_tried_on_the_sizes_that_the_parameters_have() -> None:
+    rule = from_torch(functools.partial(CentersLarge, lr=0.1))
+    require_elementwise(rule.bind({"small": torch.ones(127, 300)}))
+    with pytest.raises(LayoutError, match=REFUSED):
+        require_elementwise(rule.bind({"large": torch.ones(128, 300)}))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (3, 1), (2, 1, 1, 1, 1, 1)])
+def test_the_smallest_parameters_are_tried_too(shape: tuple[int, ...]) -> None:
+    rule = functools.partial(torch.optim.AdamW, lr=0.1)
+    require_elementwise(from_torch(rule).bind({"w": torch.ones(shape)}))
+
+
 def filters_centered(grads: Any, state: Any, params: Any) -> Any:
     return [-0.1 * (g - g.mean() * (g.ndim > 3)) for g in grads], state
 

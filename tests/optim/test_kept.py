@@ -118,6 +118,43 @@ class Twice(Sgd):
         return 1 / group["step"]
 
 
+class Routes(Sgd):
+    """As timm's Muon: it notes which parameters it takes for matrices."""
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        state = self.state[p]
+        if not state:
+            state["matrix"] = p.ndim > 1
+        return 1 / p.grad.norm() if state["matrix"] else 1.0
+
+
+class Quantized(Sgd):
+    """As torchao's: state of a class of its own."""
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        self.state[p]["average"] = torch.zeros_like(p).as_subclass(Coded)
+        return 1.0
+
+
+class Coded(torch.Tensor):
+    """8-bit numbers, say."""
+
+
+class Anchored(Sgd):
+    """It pulls to the values from which training began."""
+
+    def __init__(self, params: Any, lr: float = 0.05, *, late: bool = False) -> None:
+        super().__init__(params, lr)
+        self.late = late
+        for p in () if late else self.param_groups[0]["params"]:
+            self.state[p]["anchor"] = p.detach().clone()
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        anchor = self.state[p].setdefault("anchor", p.detach().clone())
+        p.grad += p - anchor
+        return 1.0
+
+
 class Evaluates(Sgd):
     """As schedule-free optimizers."""
 
@@ -141,6 +178,26 @@ def test_at_stage_0_they_are_kept(cls: Callable[..., Any], ranks: int) -> None:
     got, _ = found(cls, ranks, stage=0)
     want = by_torch(parameters(torch.float64), integers((4, ranks), 7), lambda of: cls(of.values()))
     everywhere(got, want, ranks)
+
+
+def test_what_is_noted_of_a_shape_is_kept_for_a_group_of_such_shapes() -> None:
+    def grouped(of: Any) -> Routes:
+        paths = [[path for path in of if (of[path].ndim > 1) is yes] for yes in (True, False)]
+        return Routes([{"params": [of[path] for path in some]} for some in paths])
+
+    params, xs = parameters(torch.float64), integers((4, 3), 7)
+    ours = from_torch(grouped(params))
+    got, _ = run(params, ours, xs, stage=2, whole_parameters=True)
+    everywhere(got, by_torch(parameters(torch.float64), xs, grouped), 3)
+
+
+def test_a_copy_of_the_parameters_is_made_in_the_first_step() -> None:
+    params, xs, made = parameters(torch.float64), integers((4, 3), 7), partial(Anchored, late=True)
+    for source in (made, made(params.values())):
+        got, _ = run(params, from_torch(source), xs, stage=3)
+        everywhere(got, by_torch(parameters(torch.float64), xs, lambda of: made(of.values())), 3)
+    with pytest.raises(LayoutError, match="Anchored makes anchor"):
+        from_torch(Anchored).bind(params)
 
 
 @pytest.mark.parametrize("cls", [Estimates, Norms])
@@ -193,6 +250,8 @@ REFUSED: list[tuple[type[Sgd], str]] = [
     (Warms, r"Warms writes lr \(float\) into"),
     (Lists, r"Lists writes rates \(list\) into"),
     (Twice, r"Twice writes step \(int\) into"),
+    (Routes, r"Routes keeps matrix = 0\.0 for a parameter of shape \(5,\), and 1\.0"),
+    (Quantized, r"Quantized keeps average = Coded for a parameter"),
     (Evaluates, r"Evaluates has eval\(\)"),
 ]
 

@@ -236,8 +236,9 @@ def _named(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
             name = type(instance).__name__
             raise LayoutError(
                 f"{name} could not step a small parameter: {type(error).__name__}: {error}",
-                cause=f"{name}.step() needs a closure, or matrices alone (Muon), or state that "
-                "only its constructor makes, from arguments that are not options of its groups.",
+                cause=f"{name} wraps another optimizer; or its step() needs a closure (SAM), or "
+                "matrices alone (Muon), or state that only its constructor makes, from arguments "
+                "that are not options of its groups.",
                 fix="for matrices, pass an instance that was made of them, or one that steps the "
                 "others by another rule; else a factory, params -> optimizer.",
             ) from error

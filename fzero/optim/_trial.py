@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import LayoutError
-from fzero.optim._elementwise import SMALL, Rule, numbers_of, seeded
+from fzero.optim._elementwise import SIZES, SMALL, Rule, numbers_of, seeded
 from fzero.optim._small import Ran, run_small, zero
 
 Begin = Callable[[Tensor], dict[str, Any]]
@@ -82,7 +82,8 @@ def learn(
     """
 
     def run(begin: Begin, seed: int = 0, **how: Any) -> Ran:
-        every = ((1 + seed / 8) * numbers_of(shape, seed + k) for k in range(4))
+        sizes = [1.0, *SIZES]  # of the values, and of the gradients of each step
+        every = ((1 + seed / 8) * x * numbers_of(shape, seed + k) for k, x in enumerate(sizes))
         values, *grads = (x.to(like.device, like.dtype) for x in every)
         with seeded(like.device):
             return run_small(optimizer, number, [values], [[g] for g in grads], begin, **how)

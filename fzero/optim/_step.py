@@ -17,7 +17,7 @@ from fzero.optim._elementwise import not_streamed
 from fzero.optim._rules import UNSCALED, Scaled
 from fzero.optim._small import fuses
 from fzero.optim._stream import Portion
-from fzero.optim._trial import Kept, as_kept, state_of, unread_of
+from fzero.optim._trial import Kept, as_kept, as_tensor, state_of, unread_of
 
 
 class Unit(NamedTuple):
@@ -224,7 +224,7 @@ def _taken(
             if (made := state[name]) is not home:
                 unit.of(home).copy_(made)
         for name in kept.odd:
-            held[name][unit.index] = torch.as_tensor(state[name]).detach()
+            held[name][unit.index] = as_tensor(state[name])
     return {name: tuple(flats) for name, flats in held.items()}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import LayoutError
-from fzero.optim._elementwise import SIZES, SMALL, Rule, numbers_of, seeded
+from fzero.optim._elementwise import SMALL, Rule, numbers_of, seeded
 from fzero.optim._small import Ran, run_small, zero
 
 Begin = Callable[[Tensor], dict[str, Any]]
@@ -82,7 +82,7 @@ def learn(
     """
 
     def run(begin: Begin, seed: int = 0, **how: Any) -> Ran:
-        sizes = [1.0, *SIZES]  # of the values, and of the gradients of each step
+        sizes = (1.0, 1.0, 10.0, 0.1)  # of the values, and of the gradients of each step
         every = ((1 + seed / 8) * x * numbers_of(shape, seed + k) for k, x in enumerate(sizes))
         values, *grads = (x.to(like.device, like.dtype) for x in every)
         with seeded(like.device):
@@ -169,6 +169,13 @@ def unread_of(kept: Kept, names: frozenset[str] | None) -> dict[str, Any]:
     return {} if names is not None and not names else copy.deepcopy(kept.unread)
 
 
+def as_tensor(value: Tensor | float) -> Tensor:
+    """Return a number that a rule keeps as it is stored: Python's numbers lose nothing."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
 def as_kept(numbers: Mapping[str, type], name: str, counter: Tensor) -> Any:
     """Return a counter as the rule has it: the tensor itself, or a Python number."""
     return numbers[name](counter.item()) if name in numbers else counter
@@ -252,8 +259,7 @@ def _count(value: Any, begin: Any) -> Tensor | None:
         return torch.zeros_like(value) + (begin or 0) if value.numel() == 1 else None
     if not isinstance(value, int | float):
         return None
-    dtype = torch.float64 if isinstance(value, float) else None
-    return torch.tensor(type(value)(begin or 0), dtype=dtype)
+    return as_tensor(type(value)(begin or 0))
 
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, type]:

@@ -67,6 +67,16 @@ class Norms(Sgd):
         return 1 / (1 + state["squares"].sqrt())
 
 
+class Largest(Sgd):
+    """As AMSGrad, for the norm of a parameter's gradient."""
+
+    def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
+        state = self.state[p]
+        state["norm"] = 0.5 * state.get("norm", 0.0) + float(p.grad.norm())
+        state["largest"] = max(state.get("largest", 0.0), state["norm"])
+        return 1 / (1 + state["largest"])
+
+
 class InAttribute(Sgd):
     count = 0
 
@@ -173,7 +183,7 @@ def found(optimizer: Any, ranks: int, **options: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("cls", [Estimates, Norms, Flag])
+@pytest.mark.parametrize("cls", [Estimates, Norms, Largest, Flag])
 def test_at_stage_0_they_are_kept(cls: Callable[..., Any], ranks: int) -> None:
     got, _ = found(cls, ranks, stage=0)
     want = by_torch(parameters(torch.float64), integers((4, ranks), 7), lambda of: cls(of.values()))

@@ -141,7 +141,11 @@ def row_of(stack: Any, rank: int) -> Any:
 
 def stack_of(states: Sequence[Any]) -> Any:
     """Return the stack of the states of all virtual ranks."""
-    return optree.tree_map(lambda *xs: torch.stack(xs), *states, namespace=NAMESPACE)
+    return optree.tree_map(
+        lambda *xs: torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0],
+        *states,
+        namespace=NAMESPACE,
+    )
 
 
 def _of_stack(state: TrainState, size: int) -> Held:

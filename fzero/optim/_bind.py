@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.errors import FzeroError, LayoutError, PhaseError
-from fzero.optim._elementwise import Rule, is_elementwise, is_leafwise, small_shape
+from fzero.errors import FzeroError, LayoutError
+from fzero.optim._elementwise import LARGE, Rule, is_elementwise, is_leafwise, small_shape
 from fzero.optim._precision import Precision
 from fzero.optim._trial import (
     Early,
@@ -23,20 +23,33 @@ from fzero.optim._trial import (
     rule_of,
     small_parameter,
 )
+from fzero.optim._usable import name_of, no_optimizer, require_new, require_plain
 from fzero.partition import identity
 from fzero.state.layout import Leaf, learns
 from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
-Key = tuple[int, torch.dtype, Shape]  # param group, dtype, `small_shape` (FLAT if elementwise)
-FLAT = (8192,)  # some rules keep less for fewer than 4096 elements
-Factory = Callable[[list[nn.Parameter]], Optimizer]
+Key = tuple[int, torch.dtype, Shape]  # param group, dtype, shape of the trial
 
-CLOSURE = "it evaluates the loss several times in a step, by a closure"
-REFUSED = {
-    torch.optim.LBFGS: CLOSURE,
-    torch.optim.SparseAdam: "it takes sparse gradients; flat buffers have dense ones",
-}
+
+class Sizes(NamedTuple):
+    """The most elements with which a rule is tried: in a dim of a leaf, and in a flat."""
+
+    leaf: int = LARGE
+    flat: int = 8192  # some rules keep less for fewer than 4096 elements
+
+    @classmethod
+    def of(cls, instance: Optimizer) -> Sizes:
+        """Return few for torch.optim's own, in whose rules no size counts: they hold less then."""
+        own = f"{type(instance).__module__}.".startswith("torch.optim.")
+        return cls(6, 6) if own else cls()
+
+    def shape(self, leaf: Sequence[int], *, elementwise: bool) -> Shape:
+        """Return the shape of a trial: a flat stands for all leaves of an elementwise rule."""
+        return (self.flat,) if elementwise else small_shape(leaf, self.leaf)
+
+
+Factory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +68,10 @@ class Bound:
     def kept_for(self, leaf: Leaf, dtype: torch.dtype) -> Kept | None:
         """Return what the rule keeps for a leaf that it steps in a dtype; None if it does not."""
         group = self.group_at.get(leaf.path, -1)
-        shape = FLAT if group < 0 or self.elementwise[group] else small_shape(leaf.shape)
+        if group < 0:
+            return None
+        sizes = Sizes.of(self.instance)
+        shape = sizes.shape(leaf.shape, elementwise=self.elementwise[group])
         return self.kept.get((group, dtype, shape))
 
     def counts(self, name: str, group: int) -> bool:
@@ -85,21 +101,11 @@ class Bound:
         )
 
 
-def require_usable(source: Any) -> None:
-    """Raise `LayoutError` for what is no torch.optim class, instance or factory."""
-    if isinstance(source, Optimizer):
-        _require_plain(type(source))
-    elif isinstance(source, type) and issubclass(source, Optimizer):
-        _require_plain(source)
-    elif not callable(source) or isinstance(source, type):
-        raise _no_optimizer(f"{source!r}")
-
-
 def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> Bound:
     """Make the optimizer if there is none yet, find its parameters, and try its rule."""
     if isinstance(source, Optimizer):
         instance = source
-        _require_new(instance)
+        require_new(instance)
         group_at = _group_at(instance, params)
         earlies = [early_of_group(instance, g) for g in range(len(instance.param_groups))]
     else:
@@ -108,8 +114,9 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         earlies = [early]
     devices = _devices(instance, params, group_at)
     learning = {path: params[path] for path in group_at if learns(params[path])}
+    sizes = Sizes.of(instance)
     several = [
-        {small_shape(p.shape) for path, p in learning.items() if group_at[path] == g}
+        {small_shape(p.shape, sizes.leaf) for path, p in learning.items() if group_at[path] == g}
         for g in range(len(instance.param_groups))
     ]
     elementwise = _tried(is_elementwise, instance, earlies, devices, several)
@@ -118,7 +125,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
     shared = [Shared.nothing()] * len(instance.param_groups)
     for path, p in learning.items():
         g, dtype = group_at[path], precision.stepped(p.dtype)
-        shape = FLAT if elementwise[g] else small_shape(p.shape)
+        shape = sizes.shape(p.shape, elementwise=elementwise[g])
         if (g, dtype, shape) not in kept:
             like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
             try_it = _named(instance, learn)
@@ -146,8 +153,8 @@ def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer,
     small = small_parameter(device)
     made: Any = factory([small])
     if not isinstance(made, Optimizer):
-        raise _no_optimizer(f"{name_of(factory)}, which gives a {type(made).__name__}")
-    _require_plain(type(made))
+        raise no_optimizer(f"{name_of(factory)}, which gives a {type(made).__name__}")
+    require_plain(type(made))
     if len(made.param_groups) != 1:
         raise LayoutError(
             f"{name_of(factory)} makes {len(made.param_groups)} param groups of one parameter.",
@@ -270,48 +277,3 @@ def _cannot_be_cut(instance: Optimizer, name: str) -> LayoutError:
         cause="state that does not go with the elements: it cannot be cut into shards.",
         fix="use an optimizer that keeps tensors shaped as the parameters, and numbers.",
     )
-
-
-def _require_plain(kind: type[Optimizer]) -> None:
-    for refused, reason in REFUSED.items():
-        if issubclass(kind, refused):
-            raise LayoutError(
-                f"{kind.__name__} cannot step shards of the parameters: {reason}.",
-                cause="an optimizer that is no function of parameters and gradients.",
-                fix="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...).",
-            )
-    if hasattr(kind, "eval"):
-        raise LayoutError(
-            f"{kind.__name__} has eval(), which changes the parameters by the optimizer's state.",
-            cause="an optimizer without a schedule (schedule-free): it trains at one point and is "
-            "to be evaluated at another; the state that leads there is sharded.",
-            fix="use an optimizer whose parameters are what is to be evaluated; for an average of "
-            "them, keep one beside the training (examples/ema.py).",
-        )
-
-
-def _require_new(instance: Optimizer) -> None:
-    if any(state.get("step", 1) != 0 for state in instance.state.values() if state):
-        raise PhaseError(
-            f"the optimizer has state for {len(instance.state)} parameters already.",
-            cause="it made steps, or loaded a state_dict, before it was given to fzero.",
-            fix="give a new optimizer, and then load the state: with an engine, "
-            "engine.set_full_optimizer_state(path, name, value).",
-        )
-
-
-def _no_optimizer(seen: str) -> LayoutError:
-    return LayoutError(
-        f"the optimizer is {seen}.",
-        cause="an fzero.optim rule, a scheduler, or the name of an optimizer.",
-        fix="pass a torch.optim optimizer, its class, or params -> optimizer: "
-        "functools.partial(torch.optim.AdamW, lr=3e-4).",
-    )
-
-
-def name_of(factory: Any) -> str:
-    """Return what a class, factory or instance is called, alike on every rank: no address."""
-    if isinstance(factory, Optimizer):
-        return type(factory).__name__
-    function = getattr(factory, "func", factory)
-    return getattr(function, "__qualname__", type(function).__name__)

@@ -13,7 +13,7 @@ from fzero.errors import LayoutError
 from fzero.optim._base import Base
 
 SMALL = (4, 6)
-LIMITS = (130, 130, *[2] * 30)  # of each dim; some rules factor matrices of 128 and more only
+LARGE = 130  # some rules factor matrices of 128 and more only
 RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats, in 24ths
 SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
 
@@ -103,14 +103,15 @@ def not_streamed(optimizer: object) -> LayoutError:
     )
 
 
-def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
     """Return the shape of the leaf on which a rule for leaves of a shape is tried.
 
     Example:
         >>> small_shape([50_000, 768]), small_shape([64, 3, 7, 7]), small_shape([])
         ((130, 130), (64, 3, 2, 2), (1,))
     """
-    return tuple(max(min(size, most), 1) for size, most in zip(shape, LIMITS, strict=False)) or (1,)
+    small = [min(size, most if dim < 2 else 2) for dim, size in enumerate(shape)]
+    return tuple(max(size, 1) for size in small) or (1,)
 
 
 def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int] = SMALL) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.errors import PhaseError
 from fzero.homes import cloned
 from fzero.optim._base import Base
-from fzero.optim._bind import Bound, bind, name_of, require_usable
+from fzero.optim._bind import Bound, bind
 from fzero.optim._elementwise import not_elementwise
 from fzero.optim._masters import Place, stay, work_tensors
 from fzero.optim._optimizer import copied
@@ -23,6 +23,7 @@ from fzero.optim._rules import Scaled
 from fzero.optim._step import Portions, Unit, skips
 from fzero.optim._stream import Flats, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
+from fzero.optim._usable import name_of, require_usable
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
 

@@ -152,8 +152,23 @@ def _stack(results: list[Any]) -> Any:
     for rank, (_, other) in enumerate(flat):
         if other != treespec:
             raise _unlike(rank, results[rank], results[0])
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return optree.tree_unflatten(treespec, [_stack_leaf(list(column)) for column in columns])
+    columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    stacked = [
+        column[0] if of_state and _is_one_number(column) else _stack_leaf(column)
+        for column, of_state in zip(columns, _of_states(results[0]), strict=True)
+    ]
+    return optree.tree_unflatten(treespec, stacked)
+
+
+def _of_states(result: Any) -> list[bool]:
+    """Whether each leaf of a result belongs to a state."""
+    parts = optree.tree_leaves(result, is_leaf=is_state, namespace=NAMESPACE)
+    return [is_state(part) for part in parts for _ in optree.tree_leaves(part, namespace=NAMESPACE)]
+
+
+def _is_one_number(column: list[Any]) -> bool:
+    """Whether all ranks have the same Python number: a foreign optimizer counts on with it."""
+    return all(isinstance(x, int | float) and x == column[0] for x in column)
 
 
 def _stack_leaf(column: list[Any]) -> Any:
@@ -169,7 +184,8 @@ def _stack_leaf(column: list[Any]) -> Any:
             )
         return torch.stack(column)
     if isinstance(head, int | float):
-        return torch.tensor(column)
+        is_float = any(isinstance(x, float) for x in column)
+        return torch.tensor(column, dtype=torch.float64 if is_float else None)
     if all(x is head or x == head for x in column):
         return head
     raise LayoutError(

@@ -62,12 +62,12 @@ def test_a_foreign_optimizer_moves_between_layouts(tmp_path: Path) -> None:
     for ranks in (1, 2, 3):
         for stage in range(4):
             loaded = load(tmp_path, make(PARAMS, stage=stage, ranks=ranks, optimizer=FOREIGN))
-            assert loaded.optimizer.rate.tolist() == [0.125] * ranks
+            assert loaded.optimizer.rate == 0.125  # a Python number comes back as one
             assert all(c.tolist() == [2] * ranks for c in loaded.optimizer.inner.count)
             onward = fzero.simulate(lambda s: fzero.full_params(_step(s)), world_size=ranks)(loaded)
             everywhere(onward, expected, ranks)
     alone = load(tmp_path, fzero.init(PARAMS, FOREIGN, stage=3))
-    assert type(alone.optimizer.rate) is float  # a Python number comes back as one
+    assert type(alone.optimizer.rate) is float
 
 
 def _named(state: Any, numels: list[int]) -> list[Any]:

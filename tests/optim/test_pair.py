@@ -162,3 +162,25 @@ def test_an_update_by_a_foreign_pair_can_be_differentiated() -> None:
 def test_what_is_no_pair_is_refused(optimizer: Any, fix: str) -> None:
     with pytest.raises(LayoutError, match=rf"the optimizer is [\s\S]*Fix: {fix}"):
         fzero.init(PARAMS, optimizer, stage=0)
+
+
+def counted(grads: list[Tensor], count: int) -> tuple[list[Tensor], int]:
+    """As TorchOpt's RAdam: a Python number counts, which as a tensor would compute in fp32."""
+    return [-(0.9**count) * LR * g for g in grads], count + 1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_count_that_is_a_python_number_stays_one_on_virtual_ranks(
+    stage: int, tmp_path: Path
+) -> None:
+    xs, pair = integers((4, 2), 5), (lambda params: 1, counted)
+    _, state = trained(PARAMS, pair, xs[:2], loss=square_loss, stage=stage)
+    assert state.optimizer == 3
+    fzero.checkpoint.save(tmp_path, state)
+    fresh = trained(PARAMS, pair, xs[:0], loss=square_loss, stage=stage)[1]
+    state = fzero.checkpoint.load(tmp_path, fresh)
+    got, state = trained(PARAMS, pair, xs[2:], loss=square_loss, stage=stage, state=state)
+    assert state.optimizer == 5
+    want, _ = trained(PARAMS, pair, xs.mean(1), loss=square_loss, stage=0)
+    for rank in range(2):
+        torch.testing.assert_close({k: x[rank] for k, x in got.items()}, want)

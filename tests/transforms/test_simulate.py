@@ -100,6 +100,15 @@ def test_ranks_may_take_different_ways_between_collectives() -> None:
     assert fzero.simulate(body, world_size=2)(torch.tensor([1.0, 2.0])).tolist() == [13.0, 13.0]
 
 
+def test_python_numbers_that_ranks_return_lose_nothing() -> None:
+    run = fzero.simulate(
+        lambda x: (0.1, fzero.axis_index(), 0.1 * fzero.axis_index()), world_size=2
+    )
+    tenths, ranks, products = run(torch.zeros(2))
+    assert tenths.tolist() == [0.1, 0.1] and products.tolist() == [0.0, 0.1]
+    assert ranks.tolist() == [0, 1] and ranks.dtype is torch.int64
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_inside_another_simulate_or_a_transform_it_is_refused(transform: Any) -> None:
     run = fzero.simulate(lambda x: x, world_size=2)

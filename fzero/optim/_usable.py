@@ -1,0 +1,74 @@
+"""Which optimizers of torch.optim can step shards: said before anything is made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fzero.errors import LayoutError, PhaseError
+
+CLOSURE = "it evaluates the loss several times in a step, by a closure"
+REFUSED = {
+    torch.optim.LBFGS: CLOSURE,
+    torch.optim.SparseAdam: "it takes sparse gradients; flat buffers have dense ones",
+}
+
+
+def require_usable(source: Any) -> None:
+    """Raise `LayoutError` for what is no torch.optim class, instance or factory."""
+    if isinstance(source, Optimizer):
+        require_plain(type(source))
+    elif isinstance(source, type) and issubclass(source, Optimizer):
+        require_plain(source)
+    elif not callable(source) or isinstance(source, type):
+        raise no_optimizer(f"{source!r}")
+
+
+def require_plain(kind: type[Optimizer]) -> None:
+    """Raise `LayoutError` for a class that is no function of parameters, gradients and state."""
+    for refused, reason in REFUSED.items():
+        if issubclass(kind, refused):
+            raise LayoutError(
+                f"{kind.__name__} cannot step shards of the parameters: {reason}.",
+                cause="an optimizer that is no function of parameters and gradients.",
+                fix="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...).",
+            )
+    if hasattr(kind, "eval"):
+        raise LayoutError(
+            f"{kind.__name__} has eval(), which changes the parameters by the optimizer's state.",
+            cause="an optimizer without a schedule (schedule-free): it trains at one point and is "
+            "to be evaluated at another; the state that leads there is sharded.",
+            fix="use an optimizer whose parameters are what is to be evaluated; for an average of "
+            "them, keep one beside the training (examples/ema.py).",
+        )
+
+
+def require_new(instance: Optimizer) -> None:
+    """Raise `PhaseError` for an instance that has made steps."""
+    if any(state.get("step", 1) != 0 for state in instance.state.values() if state):
+        raise PhaseError(
+            f"the optimizer has state for {len(instance.state)} parameters already.",
+            cause="it made steps, or loaded a state_dict, before it was given to fzero.",
+            fix="give a new optimizer, and then load the state: with an engine, "
+            "engine.set_full_optimizer_state(path, name, value).",
+        )
+
+
+def no_optimizer(seen: str) -> LayoutError:
+    """Return the error for what is none of torch.optim."""
+    return LayoutError(
+        f"the optimizer is {seen}.",
+        cause="an fzero.optim rule, a scheduler, or the name of an optimizer.",
+        fix="pass a torch.optim optimizer, its class, or params -> optimizer: "
+        "functools.partial(torch.optim.AdamW, lr=3e-4).",
+    )
+
+
+def name_of(factory: Any) -> str:
+    """Return what a class, factory or instance is called, alike on every rank: no address."""
+    if isinstance(factory, Optimizer):
+        return type(factory).__name__
+    function = getattr(factory, "func", factory)
+    return getattr(function, "__qualname__", type(function).__name__)

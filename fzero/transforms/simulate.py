@@ -28,8 +28,9 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
     """Run `fn` on `world_size` virtual ranks: y[r] = fn(x[r]) with collectives between the r.
 
     Every tensor leaf of each argument and of the result has a leading dim of length W, the rank,
-    as with jax.pmap; numbers in the result become such tensors, though a type checker sees the
-    types of `fn`; other leaves go to every rank, and must come back the same from all.
+    as with jax.pmap; Python numbers in the result become such tensors (int64, float64), though a
+    type checker sees the types of `fn`; in a state they stay numbers. Other leaves go to every
+    rank, and must come back the same from all.
     `simulate(step, world_size=W).init(params, optimizer)` takes plain, full parameters and gives
     the stacked state, where every rank's shard is visible.
 

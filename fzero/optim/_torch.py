@@ -23,6 +23,7 @@ from fzero.optim._rules import Scaled
 from fzero.optim._step import Portions, Unit, skips
 from fzero.optim._stream import Flats, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
+from fzero.optim._trial import as_kept, unread_of
 from fzero.optim._usable import name_of, require_usable
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
@@ -169,6 +170,24 @@ class TorchOptimizer(Base):
         """Return the counters of the param group that has the leaf at `path`."""
         group, counts = self.group_of(path), self._bound().counts
         return {name: own[group] for name, own in state.counters.items() if counts(name, group)}
+
+    def own_state(self, leaf: Leaf, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return whole slots and counters of a leaf as the instance itself keeps them."""
+        bound = self._bound()
+        kept = bound.kept_for(leaf, self.precision.stepped(leaf.dtype))
+        assert kept is not None, leaf.path
+        own = kept.names - kept.unread.keys()
+        found = {name: as_kept(kept.numbers, name, values[name]) for name in own & values.keys()}
+        return {**found, **unread_of(kept, None)}
+
+    def give_numbers(self, state: TorchState) -> None:
+        """Write the numbers of its param groups into the instance, which goes on without fzero."""
+        bound = self._bound()
+        pairs = zip(bound.instance.param_groups, bound.shared, strict=True)
+        for number, (group, shared) in enumerate(pairs):
+            for name in shared.begin:
+                counter = state.counters[name][number].clone()
+                group[name] = as_kept(shared.numbers, name, counter)
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
         """Whether `step()` takes `found_inf` and `grad_scale`, by attributes of the optimizer."""

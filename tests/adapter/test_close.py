@@ -25,6 +25,7 @@ from tests.adapter.plain import (
     seeded,
     update,
 )
+from tests.optim.torch_cases import GroupAdam
 
 
 def hooks_on(module: nn.Module) -> dict[str, int]:
@@ -52,9 +53,13 @@ def adamw_class(module: nn.Module) -> Any:
     return torch.optim.AdamW
 
 
+def counts_in_its_group(module: nn.Module) -> GroupAdam:
+    return GroupAdam(learning(module).values())
+
+
 @on_ranks(1, 2, 3)
 @each_stage
-@pytest.mark.parametrize("optimizer_of", [adamw_of, adamw_class])
+@pytest.mark.parametrize("optimizer_of", [adamw_of, adamw_class, counts_in_its_group])
 def test_after_close_plain_training_goes_on_as_if_there_had_been_no_engine(
     rank: int, world_size: int, stage: int, optimizer_of: Any
 ) -> None:
@@ -91,6 +96,9 @@ def test_after_close_plain_training_goes_on_as_if_there_had_been_no_engine(
         optimizer.step()
         wanted = reference.step(reference.run(back, number))
         same(dict(module.named_parameters()), wanted, 1e-9)
+    plain: Any = reference.optimizer
+    theirs, ours = plain.state[reference.module.c.weight], optimizer.state[module.c.weight]
+    assert {name: type(x) for name, x in theirs.items()} == {n: type(x) for n, x in ours.items()}
 
 
 def cross_entropy(e: Any, draw: Draw) -> None:

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
-from fzero.collectives._channels import channel_of
+from fzero.collectives._channels import SETUP_OR_CHECKPOINT, channel_of
 from fzero.collectives._round import first_difference
 from fzero.errors import AxisError, MismatchError
 from fzero.mesh import Axis, Runtime
-
-_CALL = "init, an Engine or a checkpoint"
-"""The call that ranks announce. One name for all: a rank that raised does not know in which of them
-the others wait."""
 
 
 def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> None:
@@ -31,7 +27,7 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
     assert channel is not None
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    if len(channel.call(_CALL, number)) == 1:
+    if len(channel.call(SETUP_OR_CHECKPOINT, number)) == 1:
         return
     raise disagreement(channel.tell(list(lines)), what=what)
 

@@ -18,6 +18,10 @@ _OPEN: dict[tuple[tuple[int, ...], str], Channel] = {}
 """The channel of each set of processes and backend: a handle, like torch's own table of groups. It
 lives as long as the process group, for garbage is collected at another time on each rank."""
 
+SETUP_OR_CHECKPOINT = "init, an Engine or a checkpoint"
+"""The call that ranks announce. One name for all: a rank that raised does not know in which of them
+the others wait."""
+
 
 def channel_of(axis: Axis) -> Channel | None:
     """Return the channel of the ranks of `axis`; None on one local rank. A collective at first.
@@ -74,9 +78,16 @@ def before_collective(axis: Axis) -> None:
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return every rank's picklable `value` in rank order. A collective."""
+    """Return every rank's picklable `value` in rank order. A collective.
+
+    Ranks in a pass are served until they come here, too. Raises `MismatchError` on every rank if
+    one makes another call instead, as after `if rank == 0: save(...)`.
+    """
     channel = channel_of(axis)
-    return [value] if channel is None else channel.tell(value)
+    if channel is None:
+        return [value]
+    channel.call(SETUP_OR_CHECKPOINT)
+    return channel.tell(value)
 
 
 def gather_objects_beside(value: Any, axis: Axis) -> list[Any]:

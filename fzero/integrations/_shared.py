@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -109,32 +109,36 @@ def _paths(folder: Any, engines: Sequence[Engine]) -> list[tuple[str, Engine]]:
 
 @contextmanager
 def whole(engine: Engine | None, *, modify: bool = False) -> Iterator[None]:
-    """In the block `state_dict()` of the module, and of each part, has whole values on the CPU.
+    """In the block the parameters of the module are whole, on the CPU. A collective, and then none.
 
-    A collective, and then none: one rank alone may save. Tied parameters stay one tensor. Below
-    stage 3 the values are whole as they are. With `modify`, `load_state_dict()` works instead.
-    Without an engine nothing is to be done.
+    So one rank alone may save, and compute with parts of the module. Tied parameters stay one
+    tensor. Below stage 3 the parameters are whole as they are. With `modify`, all ranks may write
+    to them instead, as `load_state_dict()` does. Without an engine nothing is to be done.
     """
     with ExitStack() as stack:
         if engine is not None and modify:
             stack.enter_context(gathered(engine.module, modify=True))
         elif engine is not None and engine.stage == 3:
-            values = checkpoint.state_dict(engine)
-            for path, part in engine.module.named_modules():
-                handle = part.register_state_dict_post_hook(_filling(values, path))
-                stack.callback(handle.remove)
+            stack.enter_context(_having(engine.module, checkpoint.state_dict(engine)))
         yield
 
 
-def _filling(values: dict[str, Tensor], path: str) -> Callable[..., None]:
-    """A hook that puts `values` in the place of the parameters that the part at `path` owns."""
+@contextmanager
+def _having(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """Let a module have `values` as its parameters."""
+    found = dict(module.named_parameters(remove_duplicate=False))
+    made = {p: nn.Parameter(values[path], p.requires_grad) for path, p in found.items()}
+    _assign(module, {path: made[p] for path, p in found.items()})
+    try:
+        yield
+    finally:
+        _assign(module, found)
 
-    def fill(part: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, p in part._parameters.items():
-            if p is not None:
-                found[prefix + name] = values[f"{path}.{name}" if path else name]
 
-    return fill
+def _assign(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    for path, p in parameters.items():
+        owner, _, name = path.rpartition(".")
+        setattr(module.get_submodule(owner), name, p)
 
 
 def refused(seen: str, fix: str, *, cause: str = "a script for another backend.") -> LayoutError:

@@ -244,10 +244,10 @@ class FzeroAccelerator(Accelerator):
 
     @contextmanager
     def whole(self, model: nn.Module, *, modify: bool = False) -> Iterator[None]:
-        """In the block `state_dict()` of the model and its parts has whole values. A collective.
+        """In the block the parameters of the model are whole, on the CPU. A collective.
 
-        So `save_pretrained` of any library works on one rank. With `modify`, `load_state_dict`
-        works instead, on all ranks; the values of rank 0 count.
+        So `save_pretrained` of any library works on one rank. With `modify`, they may be written
+        instead, on all ranks, as `load_state_dict` does; the values of rank 0 count.
         """
         with shared.whole(self.engine_of(model), modify=modify):
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,14 @@ def loses_a_gradient(state: Any, odd: bool) -> None:
     grad(state if odd else one)
 
 
+def saves(state: Any, odd: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        fzero.checkpoint.save(f"{folder}/1", state) if odd else grad(state)
+
+
 CALLS: dict[str, tuple[Callable[[Any, bool], None], str]] = {
     "full_params on one rank": (reads_params, "grad_and_reduce, {odd} full_params"),
+    "a checkpoint on one rank": (saves, "grad_and_reduce, {odd} init, an Engine or a checkpoint"),
     "gradients on one rank": (reads_gradients, "apply_gradients, {odd} gradients"),
     "an update on one rank": (updates, "grad_and_reduce, {odd} apply_gradients"),
     "a bound on one rank": (clips, "max_norm=None"),

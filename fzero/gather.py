@@ -139,10 +139,8 @@ class Gatherer:
     def hold(self, units: Sequence[int], source: int | None) -> None:
         """Gather units, and keep them until `let_go`; writable with a `source`. A collective."""
         if source is not None:
-            self._require_source(units, source)
+            self._require_writable(units, source)
         self.on_hold(units)
-        if source is not None:
-            self._require_exact(units)
         self.kept.update(units)
         self.holds.update(units)
         if source is not None:
@@ -152,7 +150,8 @@ class Gatherer:
     def let_go(self, units: Sequence[int], source: int | None) -> None:
         """End a `hold`; a writable one has a `source`, whose values are written to all shards.
 
-        A unit that another block around this one holds stays.
+        A unit that another block around this one holds stays. In a pass, its order says when one
+        goes.
         """
         self.holds.subtract(units)
         if source is not None:
@@ -160,10 +159,16 @@ class Gatherer:
             self._share(units, source)
         ended = [unit for unit in units if not self.holds[unit]]
         self.kept.difference_update(ended)
-        for unit in ended:
+        for unit in () if self.rounds else ended:
             self.free(unit)
 
-    def _require_source(self, units: Sequence[int], source: int) -> None:
+    def _require_writable(self, units: Sequence[int], source: int) -> None:
+        if self.rounds:
+            raise PhaseError(
+                "gathered(modify=True) at stage 3 in a forward or a backward.",
+                cause="a module that writes to its own parameters in its forward.",
+                fix="write parameters between steps.",
+            )
         for unit in units:
             if self.writable[unit] and self._sources[unit] != source:
                 raise PhaseError(
@@ -172,14 +177,6 @@ class Gatherer:
                     cause="parameters that stage 3 gathers together, written by two ranks.",
                     fix="give both blocks the same from_rank, or end one before the other.",
                 )
-
-    def _require_exact(self, units: Sequence[int]) -> None:
-        if any(map(self.is_rounded, units)):
-            raise PhaseError(
-                "gathered(modify=True) in a forward that gathered these parameters rounded.",
-                cause="a module that writes to its own parameters in its forward.",
-                fix="write parameters between steps.",
-            )
 
     @torch.no_grad()
     def _share(self, units: Sequence[int], source: int) -> None:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from fzero.adapter._replace import in_place_of
-from fzero.collectives import broadcast
+from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
 from fzero.gather import Gatherer
 from fzero.group_shard import GroupShard
@@ -175,6 +175,7 @@ def gathered(
     Raises:
         PhaseError: at the end of the block, if a parameter was written without `modify`; for a
             block inside another one that has other values of `from_rank` for one unit (stage 3).
+        MismatchError: on every rank, if some make another call instead.
         LayoutError: for what is no parameter, or a rank that is not there.
 
     Example:
@@ -194,6 +195,10 @@ def gathered(
             cause="a global rank, or one of another mesh.",
             fix=f"give a rank of the mesh, in range({axis.size}).",
         )
+    whole = [p for p in wanted if not isinstance(p, LazyParam)]
+    channel = channel_of(axis) if modify and whole else None
+    if channel is not None:
+        channel.call(f"gathered(modify=True, from_rank={from_rank}) of {len(whole)} parameters")
     source = from_rank if modify else None
     held = _hold([p for p in wanted if isinstance(p, LazyParam)], source)
     full = [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
@@ -204,7 +209,6 @@ def gathered(
         written = [i for i, x in enumerate(full) if x._version != before[i]]
         for owner, units in held:
             owner.let_go(units, source)
-        whole = [p for p in wanted if not isinstance(p, LazyParam)]
         if modify and whole:
             with torch.no_grad():  # `copy_` tells the engine that they were written
                 for p, value in zip(whole, broadcast(whole, axis, from_rank), strict=True):

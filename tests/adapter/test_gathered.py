@@ -11,7 +11,7 @@ from torch import nn
 from fzero import count_collectives, world
 from fzero.adapter import gathered
 from fzero.collectives import all_reduce
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import LayoutError, MismatchError, PhaseError
 from tests.adapter.nets import Odd, Tied
 from tests.adapter.on_ranks import each_stage, on_ranks
 from tests.adapter.plain import Draw, Reference, adamw_of, back, engine_of, same, update
@@ -175,3 +175,43 @@ def test_backwards_in_gathered_gather_nothing_and_leave_what_it_holds(
     gradients = reference.run(back, 0)
     same(engine.full_gradients(), {path: 2 * g for path, g in gradients.items()}, 1e-9)
     assert not engine.memory_report().live_parameters
+
+
+class Normed(nn.Module):
+    """Its forward reads whole parameters, before and after the layers that have them run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        with gathered([self.a.weight, self.b.weight]) as (before, after):
+            h = self.b(h / before.norm()) / after.norm()
+        with gathered(self.b) as (weight, _):
+            return self.c(self.b(h)) * weight.norm()
+
+
+@on_ranks(1, 2, 3)
+@each_stage
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_a_forward_that_reads_in_gathered_trains_as_a_plain_module(
+    rank: int, world_size: int, stage: int, options: dict[str, Any]
+) -> None:
+    engine = engine_of(Normed, stage, adamw_of, **options)
+    reference = Reference(Normed, world_size, adamw_of)
+    for number in range(4):
+        update(engine, reference, rank, number, tol=1e-9)
+        assert not engine.memory_report().live_parameters
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", range(3))
+def test_a_write_on_one_rank_alone_raises_on_all(rank: int, stage: int) -> None:
+    engine = engine_of(Odd, stage)
+    begin = engine.full_parameters()
+    with pytest.raises(MismatchError, match="rank 1 gathered"):
+        if rank == 1:
+            gathered(engine.module.b.bias, modify=True, from_rank=1).__enter__()
+        engine.full_gradients()
+    same(engine.full_parameters(), begin, 0.0)

@@ -136,22 +136,28 @@ class Gatherer:
         """Return the unit of a group."""
         return self._unit_of[group]
 
-    def hold(self, units: Sequence[int], source: int | None) -> None:
-        """Gather units, and keep them until `let_go`; writable with a `source`. A collective."""
+    def hold(self, units: Sequence[int], source: int | None) -> Sequence[int]:
+        """Gather units, and keep them until `let_go`; writable with a `source`. A collective.
+
+        Returns those that it keeps. In a pass that is none, for its order says what is here: what
+        is read there lives as long as whoever has read it.
+        """
         if source is not None:
             self._require_writable(units, source)
+        if self.rounds:
+            return ()
         self.on_hold(units)
         self.kept.update(units)
         self.holds.update(units)
         if source is not None:
             self.writable.update(units)
             self._sources.update(dict.fromkeys(units, source))
+        return units
 
     def let_go(self, units: Sequence[int], source: int | None) -> None:
-        """End a `hold`; a writable one has a `source`, whose values are written to all shards.
+        """End a `hold` of units; a writable one has a `source`, whose values all shards get.
 
-        A unit that another block around this one holds stays. In a pass, its order says when one
-        goes.
+        A unit that another block around this one holds stays.
         """
         self.holds.subtract(units)
         if source is not None:
@@ -159,7 +165,7 @@ class Gatherer:
             self._share(units, source)
         ended = [unit for unit in units if not self.holds[unit]]
         self.kept.difference_update(ended)
-        for unit in () if self.rounds else ended:
+        for unit in ended:
             self.free(unit)
 
     def _require_writable(self, units: Sequence[int], source: int) -> None:

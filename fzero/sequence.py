@@ -209,12 +209,7 @@ class Sequencer:
         self._seen = set()
 
     def hold(self, units: Sequence[int]) -> None:
-        """Gather units that stay for a while. Outside of a pass all ranks make this call."""
-        if self in self.channel.running:
-            for unit in units:
-                self.use(unit)
-                self.gatherer.kept.add(unit)
-            return
+        """Gather units that stay for a while, outside of a pass. All ranks make this call."""
         self._end_other_plans()
         self.gatherer.drop_rounded(units)
         missing = any(unit not in self.gatherer.held for unit in units)

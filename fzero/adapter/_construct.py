@@ -222,17 +222,15 @@ def gathered(
         )
 
 
-def _hold(lazy: Sequence[LazyParam], source: int | None) -> list[tuple[Any, list[int]]]:
-    """Gather the units of placeholders, by their gatherers."""
+def _hold(lazy: Sequence[LazyParam], source: int | None) -> list[tuple[Any, Sequence[int]]]:
+    """Gather the units of placeholders; return those that are held, by their gatherers."""
     units: dict[int, tuple[Any, list[int]]] = {}
     for p in lazy:
         owner, ids = units.setdefault(id(p.gatherer), (p.gatherer, []))
         unit = owner.unit_of(p.where[0])
         if unit not in ids:
             ids.append(unit)
-    for owner, ids in units.values():
-        owner.hold(ids, source)
-    return list(units.values())
+    return [(owner, owner.hold(ids, source)) for owner, ids in units.values()]
 
 
 def _listed(params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

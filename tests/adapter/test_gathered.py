@@ -183,9 +183,16 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(3, 3).double() for _ in range(3))
+        self.logs: list[float] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.a(x)
+        if self.logs is not None:
+            with gathered(self.c) as (weight, _):
+                h = self.b(h)
+                self.logs.append(weight.norm().item())
+        else:
+            h = self.b(h)
         with gathered([self.a.weight, self.b.weight]) as (before, after):
             h = self.b(h / before.norm()) / after.norm()
         with gathered(self.b) as (weight, _):
@@ -200,9 +207,15 @@ def test_a_forward_that_reads_in_gathered_trains_as_a_plain_module(
 ) -> None:
     engine = engine_of(Normed, stage, adamw_of, **options)
     reference = Reference(Normed, world_size, adamw_of)
+    module, norms = engine.module, []
+    assert isinstance(module, Normed)
     for number in range(4):
+        if number == 2:  # the order of the others is known by now
+            module.logs = [] if rank == 0 else None
+        norms.append(reference.module.get_parameter("c.weight").norm().item())
         update(engine, reference, rank, number, tol=1e-9)
         assert not engine.memory_report().live_parameters
+    assert module.logs == (pytest.approx(norms[2:]) if rank == 0 else None)
 
 
 @on_ranks(2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,21 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fzero.errors import PhaseError
 from fzero.virtual import in_forward_mode, is_abstract
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def in_transform() -> bool:
     """Whether a torch.func transform (or forward-mode AD) surrounds this call."""
     return maybe_current_level() is not None or in_forward_mode()
+
+
+def for_training(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return `do(...)`; in inference mode, with tensors that training can use afterwards."""
+    if not torch.is_inference_mode_enabled():
+        return do(*args, **kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return do(*args, **kwargs)
 
 
 def require_autograd(name: str) -> None:

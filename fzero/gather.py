@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero._modes import for_training
 from fzero.collectives import InFlight, about, broadcast, start_gather
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.group_shard import FullUnit, GroupShard
@@ -97,7 +98,7 @@ class Gatherer:
         if here and self._here and here.rank != self._here.rank:
             path = self.leaves_of(group)[position].path
             raise read_elsewhere(path, self._here.rank, here.rank)
-        self.use(unit)
+        for_training(self.use, unit)
         return self.held[unit].leaves[self.units[unit].index(group)][position]
 
     def device_of(self, group: int) -> torch.device:
@@ -139,14 +140,14 @@ class Gatherer:
     def hold(self, units: Sequence[int], source: int | None) -> Sequence[int]:
         """Gather units, and keep them until `let_go`; writable with a `source`. A collective.
 
-        Returns those that it keeps. In a pass that is none, for its order says what is here: what
-        is read there lives as long as whoever has read it.
+        Returns those that it keeps: none in a pass, whose order says what is here. What is read
+        there lives as long as whoever has read it.
         """
         if source is not None:
             self._require_writable(units, source)
         if self.rounds:
             return ()
-        self.on_hold(units)
+        for_training(self.on_hold, units)
         self.kept.update(units)
         self.holds.update(units)
         if source is not None:
@@ -155,10 +156,7 @@ class Gatherer:
         return units
 
     def let_go(self, units: Sequence[int], source: int | None) -> None:
-        """End a `hold` of units; a writable one has a `source`, whose values all shards get.
-
-        A unit that another block around this one holds stays.
-        """
+        """End a `hold`; a unit of another block stays. All shards get the values of a `source`."""
         self.holds.subtract(units)
         if source is not None:
             self.writable.subtract(units)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fzero._modes import in_transform
+from fzero._modes import for_training, in_transform
 from fzero.adapter._autograd import current_graph_task, in_backward
 from fzero.adapter._pytree import tensors_in
 from fzero.errors import PhaseError
@@ -106,7 +106,7 @@ class Events:
             return
         self._own = False
         trains = torch.is_grad_enabled() and self._watch(tensors_in(output))
-        self._driven.forward_ends(trains=trains)
+        for_training(self._driven.forward_ends, trains=trains)
 
     def _watch(self, outputs: Iterable[Tensor]) -> bool:
         """Watch the outputs of a root forward: True if a backward can come from them."""

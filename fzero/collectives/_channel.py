@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
+from fzero._modes import for_training
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._round import Kind, Round, What, each_once, mismatch
 from fzero.errors import AxisError, PeerFailedError, PhaseError
@@ -253,7 +254,7 @@ class Channel:
         for code in said.asked:
             rest, what = divmod(code - 1, len(What))
             number, unit = divmod(rest, _MANY)
-            self._member(number).serve(What(what), unit)
+            for_training(self._member(number).serve, What(what), unit)
 
     def _wait_all(self) -> None:
         """Every rank has read this round: wait for all that was started, on every rank alike.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fzero._modes import for_training
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._channel import Channel
 from fzero.errors import AxisError
@@ -74,7 +75,7 @@ def before_collective(axis: Axis) -> None:
         ours = _ranks_of(axis) if running else ()
         channels = [_OPEN[place] for place in running if place[0] == ours]
     for member in [member for channel in channels for member in channel.running]:
-        member.sync()
+        for_training(member.sync)
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

@@ -144,13 +144,14 @@ def as_many_forwards_as_ranks(engine: Any, rank: int) -> list[torch.Tensor]:
 @on_ranks(1, 2, 3)
 @each_stage
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_in_gathered_ranks_make_other_numbers_of_forwards(
-    rank: int, world_size: int, stage: int, options: dict[str, Any]
+    rank: int, world_size: int, stage: int, options: dict[str, Any], mode: Any
 ) -> None:
     engine = engine_of(Odd, stage, adamw_of, **options)
     reference = Reference(Odd, world_size, adamw_of)
     for number in range(3):
-        with torch.no_grad(), gathered(engine.module):
+        with mode(), gathered(engine.module):
             outputs = as_many_forwards_as_ranks(engine, rank)
             ranks = all_reduce(torch.ones(()), world())  # of the user's, between them
         wanted = reference.module(torch.ones(2, 3, dtype=torch.float64))

@@ -33,6 +33,14 @@ def a_rank_with_more_backwards(e: Any, draw: Draw) -> None:
         back(e, draw)
 
 
+def evaluates_more_often_on_later_ranks(e: Any, draw: Draw) -> None:
+    back(e, draw)
+    for _ in range(2 * draw.rank):  # the first rank trains on meanwhile
+        with torch.inference_mode():
+            e(draw(2, 3))
+    back(e, draw)
+
+
 def windows_of_other_lengths_even_empty_ones(e: Any, draw: Draw) -> None:
     with e.coalesce():
         for _ in range((draw.rank + 1) % 3):
@@ -56,11 +64,12 @@ def slopes_while_gradients_of_some_ranks_wait(e: Any, draw: Draw) -> None:
     ("program", "stages"),
     [
         (a_rank_with_more_backwards, (0, 1, 2, 3)),
+        (evaluates_more_often_on_later_ranks, (0, 1, 2, 3)),
         (windows_of_other_lengths_even_empty_ones, (0, 1, 2, 3)),
         (slopes_while_gradients_of_some_ranks_wait, (0, 1, 2)),
     ],
 )
-def test_ranks_with_other_numbers_of_backwards_are_served_by_the_others(
+def test_ranks_with_other_numbers_of_passes_are_served_by_the_others(
     rank: int,
     world_size: int,
     program: Callable[[Any, Draw], None],

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fzero.checkpoint._everywhere import CheckpointError, damaged
+from fzero.checkpoint._form import DATA
 from fzero.checkpoint._manifest import MANIFEST, read_manifest
-from fzero.checkpoint._parse import DATA
 from fzero.errors import LayoutError
 
 LOCK = "lock"

@@ -17,13 +17,7 @@ from fzero.checkpoint._everywhere import damaged, everywhere, first_of
 from fzero.checkpoint._folders import LOCK, keep, let_go, require_path, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._manifest import Manifest, describe, read_manifest, require_fit
-from fzero.checkpoint._pieces import (
-    Piece,
-    Wanted,
-    pieces_of,
-    shards_of,
-    wanted_of,
-)
+from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
 from fzero.checkpoint._residual import Room, rooms_of, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import make_whole, room
@@ -202,8 +196,6 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         rooms, more = rooms_of(one, saved, number)
         residuals.append(rooms)
         pieces += more
-    wanted = {piece.name: Wanted(piece.numel, piece.values.dtype) for piece in pieces}
-    index = storage().read_index(folder, saved.files, {**wanted, **wanted_of(held.states[0])})
     file = rng_file(axis.rank)
     has_rng = rng and file in saved.files
     set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else _nothing
@@ -215,7 +207,7 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         states=made,
         pieces=pieces,
         residuals=residuals,
-        index=index,
+        index=storage().index_of(saved, pieces, path),
         buffers=buffers,
         set_rng=set_rng,
     )

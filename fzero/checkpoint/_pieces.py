@@ -38,13 +38,6 @@ class Piece:
     values: Tensor  # a view of what the rank holds
 
 
-class Wanted(NamedTuple):
-    """A logical tensor as the data must have it: 1-D."""
-
-    numel: int
-    dtype: torch.dtype
-
-
 class OwnShard(NamedTuple):
     """A rank's own part of one group of parameters, or of one optimizer slot of it."""
 
@@ -93,21 +86,6 @@ def shards_of(state: TrainState, rank: int) -> list[OwnShard]:
     found = [shard("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
     for name, group, flat in slots_of(state):
         found.append(shard(f"optimizer/{name}", group, flat, setup.optimizer_state))
-    return found
-
-
-def wanted_of(state: TrainState) -> dict[str, Wanted]:
-    """Return every logical tensor of a state, by its name in a checkpoint."""
-    layout, names = state.setup.layout, leaf_names(state.setup.layout)
-    found = {
-        f"params/{name}": Wanted(leaf.numel, leaf.dtype)
-        for name, leaf in zip(names, layout.leaves, strict=True)
-        if leaf.numel
-    }
-    for slot, group, flat in slots_of(state):
-        for i in layout.groups[group].leaves:
-            if layout.leaves[i].numel:
-                found[f"optimizer/{slot}/{names[i]}"] = Wanted(layout.leaves[i].numel, flat.dtype)
     return found
 
 

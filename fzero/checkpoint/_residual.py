@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._manifest import Manifest
-from fzero.checkpoint._pieces import OwnShard, Piece, leaf_names, pieces_of
+from fzero.checkpoint._pieces import OwnShard, Piece, pieces_of
 from fzero.partition import shard_of
 from fzero.quantize import residual_of
 from fzero.state import Setup, TrainState
-
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
 
 class Room(NamedTuple):
@@ -42,21 +40,19 @@ def residual_pieces(state: TrainState, flats: Sequence[Tensor], rank: int) -> li
 
 def rooms_of(state: TrainState, saved: Manifest, rank: int) -> tuple[list[Room], list[Piece]]:
     """Return room for what a checkpoint has of a rank's residual, and the pieces to read."""
-    forms, layout = saved.origin.get("residual", {}), state.setup.layout
+    layout, ranks = state.setup.layout, saved.origin["ranks"]
     rooms: list[Room] = []
     pieces: list[Piece] = []
-    if not forms or not state.setup.quantizes_gradients:
+    has_residual = any(name.startswith("residual/") for name in saved.tensors)
+    if not has_residual or not state.setup.quantizes_gradients:
         return rooms, pieces
-    names, ranks = leaf_names(layout), saved.origin["ranks"]
-    for index in layout.trainable:
-        group, device = layout.groups[index], state.device
-        dtype = _DTYPES[forms.get(names[group.leaves[0]], "torch.float32")]
+    for index, own in zip(layout.trainable, residual_of(state).flats, strict=True):
         if ranks == layout.ranks:
-            flat = torch.zeros(layout.full_numel(index), dtype=dtype, device=device)
+            flat = torch.zeros_like(own)
             rooms.append(Room(index, (flat,)))
             pieces += _whole(state.setup, index, flat, rank)
             continue
-        parts = [torch.zeros(group.shard_numel, dtype=dtype, device=device) for _ in range(ranks)]
+        parts = [own.new_zeros(layout.groups[index].shard_numel) for _ in range(ranks)]
         rooms.append(Room(index, tuple(parts)))
         for source, part in enumerate(parts):
             shard = OwnShard(f"residual/{source}", index, part)

@@ -25,7 +25,7 @@ def room(state: TrainState, saved: Mapping[str, Any], *, optimizer: bool = True)
 
     saved: the counters of a `Manifest`. optimizer: False: of its slots, masters alone are read.
     """
-    counters = _of("optimizer/", saved)
+    counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
 
     def made(slot: Slot) -> Tensor:
@@ -40,7 +40,7 @@ def room(state: TrainState, saved: Mapping[str, Any], *, optimizer: bool = True)
         window=CLOSED,
         step=torch.tensor(saved["step"], dtype=torch.int64),
         progress=Progress(),
-        scale=from_numbers(state.scale, _of("scale/", saved)),
+        scale=from_numbers(state.scale, saved["scale"]),
     )
 
 
@@ -61,11 +61,6 @@ def make_whole(held: Held, states: Sequence[TrainState]) -> None:
             _share(setup, placement, flats)
         else:
             gather_parts_in_place(setup, flats, Placement.OVER_ALL, placement)
-
-
-def _of(prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the counters whose names begin with `prefix`, without it."""
-    return {name.removeprefix(prefix): x for name, x in counters.items() if name.startswith(prefix)}
 
 
 def _share(setup: Setup, placement: Placement, flats: Sequence[Tensor]) -> None:

@@ -207,9 +207,9 @@ def write(draft: Draft) -> None:
         own = own_buffers(told)
         more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
         everywhere(ranks, lambda: _write_texts(draft.texts, path / data), what=f"write {path}")
-        storage().write([*draft.pieces, *more], path / data, ranks.axis)
+        tensors = storage().write([*draft.pieces, *more], path / data, ranks.axis)
         module = {**draft.manifest.module, "buffers": own}
-        _commit(ranks, path, replace(draft.manifest, data=data, module=module))
+        _commit(ranks, path, replace(draft.manifest, data=data, module=module, tensors=tensors))
     finally:
         for lock in held:
             let_go(lock)  # a sweep may remove the folder now, if it did not become the checkpoint

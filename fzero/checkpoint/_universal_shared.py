@@ -52,7 +52,7 @@ def shared_of(
 ) -> Shared:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
     buffers = {} if engine is None else _buffers(source, engine)
-    counters = dict(describe(state).counters)
+    counters = describe(state).counters
     setup, file = state.setup, source.root / ZERO / OPTIMIZER
     groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
     if not (optimizer and groups.options):
@@ -64,8 +64,11 @@ def shared_of(
         if number >= 0
     ]
     step = _step(source, stepped, found)
-    counters = {"step": step, f"optimizer/{COUNT}": step, f"optimizer/{STEP}": step}
-    counters |= _scale(file, found)
+    counters = {
+        "step": step,
+        "optimizer": {COUNT: step, STEP: step},
+        "scale": _scale(file, found),
+    }
     now = setup.optimizer.param_groups(setup.layout.leaves, step)
     return Shared(
         counters=counters,
@@ -115,7 +118,7 @@ def _scale(file: Path, found: Mapping[str, Any]) -> dict[str, float]:
         return {}
     if type(scale) not in (int, float) or not 0 < scale < 3.5e38:
         raise damaged(file, f"has the loss scale {scale!r:.80}")
-    return {"scale/scale": float(scale)}
+    return {"scale": float(scale)}
 
 
 def _buffers(source: Folder, engine: Driven) -> Buffers:

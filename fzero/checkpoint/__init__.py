@@ -8,7 +8,7 @@
         optimizer/<slot>/<leaf>   what the optimizer keeps for each element of it
         buffers/<rank>/<name>     of an engine's module: those of rank 0, and others that differ
     path/data-<id>/rng-<rank>.json    the random generators of each rank
-    path/data-<id>/lock           held by who writes or reads the folder
+    path/.lock                    held by who writes or reads there
 
 The position in the data, and all else that JSON can hold, goes into `extra`.
 """

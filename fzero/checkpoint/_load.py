@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,8 +13,8 @@ import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._driven import Buffers, blank_buffers, require_options, set_options
-from fzero.checkpoint._everywhere import damaged, everywhere, first_of
-from fzero.checkpoint._folders import LOCK, keep, let_go, require_path, require_whole
+from fzero.checkpoint._everywhere import everywhere, first_of
+from fzero.checkpoint._folders import kept, require_path, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._manifest import Manifest, describe, read_manifest, require_fit
 from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
@@ -27,7 +27,6 @@ from fzero.state import TrainState
 
 PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
-_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +121,17 @@ def load_with_extra(
     ranks = held.processes
     assert_same_everywhere([f"path {where}"], ranks.axis, what="the checkpoint")
     require_path("load", path)
-    locks: list[int] = []
-    try:
-        saved = first_of(ranks, lambda: _kept_manifest(where, locks), what=f"read {where}")
+    with ExitStack() as until_read:
+
+        def begin() -> Manifest:
+            until_read.enter_context(kept(where))
+            return read_manifest(where)
+
+        saved = first_of(ranks, begin, what=f"read {where}")
         plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
         with torch.no_grad():
             storage().read(plan.pieces, where / saved.data, plan.index, ranks.axis)
             make_whole(held, plan.states)
-    finally:
-        for lock in locks:
-            let_go(lock)
     every = zip(plan.states, plan.residuals, held.ranks, strict=True)
     made = held.returned([with_residual(*one) for one in every], plan.buffers)
     if held.engine is not None:
@@ -164,18 +164,6 @@ def read_extra(path: PathLike) -> dict[str, Any]:
     require_path("read_extra", path)
     wait_for_earlier(raises=False)
     return read_manifest(Path(path)).extra
-
-
-def _kept_manifest(path: Path, locks: list[int]) -> Manifest:
-    """Return the manifest, its data kept from removal by a lock that is put into `locks`."""
-    for _ in range(_ATTEMPTS):
-        saved = read_manifest(path)
-        with suppress(FileNotFoundError):
-            locks.append(keep(path / saved.data))
-            return saved
-        if read_manifest(path).data == saved.data:  # else another save has replaced it
-            break
-    raise damaged(path / saved.data / LOCK, "is missing")
 
 
 def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:

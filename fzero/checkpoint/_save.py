@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import AsyncSave, group_beside, start, wait_for_earlier
-from fzero.checkpoint._disk import sync
+from fzero.checkpoint._disk import sync, sync_files
 from fzero.checkpoint._driven import (
     Buffers,
     Driven,
@@ -23,7 +24,7 @@ from fzero.checkpoint._driven import (
     own_buffers,
 )
 from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
-from fzero.checkpoint._folders import digest, let_go, make_folder, require_path, sweep
+from fzero.checkpoint._folders import digest, kept, make_folder, require_path, sweep
 from fzero.checkpoint._held import held_by, require_idle
 from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
 from fzero.checkpoint._pieces import OwnShard, Piece, pieces_of, shards_of
@@ -50,8 +51,8 @@ class Draft:
     ranks: Ranks
     manifest: Manifest
     pieces: list[Piece]
-    buffers: Buffers = field(default_factory=dict)  # of an engine's module
-    texts: dict[str, str] = field(default_factory=dict)  # file: its text
+    buffers: Buffers  # of an engine's module
+    rng: str  # the random generators of this process; empty: they are not saved
 
 
 def save(
@@ -182,7 +183,7 @@ def _draft(
             manifest=replace(manifest, extra=as_extra(extra)),
             pieces=pieces,
             buffers={name: _copied(x) if copies else x for name, x in held.buffers.items()},
-            texts={rng_file(ranks.axis.rank): rng_text()} if rng else {},
+            rng=rng_text() if rng else "",
         )
 
     draft = everywhere(ranks, prepare, what="prepare the checkpoint")
@@ -194,25 +195,29 @@ def _draft(
 def write(draft: Draft) -> None:
     """Write what was drafted, and make it the checkpoint. A collective."""
     ranks, path = draft.ranks, draft.path
-    held: list[int] = []
-
-    def make() -> str:
-        data, lock = make_folder(path)
-        held.append(lock)
-        return data
-
     try:
-        data = first_of(ranks, make, what=f"make {path}")
-        told = gathered(ranks, lambda: facts_of(draft.buffers), what="read the buffers")
-        own = own_buffers(told)
-        more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
-        everywhere(ranks, lambda: _write_texts(draft.texts, path / data), what=f"write {path}")
-        tensors = storage().write([*draft.pieces, *more], path / data, ranks.axis)
-        module = {**draft.manifest.module, "buffers": own}
-        _commit(ranks, path, replace(draft.manifest, data=data, module=module, tensors=tensors))
+        with ExitStack() as until_written:
+
+            def make() -> str:
+                until_written.enter_context(kept(path, makes=True))
+                return make_folder(path)
+
+            data = first_of(ranks, make, what=f"make {path}")
+
+            def begin() -> dict[str, tuple[str, int]]:
+                if draft.rng:
+                    file = path / data / rng_file(ranks.axis.rank)
+                    file.write_text(draft.rng)
+                    sync_files([file])
+                return facts_of(draft.buffers)
+
+            own = own_buffers(gathered(ranks, begin, what=f"write {path}"))
+            more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
+            tensors = storage().write([*draft.pieces, *more], path / data, ranks.axis)
+            module = {**draft.manifest.module, "buffers": own}
+            whole = replace(draft.manifest, data=data, module=module, tensors=tensors)
+            _commit(ranks, path, whole)
     finally:
-        for lock in held:
-            let_go(lock)  # a sweep may remove the folder now, if it did not become the checkpoint
         if ranks.axis.rank == 0 and os.path.isdir(path):  # False for a name that cannot be
             sweep(path)
 
@@ -239,11 +244,6 @@ def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:
         sync(path)
 
     first_of(ranks, replace_manifest, what=f"write {path}")
-
-
-def _write_texts(texts: Mapping[str, str], folder: Path) -> None:
-    for name, text in texts.items():
-        (folder / name).write_text(text)
 
 
 def _on_host(shard: OwnShard) -> OwnShard:

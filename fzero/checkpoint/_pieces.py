@@ -89,9 +89,7 @@ def shards_of(state: TrainState, rank: int) -> list[OwnShard]:
     return found
 
 
-def pieces_of(
-    setup: Setup, shards: Sequence[OwnShard], rank: int, *, block_numel: int = BLOCK_NUMEL
-) -> Iterator[Piece]:
+def pieces_of(setup: Setup, shards: Sequence[OwnShard], rank: int) -> Iterator[Piece]:
     """Cut the parts of a rank at the borders of leaves and blocks; padding is in no piece."""
     layout, names = setup.layout, leaf_names(setup.layout)
     own = setup.part(Placement.OVER_ALL, rank)
@@ -99,7 +97,7 @@ def pieces_of(
         for held in leaf_ranges(layout, index, own):
             name, numel = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf].numel
             here = held.of(values)
-            for start, stop in _blocks(held.start, held.stop, block_numel):
+            for start, stop in _blocks(held.start, held.stop, BLOCK_NUMEL):
                 block = here[start - held.start : stop - held.start]
                 yield Piece(name=name, start=start, numel=numel, values=block)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._manifest import COUNT, STEP
+from fzero.checkpoint._pieces import shards_of
 from fzero.checkpoint._slots import Slot, optimizer_with, slots_across
 from fzero.collectives import gather_parts_in_place
 from fzero.homes import empty_where
-from fzero.packing import part_of, shard_of
+from fzero.packing import leaf_ranges, part_of, shard_of
 from fzero.state import Buffers, Placement, Progress, Setup, TrainState
 from fzero.state.scale import from_numbers
 from fzero.state.setup import MASTERS
@@ -23,25 +24,52 @@ from fzero.state.window import CLOSED
 def room(state: TrainState, saved: Mapping[str, Any], *, optimizer: bool = True) -> TrainState:
     """Return an idle state like `state` with the saved numbers, and zeros for all that is read.
 
-    saved: the counters of a `Manifest`. optimizer: False: of its slots, masters alone are read.
+    saved: the counters of a `Manifest`. optimizer: False: of its slots, masters alone are read; others stay.
     """
     counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
-
-    def made(slot: Slot) -> Tensor:
-        new = empty_where(slot.flat)
-        return new.zero_() if optimizer or slot.name == MASTERS else new.copy_(slot.flat)
-
-    flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
-    return state.replace(
-        params=Buffers(flats=flats, placement=state.params.placement),
+    return with_room(state, counters, optimizer=optimizer).replace(
         gradients=Buffers(),
-        optimizer=optimizer_with(state, made, counters),
         window=CLOSED,
         step=torch.tensor(saved["step"], dtype=torch.int64),
         progress=Progress(),
         scale=from_numbers(state.scale, saved["scale"]),
     )
+
+
+def with_room(
+    state: TrainState, counters: Mapping[str, Any] | None = None, *, optimizer: bool = False
+) -> TrainState:
+    """Return a state like `state` with zeros for its parameters and masters, to be filled.
+
+    counters: of the optimizer; None: they stay. optimizer: whether its other slots are zeros, too.
+    """
+
+    def made(slot: Slot) -> Tensor:
+        is_read = optimizer or slot.name == MASTERS
+        return empty_where(slot.flat).zero_() if is_read else slot.flat
+
+    flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
+    return state.replace(
+        params=Buffers(flats=flats, placement=state.params.placement),
+        optimizer=optimizer_with(state, made, counters),
+    )
+
+
+def fill(
+    held: Held, states: Sequence[TrainState], values: Callable[[int, str], Tensor | None]
+) -> None:
+    """Read what this process has to read of new states, one leaf at a time.
+
+    values: (number of the leaf, params or a slot) -> the values of all its elements; None: stay.
+    """
+    for state, rank in zip(states, held.ranks, strict=True):
+        own = state.setup.part(Placement.OVER_ALL, rank)
+        for prefix, index, flat in shards_of(state, rank):
+            for part in leaf_ranges(state.setup.layout, index, own):
+                found = values(part.leaf, prefix.removeprefix("optimizer/"))
+                if found is not None:
+                    part.of(flat).copy_(found.reshape(-1)[part.start : part.stop])
 
 
 def make_whole(held: Held, states: Sequence[TrainState]) -> None:

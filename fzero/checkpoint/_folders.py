@@ -22,11 +22,12 @@ from fzero.checkpoint._form import DATA
 from fzero.checkpoint._manifest import MANIFEST, read_manifest
 from fzero.errors import LayoutError
 
+PathLike = str | os.PathLike[str]
 LOCK = ".lock"
 _BLOCK_BYTES = 2**20
 
 
-def require_path(name: str, path: str | os.PathLike[str]) -> None:
+def require_path(name: str, path: PathLike) -> None:
     """Raise `LayoutError` for an empty path: as a folder, it would be the current one."""
     if not os.fspath(path):
         raise LayoutError(

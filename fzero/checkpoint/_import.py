@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._everywhere import everywhere
-from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._folders import PathLike, require_path
 from fzero.checkpoint._held import held_by, require_closed
 from fzero.checkpoint._pieces import paths_of
 from fzero.checkpoint._room import fill, make_whole, with_room
@@ -21,7 +20,6 @@ from fzero.errors import LayoutError
 from fzero.state import TrainState
 from fzero.state.setup import MASTERS
 
-PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
 
 
@@ -117,7 +115,7 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
 
     with torch.no_grad():
         states, buffers = everywhere(held.processes, read, what=f"read {where}")
-        make_whole(held, states)
+        make_whole(held, states, optimizer=False)
         return held.returned(states, buffers)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._driven import Buffers, blank_buffers, require_options, set_options
 from fzero.checkpoint._everywhere import everywhere, first_of
-from fzero.checkpoint._folders import kept, require_path, require_whole
+from fzero.checkpoint._folders import PathLike, kept, require_path, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._manifest import Manifest, describe, read_manifest, require_fit
 from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
@@ -25,7 +24,6 @@ from fzero.checkpoint._save import storage
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 
-PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
 
 

@@ -24,7 +24,8 @@ from fzero.state.window import CLOSED
 def room(state: TrainState, saved: Mapping[str, Any], *, optimizer: bool = True) -> TrainState:
     """Return an idle state like `state` with the saved numbers, and zeros for all that is read.
 
-    saved: the counters of a `Manifest`. optimizer: False: of its slots, masters alone are read; others stay.
+    saved: the counters of a `Manifest`.
+    optimizer: False: of its slots, masters alone are read; the others stay.
     """
     counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
@@ -72,15 +73,19 @@ def fill(
                     part.of(flat).copy_(found.reshape(-1)[part.start : part.stop])
 
 
-def make_whole(held: Held, states: Sequence[TrainState]) -> None:
+def make_whole(held: Held, states: Sequence[TrainState], *, optimizer: bool = True) -> None:
     """Fill in what other ranks have read, one flat at a time. A collective.
 
     states: one for each of `held.ranks`, each with its own part of every flat.
+    optimizer: False: of its slots, masters alone were read.
     """
     setup = states[0].setup
     params = zip(*(one.params.flats for one in states), strict=True)
     every = [(setup.params, list(flats)) for flats in params]
-    every += [(setup.optimizer_state, flats) for _, _, flats in slots_across(states)]
+    slots = ((name, flats) for name, _, flats in slots_across(states))
+    every += [
+        (setup.optimizer_state, flats) for name, flats in slots if optimizer or name == MASTERS
+    ]
     read = setup.part(Placement.OVER_ALL, 0).count
     for placement, flats in every:
         if setup.part(placement, 0).count == read:  # ranks have read all that they hold

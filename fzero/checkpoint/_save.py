@@ -24,7 +24,7 @@ from fzero.checkpoint._driven import (
     own_buffers,
 )
 from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
-from fzero.checkpoint._folders import digest, kept, make_folder, require_path, sweep
+from fzero.checkpoint._folders import PathLike, digest, kept, make_folder, require_path, sweep
 from fzero.checkpoint._held import held_by, require_idle
 from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
 from fzero.checkpoint._pieces import OwnShard, Piece, pieces_of, shards_of
@@ -32,8 +32,6 @@ from fzero.checkpoint._residual import residual_pieces
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
-
-PathLike = str | os.PathLike[str]
 
 
 def storage() -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._driven import set_options
 from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
-from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._folders import PathLike, require_path
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
 from fzero.checkpoint._pieces import paths_of
@@ -37,7 +36,6 @@ from fzero.errors import LayoutError, explain
 from fzero.state import TrainState
 from fzero.state.setup import MASTERS
 
-PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
 
 
@@ -122,7 +120,7 @@ def load_universal(
             lambda: _filled(source, held, shared.counters, optimizer),
             what=f"read {where}",
         )
-        make_whole(held, states)
+        make_whole(held, states, optimizer=optimizer)
     made = held.returned(states, shared.buffers)
     if shared.options:
         set_options(given.setup.optimizer.param_groups((), 0).instance, shared.options)

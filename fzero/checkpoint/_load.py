@@ -17,7 +17,7 @@ from fzero.checkpoint._folders import PathLike, kept, require_path, require_whol
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._manifest import Manifest, describe, read_manifest, require_fit
 from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
-from fzero.checkpoint._residual import Room, rooms_of, with_residual
+from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
@@ -32,8 +32,8 @@ class Plan:
     """What one process reads, and what it does with it: all of it checked."""
 
     states: list[TrainState]  # of each of its ranks: new ones, to be filled
-    pieces: list[Piece]  # views of them, of `buffers` and of `residuals`
-    residuals: list[list[Room]]  # of each of the states
+    pieces: list[Piece]  # views of them, of `buffers` and of `sums`
+    sums: Sums  # of residuals
     index: Any  # of torch.distributed.checkpoint
     buffers: Buffers  # of an engine's module
     set_rng: Callable[[], None]
@@ -126,12 +126,13 @@ def load_with_extra(
             return read_manifest(where)
 
         saved = first_of(ranks, begin, what=f"read {where}")
-        plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
         with torch.no_grad():
+            plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
             storage().read(plan.pieces, where / saved.data, plan.index, ranks.axis)
             make_whole(held, plan.states)
-    every = zip(plan.states, plan.residuals, held.ranks, strict=True)
-    made = held.returned([with_residual(*one) for one in every], plan.buffers)
+            for total, part in plan.sums:
+                total += part
+    made = held.returned(plan.states, plan.buffers)
     if held.engine is not None:
         set_options(held.engine.optimizer, saved.module["options"])
     plan.set_rng()
@@ -177,22 +178,20 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         found = saved.module["buffers"]
         buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
         require_options(engine.optimizer, saved.module["options"])
-    residuals = []
-    for one, number in zip(held.states, held.ranks, strict=True):
-        rooms, more = rooms_of(one, saved, number)
-        residuals.append(rooms)
-        pieces += more
     file = rng_file(axis.rank)
     has_rng = rng and file in saved.files
     set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else _nothing
-    with torch.no_grad():
-        made = [room(one, saved.counters) for one in held.states]
-    for one, number in zip(made, held.ranks, strict=True):
-        pieces += pieces_of(one.setup, shards_of(one, number), number)
+    made: list[TrainState] = []
+    sums: Sums = []
+    for one, number in zip(held.states, held.ranks, strict=True):
+        new, residual, more = with_residual(room(one, saved.counters), saved, number)
+        pieces += pieces_of(new.setup.layout, [*shards_of(new, number), *residual])
+        made.append(new)
+        sums += more
     return Plan(
         states=made,
         pieces=pieces,
-        residuals=residuals,
+        sums=sums,
         index=storage().index_of(saved, pieces, path),
         buffers=buffers,
         set_rng=set_rng,

@@ -65,12 +65,11 @@ def fill(
     values: (number of the leaf, params or a slot) -> the values of all its elements; None: stay.
     """
     for state, rank in zip(states, held.ranks, strict=True):
-        own = state.setup.part(Placement.OVER_ALL, rank)
-        for prefix, index, flat in shards_of(state, rank):
-            for part in leaf_ranges(state.setup.layout, index, own):
-                found = values(part.leaf, prefix.removeprefix("optimizer/"))
+        for prefix, index, part, shard in shards_of(state, rank):
+            for own in leaf_ranges(state.setup.layout, index, part):
+                found = values(own.leaf, prefix.removeprefix("optimizer/"))
                 if found is not None:
-                    part.of(flat).copy_(found.reshape(-1)[part.start : part.stop])
+                    own.of(shard).copy_(found.reshape(-1)[own.start : own.stop])
 
 
 def make_whole(held: Held, states: Sequence[TrainState], *, optimizer: bool = True) -> None:

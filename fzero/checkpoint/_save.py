@@ -27,8 +27,8 @@ from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
 from fzero.checkpoint._folders import PathLike, digest, kept, make_folder, require_path, sweep
 from fzero.checkpoint._held import held_by, require_idle
 from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
-from fzero.checkpoint._pieces import OwnShard, Piece, pieces_of, shards_of
-from fzero.checkpoint._residual import residual_pieces
+from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
+from fzero.checkpoint._residual import residual_shards
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
@@ -170,11 +170,10 @@ def _draft(
             manifest.module["options"] = options_of(held.engine.optimizer)
         pieces = []
         for one, rank in zip(held.states, held.ranks, strict=True):
-            shards = shards_of(one, rank)
-            shards = [_on_host(shard) for shard in shards] if copies else shards
-            pieces += pieces_of(one.setup, shards, rank)
-            lost = one.window.residual.flats
-            pieces += residual_pieces(one, list(map(_copied, lost)) if copies else lost, rank)
+            shards = [*shards_of(one, rank), *residual_shards(one, rank)]
+            if copies:
+                shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
+            pieces += pieces_of(one.setup.layout, shards)
         return Draft(
             path=Path(path),
             ranks=ranks,
@@ -242,10 +241,6 @@ def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:
         sync(path)
 
     first_of(ranks, replace_manifest, what=f"write {path}")
-
-
-def _on_host(shard: OwnShard) -> OwnShard:
-    return shard._replace(values=_copied(shard.values))
 
 
 def _copied(values: Tensor) -> Tensor:

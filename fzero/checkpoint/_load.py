@@ -36,7 +36,7 @@ class Plan:
     sums: Sums  # of residuals
     index: Any  # of torch.distributed.checkpoint
     buffers: Buffers  # of an engine's module
-    set_rng: Callable[[], None]
+    set_rng: Callable[[], None] | None
 
 
 def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
@@ -135,7 +135,8 @@ def load_with_extra(
     made = held.returned(plan.states, plan.buffers)
     if held.engine is not None:
         set_options(held.engine.optimizer, saved.module["options"])
-    plan.set_rng()
+    if plan.set_rng is not None:
+        plan.set_rng()
     return made, saved.extra
 
 
@@ -180,7 +181,7 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         require_options(engine.optimizer, saved.module["options"])
     file = rng_file(axis.rank)
     has_rng = rng and file in saved.files
-    set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else _nothing
+    set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else None
     made: list[TrainState] = []
     sums: Sums = []
     for one, number in zip(held.states, held.ranks, strict=True):
@@ -196,7 +197,3 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         buffers=buffers,
         set_rng=set_rng,
     )
-
-
-def _nothing() -> None:
-    """Leave the generators as they are."""

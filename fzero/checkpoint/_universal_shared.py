@@ -10,7 +10,7 @@ from typing import Any
 from fzero.checkpoint._driven import Buffers, Driven, buffers_of
 from fzero.checkpoint._everywhere import damaged
 from fzero.checkpoint._manifest import COUNT, describe
-from fzero.checkpoint._options import differing, options_for
+from fzero.checkpoint._options import options_for
 from fzero.checkpoint._pickles import require_plain
 from fzero.checkpoint._pieces import paths_of
 from fzero.checkpoint._universal import (
@@ -70,12 +70,8 @@ def shared_of(
         "scale": _scale(file, found),
     }
     now = setup.optimizer.param_groups(setup.layout.leaves, step)
-    return Shared(
-        counters=counters,
-        options=options_for(file, found, now),
-        differing=differing(file, found, now),
-        buffers=buffers,
-    )
+    options, differing = options_for(file, found, now)
+    return Shared(counters=counters, options=options, differing=differing, buffers=buffers)
 
 
 def _step(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> int:

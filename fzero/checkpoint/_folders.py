@@ -105,18 +105,15 @@ def _locked(path: Path, *, alone: bool) -> Iterator[bool]:
     """Lock a path; say whether it is locked. A shared lock waits for a removal to be over."""
     import fcntl  # not on Windows, where fzero can be imported all the same
 
-    try:
+    is_locked, held = False, None
+    with suppress(OSError):  # somebody else has it, it is not there, or the system has no locks
         held = os.open(path / LOCK, os.O_RDWR if alone else os.O_RDONLY)
-    except OSError:
-        yield False
-        return
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+        is_locked = True
     try:
-        is_locked = False
-        with suppress(OSError):  # somebody else has it, or the file system has no locks
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-            is_locked = True
         yield is_locked
     finally:
-        with suppress(OSError):  # also for a forked process that has the file open as well
-            fcntl.flock(held, fcntl.LOCK_UN)
-        os.close(held)
+        if held is not None:
+            with suppress(OSError):
+                fcntl.flock(held, fcntl.LOCK_UN)  # also for a forked process that has it open
+            os.close(held)

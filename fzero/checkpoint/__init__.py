@@ -1,13 +1,14 @@
 """Checkpoints that do not know how they were sharded: save on W ranks, load on any other number.
 
-    path/checkpoint.json          what is saved: leaves, optimizer slots, step, `extra`; written
-                                  last and in one move, it names the data folder that counts
+    path/checkpoint.json          what is saved: leaves, optimizer slots, step, `extra`, where each
+                                  tensor is; written last and in one move, it names the data folder
+                                  that counts
     path/data-<id>/               a checkpoint of torch.distributed.checkpoint: 1-D tensors
         params/<leaf>             each parameter, without padding
         optimizer/<slot>/<leaf>   what the optimizer keeps for each element of it
         buffers/<rank>/<name>     of an engine's module: those of rank 0, and others that differ
     path/data-<id>/rng-<rank>.json    the random generators of each rank
-    path/data-<id>/lock           held by who writes or reads the folder
+    path/.lock                    held by who writes or reads there
 
 The position in the data, and all else that JSON can hold, goes into `extra`.
 """

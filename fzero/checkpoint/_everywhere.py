@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,49 +89,46 @@ def gathered(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
     return ranks.tell(everywhere(ranks, do, what=what))
 
 
-@contextmanager
-def hidden_folder(ranks: Ranks, folder: Path, name: str) -> Iterator[Path]:
-    """Give a new path in `folder`, for what has no name of its own before it is complete.
-
-    What is there at the end of the block is removed.
-    """
-    partial = folder / f".{name}-{secrets.token_hex(8)}"
-    try:
-        yield partial
-    finally:
-        if ranks.axis.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
 def written_by_first(
     ranks: Ranks,
-    values: Iterable[T],
-    write: Callable[[T], None],
-    finish: Callable[[], None],
+    folder: Path,
     *,
-    what: str,
+    begin: Callable[[Path], None],
+    values: Iterable[T],
+    write: Callable[[Path, T], None],
+    finish: Callable[[Path], None],
 ) -> None:
-    """Call `write` on rank 0 with each of the values, which all ranks gather, and then `finish`.
+    """Let rank 0 write values, which all ranks gather, whole or not at all. A collective.
+
+    begin: called on every rank with a hidden path in `folder`, which is there for rank 0 alone, and
+        is removed at the end.
+    write: called on rank 0, with that path and each of the values.
+    finish: called on rank 0, with that path: gives what is there its place.
 
     Raises as `everywhere` does, when all values were gathered: the other ranks are on their way to
     the next one while rank 0 writes.
     """
-    first = ranks.axis.rank == 0
+    partial, first = folder / f".partial-{secrets.token_hex(8)}", ranks.axis.rank == 0
     problem: list[Exception] = []
-    for value in values:
-        if first and not problem:
-            try:
-                write(value)
-            except Exception as error:
-                problem.append(error)
 
     def end() -> None:
         if problem:
             raise problem[0]
         if first:
-            finish()
+            finish(partial)
 
-    everywhere(ranks, end, what=what)
+    try:
+        everywhere(ranks, lambda: begin(partial), what=f"write {folder}")
+        for value in values:
+            if first and not problem:
+                try:
+                    write(partial, value)
+                except Exception as error:
+                    problem.append(error)
+        everywhere(ranks, end, what=f"write {folder}")
+    finally:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def first_of(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:

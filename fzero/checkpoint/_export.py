@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._disk import sync_files
 from fzero.checkpoint._driven import Driven, buffers_of
-from fzero.checkpoint._everywhere import everywhere, hidden_folder, written_by_first
-from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._everywhere import written_by_first
+from fzero.checkpoint._folders import PathLike, require_path
 from fzero.checkpoint._held import Held, held_by, whole_leaves
 from fzero.checkpoint._pieces import leaf_names, paths_of
 from fzero.checkpoint._safetensors import (
@@ -28,8 +28,6 @@ from fzero.checkpoint._safetensors import (
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.state import TrainState
-
-PathLike = str | os.PathLike[str]
 
 
 def export_safetensors(
@@ -77,25 +75,27 @@ def export_safetensors(
     }
     forms |= {name: Form(tuple(x.shape), x.dtype) for name, x in buffers.items()}
 
-    def begin(partial: Path) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+
+    def begin(partial: Path) -> None:
         require_path("export_safetensors", folder)
         _require_bound(max_shard_bytes)
-        return _begun(partial, forms, max_shard_bytes) if ranks.axis.rank == 0 else {}
+        if ranks.axis.rank == 0:
+            places.update(_begun(partial, forms, max_shard_bytes))
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for number, value in _whole_leaves(held):
             yield names[number], value
         yield from buffers.items()
 
-    with hidden_folder(ranks, where, "export") as partial:
-        places = everywhere(ranks, lambda: begin(partial), what=f"write {where}")
-        written_by_first(
-            ranks,
-            values(),
-            lambda named: write_values(places[named[0]], named[1]),
-            lambda: _put_in_place(partial, where),
-            what=f"write {where}",
-        )
+    written_by_first(
+        ranks,
+        where,
+        begin=begin,
+        values=values(),
+        write=lambda _, named: write_values(places[named[0]], named[1]),
+        finish=lambda partial: _put_in_place(partial, where),
+    )
 
 
 def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> dict[str, Tensor]:

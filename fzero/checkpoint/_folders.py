@@ -1,33 +1,33 @@
 """Data folders: each save makes one with a new name, and removes those that nobody uses.
 
-A program that writes a folder, or reads it, holds a shared lock (flock) on the file `lock` in it. A
-save removes a folder only while it holds an exclusive lock on that file, and only if the manifest,
-which it reads under the lock, does not name the folder. A manifest never names a folder again that
-it named before. So no program loses a folder that it writes or reads. The lock of a process that
-was killed is gone, and the next save removes its folder. Without locks in the file system, nothing
-is removed.
+A program that saves to a path, or loads from it, holds a shared lock (flock) on the file `.lock`
+there. A save that is over removes the data folders which the manifest does not name, under an
+exclusive lock: if others save or load just then, a later save does it. So no program loses a folder
+that it writes or reads. The lock of a process that was killed is gone. Without locks in the file
+system, nothing is removed.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fzero.checkpoint._everywhere import CheckpointError, damaged
+from fzero.checkpoint._form import DATA
 from fzero.checkpoint._manifest import MANIFEST, read_manifest
-from fzero.checkpoint._parse import DATA
 from fzero.errors import LayoutError
 
-LOCK = "lock"
+PathLike = str | os.PathLike[str]
+LOCK = ".lock"
 _BLOCK_BYTES = 2**20
-_ATTEMPTS = 100
 
 
-def require_path(name: str, path: str | os.PathLike[str]) -> None:
+def require_path(name: str, path: PathLike) -> None:
     """Raise `LayoutError` for an empty path: as a folder, it would be the current one."""
     if not os.fspath(path):
         raise LayoutError(
@@ -37,46 +37,24 @@ def require_path(name: str, path: str | os.PathLike[str]) -> None:
         )
 
 
-def make_folder(path: Path) -> tuple[str, int]:
-    """Make a data folder of a new name; return the name, and the open lock that keeps it."""
-    for _ in range(_ATTEMPTS):
-        data = f"data-{secrets.token_hex(8)}"
-        (path / data).mkdir(parents=True)
-        with suppress(FileNotFoundError):  # a sweep came before the lock
-            (path / data / LOCK).touch()
-            return data, keep(path / data)
-    raise CheckpointError(f"{path}: every new folder was removed at once.")
-
-
-def keep(folder: Path) -> int:
-    """Lock a data folder against removal; return what `let_go` takes.
-
-    Raises `FileNotFoundError` if it is not there, or no longer.
-    """
-    held = os.open(folder / LOCK, os.O_RDONLY)
-    _flock(held, alone=False)
-    if _is_removed(held):  # while this waited
-        let_go(held)
-        raise FileNotFoundError(folder / LOCK)
-    return held
-
-
-def let_go(held: int) -> None:
-    """Unlock, also for a forked process that has the file open as well."""
-    import fcntl
-
-    with suppress(OSError):
-        fcntl.flock(held, fcntl.LOCK_UN)
-    os.close(held)
-
-
 @contextmanager
-def kept(held: int) -> Iterator[None]:
-    """Let go at the end of the block."""
-    try:
+def kept(path: Path, *, makes: bool = False) -> Iterator[None]:
+    """Keep the data folders at a path from removal, by a shared lock, for the time of the block.
+
+    makes: whether the path is made, and the lock in it, if they are not there.
+    """
+    if makes:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / LOCK).touch()
+    with _locked(path, alone=False):
         yield
-    finally:
-        let_go(held)
+
+
+def make_folder(path: Path) -> str:
+    """Make a data folder of a new name in a path that is kept; return the name."""
+    data = f"data-{secrets.token_hex(8)}"
+    (path / data).mkdir()
+    return data
 
 
 def digest(file: Path) -> list[int]:
@@ -109,47 +87,33 @@ def require_whole(folder: Path, files: dict[str, list[int]], rank: int, ranks: i
 
 
 def sweep(path: Path) -> None:
-    """Remove the data folders that nobody uses and the manifest at `path` does not name."""
-    for folder in path.iterdir():
-        if DATA.fullmatch(folder.name) and not folder.is_symlink():
-            _remove_if_unused(path, folder)
+    """Remove the data folders that the manifest at `path` does not name, if nobody is there."""
+    with _locked(path, alone=True) as alone:
+        if not alone:
+            return
+        try:
+            named = read_manifest(path).data if (path / MANIFEST).exists() else ""
+        except CheckpointError:
+            return  # nobody knows which of them is good
+        for folder in path.iterdir():
+            if DATA.fullmatch(folder.name) and not folder.is_symlink() and folder.name != named:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_if_unused(path: Path, folder: Path) -> None:
-    try:
-        held = os.open(folder / LOCK, os.O_RDWR)
-    except OSError:
-        with suppress(OSError):  # what a sweep that was killed left; a full folder stays
-            folder.rmdir()
-        return
-    with kept(held):
-        free = _flock(held, alone=True) and not _is_removed(held)
-        if free and not _is_named(path, folder.name):
-            for file in sorted(folder.iterdir(), key=lambda file: file.name == LOCK):
-                with suppress(OSError):
-                    file.unlink()  # the lock last: until then nobody takes the rest for good
-            with suppress(OSError):
-                folder.rmdir()
-
-
-def _is_removed(held: int) -> bool:
-    """Whether another sweep removed the folder between this lock's opening and its locking."""
-    return not os.fstat(held).st_nlink
-
-
-def _is_named(path: Path, data: str) -> bool:
-    try:
-        return (path / MANIFEST).exists() and read_manifest(path).data == data
-    except CheckpointError:
-        return True  # nobody knows which of them is good
-
-
-def _flock(held: int, *, alone: bool) -> bool:
-    """Lock; a shared lock waits for a removal. Whether it is locked: not if there are no locks."""
+@contextmanager
+def _locked(path: Path, *, alone: bool) -> Iterator[bool]:
+    """Lock a path; say whether it is locked. A shared lock waits for a removal to be over."""
     import fcntl  # not on Windows, where fzero can be imported all the same
 
-    try:
+    is_locked, held = False, None
+    with suppress(OSError):  # somebody else has it, it is not there, or the system has no locks
+        held = os.open(path / LOCK, os.O_RDWR if alone else os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-    except OSError:
-        return False
-    return True
+        is_locked = True
+    try:
+        yield is_locked
+    finally:
+        if held is not None:
+            with suppress(OSError):
+                fcntl.flock(held, fcntl.LOCK_UN)  # also for a forked process that has it open
+            os.close(held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -11,20 +10,16 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._everywhere import everywhere
-from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._folders import PathLike, require_path
 from fzero.checkpoint._held import held_by, require_closed
 from fzero.checkpoint._pieces import paths_of
+from fzero.checkpoint._room import fill, make_whole, with_room
 from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
-from fzero.checkpoint._slots import optimizer_with, slots_of
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.homes import empty_where
-from fzero.packing import pack
-from fzero.partition import shard_of
-from fzero.state import Buffers, Part, TrainState
+from fzero.state import TrainState
 from fzero.state.setup import MASTERS
 
-PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
 
 
@@ -70,7 +65,8 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
 
     The optimizer's fp32 masters take the values as the files have them; its other slots, the step
     and all else stay as they are. Of an engine's module, buffers that the files have are set, too.
-    Names in the files that the model has not are left out. Each rank reads one unit at a time.
+    Names in the files that the model has not are left out. Each rank reads the parameters of which
+    it keeps elements, one at a time.
 
     Args:
         folder: of `export_safetensors`, of `save_pretrained`, or with one model.safetensors.
@@ -107,16 +103,19 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
             _found(places, paths, Form(leaf.shape, leaf.dtype))
             for paths, leaf in zip(paths_of(layout), layout.leaves, strict=True)
         ]
-        values = {}
-        for name, x in held.buffers.items():
-            if name in places:
-                place = _found(places, [name], Form(tuple(x.shape), x.dtype))
-                values[name] = read_values(place)
-        each = zip(held.states, held.ranks, strict=True)
-        return [_with_params(one, found, rank) for one, rank in each], values
+        buffers = {
+            name: read_values(_found(places, [name], Form(tuple(x.shape), x.dtype)))
+            for name, x in held.buffers.items()
+            if name in places
+        }
+        made = [with_room(one) for one in held.states]
+        taken = ("params", MASTERS)
+        fill(held, made, lambda leaf, kind: read_values(found[leaf]) if kind in taken else None)
+        return made, buffers
 
     with torch.no_grad():
         states, buffers = everywhere(held.processes, read, what=f"read {where}")
+        make_whole(held, states, optimizer=False)
         return held.returned(states, buffers)
 
 
@@ -138,30 +137,3 @@ def _found(places: Mapping[str, Place], paths: list[str], wanted: Form) -> Place
             fix="pass the files of this model.",
         )
     return place
-
-
-def _with_params(state: TrainState, places: list[Place], rank: int) -> TrainState:
-    """Return a state with the values of the files in its parameters and masters, unit by unit."""
-    setup, layout = state.setup, state.setup.layout
-    masters = {slot.group: slot.flat for slot in slots_of(state) if slot.name == MASTERS}
-    flats = []
-    for index, group in enumerate(layout.groups):
-        values = [read_values(places[i]) for i in group.leaves]
-        old = state.params.flats[index]
-        own = pack(layout, index, [x.to(group.dtype) for x in values])
-        flats.append(_own(own, old, setup.part(setup.params, rank)))
-        if index in masters:
-            old = masters[index]
-            whole = pack(layout, index, [x.to(old.dtype) for x in values])
-            masters[index] = _own(whole, old, setup.part(setup.optimizer_state, rank))
-    return state.replace(
-        params=Buffers(flats=tuple(flats), placement=state.params.placement),
-        optimizer=optimizer_with(
-            state, lambda slot: masters[slot.group] if slot.name == MASTERS else slot.flat
-        ),
-    )
-
-
-def _own(full: Tensor, old: Tensor, part: Part) -> Tensor:
-    """Return what a rank keeps of a group, in memory of its own and where it was before."""
-    return empty_where(old).copy_(shard_of(full, *part))

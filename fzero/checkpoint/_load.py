@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,27 +12,19 @@ import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._driven import Buffers, blank_buffers, require_options, set_options
-from fzero.checkpoint._everywhere import damaged, everywhere, first_of
-from fzero.checkpoint._folders import LOCK, keep, let_go, require_path, require_whole
+from fzero.checkpoint._everywhere import everywhere, first_of
+from fzero.checkpoint._folders import PathLike, kept, require_path, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._manifest import Manifest, describe, read_manifest, require_fit
-from fzero.checkpoint._pieces import (
-    Piece,
-    Wanted,
-    pieces_of,
-    shards_of,
-    wanted_of,
-)
-from fzero.checkpoint._residual import Room, rooms_of, with_residual
+from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
+from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 
-PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
-_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +32,11 @@ class Plan:
     """What one process reads, and what it does with it: all of it checked."""
 
     states: list[TrainState]  # of each of its ranks: new ones, to be filled
-    pieces: list[Piece]  # views of them, of `buffers` and of `residuals`
-    residuals: list[list[Room]]  # of each of the states
+    pieces: list[Piece]  # views of them, of `buffers` and of `sums`
+    sums: Sums  # of residuals
     index: Any  # of torch.distributed.checkpoint
     buffers: Buffers  # of an engine's module
-    set_rng: Callable[[], None]
+    set_rng: Callable[[], None] | None
 
 
 def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
@@ -128,21 +119,24 @@ def load_with_extra(
     ranks = held.processes
     assert_same_everywhere([f"path {where}"], ranks.axis, what="the checkpoint")
     require_path("load", path)
-    locks: list[int] = []
-    try:
-        saved = first_of(ranks, lambda: _kept_manifest(where, locks), what=f"read {where}")
-        plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
+    with ExitStack() as until_read:
+
+        def begin() -> Manifest:
+            until_read.enter_context(kept(where))
+            return read_manifest(where)
+
+        saved = first_of(ranks, begin, what=f"read {where}")
         with torch.no_grad():
+            plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
             storage().read(plan.pieces, where / saved.data, plan.index, ranks.axis)
             make_whole(held, plan.states)
-    finally:
-        for lock in locks:
-            let_go(lock)
-    every = zip(plan.states, plan.residuals, held.ranks, strict=True)
-    made = held.returned([with_residual(*one) for one in every], plan.buffers)
+            for total, part in plan.sums:
+                total += part
+    made = held.returned(plan.states, plan.buffers)
     if held.engine is not None:
         set_options(held.engine.optimizer, saved.module["options"])
-    plan.set_rng()
+    if plan.set_rng is not None:
+        plan.set_rng()
     return made, saved.extra
 
 
@@ -172,18 +166,6 @@ def read_extra(path: PathLike) -> dict[str, Any]:
     return read_manifest(Path(path)).extra
 
 
-def _kept_manifest(path: Path, locks: list[int]) -> Manifest:
-    """Return the manifest, its data kept from removal by a lock that is put into `locks`."""
-    for _ in range(_ATTEMPTS):
-        saved = read_manifest(path)
-        with suppress(FileNotFoundError):
-            locks.append(keep(path / saved.data))
-            return saved
-        if read_manifest(path).data == saved.data:  # else another save has replaced it
-            break
-    raise damaged(path / saved.data / LOCK, "is missing")
-
-
 def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
     """Check all that can be checked, and make room for what is read. Reads no tensor."""
     for one in held.states:
@@ -197,29 +179,21 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         found = saved.module["buffers"]
         buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
         require_options(engine.optimizer, saved.module["options"])
-    residuals = []
-    for one, number in zip(held.states, held.ranks, strict=True):
-        rooms, more = rooms_of(one, saved, number)
-        residuals.append(rooms)
-        pieces += more
-    wanted = {piece.name: Wanted(piece.numel, piece.values.dtype) for piece in pieces}
-    index = storage().read_index(folder, saved.files, {**wanted, **wanted_of(held.states[0])})
     file = rng_file(axis.rank)
     has_rng = rng and file in saved.files
-    set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else _nothing
-    with torch.no_grad():
-        made = [room(one, saved.counters) for one in held.states]
-    for one, number in zip(made, held.ranks, strict=True):
-        pieces += pieces_of(one.setup, shards_of(one, number), number)
+    set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else None
+    made: list[TrainState] = []
+    sums: Sums = []
+    for one, number in zip(held.states, held.ranks, strict=True):
+        new, residual, more = with_residual(room(one, saved.counters), saved, number)
+        pieces += pieces_of(new.setup.layout, [*shards_of(new, number), *residual])
+        made.append(new)
+        sums += more
     return Plan(
         states=made,
         pieces=pieces,
-        residuals=residuals,
-        index=index,
+        sums=sums,
+        index=storage().index_of(saved, pieces, path),
         buffers=buffers,
         set_rng=set_rng,
     )
-
-
-def _nothing() -> None:
-    """Leave the generators as they are."""

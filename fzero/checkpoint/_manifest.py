@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,28 +12,29 @@ from typing import Any
 import torch
 
 from fzero.checkpoint._disk import put_text
-from fzero.checkpoint._everywhere import CheckpointError
-from fzero.checkpoint._parse import FORMAT, OtherFormatError, WrongError, crc32, parsed
+from fzero.checkpoint._everywhere import CheckpointError, damaged
+from fzero.checkpoint._form import MANIFEST_FORM, problems
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import counters_of, slots_of
 from fzero.errors import LayoutError
 from fzero.state import TrainState
 from fzero.state.scale import as_numbers
 
-MANIFEST = "checkpoint.json"
+MANIFEST, FORMAT = "checkpoint.json", 3
 COUNT, STEP = "count", "step"  # updates made; what Adam counts: the same number, unless it was set
 _SHOWN = 8  # differences that an error lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Facts of a saved state, all of them JSON; `_parse` says what each can be."""
+    """Facts of a saved state, all of them JSON; `_form` says what each can be."""
 
     origin: dict[str, Any]  # where it came from: stage, ranks, ...; only `optimizer` must fit
     leaves: dict[str, str]  # parameter path: shape, dtype, trainable or frozen
     slots: dict[str, dict[str, str]]  # optimizer slot: {parameter path: dtype}
-    counters: dict[str, Any]  # `step`, the optimizer's, and those of the loss scale
+    counters: dict[str, Any]  # `step`, those of the `optimizer` and of the loss `scale`
     module: dict[str, Any]  # of an engine: its module's buffers, its optimizer's options
+    tensors: dict[str, Any] = field(default_factory=dict)  # where each is; see `_storage`
     data: str = ""  # name of the folder with the tensors
     files: dict[str, list[int]] = field(default_factory=dict)  # in it: [bytes, crc32]
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
@@ -43,8 +45,6 @@ def describe(state: TrainState) -> Manifest:
     setup, layout = state.setup, state.setup.layout
     names = leaf_names(layout)
     slots: dict[str, dict[str, str]] = {}
-    lost = zip(layout.trainable, state.window.residual.flats, strict=False)  # there may be none
-    residual = {names[i]: str(x.dtype) for g, x in lost for i in layout.groups[g].leaves}
     for slot, group, flat in slots_of(state):
         held = [names[i] for i in layout.groups[group].leaves if layout.leaves[i].numel]
         slots.setdefault(slot, {}).update(dict.fromkeys(held, str(flat.dtype)))
@@ -54,7 +54,6 @@ def describe(state: TrainState) -> Manifest:
             "ranks": setup.axis.size,
             "torch": torch.__version__,
             "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
-            **({"residual": residual} if residual else {}),
         },
         leaves={
             name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"
@@ -63,8 +62,8 @@ def describe(state: TrainState) -> Manifest:
         slots=slots,
         counters={
             "step": int(state.step),
-            **{f"optimizer/{k}": v for k, v in counters_of(state).items()},
-            **{f"scale/{k}": v for k, v in as_numbers(state.scale).items()},
+            "optimizer": counters_of(state),
+            "scale": as_numbers(state.scale),
         },
         module={"buffers": {}, "options": []},
     )
@@ -98,14 +97,11 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
 
 def _counted_differently(saved: Manifest, wanted: Manifest) -> Iterator[str]:
     """Say which counters one has and the other has not, but for a step that is the count."""
-    step, count = f"optimizer/{STEP}", f"optimizer/{COUNT}"
-    theirs, ours = (
-        {name: value for name, value in one.counters.items() if name.startswith("optimizer/")}
-        for one in (saved, wanted)
-    )
-    implied = count in theirs and count in ours and theirs.get(step, theirs[count]) == theirs[count]
+    theirs, ours = (one.counters["optimizer"] for one in (saved, wanted))
+    implied = COUNT in theirs and COUNT in ours and theirs.get(STEP, theirs[COUNT]) == theirs[COUNT]
     names = [
-        [name for name in counters if not (implied and name == step)] for counters in (theirs, ours)
+        [f"optimizer/{name}" for name in one if not (implied and name == STEP)]
+        for one in (theirs, ours)
     ]
     return _differences(*(dict.fromkeys(some, "a number") for some in names))
 
@@ -129,14 +125,19 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
     It is written into its own data folder first, where no other writer writes.
     """
     body = {"format": FORMAT, **asdict(manifest)}
-    text = json.dumps({"crc32": crc32(body), "checkpoint": body}, indent=1)
+    text = json.dumps({"crc32": _crc32(body), "checkpoint": body}, indent=1)
     put_text(path / MANIFEST, text, through=path / manifest.data / MANIFEST)
 
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest at `path`. Raises `CheckpointError` if there is no good one."""
+    file = path / MANIFEST
     try:
-        return Manifest(**parsed((path / MANIFEST).read_text(encoding="utf-8")))
+        outer = json.loads(file.read_text(encoding="utf-8"))
+        body, crc = outer["checkpoint"], outer["crc32"]
+        if _crc32(body) != crc:
+            raise ValueError("its checksum is wrong")
+        theirs = body.pop("format", None)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"there is no checkpoint at {path}: no {MANIFEST} in it.",
@@ -146,18 +147,22 @@ def read_manifest(path: Path) -> Manifest:
             "its ds_to_universal, and use fzero.checkpoint.load_universal. Safetensors: "
             "import_safetensors. Others: docs/checkpoints.md.",
         ) from None
-    except OtherFormatError:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise damaged(file, f"is no manifest: {type(error).__name__}: {error}") from None
+    if theirs != FORMAT:
         raise CheckpointError(
             f"the checkpoint at {path} has another format than {FORMAT}.",
             cause="it was written by another version of fzero.",
             fix="load it with the version that wrote it, or update fzero.",
-        ) from None
-    except (WrongError, OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path / MANIFEST} is damaged: {error}.",
-            cause="the file was edited, or cut off by a copy or a full disk.",
-            fix="use another copy of the checkpoint, or an older one. Nothing was changed.",
-        ) from None
+        )
+    for wrong in problems(body, MANIFEST_FORM, "the manifest"):
+        raise damaged(file, f"is no manifest: {wrong}")
+    return Manifest(**body)
+
+
+def _crc32(body: Any) -> int:
+    """Return the checksum of the manifest's body, of its values and not of its spaces."""
+    return zlib.crc32(json.dumps(body).encode())
 
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:

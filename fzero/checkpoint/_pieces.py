@@ -23,7 +23,7 @@ from torch import Tensor
 from fzero.checkpoint._slots import slots_of
 from fzero.packing import leaf_ranges, part_of
 from fzero.partition import named_leaves
-from fzero.state import Layout, Placement, Setup, TrainState
+from fzero.state import Layout, Part, Placement, TrainState
 
 BLOCK_NUMEL = 2**24
 
@@ -38,19 +38,13 @@ class Piece:
     values: Tensor  # a view of what the rank holds
 
 
-class Wanted(NamedTuple):
-    """A logical tensor as the data must have it: 1-D."""
-
-    numel: int
-    dtype: torch.dtype
-
-
 class OwnShard(NamedTuple):
-    """A rank's own part of one group of parameters, or of one optimizer slot of it."""
+    """A part of one group of parameters, of one optimizer slot, or of a residual."""
 
-    prefix: str  # params, or optimizer/<slot>
+    prefix: str  # params, optimizer/<slot>, or residual/<rank>
     group: int
-    values: Tensor  # all that the rank holds, or a view of its part of it
+    part: Part  # of the group's flat
+    values: Tensor  # of this part, a view of what the rank holds
 
 
 def leaf_names(layout: Layout) -> list[str]:
@@ -88,7 +82,7 @@ def shards_of(state: TrainState, rank: int) -> list[OwnShard]:
     own = setup.part(Placement.OVER_ALL, rank)
 
     def shard(prefix: str, group: int, flat: Tensor, placement: Placement) -> OwnShard:
-        return OwnShard(prefix, group, part_of(flat, setup.part(placement, rank), own))
+        return OwnShard(prefix, group, own, part_of(flat, setup.part(placement, rank), own))
 
     found = [shard("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
     for name, group, flat in slots_of(state):
@@ -96,32 +90,14 @@ def shards_of(state: TrainState, rank: int) -> list[OwnShard]:
     return found
 
 
-def wanted_of(state: TrainState) -> dict[str, Wanted]:
-    """Return every logical tensor of a state, by its name in a checkpoint."""
-    layout, names = state.setup.layout, leaf_names(state.setup.layout)
-    found = {
-        f"params/{name}": Wanted(leaf.numel, leaf.dtype)
-        for name, leaf in zip(names, layout.leaves, strict=True)
-        if leaf.numel
-    }
-    for slot, group, flat in slots_of(state):
-        for i in layout.groups[group].leaves:
-            if layout.leaves[i].numel:
-                found[f"optimizer/{slot}/{names[i]}"] = Wanted(layout.leaves[i].numel, flat.dtype)
-    return found
-
-
-def pieces_of(
-    setup: Setup, shards: Sequence[OwnShard], rank: int, *, block_numel: int = BLOCK_NUMEL
-) -> Iterator[Piece]:
-    """Cut the parts of a rank at the borders of leaves and blocks; padding is in no piece."""
-    layout, names = setup.layout, leaf_names(setup.layout)
-    own = setup.part(Placement.OVER_ALL, rank)
-    for prefix, index, values in shards:
-        for held in leaf_ranges(layout, index, own):
+def pieces_of(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[Piece]:
+    """Cut shards at the borders of leaves and blocks; padding is in no piece."""
+    names = leaf_names(layout)
+    for prefix, index, part, values in shards:
+        for held in leaf_ranges(layout, index, part):
             name, numel = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf].numel
             here = held.of(values)
-            for start, stop in _blocks(held.start, held.stop, block_numel):
+            for start, stop in _blocks(held.start, held.stop, BLOCK_NUMEL):
                 block = here[start - held.start : stop - held.start]
                 yield Piece(name=name, start=start, numel=numel, values=block)
 

@@ -7,80 +7,48 @@ gets its shard of the sum, and zeros elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint._manifest import Manifest
-from fzero.checkpoint._pieces import OwnShard, Piece, leaf_names, pieces_of
+from fzero.checkpoint._pieces import OwnShard
 from fzero.partition import shard_of
 from fzero.quantize import residual_of
-from fzero.state import Setup, TrainState
+from fzero.state import Part, TrainState
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
-
-
-class Room(NamedTuple):
-    """What is read of one group: this rank's own residual, [W l], or of each saved rank a shard."""
-
-    group: int
-    flats: tuple[Tensor, ...]
+Sums = list[tuple[Tensor, Tensor]]  # what is read is added to the first of each two
 
 
-def residual_pieces(state: TrainState, flats: Sequence[Tensor], rank: int) -> list[Piece]:
-    """Return all of a rank's residual, given as its flats [W l]."""
-    setup = state.setup
+def residual_shards(state: TrainState, rank: int) -> list[OwnShard]:
+    """Return all of a rank's residual, each flat [W l] as the shards of the ranks."""
+    layout = state.setup.layout
+    flats = state.window.residual.flats
     return [
-        piece
-        for index, flat in zip(setup.layout.trainable, flats, strict=False)  # there may be none
-        for piece in _whole(setup, index, flat, rank)
+        OwnShard(f"residual/{rank}", index, Part(layout.ranks, r), shard_of(flat, layout.ranks, r))
+        for index, flat in zip(layout.trainable, flats, strict=False)  # there may be none
+        for r in range(layout.ranks)
     ]
 
 
-def rooms_of(state: TrainState, saved: Manifest, rank: int) -> tuple[list[Room], list[Piece]]:
-    """Return room for what a checkpoint has of a rank's residual, and the pieces to read."""
-    forms, layout = saved.origin.get("residual", {}), state.setup.layout
-    rooms: list[Room] = []
-    pieces: list[Piece] = []
-    if not forms or not state.setup.quantizes_gradients:
-        return rooms, pieces
-    names, ranks = leaf_names(layout), saved.origin["ranks"]
-    for index in layout.trainable:
-        group, device = layout.groups[index], state.device
-        dtype = _DTYPES[forms.get(names[group.leaves[0]], "torch.float32")]
-        if ranks == layout.ranks:
-            flat = torch.zeros(layout.full_numel(index), dtype=dtype, device=device)
-            rooms.append(Room(index, (flat,)))
-            pieces += _whole(state.setup, index, flat, rank)
-            continue
-        parts = [torch.zeros(group.shard_numel, dtype=dtype, device=device) for _ in range(ranks)]
-        rooms.append(Room(index, tuple(parts)))
-        for source, part in enumerate(parts):
-            shard = OwnShard(f"residual/{source}", index, part)
-            pieces += pieces_of(state.setup, [shard], rank)
-    return rooms, pieces
-
-
-def with_residual(state: TrainState, rooms: list[Room], rank: int) -> TrainState:
-    """Return an idle state with the residual that was read; of zeros if there was none."""
-    layout, residual = state.setup.layout, residual_of(state)
-    for room in rooms:
-        flat = residual.flats[layout.trainable.index(room.group)]
-        whole = len(room.flats) == 1 and room.flats[0].numel() == flat.numel()
-        target = flat if whole else shard_of(flat, layout.ranks, rank)
-        for part in room.flats:
-            target += part
-    return state.replace(window=replace(state.window, residual=residual))
-
-
-def _whole(setup: Setup, index: int, flat: Tensor, rank: int) -> list[Piece]:
-    """The pieces of a rank's own flat [W l]."""
-    ranks, prefix = setup.layout.ranks, f"residual/{rank}"
-    return [
-        piece
-        for r in range(ranks)
-        for piece in pieces_of(setup, [OwnShard(prefix, index, shard_of(flat, ranks, r))], r)
-    ]
+def with_residual(
+    state: TrainState, saved: Manifest, rank: int
+) -> tuple[TrainState, list[OwnShard], Sums]:
+    """Return the state with a residual of zeros, what is read of it, and what is then added."""
+    residual, ranks = residual_of(state), saved.origin["ranks"]
+    state = state.replace(window=replace(state.window, residual=residual))
+    layout = state.setup.layout
+    if not any(name.startswith("residual/") for name in saved.tensors):
+        return state, [], []
+    if ranks == layout.ranks:
+        return state, residual_shards(state, rank), []
+    shards: list[OwnShard] = []
+    sums: Sums = []
+    for index, flat in zip(layout.trainable, residual.flats, strict=False):
+        own = shard_of(flat, layout.ranks, rank)
+        for source in range(ranks):
+            read = torch.zeros_like(own)
+            shards.append(OwnShard(f"residual/{source}", index, Part(layout.ranks, rank), read))
+            sums.append((own, read))
+    return state, shards, sums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._manifest import COUNT, STEP
+from fzero.checkpoint._pieces import shards_of
 from fzero.checkpoint._slots import Slot, optimizer_with, slots_across
 from fzero.collectives import gather_parts_in_place
 from fzero.homes import empty_where
-from fzero.packing import part_of, shard_of
+from fzero.packing import leaf_ranges, part_of, shard_of
 from fzero.state import Buffers, Placement, Progress, Setup, TrainState
 from fzero.state.scale import from_numbers
 from fzero.state.setup import MASTERS
@@ -23,36 +24,67 @@ from fzero.state.window import CLOSED
 def room(state: TrainState, saved: Mapping[str, Any], *, optimizer: bool = True) -> TrainState:
     """Return an idle state like `state` with the saved numbers, and zeros for all that is read.
 
-    saved: the counters of a `Manifest`. optimizer: False: of its slots, masters alone are read.
+    saved: the counters of a `Manifest`.
+    optimizer: False: of its slots, masters alone are read; the others stay.
     """
-    counters = _of("optimizer/", saved)
+    counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
+    return with_room(state, counters, optimizer=optimizer).replace(
+        gradients=Buffers(),
+        window=CLOSED,
+        step=torch.tensor(saved["step"], dtype=torch.int64),
+        progress=Progress(),
+        scale=from_numbers(state.scale, saved["scale"]),
+    )
+
+
+def with_room(
+    state: TrainState, counters: Mapping[str, Any] | None = None, *, optimizer: bool = False
+) -> TrainState:
+    """Return a state like `state` with zeros for its parameters and masters, to be filled.
+
+    counters: of the optimizer; None: they stay. optimizer: whether its other slots are zeros, too.
+    """
 
     def made(slot: Slot) -> Tensor:
-        new = empty_where(slot.flat)
-        return new.zero_() if optimizer or slot.name == MASTERS else new.copy_(slot.flat)
+        is_read = optimizer or slot.name == MASTERS
+        return empty_where(slot.flat).zero_() if is_read else slot.flat
 
     flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
     return state.replace(
         params=Buffers(flats=flats, placement=state.params.placement),
-        gradients=Buffers(),
         optimizer=optimizer_with(state, made, counters),
-        window=CLOSED,
-        step=torch.tensor(saved["step"], dtype=torch.int64),
-        progress=Progress(),
-        scale=from_numbers(state.scale, _of("scale/", saved)),
     )
 
 
-def make_whole(held: Held, states: Sequence[TrainState]) -> None:
+def fill(
+    held: Held, states: Sequence[TrainState], values: Callable[[int, str], Tensor | None]
+) -> None:
+    """Read what this process has to read of new states, one leaf at a time.
+
+    values: (number of the leaf, params or a slot) -> the values of all its elements; None: stay.
+    """
+    for state, rank in zip(states, held.ranks, strict=True):
+        for prefix, index, part, shard in shards_of(state, rank):
+            for own in leaf_ranges(state.setup.layout, index, part):
+                found = values(own.leaf, prefix.removeprefix("optimizer/"))
+                if found is not None:
+                    own.of(shard).copy_(found.reshape(-1)[own.start : own.stop])
+
+
+def make_whole(held: Held, states: Sequence[TrainState], *, optimizer: bool = True) -> None:
     """Fill in what other ranks have read, one flat at a time. A collective.
 
     states: one for each of `held.ranks`, each with its own part of every flat.
+    optimizer: False: of its slots, masters alone were read.
     """
     setup = states[0].setup
     params = zip(*(one.params.flats for one in states), strict=True)
     every = [(setup.params, list(flats)) for flats in params]
-    every += [(setup.optimizer_state, flats) for _, _, flats in slots_across(states)]
+    slots = ((name, flats) for name, _, flats in slots_across(states))
+    every += [
+        (setup.optimizer_state, flats) for name, flats in slots if optimizer or name == MASTERS
+    ]
     read = setup.part(Placement.OVER_ALL, 0).count
     for placement, flats in every:
         if setup.part(placement, 0).count == read:  # ranks have read all that they hold
@@ -61,11 +93,6 @@ def make_whole(held: Held, states: Sequence[TrainState]) -> None:
             _share(setup, placement, flats)
         else:
             gather_parts_in_place(setup, flats, Placement.OVER_ALL, placement)
-
-
-def _of(prefix: str, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the counters whose names begin with `prefix`, without it."""
-    return {name.removeprefix(prefix): x for name, x in counters.items() if name.startswith(prefix)}
 
 
 def _share(setup: Setup, placement: Placement, flats: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +24,6 @@ from fzero.errors import LayoutError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_MAX_HEADER = 100_000_000  # bytes: the bound of the format's own reader
 _NAME = re.compile(r"[^/\\\0]*[^/\\\0.][^/\\\0]*\.safetensors")
 _DTYPES = {
     "F64": torch.float64,
@@ -171,45 +170,30 @@ def _header_of(file: Path) -> dict[str, Place]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER, size - 8):
+        if not 0 < length <= size - 8:
             raise damaged(file, f"of {size:,} bytes has no header of {length:,} bytes")
         header = _json(file, stream.read(length))
     header.pop("__metadata__", None)
-    first, end, found = 8 + length, 0, {}
-    for begin, until, name, form in sorted(_entries(file, header)):
-        if begin != end or until > size - first:
-            raise damaged(file, f"has {name} at bytes {begin} to {until}, the last ended at {end}")
-        end = until
-        found[name] = Place(file=file, begin=first + begin, form=form)
-    if first + end != size:
-        raise damaged(file, f"has {size:,} bytes, its header speaks of {first + end:,}")
-    return {name: found[name] for name in header}
+    return {name: _place(file, name, entry, 8 + length, size) for name, entry in header.items()}
 
 
-def _entries(file: Path, header: Mapping[str, Any]) -> Iterator[tuple[int, int, str, Form]]:
-    for name, entry in header.items():
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            numbers = [begin, end, *shape]
-            form = Form(tuple(shape), _DTYPES[dtype])
-        except (KeyError, TypeError, ValueError) as error:
-            seen = f"has no tensor at {name}: {type(error).__name__}: {error}"
-            raise damaged(file, seen) from None
-        good = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
-        if not good or end - begin != form.nbytes:
-            raise damaged(file, f"has {name} as {dtype} {shape!r:.80} in {end!r} - {begin!r} bytes")
-        yield begin, end, name, form
+def _place(file: Path, name: str, entry: Any, first: int, size: int) -> Place:
+    """Return where a tensor is. Raises `CheckpointError` unless that is in the file."""
+    try:
+        begin, end = entry["data_offsets"]
+        form = Form(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        good = all(type(n) is int and n >= 0 for n in (begin, end, *form.shape))
+        good = good and end - begin == form.nbytes and first + end <= size
+    except (KeyError, TypeError, ValueError):
+        good = False
+    if not good:
+        raise damaged(file, f"has no tensor {name} where its header says: {entry!r:.200}")
+    return Place(file=file, begin=first + begin, form=form)
 
 
 def _json(file: Path, data: bytes) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a name twice")
-        return found
-
     try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=once)
+        found = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise damaged(file, f"is no JSON: {type(error).__name__}: {error}") from None
     if not isinstance(found, dict):

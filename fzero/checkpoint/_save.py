@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import AsyncSave, group_beside, start, wait_for_earlier
-from fzero.checkpoint._disk import sync
+from fzero.checkpoint._disk import sync, sync_files
 from fzero.checkpoint._driven import (
     Buffers,
     Driven,
@@ -23,16 +24,14 @@ from fzero.checkpoint._driven import (
     own_buffers,
 )
 from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
-from fzero.checkpoint._folders import digest, let_go, make_folder, require_path, sweep
+from fzero.checkpoint._folders import PathLike, digest, kept, make_folder, require_path, sweep
 from fzero.checkpoint._held import held_by, require_idle
 from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
-from fzero.checkpoint._pieces import OwnShard, Piece, pieces_of, shards_of
-from fzero.checkpoint._residual import residual_pieces
+from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
+from fzero.checkpoint._residual import residual_shards
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
-
-PathLike = str | os.PathLike[str]
 
 
 def storage() -> ModuleType:
@@ -50,8 +49,8 @@ class Draft:
     ranks: Ranks
     manifest: Manifest
     pieces: list[Piece]
-    buffers: Buffers = field(default_factory=dict)  # of an engine's module
-    texts: dict[str, str] = field(default_factory=dict)  # file: its text
+    buffers: Buffers  # of an engine's module
+    rng: str  # the random generators of this process; empty: they are not saved
 
 
 def save(
@@ -171,18 +170,17 @@ def _draft(
             manifest.module["options"] = options_of(held.engine.optimizer)
         pieces = []
         for one, rank in zip(held.states, held.ranks, strict=True):
-            shards = shards_of(one, rank)
-            shards = [_on_host(shard) for shard in shards] if copies else shards
-            pieces += pieces_of(one.setup, shards, rank)
-            lost = one.window.residual.flats
-            pieces += residual_pieces(one, list(map(_copied, lost)) if copies else lost, rank)
+            shards = [*shards_of(one, rank), *residual_shards(one, rank)]
+            if copies:
+                shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
+            pieces += pieces_of(one.setup.layout, shards)
         return Draft(
             path=Path(path),
             ranks=ranks,
             manifest=replace(manifest, extra=as_extra(extra)),
             pieces=pieces,
             buffers={name: _copied(x) if copies else x for name, x in held.buffers.items()},
-            texts={rng_file(ranks.axis.rank): rng_text()} if rng else {},
+            rng=rng_text() if rng else "",
         )
 
     draft = everywhere(ranks, prepare, what="prepare the checkpoint")
@@ -194,25 +192,29 @@ def _draft(
 def write(draft: Draft) -> None:
     """Write what was drafted, and make it the checkpoint. A collective."""
     ranks, path = draft.ranks, draft.path
-    held: list[int] = []
-
-    def make() -> str:
-        data, lock = make_folder(path)
-        held.append(lock)
-        return data
-
     try:
-        data = first_of(ranks, make, what=f"make {path}")
-        told = gathered(ranks, lambda: facts_of(draft.buffers), what="read the buffers")
-        own = own_buffers(told)
-        more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
-        everywhere(ranks, lambda: _write_texts(draft.texts, path / data), what=f"write {path}")
-        storage().write([*draft.pieces, *more], path / data, ranks.axis)
-        module = {**draft.manifest.module, "buffers": own}
-        _commit(ranks, path, replace(draft.manifest, data=data, module=module))
+        with ExitStack() as until_written:
+
+            def make() -> str:
+                until_written.enter_context(kept(path, makes=True))
+                return make_folder(path)
+
+            data = first_of(ranks, make, what=f"make {path}")
+
+            def begin() -> dict[str, tuple[str, int]]:
+                if draft.rng:
+                    file = path / data / rng_file(ranks.axis.rank)
+                    file.write_text(draft.rng)
+                    sync_files([file])
+                return facts_of(draft.buffers)
+
+            own = own_buffers(gathered(ranks, begin, what=f"write {path}"))
+            more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
+            tensors = storage().write([*draft.pieces, *more], path / data, ranks.axis)
+            module = {**draft.manifest.module, "buffers": own}
+            whole = replace(draft.manifest, data=data, module=module, tensors=tensors)
+            _commit(ranks, path, whole)
     finally:
-        for lock in held:
-            let_go(lock)  # a sweep may remove the folder now, if it did not become the checkpoint
         if ranks.axis.rank == 0 and os.path.isdir(path):  # False for a name that cannot be
             sweep(path)
 
@@ -239,15 +241,6 @@ def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:
         sync(path)
 
     first_of(ranks, replace_manifest, what=f"write {path}")
-
-
-def _write_texts(texts: Mapping[str, str], folder: Path) -> None:
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-
-
-def _on_host(shard: OwnShard) -> OwnShard:
-    return shard._replace(values=_copied(shard.values))
 
 
 def _copied(values: Tensor) -> Tensor:

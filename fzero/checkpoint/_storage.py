@@ -3,13 +3,18 @@
 DCP plans, writes, reads and reshards; two small planners tell it which ranges of which 1-D
 tensors this process has. So a rank reads only the saved chunks that its own ranges touch. DCP is
 given an empty state dict: a state dict cannot hold ranges, and DCP logs each of its entries.
+
+DCP's own index of the folder is a pickle, which can call any function. It is there for other
+programs; what is read here is the same index, as JSON in the manifest:
+
+    {tensor: {"dtype": dtype, "chunks": [[first element, elements, file, offset, bytes], ...]}}
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +22,37 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fzero.checkpoint._everywhere import could_not, said_by
-from fzero.checkpoint._metadata import read_index as read_index
+from fzero.checkpoint._everywhere import could_not, damaged, said_by
+from fzero.checkpoint._manifest import MANIFEST, Manifest
 from fzero.checkpoint._pieces import Piece
 from fzero.mesh import Axis, Runtime
 
 Named = dict[str, list[Piece]]
 
 
-def write(pieces: Sequence[Piece], folder: Path, axis: Axis) -> None:
-    """Write the pieces of all ranks into a new folder. A collective.
+def write(pieces: Sequence[Piece], folder: Path, axis: Axis) -> dict[str, Any]:
+    """Write the pieces of all ranks into a new folder; return the index of it. A collective.
 
     Raises `CheckpointError` on every rank, naming the rank that failed.
     """
 
-    def run(named: Named, **where: Any) -> None:
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_Writing(named), **where)
+    def run(named: Named, **where: Any) -> dcp.Metadata:
+        writer = dcp.FileSystemWriter(folder)
+        return dcp.save({}, storage_writer=writer, planner=_Writing(named), **where)
 
-    _with_dcp(run, pieces, axis, doing=f"write {folder}")
+    index = _with_dcp(run, pieces, axis, doing=f"write {folder}")
+    return {name: _described(name, index) for name in index.state_dict_metadata}
 
 
 def read(pieces: Sequence[Piece], folder: Path, index: dcp.Metadata, axis: Axis) -> None:
     """Fill the values of this rank's pieces from a folder, whoever wrote it. A collective.
 
-    index: of the folder, checked; see `_metadata`.
+    index: what `index_of` has checked.
 
     Raises `CheckpointError` on every rank, naming the rank that failed.
     """
@@ -53,6 +61,62 @@ def read(pieces: Sequence[Piece], folder: Path, index: dcp.Metadata, axis: Axis)
         dcp.load({}, storage_reader=_Reader(folder, index), planner=_Reading(named), **where)
 
     _with_dcp(run, pieces, axis, doing=f"read {folder}")
+
+
+def index_of(saved: Manifest, pieces: Sequence[Piece], path: Path) -> dcp.Metadata:
+    """Return DCP's index of the tensors that the pieces are of.
+
+    Raises `CheckpointError`, naming the tensor, unless they are whole in the files of the manifest.
+    """
+    found = dcp.Metadata(state_dict_metadata={}, storage_data={})
+    for piece in pieces:
+        if piece.name in found.state_dict_metadata:
+            continue
+        for wrong in _misfits(saved, piece):
+            raise damaged(path / MANIFEST, f"does not fit {piece.name}: {wrong}")
+        chunks = []
+        for begin, numel, *place in saved.tensors[piece.name]["chunks"]:
+            chunks.append(_chunk(begin, numel))
+            assert found.storage_data is not None
+            found.storage_data[MetadataIndex(piece.name, [begin])] = _StorageInfo(*place)
+        found.state_dict_metadata[piece.name] = dcp.TensorStorageMetadata(
+            properties=TensorProperties(dtype=piece.values.dtype),
+            size=torch.Size([piece.numel]),
+            chunks=chunks,
+        )
+    return found
+
+
+def _described(name: str, index: dcp.Metadata) -> dict[str, Any]:
+    tensor, places = index.state_dict_metadata[name], index.storage_data
+    assert isinstance(tensor, dcp.TensorStorageMetadata) and places is not None
+    chunks = []
+    for chunk in tensor.chunks:
+        place = places[MetadataIndex(name, chunk.offsets)]
+        chunks.append(
+            [*chunk.offsets, *chunk.sizes, place.relative_path, place.offset, place.length]
+        )
+    return {"dtype": str(tensor.properties.dtype), "chunks": chunks}
+
+
+def _misfits(saved: Manifest, piece: Piece) -> Iterator[str]:
+    """Say what is wrong with the tensor of a piece in the manifest."""
+    if piece.name not in saved.tensors:
+        yield "the manifest does not have it"
+        return
+    entry, end = saved.tensors[piece.name], 0
+    if entry["dtype"] != str(piece.values.dtype):
+        yield f"it is {entry['dtype']:.80} there, {piece.values.dtype} is wanted"
+    for begin, numel, file, offset, length in sorted(entry["chunks"]):
+        if begin != end:
+            yield f"elements {end} to {begin} are in no chunk, or in two"
+        if file not in saved.files:
+            yield f"it is in {file!r:.200}, which is not in the manifest"
+        elif offset + length > saved.files[file][0]:
+            yield f"it is at {offset} + {length} of {file}"
+        end = begin + numel
+    if end != piece.numel:
+        yield f"{end} elements are there, {piece.numel} are wanted"
 
 
 class _Reader(dcp.FileSystemReader):
@@ -95,7 +159,7 @@ class _Reading(dcp.DefaultLoadPlanner):
         for name, pieces in self._named.items():
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, dcp.TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, saved, [_chunk(p) for p in pieces])
+            items += create_read_items_for_chunk_list(name, saved, [_part(p) for p in pieces])
         return dcp.LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -103,7 +167,7 @@ class _Reading(dcp.DefaultLoadPlanner):
 
 
 def _write_item(piece: Piece) -> dcp.WriteItem:
-    chunk = _chunk(piece)
+    chunk = _part(piece)
     return dcp.WriteItem(
         index=MetadataIndex(piece.name, chunk.offsets),
         type=WriteItemType.SHARD,
@@ -115,10 +179,12 @@ def _write_item(piece: Piece) -> dcp.WriteItem:
     )
 
 
-def _chunk(piece: Piece) -> dcp.ChunkStorageMetadata:
-    return dcp.ChunkStorageMetadata(
-        offsets=torch.Size([piece.start]), sizes=torch.Size([piece.values.numel()])
-    )
+def _part(piece: Piece) -> dcp.ChunkStorageMetadata:
+    return _chunk(piece.start, piece.values.numel())
+
+
+def _chunk(start: int, numel: int) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([numel]))
 
 
 def _values(named: Named, index: MetadataIndex) -> Tensor:
@@ -137,7 +203,7 @@ def _apart(values: Tensor) -> Tensor:
     return torch.from_numpy(values.detach().view(torch.uint8).numpy()).view(values.dtype)
 
 
-def _with_dcp(run: Callable[..., None], pieces: Sequence[Piece], axis: Axis, *, doing: str) -> None:
+def _with_dcp(run: Callable[..., Any], pieces: Sequence[Piece], axis: Axis, *, doing: str) -> Any:
     named: Named = defaultdict(list)
     for piece in pieces:
         named[piece.name].append(piece)
@@ -146,7 +212,7 @@ def _with_dcp(run: Callable[..., None], pieces: Sequence[Piece], axis: Axis, *, 
         with warnings.catch_warnings():
             # DCP warns whenever it runs in one process, even if that was asked for by `no_dist`.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            run(dict(named), no_dist=alone, process_group=None if alone else axis.group())
+            return run(dict(named), no_dist=alone, process_group=None if alone else axis.group())
     except CheckpointException as failed:  # DCP raises it on all ranks; it is no Exception
         rank, (error, _) = min(failed.failures.items())
         if not isinstance(error, Exception):

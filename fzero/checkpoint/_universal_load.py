@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._driven import set_options
 from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
-from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._folders import PathLike, require_path
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
-from fzero.checkpoint._pieces import leaf_names, paths_of, pieces_of, shards_of
-from fzero.checkpoint._room import make_whole, room
+from fzero.checkpoint._pieces import paths_of
+from fzero.checkpoint._room import fill, make_whole, room
 from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint._universal import (
     FP32,
@@ -36,9 +36,7 @@ from fzero.errors import LayoutError, explain
 from fzero.state import TrainState
 from fzero.state.setup import MASTERS
 
-PathLike = str | os.PathLike[str]
 Thing = TypeVar("Thing")
-_ALL = 2**62  # a piece of a leaf is never cut
 
 
 def load_universal(
@@ -122,7 +120,7 @@ def load_universal(
             lambda: _filled(source, held, shared.counters, optimizer),
             what=f"read {where}",
         )
-        make_whole(held, states)
+        make_whole(held, states, optimizer=optimizer)
     made = held.returned(states, shared.buffers)
     if shared.options:
         set_options(given.setup.optimizer.param_groups((), 0).instance, shared.options)
@@ -151,34 +149,26 @@ def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks
 
 
 def _filled(
-    source: Folder,
-    held: Held,
-    counters: Mapping[str, Any],
-    optimizer: bool,
+    source: Folder, held: Held, counters: Mapping[str, Any], optimizer: bool
 ) -> list[TrainState]:
     """Return new states with the values of the files: of each flat, this rank's own shard."""
-    layout = held.states[0].setup.layout
-    names, made = names_in(source, held.states[0]), []
-    at = {name: number for number, name in enumerate(leaf_names(layout))}
-    for old, rank in zip(held.states, held.ranks, strict=True):
-        new = room(old, counters, optimizer=optimizer)
-        wanted = [one for one in shards_of(new, rank) if optimizer or _key(one.prefix) == FP32]
-        for piece in pieces_of(held.states[0].setup, wanted, rank, block_numel=_ALL):
-            prefix, _, path = piece.name.rpartition("/")
-            leaf = layout.leaves[at[path]]
-            values = source.values(names[at[path]], _key(prefix), leaf.shape)
-            floats = values.is_floating_point() and leaf.dtype.is_floating_point
-            if not floats and values.dtype is not leaf.dtype:
-                seen = f"has {path} as {values.dtype}, {leaf.dtype} in the state"
-                raise damaged(source.root / ZERO / path, seen)
-            piece.values.copy_(values[piece.start : piece.start + piece.values.numel()])
-        made.append(new)
+    leaves, names = held.setup.layout.leaves, names_in(source, held.states[0])
+
+    def values(number: int, kind: str) -> Tensor | None:
+        key = FP32 if kind in ("params", MASTERS) else kind
+        if key != FP32 and not optimizer:
+            return None
+        leaf, name = leaves[number], names[number]
+        found = source.values(name, key, leaf.shape)
+        floats = found.is_floating_point() and leaf.dtype.is_floating_point
+        if not floats and found.dtype is not leaf.dtype:
+            seen = f"has {name} as {found.dtype}, {leaf.dtype} in the state"
+            raise damaged(source.root / ZERO / name, seen)
+        return found
+
+    made = [room(old, counters, optimizer=optimizer) for old in held.states]
+    fill(held, made, values)
     return made
-
-
-def _key(prefix: str) -> str:
-    slot = prefix.removeprefix("optimizer/")
-    return FP32 if slot in ("params", MASTERS) else slot
 
 
 def _require_tag(tag: str | None) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._disk import put_text, sync, sync_files
 from fzero.checkpoint._driven import Buffers, Driven, plain_options
-from fzero.checkpoint._everywhere import everywhere, hidden_folder, written_by_first
-from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._everywhere import written_by_first
+from fzero.checkpoint._folders import PathLike, require_path
 from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
 from fzero.checkpoint._manifest import COUNT
 from fzero.checkpoint._pickles import write
@@ -37,7 +37,6 @@ from fzero.state import TrainState
 from fzero.state.scale import as_numbers
 from fzero.state.setup import MASTERS
 
-PathLike = str | os.PathLike[str]
 _LAYOUT = "0.19.8"  # the DeepSpeed whose layout this is: its loader asks for a version
 _VERSION = 0.4  # of the universal layout
 
@@ -99,20 +98,18 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
         if ranks.axis.rank == 0:
             _write_shared(partial, first, held.buffers)
 
-    with hidden_folder(ranks, where, "universal") as partial:
+    def put(partial: Path, one: tuple[str, int, Tensor]) -> None:
+        key, number, values = one
+        _write_values(partial / ZERO / names[number] / f"{key}.pt", values)
 
-        def put(one: tuple[str, int, Tensor]) -> None:
-            key, number, values = one
-            _write_values(partial / ZERO / names[number] / f"{key}.pt", values)
-
-        everywhere(ranks, lambda: begin(partial), what=f"write {where}")
-        written_by_first(
-            ranks,
-            _whole_values(held),
-            put,
-            lambda: _put_in_place(partial, where, tag, step),
-            what=f"write {where}",
-        )
+    written_by_first(
+        ranks,
+        where,
+        begin=begin,
+        values=_whole_values(held),
+        write=put,
+        finish=lambda partial: _put_in_place(partial, where, tag, step),
+    )
 
 
 def _whole_values(held: Held) -> Iterator[tuple[str, int, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 from fzero.checkpoint._driven import Buffers, Driven, buffers_of
 from fzero.checkpoint._everywhere import damaged
 from fzero.checkpoint._manifest import COUNT, describe
-from fzero.checkpoint._options import differing, options_for
+from fzero.checkpoint._options import options_for
 from fzero.checkpoint._pickles import require_plain
 from fzero.checkpoint._pieces import paths_of
 from fzero.checkpoint._universal import (
@@ -52,7 +52,7 @@ def shared_of(
 ) -> Shared:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
     buffers = {} if engine is None else _buffers(source, engine)
-    counters = dict(describe(state).counters)
+    counters = describe(state).counters
     setup, file = state.setup, source.root / ZERO / OPTIMIZER
     groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
     if not (optimizer and groups.options):
@@ -64,15 +64,14 @@ def shared_of(
         if number >= 0
     ]
     step = _step(source, stepped, found)
-    counters = {"step": step, f"optimizer/{COUNT}": step, f"optimizer/{STEP}": step}
-    counters |= _scale(file, found)
+    counters = {
+        "step": step,
+        "optimizer": {COUNT: step, STEP: step},
+        "scale": _scale(file, found),
+    }
     now = setup.optimizer.param_groups(setup.layout.leaves, step)
-    return Shared(
-        counters=counters,
-        options=options_for(file, found, now),
-        differing=differing(file, found, now),
-        buffers=buffers,
-    )
+    options, differing = options_for(file, found, now)
+    return Shared(counters=counters, options=options, differing=differing, buffers=buffers)
 
 
 def _step(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> int:
@@ -115,7 +114,7 @@ def _scale(file: Path, found: Mapping[str, Any]) -> dict[str, float]:
         return {}
     if type(scale) not in (int, float) or not 0 < scale < 3.5e38:
         raise damaged(file, f"has the loss scale {scale!r:.80}")
-    return {"scale/scale": float(scale)}
+    return {"scale": float(scale)}
 
 
 def _buffers(source: Folder, engine: Driven) -> Buffers:

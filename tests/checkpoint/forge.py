@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -52,10 +51,3 @@ def rewrite(path: Path, name: str, data: bytes) -> None:
     file = data_of(path) / name
     file.write_bytes(data)
     edit(path, lambda body: body["files"].update({name: digest(file)}))
-
-
-def edit_index(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change DCP's index as DCP itself would read it."""
-    index = pickle.loads((data_of(path) / ".metadata").read_bytes())
-    change(index)
-    rewrite(path, ".metadata", pickle.dumps(index))

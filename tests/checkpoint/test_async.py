@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -191,3 +193,17 @@ def _one_rank_cannot(rank: int, size: int, folder: Path) -> list[str]:
 def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     for note, which in run_ranks(_one_rank_cannot, 2, tmp_path):
         assert note == "(raised on rank 1 of 2)" and which == "new"
+
+
+ENDS = """
+import sys, torch, fzero
+from fzero.checkpoint import save_async
+torch.set_num_threads(1)
+state = fzero.init({"w": torch.ones(1000)}, fzero.optim.sgd(1.0), stage=0)
+save_async(sys.argv[1], state, extra={"last": True})
+"""
+
+
+def test_a_program_that_ends_waits_for_a_save_in_flight(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], timeout=100, check=True)
+    assert read_extra(tmp_path) == {"last": True}

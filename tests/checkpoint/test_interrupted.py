@@ -21,7 +21,7 @@ from tests.strategies import same
 
 Target = tuple[Any, str]  # what is replaced: an attribute of an object
 TORCH_SAVE: Target = (torch, "save")  # in the middle of the data
-FSYNC: Target = (os, "fsync")  # at the end of a file of data, of the index, of the manifest
+FSYNC: Target = (os, "fsync")  # at the end of each file; the last is the manifest
 REPLACE: Target = (os, "replace")  # the manifest, complete, is about to become the checkpoint
 
 
@@ -31,7 +31,7 @@ def failing(target: Target, after: int, error: BaseException) -> Any:
     return mock.patch.object(*target, wraps=getattr(*target), side_effect=effects)
 
 
-MOMENTS = [(TORCH_SAVE, 0), (TORCH_SAVE, 5), *((FSYNC, n) for n in range(3)), (REPLACE, 0)]
+MOMENTS = [(TORCH_SAVE, 0), (TORCH_SAVE, 5), *((FSYNC, n) for n in range(5)), (REPLACE, 0)]
 ERRORS = [
     (OSError("disk is full"), CheckpointError),
     (KeyboardInterrupt("stop"), KeyboardInterrupt),
@@ -72,7 +72,7 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     fails = failing(TORCH_SAVE, 3, OSError("disk is full"))
     with fails, pytest.raises(CheckpointError, match=message):
         save(tmp_path / "new", state)
-    assert list((tmp_path / "new").iterdir()) == []
+    assert [file.name for file in (tmp_path / "new").iterdir()] == [".lock"]
     with pytest.raises(CheckpointError, match="a save that was cut off"):
         load(tmp_path / "new", state)
 
@@ -94,7 +94,7 @@ save(sys.argv[1], fzero.init({"w": torch.ones(9)}, fzero.optim.sgd(1.0), stage=0
 real, calls = os.fsync, []
 def fsync(file):
     calls.append(file)
-    if len(calls) == 3:  # after the data and the index: the manifest
+    if len(calls) == 5:  # after all that it names: the manifest
         os.kill(os.getpid(), signal.SIGKILL)
     real(file)
 os.fsync = fsync

@@ -13,8 +13,7 @@ import torch
 
 import fzero
 from fzero.checkpoint import load, save
-from fzero.checkpoint._folders import keep, let_go
-from fzero.errors import FzeroError
+from fzero.checkpoint._folders import kept
 from tests.checkpoint.forge import data_of
 
 RULE = fzero.optim.sgd(0.5, momentum=0.5)
@@ -68,12 +67,11 @@ def test_who_reads_finds_a_whole_one_while_two_write(tmp_path: Path) -> None:
 def test_a_folder_that_somebody_reads_stays_until_he_is_done(tmp_path: Path) -> None:
     save(tmp_path, _state())
     old = data_of(tmp_path)
-    reading = keep(old)
+    with kept(tmp_path):
+        save(tmp_path, _state())
+        assert old.is_dir() and sorted(old.iterdir())
     save(tmp_path, _state())
-    assert old.is_dir() and sorted(old.iterdir())
-    let_go(reading)
-    save(tmp_path, _state())
-    assert not old.exists()
+    assert [folder.name for folder in tmp_path.glob("data-*")] == [data_of(tmp_path).name]
 
 
 def test_a_save_never_removes_one_that_became_the_checkpoint_meanwhile(
@@ -96,8 +94,8 @@ def test_a_save_never_removes_one_that_became_the_checkpoint_meanwhile(
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 
-def test_a_lock_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_copy_without_the_lock_is_read(tmp_path: Path) -> None:
     save(tmp_path, _state())
-    (data_of(tmp_path) / "lock").unlink()
-    with pytest.raises(FzeroError, match="lock is missing"):
-        load(tmp_path, _state())
+    (tmp_path / ".lock").unlink()
+    load(tmp_path, _state())
+    assert not (tmp_path / ".lock").exists()

@@ -37,7 +37,7 @@ def test_a_save_that_fails_leaves_the_one_before(
     with failing(target, after, OSError("disk is full")), pytest.raises(CheckpointError):
         save_universal(tmp_path, new)
     same(new, before)
-    assert not list(tmp_path.glob(".universal*/zero"))
+    assert not list(tmp_path.glob(".partial*/zero"))
     into = make(blank(mixed()), stage=0)
     same(contents(load_universal(tmp_path, into)), contents(old))
     save_universal(tmp_path, new)

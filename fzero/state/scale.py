@@ -139,7 +139,7 @@ def as_policy(name: str, scale: Any) -> ScalePolicy | None:
     if scale is None or isinstance(scale, DynamicScale | StaticScale):
         return scale
     if isinstance(scale, str) and scale == "dynamic":
-        return dynamic()
+        return DynamicScale()
     if is_scale(scale):
         return None if scale == 1 else StaticScale(float(scale))
     if isinstance(scale, Tensor) and scale.numel() == 1 and scale.is_floating_point():
@@ -153,11 +153,6 @@ def as_policy(name: str, scale: Any) -> ScalePolicy | None:
         fix='give a positive number, "dynamic", a fzero.DynamicScale(init_scale=..., ...), a '
         "floating tensor of one element, or a function without arguments; 1 for no scale.",
     )
-
-
-def dynamic() -> DynamicScale:
-    """Return the scale that "dynamic" stands for, and that fp16 autocast brings."""
-    return DynamicScale()
 
 
 def begin(policy: ScalePolicy, device: torch.device) -> LossScale:

@@ -19,7 +19,7 @@ from fzero.collectives import FUNCTIONAL, Channel, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.homes import lent
 from fzero.mesh import enter, leave
-from fzero.packing import input_shape, unpack
+from fzero.packing import input_shape, unpack, unpack_groups
 from fzero.partition import assemble
 from fzero.placeholder import placeholders
 from fzero.state import NAMESPACE, TrainState
@@ -294,12 +294,8 @@ def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
     layout = state.setup.layout
 
     def build(inputs: Sequence[Tensor]) -> Any:
-        leaves: dict[int, Any] = {}
-        input_of = dict(zip(layout.trainable, inputs, strict=True))
-        for i, group in enumerate(layout.groups):
-            flat = input_of.get(i, fulls[i])
-            leaves.update(zip(group.leaves, unpack(layout, i, flat), strict=True))
-        return assemble(layout, leaves)
+        flats = dict(enumerate(fulls)) | dict(zip(layout.trainable, inputs, strict=True))
+        return assemble(layout, unpack_groups(layout, flats))
 
     inputs = tuple(fulls[i].view(input_shape(layout, i)) for i in layout.trainable)
     return Source(inputs=inputs, build=build)

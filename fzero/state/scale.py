@@ -21,9 +21,6 @@ from fzero._check import is_count, is_number, require
 from fzero.errors import LayoutError
 from fzero.state._record import record, static
 
-LARGEST = torch.finfo(torch.float32).max
-SMALLEST = torch.finfo(torch.float32).tiny
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScale:
@@ -298,7 +295,8 @@ def _adapted(scale: LossScale, policy: DynamicScale, bad: Tensor) -> LossScale:
 
 def is_scale(value: Any) -> bool:
     """Whether it is a positive number that fp32 holds."""
-    return is_number(value) and SMALLEST <= value <= LARGEST
+    fp32 = torch.finfo(torch.float32)
+    return is_number(value) and fp32.tiny <= value <= fp32.max
 
 
 def _is_count(value: Any) -> bool:

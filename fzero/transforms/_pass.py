@@ -251,7 +251,11 @@ class Pass:
                         self._hold_shards()
                     self._announce(phase)
                 case EndPhase():
-                    self._with_programs(self.sequencer.finish())
+                    programs = self.sequencer.finish()
+                    if self._lazy:
+                        self._learn(programs)
+                    if self._lazy and self._carries and self.sequencer.stays:
+                        self._keep_gathered()
         self.gatherer.rounds = self.phase.runs  # what is left of a plan is rounded as it began
 
     def _saw_gathered(self, group: int, flat: Tensor) -> None:
@@ -296,17 +300,18 @@ class Pass:
                 lines.append(f"after {state.progress.reductions} reductions since the update")
         return "\n".join(lines)
 
-    def _with_programs(self, found: dict[schedule.Place, schedule.Program]) -> None:
-        if not self._lazy:
-            return
+    def _learn(self, found: dict[schedule.Place, schedule.Program]) -> None:
+        """Expect these programs from now on."""
         owner = self.states[self._owner]
         known = owner.schedule
         for (index, phase), program in found.items():
             known = schedule.record(known, index, phase, program)
         if known is not owner.schedule:
             self.states[self._owner] = owner.replace(schedule=known)
-        if self._carries and self.sequencer is not None and self.sequencer.stays:
-            for number, gathered in enumerate(self.gatherer.kept_flats()):
-                state = self.states[number]
-                kept = replace(state.window, gathered=gathered)
-                self.states[number] = state.replace(window=kept)
+
+    def _keep_gathered(self) -> None:
+        """Let what is whole go with the state, to the next pass of its window."""
+        for number, gathered in enumerate(self.gatherer.kept_flats()):
+            state = self.states[number]
+            kept = replace(state.window, gathered=gathered)
+            self.states[number] = state.replace(window=kept)

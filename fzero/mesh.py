@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -152,14 +154,15 @@ def ambient() -> Axis:
     return running[-1] if running else world()
 
 
-def enter(axis: Axis) -> None:
-    """Make `axis` the ambient one."""
-    _running().append(axis)
-
-
-def leave() -> None:
-    """Undo `enter`."""
-    _running().pop()
+@contextmanager
+def running_on(axis: Axis) -> Iterator[None]:
+    """Make `axis` the ambient one in this block."""
+    running = _running()
+    running.append(axis)
+    try:
+        yield
+    finally:
+        running.pop()
 
 
 def _running() -> list[Axis]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,6 +90,14 @@ def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
         same = tuple(flat.shape) == leaves[0].shape  # a view of it would cost a copy in backward
         return [flat if same else flat.view(leaves[0].shape)]
     return _cut(layout, index, flat)[0]
+
+
+def unpack_groups(layout: Layout, flats: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """{group: its flat [W l]} -> {leaf: its tensor}, views of the flats."""
+    found: dict[int, Tensor] = {}
+    for index, flat in flats.items():
+        found.update(zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True))
+    return found
 
 
 def _cut(layout: Layout, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:

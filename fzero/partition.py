@@ -1,13 +1,13 @@
 """Pytree of tensors <-> flat padded groups <-> shards. Pure functions and a recorded layout.
 
 params --plan_layout--> Layout
-params --flatten--> one flat [W l] for each group --shard_of--> [l]
-flats --unflatten--> params
+params --leaves_of, pack--> one flat [W l] for each group --shard_of--> [l]
+flats --unpack_groups, assemble--> params
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 
 from fzero._check import require
 from fzero.errors import LayoutError
-from fzero.packing import ALIGNMENT_BYTES, apart, in_order, pack, unpack
+from fzero.packing import ALIGNMENT_BYTES, apart, in_order
 from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
 from fzero.state.layout import Group, Layout, Leaf, learns
@@ -107,17 +107,11 @@ def plan_layout(
     return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
 
 
-def flatten(layout: Layout, params: Any) -> list[Tensor]:
-    """Return one flat [W l] buffer for each group of `layout`, padding zero.
+def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
+    """Return the tensor of each leaf of `layout`.
 
     Raises `LayoutError` when `params` has another structure, shape or dtype than the layout.
     """
-    by_leaf = leaves_of(layout, params)
-    return [pack(layout, i, [by_leaf[j] for j in g.leaves]) for i, g in enumerate(layout.groups)]
-
-
-def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
-    """Return the tensor of each leaf of `layout`. Raises as `flatten` does."""
     paths, tensors, treespec = named_leaves(params)
     if treespec != layout.treespec:
         raise LayoutError(
@@ -140,16 +134,11 @@ def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
     return by_leaf
 
 
-def unflatten(layout: Layout, flats: Sequence[Tensor]) -> Any:
-    """Return the pytree whose groups are `flats` (each [W l]); tied positions share a tensor."""
-    by_leaf: dict[int, Any] = {}
-    for index, (group, flat) in enumerate(zip(layout.groups, flats, strict=True)):
-        by_leaf.update(zip(group.leaves, unpack(layout, index, flat), strict=True))
-    return assemble(layout, by_leaf)
+def assemble(layout: Layout, by_leaf: Mapping[int, Any]) -> Any:
+    """Return the pytree with value `by_leaf[i]` wherever leaf i stands; None for absent ones.
 
-
-def assemble(layout: Layout, by_leaf: dict[int, Any]) -> Any:
-    """Return the pytree with value `by_leaf[i]` wherever leaf i stands; None for absent ones."""
+    Tied positions share a value.
+    """
     return optree.tree_unflatten(layout.treespec, [by_leaf.get(i) for i in layout.slots])
 
 

@@ -18,17 +18,19 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+
+from torch import Tensor
 
 from fzero.collectives import Channel, What
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
-from fzero.recording import Done, Recording
 from fzero.reduce import Reducer
 from fzero.state import replay
 from fzero.state.effects import FreeUnit, GatherUnit, ReduceUnit, ReplayEffect
-from fzero.state.schedule import Limits, Program, Schedule, expected
+from fzero.state.schedule import Phases, Place, Program, joined
+from fzero.state.setup import Gathering
 
 _LIVE = 2
 """Units whole at once while a rank asks: the one in use, and the one before it."""
@@ -45,18 +47,19 @@ class Sequencer:
         channel: Channel,
         gatherer: Gatherer,
         reducer: Reducer,
-        limits: Limits,
-        persistent: Collection[int] = (),
+        gathering: Gathering,
         *,
-        gathers: bool = True,
-        number: int | None = None,
+        gathers: bool,
+        number: int | None,
     ) -> None:
         self.channel, self.gatherer, self.reducer = channel, gatherer, reducer
-        self.limits, self._numels = limits, gatherer.numels
-        self._persistent, self._gathers = tuple(persistent), gathers
-        self.stays = False  # what `limits.keeps` keeps stays beyond the backward, until `changed`
+        self._limits, self._numels = gathering.limits, gatherer.numels
+        self._persistent, self._gathers = gathering.persistent, gathers
+        self.stays = False  # what `Limits.keeps` keeps stays beyond the backward, until `changed`
         self.number = channel.join(self, number)
-        self._recording = Recording(self.number, sync_point=len(gatherer.units))
+        self._sync_point = len(gatherer.units)  # the event of a collective of the user's
+        self._phases: dict[Place, list[int]] = {}  # what this rank does in each
+        self._events: list[int] = []  # of the phase that runs
         self._asked = False  # since the last `finish`
         self._program: Program | None = None
         self._replay: replay.Replay | None = None
@@ -67,10 +70,10 @@ class Sequencer:
         self._current = -1
         self._open = False  # announced, and not known yet what the others announce
         self.drop_if_raised: Callable[[], None] | None = None  # see `Channel.drop_raised`
-        gatherer.use, gatherer.keeps = self.use, limits.keeps
+        gatherer.use, gatherer.keeps = self.use, self._limits.keeps
         gatherer.on_hold = self.hold
         self.wait_all = reducer.wait_all  # what the channel calls where all ranks are at one place
-        reducer.on_full = self.full if gathers else self.full_at_once
+        reducer.on_full = self.full
 
     def close(self) -> None:
         """No pass will follow."""
@@ -78,22 +81,23 @@ class Sequencer:
 
     # A pass.
 
-    def begin(self, text: str, index: int, phase: int, schedule: Schedule, *, served: bool) -> None:
-        """Announce pass `index` in `phase` (0 forward, 1 backward), expected by `schedule`."""
+    def begin(self, text: str, place: Place, program: Program | None, *, served: bool) -> None:
+        """Announce a phase of a pass, which is expected to do `program`."""
         self._end_other_plans()
-        self._recording.begin(index, phase)
+        self._events = self._phases[place] = []
         self._replay, self._current = None, -1
-        self._program = expected(schedule, index, phase)
+        self._program = program
         self._open = True
         self._run(True)
         self.gatherer.release()
         # What is here already is part of what ranks must have in common to follow one plan.
         facts = self._program and (self._program.digest, sorted(self.gatherer.kept))
         hint = zlib.crc32(repr(facts).encode())
-        self.channel.announce(f"{text}\nphase {phase}", hint=hint, served=served)
+        self.channel.announce(f"{text}\nphase {place[1]}", hint=hint, served=served)
 
-    def adopted(self) -> None:
-        """Some units were whole before: they are used without a gather."""
+    def adopt(self, gathered: Sequence[Sequence[Tensor]]) -> None:
+        """Go on with what a window has gathered: it is used without a gather."""
+        self.gatherer.adopt(gathered)
         self._seen = set(self.gatherer.kept)
 
     def use(self, unit: int) -> None:
@@ -104,8 +108,8 @@ class Sequencer:
         self.gatherer.drop_rounded([unit])
         held, self._current = self.gatherer.touch(unit), unit
         if unit not in self._seen:
-            self._recording.add(unit)
-            if self.limits.keeps:
+            self._events.append(unit)
+            if self._limits.keeps:
                 self._seen.add(unit)
         if self._replay is not None and not self._replay.waits:
             here = replay.complete(self._replay, self._due)  # they start behind what this use frees
@@ -129,7 +133,7 @@ class Sequencer:
             return
         self._read_announced()
         self._current = -1
-        self._recording.add_sync_point()
+        self._events.append(self._sync_point)
         self._asked |= self._run_plan()
         self._reduce_due()
         self._end_other_plans()
@@ -138,20 +142,14 @@ class Sequencer:
             self._go_on(replay.leave_sync_point(self._replay))
 
     def full(self, unit: int) -> None:
-        """The gradient of a unit is complete on this rank: reduce it."""
-        self._read_announced()
-        self._recording.add(~unit)
-        self._due.append(unit)
-        self._reduce_due()
+        """The gradient of a unit, or of a bucket, is complete on this rank: reduce it.
 
-    def full_at_once(self, unit: int) -> None:
-        """The gradient of a bucket is complete; below stage 3 little else follows.
-
-        While another rank has not begun, this one goes on, with one bucket to scatter at most.
+        Below stage 3, while another rank has not begun its backward, this one goes on with its own,
+        with one bucket to scatter at most.
         """
-        self._recording.add(~unit)
+        self._events.append(~unit)
         self._due.append(unit)
-        waits = self._open and not self.channel.is_answered
+        waits = not self._gathers and self._open and not self.channel.is_answered
         if waits and sum(map(self.reducer.is_bounded, self._due)) <= 1:
             return
         self._read_announced()
@@ -168,27 +166,36 @@ class Sequencer:
         """The forward is over: finish its plan, and let go of what was gathered."""
         self.end_plan()
         self._current = -1
-        self._recording.pause()  # what is read between is no part of the pass
+        self._events = []  # what is read between is no part of the pass
         self._run(False)
         self.gatherer.release()
 
-    def finish(self) -> list[Done]:
-        """End the pass on every rank; return what its phases are from now on, if that is new.
+    def finish(self) -> dict[Place, Program]:
+        """End the pass on every rank; return what its phases do from now on, if new.
 
         Serves the others until none is in the pass. What is left here is reduced on the way. If any
         rank has asked, the programs become the union of what the ranks did.
         """
         self.end_plan()
         if left := self.reducer.left():
-            self._recording.add(*[~unit for unit in left if not self.reducer.is_complete(unit)])
+            self._events += [~unit for unit in left if not self.reducer.is_complete(unit)]
             self._asked = True
             self._ask(What.REDUCE, left)
         self._end_other_plans()
         asked = self.channel.finish(asked=self._asked)
-        done, self._asked, self._current = self._recording.taken(), False, -1
+        did, self._asked, self._current = self._take_phases(), False, -1
         self._run(False)
         self.let_go()
-        return self._recording.joined(self.channel.tell_each_once(done)) if asked else []
+        if not asked:
+            return {}
+        told = filter(None, self.channel.tell_each_once((self.number, did)))  # None: in no pass
+        mine = [phases for number, phases in told if number == self.number]
+        return joined(mine, self._sync_point)
+
+    def _take_phases(self) -> Phases:
+        """Return, and forget, what this rank did."""
+        phases, self._phases, self._events = self._phases, {}, []
+        return {place: tuple(events) for place, events in phases.items()}
 
     def fail(self, *, in_step: bool, tell: bool) -> None:
         """The pass is given up. `in_step`: run what is left of its plan; `tell` the others."""
@@ -203,7 +210,7 @@ class Sequencer:
         self._open, self._asked, self._replay, self._current = False, False, None, -1
         self._effects.clear()
         self._run(False)
-        self._recording.taken()
+        self._take_phases()
         self.reducer.drop()
         self.gatherer.release(all_of_them=True)
         self._seen = set()
@@ -249,7 +256,7 @@ class Sequencer:
         if same and self._program is not None:
             self.gatherer.keep(self._persistent)
             held = frozenset(self.gatherer.kept)
-            self._replay = replay.begin(self._program, self._numels, held, self.limits)
+            self._replay = replay.begin(self._program, self._numels, held, self._limits)
         else:
             self._asked = True
             if missing := [unit for unit in self._persistent if unit not in self.gatherer.held]:

@@ -21,7 +21,6 @@ import torch
 from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -106,8 +105,8 @@ def unseen() -> Iterator[None]:
 
 
 def require_no_trace(op: str) -> None:
-    """Raise `PhaseError` while `make_fx` traces a collective of virtual ranks."""
-    if get_proxy_mode() is not None:
+    """Raise `PhaseError` while `make_fx` traces what virtual ranks tell each other."""
+    if get_proxy_mode() is not None and not is_abstract():
         raise PhaseError(
             f"{op} on virtual ranks inside a trace (make_fx).",
             cause="the other ranks' values would be constants of the graph.",
@@ -148,18 +147,14 @@ class _TorchGlobals(NamedTuple):
 
     rng: torch.Tensor
     jvp_nesting: int
-    fx_patcher: Any = None  # of a trace that is under way
 
     @staticmethod
     def take() -> _TorchGlobals:
-        return _TorchGlobals(
-            torch.get_rng_state(), eager_transforms.JVP_NESTING, _symbolic_trace.CURRENT_PATCHER
-        )
+        return _TorchGlobals(torch.get_rng_state(), eager_transforms.JVP_NESTING)
 
     def put(self) -> None:
         torch.set_rng_state(self.rng)
         eager_transforms.JVP_NESTING = self.jvp_nesting
-        _symbolic_trace.CURRENT_PATCHER = self.fx_patcher
 
 
 class _Outcome(NamedTuple):

@@ -26,7 +26,6 @@ LEVELS = (
     ("homes", "packing", "placeholder", "quantize"),
     ("bucket", "collectives", "group_shard", "partition"),
     ("gather", "reduce", "functional", "optim"),
-    ("recording",),
     ("sequence",),
     ("transforms",),
     ("adapter", "trace"),

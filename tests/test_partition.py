@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn import Parameter
 
 from fzero.errors import LayoutError
-from fzero.packing import input_shape, leaf_ranges, pack, pack_copied, unpack
-from fzero.partition import flatten, plan_layout, shard_of, unflatten, unit_of
-from fzero.state.layout import Part
+from fzero.packing import input_shape, leaf_ranges, pack, pack_copied, unpack, unpack_groups
+from fzero.partition import assemble, leaves_of, plan_layout, shard_of, unit_of
+from fzero.state.layout import Layout, Part
 from tests.strategies import (
     LEARNING,
     Block,
@@ -37,6 +38,17 @@ any_tree = given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets, who
 def in_one(ranks: int, whole: bool) -> Callable[[str], int]:
     """Each leaf is whole on one of the ranks, or may be cut."""
     return lambda path: ranks if whole else 1
+
+
+def flatten(layout: Layout, params: Any) -> list[Tensor]:
+    """One flat [W l] for each group, as `init` makes them."""
+    by_leaf = leaves_of(layout, params)
+    return [pack(layout, i, [by_leaf[j] for j in g.leaves]) for i, g in enumerate(layout.groups)]
+
+
+def unflatten(layout: Layout, flats: Sequence[Tensor]) -> Any:
+    """The pytree of full flats, as `full_params` makes it."""
+    return assemble(layout, unpack_groups(layout, dict(enumerate(flats))))
 
 
 def ties(tree: Any) -> list[int]:

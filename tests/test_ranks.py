@@ -184,25 +184,6 @@ def test_a_body_must_leave_the_process_group() -> None:
     assert "leave the group to run_ranks" in failure_of(end_group, 1)
 
 
-SCRIPT = """
-import sys
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-x = torch.tensor([float(dist.get_rank() + 1)])
-dist.all_reduce(x)
-sys.stdout.write(f"sum {x.item()} threads {torch.get_num_threads()} {sys.argv[1:]}\\n")
-dist.destroy_process_group()
-"""
-
-
-def test_spawn_script_runs_a_script_on_every_rank(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = spawn_script(script, 2, ["--stage", "2"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 3.0 threads 1 ['--stage', '2']\n") == 2
-
-
 def test_spawn_script_runs_a_module_and_hands_back_the_exit_status() -> None:
     done = spawn_script("-m", 1, ["json.tool", "no-such-file"])
     assert done.returncode != 0

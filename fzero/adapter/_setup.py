@@ -23,7 +23,7 @@ from fzero.mesh import Axis, Runtime
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
 from fzero.state import Policy, Setup
 from fzero.state.precision import as_autocast, owners_in
-from fzero.state.scale import ScalePolicy, as_policy, dynamic
+from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
 from fzero.transforms._options import check_stage
 from fzero.transforms._plan import COMPARED, plan
 from fzero.transforms.scale_loss import Scale
@@ -91,7 +91,7 @@ def _require_own(module: nn.Module, axis: Axis) -> None:
 def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:
     """The policy of a `loss_scale`: of None, what autocast needs."""
     if given is None and setup.policy.autocast is torch.float16:
-        return dynamic()
+        return DynamicScale()
     return as_policy("loss_scale", given)
 
 

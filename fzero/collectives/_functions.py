@@ -89,12 +89,11 @@ def _apply(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
         return list(xs)  # over one rank all three maps are the identity
     wanted = [x for x in xs if x.numel()]
     done = iter(_Linear.apply(plan, *wanted) if wanted else ())
-    return [next(done) if x.numel() else _of_nothing(plan, x) for x in xs]
+    return [next(done) if x.numel() else of_nothing(plan[0], axis, x) for x in xs]
 
 
-def _of_nothing(plan: Plan, x: Tensor) -> Tensor:
-    """What the map makes of a tensor without elements: a shape, and nothing to send."""
-    kind, axis, _ = plan
+def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
+    """Return what a map makes of a tensor without elements: a shape, and nothing to send."""
     if kind in ("reduce", "all_to_all"):
         return x.clone()
     if kind == "gather":

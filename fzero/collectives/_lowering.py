@@ -204,7 +204,6 @@ def _swap(
 
     All ranks get the same tensors, to be copied from: a rank may write into what it holds.
     """
-    require_no_trace(op)
     shapes = [f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values]
 
     @torch.no_grad()
@@ -246,6 +245,7 @@ def _exchange(what: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any
     It is made once, for all of them. All virtual ranks come, also over a part.
     """
     axis.rank  # noqa: B018 - raises AxisError, with the fix, when no virtual ranks run here
+    require_no_trace(what)
     ranks: Any = current_ranks()
     dim = "" if axis.whole is None else f" over {axis.name!r}"
 

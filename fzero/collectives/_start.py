@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
-from fzero.collectives._functions import _of_nothing
+from fzero.collectives._functions import of_nothing
 from fzero.mesh import Axis, Runtime
 from fzero.quantize import dequantized, quantized
 
@@ -142,6 +142,5 @@ def _start(
         return InFlight(lowering.given(xs, axis), {})
     with torch.no_grad():
         wanted = [x for x in xs if x.numel()]
-        plan = (kind, axis, False)
-        rest = {at: _of_nothing(plan, x) for at, x in enumerate(xs) if not x.numel()}
+        rest = {at: of_nothing(kind, axis, x) for at, x in enumerate(xs) if not x.numel()}
         return InFlight(begin(wanted, axis) if wanted else lowering.given([], axis), rest)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fzero.errors import PhaseError
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hook_state import BackwardPhase as BackwardPhase
 from fzero.state.hook_state import HookState as HookState
@@ -176,8 +175,6 @@ def update_hook_state_and_maybe_run_epilogue(
     epilogue by count, and with no exit and re-entry since, it is counted and gets no second
     epilogue (`unfinished` says so).
 
-    Raises `PhaseError` for a negative `expected`.
-
     Example:
         >>> state, _ = enter_backward(HookState())
         >>> state, effects = update_hook_state_and_maybe_run_epilogue(
@@ -186,7 +183,6 @@ def update_hook_state_and_maybe_run_epilogue(
         >>> effects, graph_completed(state)[1]
         ((QueueCallback(graph_task_id=7),), (RunEpilogue(),))
     """
-    _require_count(expected)
     if s.backward_active_depth == 0:
         return replace(s, hooks_outside_backward=s.hooks_outside_backward + 1), ()
     s, effects = queue_post_backward_callback(s, graph_task_id=graph_task_id)
@@ -217,13 +213,3 @@ def _drop_if_unfinished(s: HookState) -> HookEffects:
     # What a late hook brought is a gradient like any other: the next epilogue takes it along.
     given_up = s.unfinished and s.phase is BackwardPhase.RUNNING
     return (DropBackward(),) if given_up else ()
-
-
-def _require_count(expected: int) -> None:
-    if expected < 0:
-        raise PhaseError(
-            f"a gradient hook expects {expected} hooks in all.",
-            cause="the count was computed outside of a backward.",
-            fix="count inside the hook: the hooks fired so far and those that the running "
-            "graph task will fire.",
-        )

@@ -21,9 +21,6 @@ from fzero._check import is_count, is_number, require
 from fzero.errors import LayoutError
 from fzero.state._record import record, static
 
-LARGEST = torch.finfo(torch.float32).max
-SMALLEST = torch.finfo(torch.float32).tiny
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScale:
@@ -139,7 +136,7 @@ def as_policy(name: str, scale: Any) -> ScalePolicy | None:
     if scale is None or isinstance(scale, DynamicScale | StaticScale):
         return scale
     if isinstance(scale, str) and scale == "dynamic":
-        return dynamic()
+        return DynamicScale()
     if is_scale(scale):
         return None if scale == 1 else StaticScale(float(scale))
     if isinstance(scale, Tensor) and scale.numel() == 1 and scale.is_floating_point():
@@ -153,11 +150,6 @@ def as_policy(name: str, scale: Any) -> ScalePolicy | None:
         fix='give a positive number, "dynamic", a fzero.DynamicScale(init_scale=..., ...), a '
         "floating tensor of one element, or a function without arguments; 1 for no scale.",
     )
-
-
-def dynamic() -> DynamicScale:
-    """Return the scale that "dynamic" stands for, and that fp16 autocast brings."""
-    return DynamicScale()
 
 
 def begin(policy: ScalePolicy, device: torch.device) -> LossScale:
@@ -303,7 +295,8 @@ def _adapted(scale: LossScale, policy: DynamicScale, bad: Tensor) -> LossScale:
 
 def is_scale(value: Any) -> bool:
     """Whether it is a positive number that fp32 holds."""
-    return is_number(value) and SMALLEST <= value <= LARGEST
+    fp32 = torch.finfo(torch.float32)
+    return is_number(value) and fp32.tiny <= value <= fp32.max
 
 
 def _is_count(value: Any) -> bool:

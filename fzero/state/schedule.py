@@ -15,7 +15,7 @@ follows the order it has traced).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property, lru_cache
@@ -23,6 +23,13 @@ from itertools import zip_longest
 
 Events = tuple[int, ...]
 """`u` is a use of unit u, `~u` (negative) the reduction of its gradient."""
+
+
+Place = tuple[int, int]
+"""(number of a pass since the last update, its phase: 0 forward, 1 backward)"""
+
+Phases = Mapping[Place, Events]
+"""What one rank did in each phase."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,15 @@ def union(programs: Sequence[Events], sync_point: int | None = None) -> Program:
             merged = _merged(merged, segment)
         whole += merged
     return Program(tuple(whole))
+
+
+def joined(everyone: Sequence[Phases], sync_point: int) -> dict[Place, Program]:
+    """Return, for each phase that any rank was in, the union of what the ranks did in it."""
+    places = sorted({place for phases in everyone for place in phases})
+    return {
+        place: union([phases[place] for phases in everyone if place in phases], sync_point)
+        for place in places
+    }
 
 
 def _split(events: Events, sync_point: int | None) -> list[Events]:

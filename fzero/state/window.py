@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fzero.errors import PhaseError
-from fzero.state import buffers
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers, Placement
 
@@ -17,7 +16,8 @@ from fzero.state.buffers import Buffers, Placement
 class Window:
     """Whether a window is open, and what has gathered in it.
 
-    `pending` is PARTIAL: this rank's own sum. `gathered` holds full parameters for the length
+    `pending` is PARTIAL: this rank's own sum; in a closed window (an engine's, after `no_sync`) it
+    waits for the next reduction. `gathered` holds full parameters for the length
     of the window when stage 3 was asked to keep them (else it is empty). `residual` is PARTIAL,
     too: what quantized reductions have lost of this rank's gradients, without the loss scale;
     `residual_before`: as it was at the last update, while gradients since then are held.
@@ -44,31 +44,16 @@ def open_window(window: Window) -> Window:
     return replace(window, is_open=True)
 
 
-def put(window: Window, gradients: Buffers) -> Window:
-    """Add this rank's own gradients to what is pending.
-
-    In a closed window (an engine's, after `no_sync`) they wait for the next reduction.
-    """
-    return replace(window, pending=buffers.add(window.pending, gradients))
-
-
-def take(window: Window, *, keep_gathered: bool = False) -> tuple[Window, Buffers]:
+def take(window: Window) -> tuple[Window, Buffers]:
     """Return the window without its pending gradients (still open if it was), and those.
 
-    Gathered parameters go as well, for what follows is an update, unless they are to be kept.
+    Gathered parameters go as well, for what follows is an update.
     """
-    gathered = window.gathered if keep_gathered else ()
-    return replace(window, pending=CLOSED.pending, gathered=gathered), window.pending
+    return replace(window, pending=CLOSED.pending, gathered=()), window.pending
 
 
 def close(window: Window) -> Window:
-    """Close an emptied window. Raises `PhaseError` if gradients would be lost."""
-    if window.pending.held:
-        raise PhaseError(
-            "the window still holds unreduced gradients.",
-            cause="window.close before window.take.",
-            fix="take the pending gradients and reduce them first.",
-        )
+    """Close a window whose gradients were taken."""
     return replace(window, gathered=(), is_open=False)
 
 

@@ -22,7 +22,7 @@ from fzero._modes import in_transform, is_recorded
 from fzero.collectives import Channel
 from fzero.errors import NonFiniteError, PhaseError
 from fzero.mesh import world
-from fzero.packing import unpack
+from fzero.packing import unpack_groups
 from fzero.state import TrainState, progress
 from fzero.state.progress import NonFinite
 from fzero.transforms._differentiate import Result
@@ -118,10 +118,8 @@ def found_at_once(states: Sequence[TrainState], result: Result) -> list[NonFinit
         return [None for _ in states]
     check.loss(result.value)
     for number, (state, grads) in enumerate(zip(states, result.grads, strict=True)):
-        layout, made = state.setup.layout, dict[int, Tensor]()
-        for i, flat in zip(layout.trainable, grads, strict=True):
-            leaves = unpack(layout, i, flat.detach().reshape(-1))
-            made.update(zip(layout.groups[i].leaves, leaves, strict=True))
+        layout, flats = state.setup.layout, (flat.detach().reshape(-1) for flat in grads)
+        made = unpack_groups(layout, dict(zip(layout.trainable, flats, strict=True)))
         for leaf in sorted(made, reverse=True):
             check.gradient(number, leaf, made[leaf])
     return check.taken()

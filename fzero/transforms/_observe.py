@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero._modes import in_transform
-from fzero.packing import unpack
+from fzero.packing import unpack_groups
 from fzero.state import TrainState
 from fzero.state.setup import Observer
 from fzero.transforms._pipeline import Step, returned_pair
@@ -40,10 +40,9 @@ def tell_added(state: TrainState, flats: Sequence[Tensor], *, reduced: bool) -> 
     if state.setup.policy.observer is None:
         return
     layout = state.setup.layout
-    for index, flat in zip(layout.trainable, flats, strict=True):
-        leaves = unpack(layout, index, flat)
-        for leaf, gradient in zip(layout.groups[index].leaves, leaves, strict=True):
-            tell("added", state, (leaf, gradient, reduced))
+    made = unpack_groups(layout, dict(zip(layout.trainable, flats, strict=True)))
+    for leaf, gradient in made.items():
+        tell("added", state, (leaf, gradient, reduced))
 
 
 def observe(fn: Callable[..., Any], observers: Sequence[Observer]) -> Step[..., Any]:

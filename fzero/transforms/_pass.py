@@ -17,7 +17,6 @@ from torch import Tensor
 from fzero.collectives import FUNCTIONAL, Channel, channel_of
 from fzero.errors import AxisError
 from fzero.gather import Gatherer
-from fzero.recording import Done
 from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
 from fzero.state import Placement, TrainState, pass_state, schedule, window
@@ -69,25 +68,18 @@ class Pass:
         self.gatherer = Gatherer([setup.layout for setup in setups], axes)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
-        self._lazy = bool(lazy) and self.channel is not None
+        self._lazy = bool(lazy)
         # Below stage 3 no program is recorded: every bucket is reduced, the last one first.
-        program = schedule.Program(tuple(~unit for unit in self.reducer.backwards))
-        self._fixed = schedule.record(schedule.Schedule(), 0, 1, program)
+        self._fixed = schedule.Program(tuple(~unit for unit in self.reducer.backwards))
         self.sequencer: Sequencer | None = None
         if self.channel is not None:
-            gathering = setups[self._owner].gathering
+            gathering, parts = setups[self._owner].gathering, (self.gatherer, self.reducer)
             self.sequencer = Sequencer(
-                self.channel,
-                self.gatherer,
-                self.reducer,
-                gathering.limits,
-                gathering.persistent if lazy else (),
-                gathers=self._lazy,
-                number=number,
+                self.channel, *parts, gathering, gathers=self._lazy, number=number
             )
-        if self._lazy:
-            self._hold_shards()
-            self._adopt()
+            if self._lazy:
+                self._hold_shards()
+                self.sequencer.adopt([state.window.gathered for state in states])
         self.phase = PassState()
         self.drop_if_raised: Callable[[], None] | None = None  # set by an engine
 
@@ -259,7 +251,11 @@ class Pass:
                         self._hold_shards()
                     self._announce(phase)
                 case EndPhase():
-                    self._with_programs(self.sequencer.finish())
+                    programs = self.sequencer.finish()
+                    if self._lazy:
+                        self._learn(programs)
+                    if self._lazy and self._carries and self.sequencer.stays:
+                        self._keep_gathered()
         self.gatherer.rounds = self.phase.runs  # what is left of a plan is rounded as it began
 
     def _saw_gathered(self, group: int, flat: Tensor) -> None:
@@ -276,7 +272,7 @@ class Pass:
     def _crossing(self) -> dict[str, bool]:
         """What of the next phase crosses ranks: parameters that it reads, gradients to sum."""
         waits = [state.window.is_open for state in self.states]
-        if self.sequencer is None or self.channel is None:
+        if self.sequencer is None:
             return {"reads": False, "sums": False}
         state = self.states[self._owner]
         reshard = state.setup.gathering.reshard_after_forward
@@ -286,10 +282,12 @@ class Pass:
     def _announce(self, phase: int) -> None:
         assert self.sequencer is not None
         state = self.states[self._owner]
-        index, known = state.progress.backwards, state.schedule if self._lazy else self._fixed
+        index, program = state.progress.backwards, self._fixed
+        if self._lazy:
+            program = schedule.expected(state.schedule, index, phase)
         served = self._served and not self.phase.dropped
         self.sequencer.drop_if_raised = self.drop_if_raised
-        self.sequencer.begin(self._text(), index, phase, known, served=served)
+        self.sequencer.begin(self._text(), (index, phase), program, served=served)
 
     def _text(self) -> str:
         lines = [self._name, f"gradients dropped just before: {self.phase.dropped}"]
@@ -302,24 +300,18 @@ class Pass:
                 lines.append(f"after {state.progress.reductions} reductions since the update")
         return "\n".join(lines)
 
-    def _with_programs(self, found: Sequence[Done]) -> None:
-        if not self._lazy:
-            return
+    def _learn(self, found: dict[schedule.Place, schedule.Program]) -> None:
+        """Expect these programs from now on."""
         owner = self.states[self._owner]
         known = owner.schedule
-        for index, phase, program in found:
+        for (index, phase), program in found.items():
             known = schedule.record(known, index, phase, program)
         if known is not owner.schedule:
             self.states[self._owner] = owner.replace(schedule=known)
-        if self._carries and self.sequencer is not None and self.sequencer.stays:
-            for number, gathered in enumerate(self.gatherer.kept_flats()):
-                state = self.states[number]
-                kept = replace(state.window, gathered=gathered)
-                self.states[number] = state.replace(window=kept)
 
-    def _adopt(self) -> None:
-        """Go on with what a window has gathered."""
-        assert self.sequencer is not None
-        gathered = [state.window.gathered for state in self.states]
-        self.gatherer.adopt(gathered)
-        self.sequencer.adopted()
+    def _keep_gathered(self) -> None:
+        """Let what is whole go with the state, to the next pass of its window."""
+        for number, gathered in enumerate(self.gatherer.kept_flats()):
+            state = self.states[number]
+            kept = replace(state.window, gathered=gathered)
+            self.states[number] = state.replace(window=kept)

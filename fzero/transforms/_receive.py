@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded, needs_func
-from fzero.collectives import channel_of, cut, gather_parts, sum_parts
+from fzero.collectives import channel_of, sum_parts
 from fzero.errors import NonFiniteError, PhaseError
 from fzero.homes import lent, placed
 from fzero.mesh import Axis, Runtime
@@ -60,8 +60,8 @@ def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tenso
 def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     """Return `state` with gradients of this rank, [W l], added to what waits to be reduced."""
     new = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
-    emptied, pending = window.take(state.window, keep_gathered=True)
-    return state.replace(window=window.put(emptied, _added(state, pending, new)))
+    pending = _added(state, state.window.pending, new)
+    return state.replace(window=dataclasses.replace(state.window, pending=pending))
 
 
 def accumulate(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
@@ -221,19 +221,6 @@ def boundary(
         if channel is not None and any(channel.call("\n".join(lines), int(bad is not None))):
             bad = first_of(channel, bad)
     return bad
-
-
-def place(state: TrainState, held: Buffers, to: Placement) -> Buffers:
-    """Return the same values, placed otherwise: REPLICATED, or as a part of what is held."""
-    buffers.require_reduced(held)
-    setup = state.setup
-    if held.placement is to:
-        return held
-    if to is Placement.REPLICATED:
-        here = [lent(flat, state.device) for flat in held.flats]
-        return Buffers(flats=tuple(gather_parts(setup, here, held.placement, to)), placement=to)
-    parts = tuple(cut(setup, flat, held.placement, to) for flat in held.flats)
-    return Buffers(flats=parts, placement=to)
 
 
 def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement) -> list[Tensor]:

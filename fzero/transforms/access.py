@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import optree
-from torch import Tensor
 from torch.nn import Parameter
 
 from fzero._modes import in_transform
 from fzero.collectives import gather_parts
 from fzero.homes import lent
-from fzero.packing import unpack
+from fzero.packing import unpack_groups
 from fzero.partition import assemble
-from fzero.state import Group, Placement, TrainState, progress
+from fzero.state import Placement, TrainState, buffers, progress
 from fzero.transforms._donate import check_alive, without_donation
-from fzero.transforms._receive import boundary, place, reduce_pending
+from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._scaled import without_scale
 from fzero.transforms._states import flatten_states
 
@@ -110,26 +108,19 @@ def _full_params(state: TrainState) -> Any:
     elif not in_transform():
         flats = [x.clone() if x is flat else x for x, flat in zip(flats, held, strict=True)]
     layout = state.setup.layout
-    found: dict[int, Any] = {}
-    for index, (group, flat) in enumerate(zip(layout.groups, flats, strict=True)):
-        leaves = unpack(layout, index, flat)
-        found.update(zip(group.leaves, map(_marked(group), leaves), strict=True))
+    found = unpack_groups(layout, dict(enumerate(flats)))
+    for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
+        if leaf.dtype.is_floating_point and not leaf.trainable:  # it comes back as it came
+            found[i] = Parameter(found[i], requires_grad=False)
     return assemble(layout, found)
 
 
-def _marked(group: Group) -> Callable[[Tensor], Tensor]:
-    """Frozen leaves come back as they came: as parameters that require no grad."""
-    if group.trainable or not group.dtype.is_floating_point or in_transform():
-        return lambda leaf: leaf
-    return lambda leaf: Parameter(leaf, requires_grad=False)
-
-
 def _gradients(state: TrainState) -> Any:
-    layout = state.setup.layout
-    whole = place(state, reduce_pending(without_donation(state)).gradients, Placement.REPLICATED)
-    found: dict[int, Any] = {}
-    for index, flat in zip(layout.trainable, whole.flats, strict=True):
-        flat = without_scale(state, flat)
-        flat = flat if in_transform() else flat.clone()
-        found.update(zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True))
+    setup, layout = state.setup, state.setup.layout
+    held = buffers.require_reduced(reduce_pending(without_donation(state)).gradients)
+    here = [lent(flat, state.device) for flat in held.flats]
+    whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)
+    unscaled = (without_scale(state, flat) for flat in whole)
+    flats = [flat if in_transform() else flat.clone() for flat in unscaled]
+    found = unpack_groups(layout, dict(zip(layout.trainable, flats, strict=True)))
     return assemble(layout, found)

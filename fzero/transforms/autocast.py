@@ -14,7 +14,7 @@ from fzero.errors import explain
 from fzero.state import TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.precision import Autocast, SafeModules, sixteen_bit_error
-from fzero.state.scale import dynamic
+from fzero.state.scale import DynamicScale
 from fzero.transforms._pipeline import P, R, Step, Transform, transform
 from fzero.transforms._scaled import with_policy
 from fzero.transforms._states import flatten_states, map_states, under_policy
@@ -118,7 +118,7 @@ def autocast(
 def _scaled(state: TrainState, dtype: torch.dtype | None) -> TrainState:
     """With the loss scale that fp16 needs, unless the state has one."""
     needs = dtype is torch.float16 and state.scale is None
-    return with_policy(state, dynamic()) if needs else state
+    return with_policy(state, DynamicScale()) if needs else state
 
 
 def _require_fp32(state: TrainState) -> None:

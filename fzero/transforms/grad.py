@@ -18,8 +18,8 @@ from fzero._modes import needs_func, require_autograd, wants_graph
 from fzero.collectives import FUNCTIONAL, Channel, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.homes import lent
-from fzero.mesh import enter, leave
-from fzero.packing import input_shape, unpack
+from fzero.mesh import running_on
+from fzero.packing import input_shape, unpack, unpack_groups
 from fzero.partition import assemble
 from fzero.placeholder import placeholders
 from fzero.state import NAMESPACE, TrainState
@@ -93,12 +93,9 @@ def grad_and_reduce(
         require_autograd("grad_and_reduce")
         for one in states:  # again: a call of this function may have used them up
             check_alive(one)
-        enter(states[0].setup.axis)
-        try:
+        with running_on(states[0].setup.axis):
             known = [with_value(one) for one in states]
             new, result = _differentiate(loss_of, known, (args, kwargs), has_aux=has_aux)
-        finally:
-            leave()
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 
@@ -294,12 +291,8 @@ def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
     layout = state.setup.layout
 
     def build(inputs: Sequence[Tensor]) -> Any:
-        leaves: dict[int, Any] = {}
-        input_of = dict(zip(layout.trainable, inputs, strict=True))
-        for i, group in enumerate(layout.groups):
-            flat = input_of.get(i, fulls[i])
-            leaves.update(zip(group.leaves, unpack(layout, i, flat), strict=True))
-        return assemble(layout, leaves)
+        flats = dict(enumerate(fulls)) | dict(zip(layout.trainable, inputs, strict=True))
+        return assemble(layout, unpack_groups(layout, flats))
 
     inputs = tuple(fulls[i].view(input_shape(layout, i)) for i in layout.trainable)
     return Source(inputs=inputs, build=build)

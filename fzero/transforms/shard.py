@@ -13,14 +13,16 @@ from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, Runtime, axis_of
-from fzero.state import Reduction, TrainState
+from fzero.state import TrainState
 from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._models import stages_of
 from fzero.transforms._options import (
     InitOptions,
+    SharedOptions,
     Stages,
     check_options,
     check_stages,
+    grouped,
 )
 from fzero.transforms._pipeline import (
     P,
@@ -134,14 +136,8 @@ def shard(
     )
 
 
-_DEFAULTS = {
-    "reshard_after_forward": True,
-    "bucket_bytes": None,
-    "optimizer_over": "shard",
-    "whole_parameters": False,
-    "quantized_weights": False,
-    **asdict(Reduction()),
-}
+_SHARED = asdict(grouped(SharedOptions, {}))
+_DEFAULTS = {**_SHARED, **_SHARED["reduction"], **_SHARED["gathering"]}
 
 
 def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:

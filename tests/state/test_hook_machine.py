@@ -20,7 +20,7 @@ EVENTS = st.one_of(
     st.tuples(PLAIN),
     st.tuples(st.just("hook"), st.integers(0, 3), TASKS),
     st.tuples(st.just("complete"), st.sampled_from([None, 1, 2])),
-    st.tuples(st.sampled_from(["queue", "refused"]), TASKS),
+    st.tuples(st.just("queue"), TASKS),
 )
 
 
@@ -65,14 +65,6 @@ class Both:
             self.state, expected=expected, graph_task_id=task
         )
         self._check(answer, self.model.happened("hook", expected=expected, task=task))
-
-    def refused(self, task: int | None) -> None:
-        before = repr(self.state)
-        with pytest.raises(PhaseError, match=r"expects -1 hooks[\s\S]*Fix: count inside the hook"):
-            hooks.update_hook_state_and_maybe_run_epilogue(
-                self.state, expected=-1, graph_task_id=task
-            )
-        assert repr(self.state) == before
 
     def compare(self) -> None:
         """The record is legal, and shows what the history says."""

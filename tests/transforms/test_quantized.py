@@ -19,6 +19,7 @@ from fzero.quantize import dequantized, quantized, wire_numel
 from fzero.state import Layout, TrainState
 from tests.ranks import run_ranks
 from tests.transforms.wired import (
+    CASES,
     DRIVERS,
     LR,
     USED,
@@ -36,8 +37,6 @@ from tests.transforms.wired import (
     twelves,
 )
 
-GRADIENTS: dict[str, Any] = {"quantized_gradients": True}
-CASES = [(1, GRADIENTS), (2, GRADIENTS), (3, {**GRADIENTS, "quantized_weights": True})]
 ROOT = Path(__file__).parents[2]
 STAGES = pytest.mark.parametrize(("stage", "options"), CASES, ids=["1", "2", "3"])
 STEPS = 3

@@ -47,7 +47,6 @@ def run(
                 state, _ = subject.step(state, *subject.args)
                 watch.mark("batch", subject.args)
                 _mark(watch, state)
-                subject.marks.append(lambda new: _mark(watch, new))
                 with count_collectives() as log, watch:
                     state, _ = subject.step(state, *subject.args)
     except FzeroError:
@@ -58,8 +57,6 @@ def run(
             "is no answer to .item() and `if x.sum() > 0`, nor a shape of x[mask])"
         )
         raise
-    finally:
-        subject.marks.clear()
     return _plan(subject.name, state, watch, log, rank=rank, device=device, rates=rates)
 
 

@@ -10,7 +10,7 @@ import torch
 from fzero._check import is_count, is_positive, require
 from fzero.errors import LayoutError
 from fzero.optim import adamw
-from fzero.plan._checks import World, check_rank, module_of, size_of, too_large
+from fzero.plan._checks import World, module_of, size_of, too_large
 from fzero.plan._record import Comparison, Plan
 from fzero.plan._run import run
 from fzero.plan._subject import Loss, Subject, device_of, maker, subject_of, tree_emptied
@@ -108,7 +108,9 @@ class Planner:
             away=offload,
             options={"stage": stage, **options},
         )
-        return _run(subject, optimizer, size, rank, device or device_of(module), rates)
+        optimizer = adamw(3e-4) if optimizer is None else optimizer
+        kind = device or device_of(module)
+        return run(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
 
     def of_step(
         self,
@@ -164,7 +166,8 @@ class Planner:
             )
         make = maker(autocasts="autocast" in names_inside(step))
         subject = Subject(repr(step), step, tree_emptied(params, make), tree_emptied(args, make))
-        return _run(subject, optimizer, size, rank, device or device_of(params), rates)
+        kind = device or device_of(params)
+        return run(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
 
     def compare(
         self, model: Any, batch: Any, *, stages: Sequence[int] = (0, 1, 2, 3), **options: Any
@@ -255,13 +258,3 @@ class Planner:
             else:
                 last = middle
         return plan
-
-
-def _run(
-    subject: Subject, optimizer: Any, size: int, rank: int, device: str, rates: Rates | None
-) -> Plan:
-    check_rank(rank, size)
-    wanted = '"cpu" (with gloo) or "cuda" (with nccl)'
-    require("device", device, lambda device: device in ("cpu", "cuda"), wanted)
-    chosen = adamw(3e-4) if optimizer is None else optimizer
-    return run(subject, chosen, world=size, rank=rank, device=device, rates=rates or Rates())

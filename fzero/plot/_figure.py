@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import FzeroError
@@ -95,3 +96,17 @@ def ends_of(name: str, least: int = 1) -> list[str]:
     """Return a path, and the ends of it of at least so many parts: "a.b.c", "b.c", "c"."""
     parts = name.split(".")
     return [name, *(".".join(parts[i:]) for i in range(1, len(parts) - least + 1))]
+
+
+def stretches(values: Sequence[Any]) -> list[tuple[int, int, Any]]:
+    """Return (start, stop, value) of each stretch of one value.
+
+    Example:
+        >>> stretches(["a", "a", "b"])
+        [(0, 2, 'a'), (2, 3, 'b')]
+    """
+    found, end = [], 0
+    for value, run in groupby(values):
+        start, end = end, end + len(list(run))
+        found.append((start, end, value))
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fzero._units import in_bytes
@@ -180,7 +179,7 @@ def _name_peak(ax: Axes, memory: MemoryTimeline) -> None:
 def _name_phases(ax: Axes, memory: MemoryTimeline) -> None:
     """Write each phase above its ops: upright where there is no room."""
     points = _figure.points_wide(ax) / len(memory.rows)
-    for start, stop, phase in spans([row.phase for row in memory.rows]):
+    for start, stop, phase in _figure.stretches([row.phase for row in memory.rows]):
         if start:
             ax.axvline(start, color=EDGE, linewidth=0.8, linestyle=(0, (2, 2)))
         fits = _figure.fitting([phase], FONT_POINTS, (stop - start) * points)
@@ -201,17 +200,3 @@ def _name_axes(ax: Axes, title: str) -> None:
     ax.set_title(_figure.verbatim(title), loc="left", fontsize="medium", pad=38)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-
-
-def spans(values: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return (start, stop, value) of each stretch of one value.
-
-    Example:
-        >>> spans(["a", "a", "b"])
-        [(0, 2, 'a'), (2, 3, 'b')]
-    """
-    found, end = [], 0
-    for value, run in groupby(values):
-        start, end = end, end + len(list(run))
-        found.append((start, end, value))
-    return found

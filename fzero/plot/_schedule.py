@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fzero.plot import _figure
 from fzero.plot._html import Table
-from fzero.plot._memory import ops_of
+from fzero.plot._memory import PHASES, ops_of
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
 from fzero.trace import Op, Trace
 
@@ -29,9 +29,6 @@ FONT_POINTS = 7.5
 INCHES_A_ROW = 0.24
 PHASE_POINTS = 52.0  # for the names of phases, on the left
 FEW = 2  # equal rows that are drawn at each end of a long stretch of them
-
-
-_PHASES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +171,7 @@ def _rows(a: Sequence[Op], b: Sequence[Op]) -> Iterator[ScheduleRow]:
 def _alone(a: Sequence[Op], b: Sequence[Op]) -> list[ScheduleRow]:
     """Rows of one op each, those of an earlier phase first; each of both in its order."""
     rows = [*(ScheduleRow(a=op, b=None) for op in a), *(ScheduleRow(a=None, b=op) for op in b)]
-    return sorted(rows, key=lambda row: _PHASES.index(row.phase))
+    return sorted(rows, key=lambda row: PHASES.index(row.phase))
 
 
 def _aligned(

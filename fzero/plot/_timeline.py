@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import LayoutError
@@ -293,11 +293,11 @@ def _states(events: Sequence[HookEvent]) -> list[HookState]:
 
 def _runs(values: Sequence[Any]) -> list[tuple[float, float, Any]]:
     """Return (start, stop, value) for each stretch of one true value, `values[i]` from event i."""
-    found, end = [], 0
-    for value, run in groupby(values):
-        start, end = end, end + len(list(run))
-        found.append((start or 1 - SIDE, end if end < len(values) else end - 1 + SIDE, value))
-    return [run for run in found if run[2]]
+    return [
+        (start or 1 - SIDE, stop if stop < len(values) else stop - 1 + SIDE, value)
+        for start, stop, value in _figure.stretches(values)
+        if value
+    ]
 
 
 def _tasks(events: Sequence[HookEvent]) -> list[tuple[int, int, int, int]]:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fzero._check import is_count, is_positive, require
 from fzero.errors import LayoutError
 from fzero.optim import adamw
-from fzero.plan._checks import (
-    World,
-    check_device,
-    check_positive,
-    check_rank,
-    module_of,
-    size_of,
-    too_large,
-)
+from fzero.plan._checks import World, module_of, size_of, too_large
 from fzero.plan._record import Comparison, Plan
 from fzero.plan._run import run
-from fzero.plan._subject import (
-    Loss,
-    Subject,
-    device_of,
-    maker,
-    subject_of,
-    tree_emptied,
-)
+from fzero.plan._subject import Loss, Subject, device_of, maker, subject_of, tree_emptied
 from fzero.plan._time import Rates
 from fzero.state.offload import Offload
 from fzero.transforms._pipeline import names_inside
@@ -110,13 +95,11 @@ class Planner:
         """
         size = size_of(world)
         module = module_of(model)
-        kind = check_device(device or device_of(module))
         if isinstance(world, tuple):
             options["mesh"] = world
-        make = maker(autocasts=autocast is not None)
         subject = subject_of(
             module,
-            tree_emptied(batch, make),
+            batch,
             loss=loss,
             micro_batches=micro_batches,
             coalesced=coalesced,
@@ -124,9 +107,10 @@ class Planner:
             lowered=autocast,
             away=offload,
             options={"stage": stage, **options},
-            make=make,
         )
-        return _run(subject, optimizer, size, rank, kind, rates)
+        optimizer = adamw(3e-4) if optimizer is None else optimizer
+        kind = device or device_of(module)
+        return run(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
 
     def of_step(
         self,
@@ -180,11 +164,10 @@ class Planner:
                 fix="plan.of_step(fzero.shard(step_fn, stage=...), params, optimizer, *args, "
                 "world=...); fzero.plan(module, batch, ...) plans a module.",
             )
-        kind = check_device(device or device_of(params))
         make = maker(autocasts="autocast" in names_inside(step))
-        given = tree_emptied(params, make), tree_emptied(args, make)
-        subject = Subject(repr(step), step, *given, [])
-        return _run(subject, optimizer, size, rank, kind, rates)
+        subject = Subject(repr(step), step, tree_emptied(params, make), tree_emptied(args, make))
+        kind = device or device_of(params)
+        return run(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
 
     def compare(
         self, model: Any, batch: Any, *, stages: Sequence[int] = (0, 1, 2, 3), **options: Any
@@ -253,7 +236,8 @@ class Planner:
             >>> plan.world, plan.peak_bytes < 800e3
             (56, True)
         """
-        check_positive(fits_bytes=fits_bytes, multiple_of=multiple_of)
+        require("fits_bytes", fits_bytes, is_positive, "bytes: 80e9 for 80 GB")
+        require("multiple_of", multiple_of, is_count, "a number of ranks")
         module = module_of(model)
 
         def of(count: int) -> Plan:
@@ -267,18 +251,10 @@ class Planner:
         if not plan.fits(fits_bytes):
             raise too_large(plan, fits_bytes)
         while count - last > 1:
-            middle = math.floor((count + last) / 2)
+            middle = (count + last) // 2
             tried = of(middle)
             if tried.fits(fits_bytes):
                 count, plan = middle, tried
             else:
                 last = middle
         return plan
-
-
-def _run(
-    subject: Subject, optimizer: Any, size: int, rank: int, device: str, rates: Rates | None
-) -> Plan:
-    check_rank(rank, size)
-    chosen = adamw(3e-4) if optimizer is None else optimizer
-    return run(subject, chosen, world=size, rank=rank, device=device, rates=rates or Rates())

@@ -29,17 +29,6 @@ def size_of(world: Any) -> int:
     return sizes[0] * sizes[1]
 
 
-def check_device(device: str) -> str:
-    """Return the kind of device; raise `LayoutError` for another one than fzero runs on."""
-    if device not in ("cpu", "cuda"):
-        raise LayoutError(
-            f"plan: device={device!r}.",
-            cause="a device that fzero does not run on, or one with an index.",
-            fix='give "cpu" (with gloo) or "cuda" (with nccl).',
-        )
-    return device
-
-
 def module_of(model: Any) -> nn.Module:
     """Return the module that is planned, or that of a config; raise `LayoutError` for others."""
     if isinstance(model, nn.Module):
@@ -62,17 +51,6 @@ def check_rank(rank: Any, size: int) -> None:
             cause="ranks are counted from 0.",
             fix=f"give a rank in range({size}).",
         )
-
-
-def check_positive(**values: Any) -> None:
-    """Raise `LayoutError`, naming the option, for what is no positive number."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise LayoutError(
-                f"plan.smallest_world: {name}={value!r}.",
-                cause="a bound that is no positive number.",
-                fix="give bytes, 80e9 for 80 GB, and a count of ranks.",
-            )
 
 
 def too_large(plan: Plan, fits_bytes: float) -> LayoutError:

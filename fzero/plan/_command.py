@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from fzero._columns import wants_color
 from fzero.errors import FzeroError, LayoutError
-from fzero.plan import _text, plan
-from fzero.plan._api import size_of
+from fzero.plan import plan
 from fzero.plan._config import from_config, tokens
-from fzero.plan._record import Comparison, Plan
+from fzero.plan._record import Comparison, Plan, of_comparison, of_plan
 from fzero.plan._time import Rates
 
 SUMMARY = "what a step takes on any number of ranks: bytes, collectives, the peak"
@@ -25,7 +25,6 @@ DESCRIPTION = (
 )
 EPILOG = "Exit code 2 for wrong input, and if no world fits what --fits says."
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OPTIMIZER = "fzero.optim.adamw(3e-4)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,12 +58,10 @@ def run(given: dict[str, Any]) -> int:
     made = _of_params(given) if "params" in given else _of_config(given)
     if given.get("json"):
         print(json.dumps(made.to_dict(), indent=1))
-        return 0
-    bold = wants_color()
-    if isinstance(made, Comparison):
-        print(_text.of_comparison(made.plans, bold=bold))
+    elif isinstance(made, Comparison):
+        print(of_comparison(made.plans, bold=wants_color()))
     else:
-        print(_text.of_plan(made, bold=bold))
+        print(of_plan(made, bold=wants_color()))
     return 0
 
 
@@ -78,15 +75,12 @@ def _of_params(given: dict[str, Any]) -> Plan | Comparison:
             "give --hf-config; or leave it out.",
         )
     numel = int(_number("params", given["params"]))
-    model = _OneParameter(numel, _DTYPES[given.get("dtype", "bf16")])
-    batch = torch.empty((), device="meta")
-    world = _world(given)
-    plans = [
-        plan(model, batch, world=world, stage=stage, loss=lambda model, _: model(), donate=True)
-        for stage in _stages(given)
-    ]
-    known = tuple(map(_without_activations, plans))
-    return known[0] if len(known) == 1 else Comparison(plans=known)
+    model = _OneParameter(numel, _dtype(given))
+    made = _planned(model, torch.empty((), device="meta"), given, loss=lambda model, _: model())
+    plans = made.plans if isinstance(made, Comparison) else (made,)
+    name = f"{numel / 1e9:g} billion parameters"
+    known = tuple(replace(one, name=name, peak={}, time=None) for one in plans)
+    return known[0] if isinstance(made, Plan) else Comparison(plans=known)
 
 
 class _OneParameter(torch.nn.Module):
@@ -101,19 +95,6 @@ class _OneParameter(torch.nn.Module):
         return (self.weight * self.weight).sum()
 
 
-def _without_activations(made: Plan) -> Plan:
-    numel = sum(leaf.numel for leaf in made.setups[0].layout.leaves)
-    return Plan(
-        name=f"{numel / 1e9:g} billion parameters",
-        setups=made.setups,
-        device=made.device,
-        bytes=made.bytes,
-        peak={},
-        traffic=made.traffic,
-        time=None,
-    )
-
-
 _OF_MODELS = (
     *("batch", "length", "micro_batches", "fits", "flops", "memory", "link", "latency"),
     *("coalesce", "checkpoint"),
@@ -121,10 +102,19 @@ _OF_MODELS = (
 
 
 def _of_config(given: dict[str, Any]) -> Plan | Comparison:
-    model = from_config(given["hf_config"]).to(_DTYPES[given.get("dtype", "bf16")]).train()
+    model: Any = from_config(given["hf_config"]).to(_dtype(given)).train()
     batch = tokens(model, given.get("batch", 1), given.get("length"))
+    names = {field.name.split("_")[0]: field.name for field in fields(Rates)}
+    options: dict[str, Any] = {
+        "micro_batches": given.get("micro_batches", 1),
+        "coalesced": given.get("coalesce", False),
+        "rates": Rates(**{name: given[key] for key, name in names.items() if key in given}),
+    }
     try:
-        return _of_model(model, batch, given)
+        if given.get("checkpoint"):
+            newer = getattr(model, "activation_checkpointing_enable", None)  # of transformers 5.23
+            (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        return _planned(model, batch, given, **options)
     except FzeroError:
         raise
     except Exception as error:  # what models raise is of any kind
@@ -136,30 +126,11 @@ def _of_config(given: dict[str, Any]) -> Plan | Comparison:
         ) from error
 
 
-def _of_model(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], given: dict[str, Any]
+def _planned(
+    model: torch.nn.Module, batch: Any, given: dict[str, Any], **options: Any
 ) -> Plan | Comparison:
-    if given.get("checkpoint"):
-        language_model: Any = model
-        newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
-        (newer or language_model.gradient_checkpointing_enable)({"use_reentrant": False})
-    rates = {
-        name: given[key]
-        for key, name in (
-            ("flops", "flops_per_s"),
-            ("memory", "memory_bytes_per_s"),
-            ("link", "link_bytes_per_s"),
-            ("latency", "latency_s"),
-        )
-        if key in given
-    }
-    options: dict[str, Any] = {
-        "micro_batches": given.get("micro_batches", 1),
-        "coalesced": given.get("coalesce", False),
-        "rates": Rates(**rates),
-        "donate": True,
-    }
     stages = _stages(given)
+    options["donate"] = True
     if "fits" in given:
         if len(stages) > 1 or "world" in given:
             raise _wrong(
@@ -173,6 +144,10 @@ def _of_model(
     if len(stages) > 1:
         return plan.compare(model, batch, stages=stages, **options)
     return plan(model, batch, stage=stages[0], **options)
+
+
+def _dtype(given: dict[str, Any]) -> torch.dtype:
+    return _DTYPES[given.get("dtype", "bf16")]
 
 
 def _require_one(given: dict[str, Any]) -> None:
@@ -201,9 +176,7 @@ def _world(given: dict[str, Any]) -> int | tuple[int, int]:
             f"--world {text}", "no number of ranks.", "give 64, or 8x8 for 8 replicas of 8 ranks."
         )
     numbers = [int(part) for part in parts]
-    found = numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
-    size_of(found)
-    return found
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
 def _number(name: str, text: str) -> float:

@@ -89,18 +89,14 @@ def _read(path: str) -> dict[str, Any]:
     try:
         with open(file, encoding="utf-8") as opened:
             found = json.load(opened)
+        if not isinstance(found, dict):
+            raise ValueError(f"it has a {type(found).__name__}, not an object")
     except (OSError, ValueError) as error:
         raise LayoutError(
             f"{file!r} could not be read as a config: {error}.",
             cause="another path, or a file that is no JSON.",
             fix="give the path of a model's config.json, or of the folder that has it.",
         ) from error
-    if not isinstance(found, dict):
-        raise LayoutError(
-            f"{file!r} has a {type(found).__name__}, not an object.",
-            cause="another JSON file.",
-            fix="give the path of a model's config.json.",
-        )
     return found
 
 

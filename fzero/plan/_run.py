@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fzero._check import require
 from fzero.collectives import CollectiveLog, count_collectives
 from fzero.errors import FzeroError
 from fzero.optim._masters import masters_of
+from fzero.plan._checks import check_rank
 from fzero.plan._meta import AsOn
 from fzero.plan._record import Plan, Traffic
 from fzero.plan._subject import Subject
@@ -28,13 +30,16 @@ _PLACES = ("on device", "in host memory", "on disk")
 
 
 def run(
-    subject: Subject, optimizer: Any, *, world: int, rank: int, device: str, rates: Rates
+    subject: Subject, optimizer: Any, *, world: int, rank: int, device: str, rates: Rates | None
 ) -> Plan:
     """Return the plan of a subject, whose parameters and arguments have no values.
 
     The first step is not looked at: at stage 3 it records in which order units are gathered, and
     some optimizers make their states in it.
     """
+    check_rank(rank, world)
+    wanted = '"cpu" (with gloo) or "cuda" (with nccl)'
+    require("device", device, lambda device: device in ("cpu", "cuda"), wanted)
     try:
         with abstract_rank(rank, world, device=device):
             state = subject.step.init(
@@ -47,7 +52,6 @@ def run(
                 state, _ = subject.step(state, *subject.args)
                 watch.mark("batch", subject.args)
                 _mark(watch, state)
-                subject.marks.append(lambda new: _mark(watch, new))
                 with count_collectives() as log, watch:
                     state, _ = subject.step(state, *subject.args)
     except FzeroError:
@@ -58,9 +62,7 @@ def run(
             "is no answer to .item() and `if x.sum() > 0`, nor a shape of x[mask])"
         )
         raise
-    finally:
-        subject.marks.clear()
-    return _plan(subject.name, state, watch, log, rank=rank, device=device, rates=rates)
+    return _plan(subject.name, state, watch, log, rank=rank, device=device, rates=rates or Rates())
 
 
 def _mark(watch: Watch, tree: Any) -> None:

@@ -18,6 +18,7 @@ from fzero.errors import LayoutError
 from fzero.functional import functionalize
 from fzero.plan import _constants as constants
 from fzero.plan._meta import AsOn
+from fzero.plan._watch import rename
 from fzero.state import NAMESPACE
 from fzero.state.offload import Offload
 from fzero.transforms import (
@@ -30,6 +31,7 @@ from fzero.transforms import (
     offload,
     shard,
 )
+from fzero.transforms._states import flatten_states
 
 Loss = Callable[[Any, Any], Tensor]
 """(model, batch) -> a scalar, as `fzero.certify` takes it. `model` is called like the module."""
@@ -46,7 +48,6 @@ class Subject(NamedTuple):
     step: Any
     params: Any
     args: tuple[Any, ...]
-    marks: list[Callable[[Any], None]]  # called with each state that has a gradient
 
 
 def subject_of(
@@ -60,11 +61,9 @@ def subject_of(
     lowered: torch.dtype | None,
     away: Offload | None,
     options: Mapping[str, Any],
-    make: Make,
 ) -> Subject:
     """Return the step of a training loop: forward, backward, update, with what was asked for."""
-    compute = loss or mean_output
-    marks: list[Any] = []
+    compute, make = loss or mean_output, maker(autocasts=lowered is not None)
     with nullcontext() if lowered else AsOn("cpu"):  # which keeps what is known of buffers
         apply, params = _functionalized(emptied(model, make))
 
@@ -73,23 +72,21 @@ def subject_of(
 
     def step_fn(state: Any, batch: Any) -> tuple[Any, Tensor]:
         state, value = grad_and_reduce(loss_of, state)(batch)
-        for mark in marks:
-            mark(state)
+        for one in flatten_states("plan", state)[0]:
+            rename("window", one.window)
+            rename("gradients", one.gradients)
         return apply_gradients(state), value
 
-    step: Any = step_fn
-    if micro_batches != 1:
-        step = accumulate(step, steps=micro_batches)
+    step: Any = accumulate(step_fn, steps=micro_batches)
     if coalesced:
         step = coalesce(step)
-    if max_norm is not None:
-        step = clip(step, max_norm=max_norm)
+    step = clip(step, max_norm=max_norm)
     if lowered is not None:
         step = autocast(step, dtype=lowered)
     if away is not None:
         step = offload(step, **away.homes, folder=away.folder)
     step = shard(step, **options)
-    return Subject(type(model).__name__, step, params, (batch,), marks)
+    return Subject(type(model).__name__, step, params, (tree_emptied(batch, make),))
 
 
 def _functionalized(model: nn.Module) -> tuple[Callable[..., Any], Any]:

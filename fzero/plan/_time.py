@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fzero._check import is_positive
-from fzero.errors import LayoutError
+from fzero._check import is_positive, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +29,7 @@ class Rates:
     def __post_init__(self) -> None:
         """Check it."""
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not is_positive(value):
-                raise LayoutError(
-                    f"Rates: {field.name}={value!r}.",
-                    cause="a rate that is no positive number.",
-                    fix="give bytes, FLOPs or seconds as a number: link_bytes_per_s=50e9.",
-                )
+            require(field.name, getattr(self, field.name), is_positive, "a number: 50e9")
 
     def __str__(self) -> str:
         return (

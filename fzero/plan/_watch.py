@@ -62,11 +62,10 @@ class Watch(TorchDispatchMode):
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def mark(self, kind: str, tree: Any) -> None:
-        """The tensors of a pytree of records are of that kind."""
+        """The tensors of a pytree of records are there already, and of that kind."""
         for x in optree.tree_leaves(tree, namespace=NAMESPACE):
             if isinstance(x, Tensor) and has_no_values(x):
-                storage = x.untyped_storage()
-                self._memory(storage, kind).kind = kind
+                self._memory(x.untyped_storage(), kind).kind = kind
 
     def __torch_dispatch__(
         self,
@@ -83,7 +82,7 @@ class Watch(TorchDispatchMode):
         made = list(_tensors(out))
         given = list(_tensors((args, kwargs)))
         self._follow(func, given, made)
-        if not func.is_view:
+        if not (func.is_view or func.namespace == "prim"):  # which asks where a fake tensor is
             nbytes = sum(x.numel() * x.element_size() for x in (*given, *made))
             self.work[_flops(func, args, kwargs, out), nbytes] += 1
         return out
@@ -121,6 +120,14 @@ class Watch(TorchDispatchMode):
         self._live += nbytes
         if self._live > self._peak:
             self._peak, self._peak_at = self._live, len(self._tape)
+
+
+def rename(kind: str, tree: Any) -> None:
+    """The tensors of a pytree of records are of that kind, if a `Watch` follows them."""
+    for x in optree.tree_leaves(tree, namespace=NAMESPACE):
+        memory = getattr(x.untyped_storage(), "memory", None) if isinstance(x, Tensor) else None
+        if memory is not None:
+            memory.kind = kind
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ measured_timeline(step)(state, *args) --> StepTimeline: the same of a step that 
 schedule_diff(a, b) --> ScheduleDiff: the collectives of two traces side by side
 """
 
-from fzero.plot._extra import MissingExtraError as MissingExtraError
+from fzero.plot._figure import MissingExtraError as MissingExtraError
 from fzero.plot._lanes import StepEvent as StepEvent
 from fzero.plot._map import PartitionMap as PartitionMap
 from fzero.plot._map import Segment as Segment

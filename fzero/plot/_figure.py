@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from fzero.plot._extra import missing_matplotlib
+from fzero.errors import FzeroError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LEGEND_POINTS = 8.5
-WIDE = 0.62  # of a character, in units of its font size
+
+
+class MissingExtraError(FzeroError, ImportError):
+    """An optional dependency is not installed; the tables work without it."""
 
 
 def new_figure(inches: tuple[float, float]) -> Figure:
@@ -21,24 +25,39 @@ def new_figure(inches: tuple[float, float]) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise missing_matplotlib() from error
+        raise MissingExtraError(
+            "a figure needs matplotlib, which is not installed.",
+            cause="fzero was installed without its extra for plots.",
+            fix="pip install 'fzero[plots]'; .table() and the HTML view need no matplotlib.",
+        ) from error
     return Figure(figsize=inches, layout="constrained")
 
 
 def legend_below(ax: Axes, handles: Sequence[Any], *, title: str = "") -> None:
     """Put a legend below the axes, in as many columns as there is room for."""
+    from matplotlib.transforms import ScaledTranslation
+
     below_inches = 0.55  # the ticks and the name of the x axis
+    below = ScaledTranslation(0, -below_inches, ax.figure.dpi_scale_trans)
     ax.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(0, -below_inches * ax.figure.dpi / ax.get_window_extent().height),
-        ncols=columns(handles, ax.get_window_extent().width / ax.figure.dpi),
+        bbox_to_anchor=(0, 0),
+        bbox_transform=ax.transAxes + below,
+        ncols=legend_columns(handles, points_wide(ax)),
         frameon=False,
         fontsize=LEGEND_POINTS,
         title=title or None,
         title_fontsize=LEGEND_POINTS,
         alignment="left",
     )
+
+
+def legend_columns(handles: Sequence[Any], room: float) -> int:
+    """Return how many columns of a legend fit into so many points."""
+    longest = max(text_points(handle.get_label(), LEGEND_POINTS) for handle in handles)
+    patch_and_gaps = 5 * LEGEND_POINTS
+    return max(1, min(len(handles), int(room / (longest + patch_and_gaps))))
 
 
 def points_wide(ax: Axes) -> float:
@@ -49,13 +68,16 @@ def points_wide(ax: Axes) -> float:
 @functools.cache
 def text_points(text: str, size: float) -> float:
     """Return the width of a text in points, at a font size in points."""
-    try:
-        from matplotlib.font_manager import FontProperties
-        from matplotlib.textpath import text_to_path
-    except ImportError as error:
-        raise missing_matplotlib() from error
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
     font = FontProperties(size=size)
     return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
+
+
+def fitting(names: Sequence[str], size: float, room: float) -> str:
+    """Return the first name that there is room for, with a little around it; "" if none is."""
+    return next((name for name in names if text_points(name, size) + 4.0 <= room), "")
 
 
 def cut(text: str, size: float, room: float) -> str:
@@ -70,13 +92,21 @@ def verbatim(name: str) -> str:
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
-def columns(handles: Sequence[Any], inches: float) -> int:
-    """Return how many columns of a legend fit into that width; 6 characters are for the patch."""
-    longest = max(len(handle.get_label()) for handle in handles) + 6
-    return max(1, min(len(handles), int(inches * 72 / (longest * WIDE * LEGEND_POINTS))))
-
-
 def ends_of(name: str, least: int = 1) -> list[str]:
     """Return a path, and the ends of it of at least so many parts: "a.b.c", "b.c", "c"."""
     parts = name.split(".")
     return [name, *(".".join(parts[i:]) for i in range(1, len(parts) - least + 1))]
+
+
+def stretches(values: Sequence[Any]) -> list[tuple[int, int, Any]]:
+    """Return (start, stop, value) of each stretch of one value.
+
+    Example:
+        >>> stretches(["a", "a", "b"])
+        [(0, 2, 'a'), (2, 3, 'b')]
+    """
+    found, end = [], 0
+    for value, run in groupby(values):
+        start, end = end, end + len(list(run))
+        found.append((start, end, value))
+    return found

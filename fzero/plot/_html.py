@@ -1,20 +1,41 @@
-"""Tables as text and as HTML, and bars of HTML. No matplotlib."""
+"""A table as text and as HTML. No matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import html
+from collections.abc import Sequence
 
 from fzero._columns import columns
-from fzero.plot._palette import EDGE
 
-HATCH = "repeating-linear-gradient(45deg,#fff,#fff 3px,#9a9a9a 3px,#9a9a9a 4px)"
-Piece = tuple[int, str, str, str]  # of a bar: its length, fill, HTML inside, title
 _CELL = "style='text-align:left;white-space:nowrap'"
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return `rows` under `header`, in columns."""
-    return "\n".join(columns([header, *rows]))
+class Table:
+    """A record that prints as text in columns, and is an HTML table in a notebook."""
+
+    __slots__ = ()
+
+    def _heading(self) -> list[str]:
+        """The lines above the table."""
+        return []
+
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """The header, and the rows below it."""
+        raise NotImplementedError
+
+    def table(self) -> str:
+        """Return it as text in columns."""
+        header, rows = self._cells()
+        return "\n".join([*self._heading(), *columns([header, *rows])])
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        header, rows = self._cells()
+        cells = [[html.escape(cell) for cell in row] for row in rows]
+        lines = [f"<div><b>{html.escape(line)}</b></div>" for line in self._heading()]
+        return "".join([*lines, html_table(header, cells)])
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -29,17 +50,3 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "<tr>" + "".join(f"<td {_CELL}>{cell}</td>" for cell in row) + "</tr>" for row in rows
     )
     return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def bar(pieces: Iterable[Piece], total: int) -> str:
-    """Return a bar of pieces whose lengths add up to `total`; those of length 0 are left out."""
-    found = []
-    for length, fill, shown, title in pieces:
-        style = (
-            f"width:{100 * length / max(total, 1):.3f}%;height:1.4em;overflow:hidden;font-size:75%;"
-            f"box-sizing:border-box;border-right:1px solid #fff;background:{fill}"
-        )
-        if length:
-            found.append(f"<div title='{title}' style='{style}'>{shown}</div>")
-    style = f"display:flex;width:32em;border:1px solid {EDGE}"
-    return f"<div style='{style}'>{''.join(found)}</div>"

@@ -91,17 +91,10 @@ def _too_near(a: Named, b: Named, points_per_s: float) -> bool:
 
 def _inside(some: Named, points_per_s: float) -> str:
     """The longest name that fits into the bar: never into several bars."""
-    room = (some.end - some.start) * points_per_s - 4.0 if len(some.events) == 1 else 0.0
-    return next((name for name in some.names() if points(name) <= room), "")
-
-
-def points(text: str) -> float:
-    return _figure.text_points(text, FONT_POINTS)
-
-
-def upright(some: Named, room: float) -> str:
-    """The name beside a bar, cut where there is no room for more."""
-    return _figure.cut(some.names()[0], FONT_POINTS, room)
+    if len(some.events) > 1:
+        return ""
+    room = (some.end - some.start) * points_per_s
+    return _figure.fitting(some.names(), FONT_POINTS, room)
 
 
 def _about(event: StepEvent) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import LayoutError
-from fzero.plot import _figure, _html
+from fzero.plot import _figure
+from fzero.plot._html import Table
 from fzero.plot._palette import ABSENT, EDGE, colour, ink
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ MOST_NAMES = 21  # leaves in a legend, as many as have a colour of their own; gr
 FONT_POINTS = 7.0  # inside the bars
 HATCH: dict[str, Any] = {"hatch": "//////", "facecolor": "white"}
 Places = dict[tuple[int, str], float]  # (rank, kind) -> y of its bar
-_CHARACTERS = 72  # that fit into a whole bar, at three quarters of the font size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class PartitionMap:
+class PartitionMap(Table):
     """Every held element of a state, as segments. Plain data: equal states give equal maps.
 
     All groups lie end to end on one axis, each with its padding: [0, sum of W l). `kinds` has a
@@ -89,75 +88,29 @@ class PartitionMap:
         """Return the map as dicts, lists, strings and numbers: what JSON can hold."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
-    def table(self) -> str:
-        """Return the map as text: a line for each rank and kind of buffer."""
-        return _html.text_table(
-            ("rank", "buffer", "placement", "elements", "segments"),
-            [
-                (str(rank), kind, placement, f"{_numel(row):,}", " ".join(map(self.label, row)))
-                for rank in self.ranks
-                for kind, placement in self.kinds
-                for row in [self.of(rank, kind)]
-            ],
-        )
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """A row for each rank and kind of buffer."""
+        rows = []
+        for rank in self.ranks:
+            for kind, placement in self.kinds:
+                held = self.of(rank, kind)
+                numel = sum(segment.stop - segment.start for segment in held)
+                words = " ".join(map(self.label, held))
+                rows.append((str(rank), kind, placement, f"{numel:,}", words))
+        return ("rank", "buffer", "placement", "elements", "segments"), rows
 
-    def draw(self, ax: Axes | None = None, *, legend: bool = True) -> Axes:
+    def draw(self, ax: Axes | None = None) -> Axes:
         """Draw the map on `ax` (default: a new figure) and return the axes.
+
+        A band for each rank, and a bar in it for each kind of buffer.
 
         Raises `MissingExtraError` (an `ImportError`) where matplotlib is not installed.
         """
-        return _draw(self, ax, legend=legend)
-
-    def __repr__(self) -> str:
-        ranks = f"ranks {list(self.ranks)} of {self.world_size}"
-        return f"PartitionMap(stage={self.stage}, {ranks}, {len(self.segments)} segments)"
-
-    def _repr_html_(self) -> str:
-        return _as_html(self)
-
-
-def _numel(row: list[Segment]) -> int:
-    return sum(segment.stop - segment.start for segment in row)
-
-
-# As HTML.
-
-
-def _as_html(partition: PartitionMap) -> str:
-    """Return the map as a table with a coloured bar for each rank and kind of buffer."""
-    rows = []
-    for rank in partition.ranks:
-        for i, (kind, placement) in enumerate(partition.kinds):
-            row = partition.of(rank, kind)
-            held = sum(s.stop - s.start for s in row)
-            pieces = _pieces(partition, row, pale=placement == "partial")
-            name = f"<b>rank {rank}</b>" if i == 0 else ""
-            rows.append((name, kind, placement, f"{held:,}", _html.bar(pieces, partition.total)))
-    title = (
-        f"<b>stage {partition.stage}</b>, {partition.world_size} ranks, "
-        f"{partition.total:,} elements with padding"
-    )
-    return title + _html.html_table(("", "buffer", "placement", "elements", "held"), rows)
-
-
-def _pieces(
-    partition: PartitionMap, row: Sequence[Segment], *, pale: bool
-) -> Iterator[_html.Piece]:
-    """Yield what is held in colour, padding hatched, and the rest grey, from left to right."""
-    end = 0
-    for segment in row:
-        yield segment.start - end, ABSENT, "", "not held"
-        length, end = segment.stop - segment.start, segment.stop
-        fill, shown, fade = _html.HATCH, "", ";opacity:.55" if pale else ""
-        if segment.leaf is not None:
-            name, fill = partition.leaves[segment.leaf], colour(segment.leaf)
-            if len(name) <= length / partition.total * _CHARACTERS:
-                shown = f"<span style='color:{ink(fill)}'>{html.escape(name)}</span>"
-        yield length, fill + fade, shown, html.escape(partition.label(segment), quote=True)
-    yield partition.total - end, ABSENT, "", "not held"
-
-
-# As a figure.
+        if ax is None:
+            return side_by_side([self]).axes[0]
+        _draw_bars(ax, self)
+        _figure.legend_below(ax, _legend([self]))
+        return ax
 
 
 def side_by_side(maps: Sequence[PartitionMap]) -> Figure:
@@ -181,20 +134,6 @@ def side_by_side(maps: Sequence[PartitionMap]) -> Figure:
             cause="no map, or maps of different models: one legend cannot serve them.",
             fix="give maps of one model, or call .draw(ax) for each.",
         )
-    return _compose(maps, legend=True)
-
-
-def _draw(partition: PartitionMap, ax: Axes | None, *, legend: bool) -> Axes:
-    """Draw one map: a band for each rank, a bar in it for each kind of buffer."""
-    if ax is None:
-        return _compose([partition], legend=legend).axes[0]
-    _draw_bars(ax, partition)
-    if legend:
-        _figure.legend_below(ax, _legend([partition]))
-    return ax
-
-
-def _compose(maps: Sequence[PartitionMap], *, legend: bool) -> Figure:
     width = max(7.5, 1.2 + 3.0 * len(maps))
     height = 1.2 + 0.26 * max(_height(_places(partition)) for partition in maps)
     figure = _figure.new_figure((width, height))
@@ -203,17 +142,16 @@ def _compose(maps: Sequence[PartitionMap], *, legend: bool) -> Figure:
         _draw_bars(ax, partition)
         if i and _row_names(partition) == _row_names(maps[0]):
             ax.tick_params(labelleft=False)
-    if legend:
-        handles = _legend(maps)
-        columns = _figure.columns(handles, width)
-        figure.set_figheight(height + 0.22 * -(-len(handles) // columns))
-        figure.legend(
-            handles=handles,
-            loc="outside lower center",
-            ncols=columns,
-            frameon=False,
-            fontsize=_figure.LEGEND_POINTS,
-        )
+    handles = _legend(maps)
+    columns = _figure.legend_columns(handles, 72 * width)
+    figure.set_figheight(height + 0.22 * -(-len(handles) // columns))
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=_figure.LEGEND_POINTS,
+    )
     return figure
 
 
@@ -243,6 +181,7 @@ def _draw_bars(ax: Axes, partition: PartitionMap) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     places = _places(partition)
+    ax.set_xlim(0, max(partition.total, 1))
     partial = {kind for kind, placement in partition.kinds if placement == "partial"}
     for (rank, kind), y in places.items():
         for span in partition.groups:
@@ -259,7 +198,6 @@ def _draw_bars(ax: Axes, partition: PartitionMap) -> None:
     ax.set_ylim(_height(places) - 0.4, -0.7)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    ax.set_xlim(0, max(partition.total, 1))
     ax.set_title(f"stage {partition.stage}", loc="left", fontweight="bold", pad=20)
     ax.set_xlabel("element, all groups end to end", fontsize="small")
     for side in ("top", "right", "left"):
@@ -269,19 +207,16 @@ def _draw_bars(ax: Axes, partition: PartitionMap) -> None:
 def _name_groups(ax: Axes, partition: PartitionMap) -> None:
     """Write each group's name above its bars, where there is room for it."""
     for span in partition.groups:
-        length = span.stop - span.start
-        name = _fitting([f"group {span.name}", *_figure.ends_of(span.name)], ax, partition, length)
-        if name:
-            x = span.start + length / 2
-            ax.text(
-                x, -0.62, _figure.verbatim(name), ha="center", va="bottom", fontsize=FONT_POINTS
-            )
+        names = [f"group {span.name}", *_figure.ends_of(span.name)]
+        _write(ax, names, span.start, span.stop, y=-0.62, va="bottom")
 
 
-def _fitting(names: Sequence[str], ax: Axes, partition: PartitionMap, length: int) -> str:
-    """Return the first name that fits into `length` elements; "" if none does."""
-    room = length / max(partition.total, 1) * _figure.points_wide(ax) / (_figure.WIDE * FONT_POINTS)
-    return next((name for name in names if len(name) <= room), "")
+def _write(ax: Axes, names: Sequence[str], start: int, stop: int, **look: Any) -> None:
+    """Write the first name that fits above or into the elements from `start` to `stop`, if any."""
+    room = (stop - start) / ax.get_xlim()[1] * _figure.points_wide(ax)
+    if name := _figure.fitting(names, FONT_POINTS, room):
+        words = {"s": _figure.verbatim(name), "ha": "center", "fontsize": FONT_POINTS}
+        ax.text(x=(start + stop) / 2, **words, **look)
 
 
 def _draw_segment(
@@ -294,18 +229,9 @@ def _draw_segment(
         return
     fill = colour(segment.leaf)
     ax.barh(y, length, **place, color=fill, edgecolor="white", alpha=0.45 if pale else 1.0)
-    name = _fitting(_figure.ends_of(partition.leaves[segment.leaf], 2), ax, partition, length)
-    if name:
-        black_or_white = "#000000" if pale else ink(fill)
-        ax.text(
-            segment.start + length / 2,
-            y,
-            _figure.verbatim(name),
-            ha="center",
-            va="center_baseline",
-            fontsize=FONT_POINTS,
-            color=black_or_white,
-        )
+    names = _figure.ends_of(partition.leaves[segment.leaf], 2)
+    look = {"va": "center_baseline", "color": "#000000" if pale else ink(fill)}
+    _write(ax, names, segment.start, segment.stop, y=y, **look)
 
 
 def _legend(maps: Sequence[PartitionMap]) -> list[Any]:

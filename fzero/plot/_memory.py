@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fzero._units import in_bytes
 from fzero.errors import LayoutError
-from fzero.plot import _figure, _html
+from fzero.plot import _figure
+from fzero.plot._html import Table
 from fzero.plot._palette import BASE, EDGE
 from fzero.trace import Op, Trace
 
@@ -26,7 +25,7 @@ COLOURS = {
     "other": "#BDBDBD",
 }
 FONT_POINTS = 8.0
-PHASES: dict[str, str] = {"forward": "fwd", "backward": "bwd", "update": "upd"}
+PHASES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MemoryTimeline:
+class MemoryTimeline(Table):
     """Bytes alive at each op of a trace, by kind. Plain data; equal traces give equal ones.
 
     The kinds are those of `fzero.trace.Alive`; at each op they add up to `trace.live_bytes`.
@@ -68,10 +67,6 @@ class MemoryTimeline:
         """Return it as dicts, lists, strings and numbers: what JSON can hold."""
         return {"title": self.title, "rows": [asdict(row) for row in self.rows]}
 
-    def table(self) -> str:
-        """Return the most of each phase as text, by kind, and where that is."""
-        return f"{self.title}\n{_html.text_table(*self._cells())}"
-
     def draw(self, ax: Axes | None = None) -> Axes:
         """Draw it on `ax` (default: a new figure) and return the axes: kinds stacked, ops along x.
 
@@ -79,15 +74,11 @@ class MemoryTimeline:
         """
         return _draw(self, ax)
 
-    def __repr__(self) -> str:
-        return self.table()
+    def _heading(self) -> list[str]:
+        return [self.title]
 
-    def _repr_html_(self) -> str:
-        header, rows = self._cells()
-        cells = [[html.escape(cell) for cell in row] for row in rows]
-        return f"<b>{html.escape(self.title)}</b>{_html.html_table(header, cells)}"
-
-    def _cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """The most of each phase, by kind, and where that is."""
         rows = []
         for phase in PHASES:
             some = [row for row in self.rows if row.phase == phase]
@@ -186,19 +177,17 @@ def _name_peak(ax: Axes, memory: MemoryTimeline) -> None:
 
 
 def _name_phases(ax: Axes, memory: MemoryTimeline) -> None:
-    """Write each phase above its ops: in full, in short, or in full and upright, as it fits."""
+    """Write each phase above its ops: upright where there is no room."""
     points = _figure.points_wide(ax) / len(memory.rows)
-    for start, stop, phase in spans([row.phase for row in memory.rows]):
+    for start, stop, phase in _figure.stretches([row.phase for row in memory.rows]):
         if start:
             ax.axvline(start, color=EDGE, linewidth=0.8, linestyle=(0, (2, 2)))
-        names = [phase, PHASES[phase]]
-        room = (stop - start) * points / (_figure.WIDE * FONT_POINTS)
-        fit = next((name for name in names if len(name) <= room), "")
+        fits = _figure.fitting([phase], FONT_POINTS, (stop - start) * points)
         look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": FONT_POINTS}
-        look["rotation"] = 0 if fit else 90
+        look["rotation"] = 0 if fits else 90
         where = ((start + stop) / 2 / len(memory.rows), 1.0)
         place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        ax.annotate(fit or phase, where, (0, 3), **place, **look)
+        ax.annotate(phase, where, (0, 3), **place, **look)
 
 
 def _name_axes(ax: Axes, title: str) -> None:
@@ -211,17 +200,3 @@ def _name_axes(ax: Axes, title: str) -> None:
     ax.set_title(_figure.verbatim(title), loc="left", fontsize="medium", pad=38)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-
-
-def spans(values: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return (start, stop, value) of each stretch of one value.
-
-    Example:
-        >>> spans(["a", "a", "b"])
-        [(0, 2, 'a'), (2, 3, 'b')]
-    """
-    found, end = [], 0
-    for value, run in groupby(values):
-        start, end = end, end + len(list(run))
-        found.append((start, end, value))
-    return found

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from fzero._check import is_positive
-from fzero.errors import LayoutError
+from fzero._check import is_positive, require
 from fzero.plot._lanes import Lane, StepEvent
 from fzero.plot._memory import ops_of
 from fzero.plot._step import StepTimeline
@@ -64,7 +61,9 @@ def step_timeline(
         "flops_per_s": flops_per_s,
         "memory_bytes_per_s": memory_bytes_per_s,
     }
-    _check(rates, latency_s)
+    for name, rate in rates.items():
+        require(name, rate, is_positive, "a number: 50e9")
+    require("latency_s", latency_s, lambda s: s == 0 or is_positive(s), "seconds: 20e-6, or 0")
     free: dict[Lane, float] = {"compute": 0.0, "collectives": 0.0}
     ready: dict[str, float] = {}  # when a value is there
     events = []
@@ -93,15 +92,3 @@ def step_timeline(
     return StepTimeline(
         title=f"planned: {trace.title}", events=tuple(events), total_s=max(free.values())
     )
-
-
-def _check(rates: Mapping[str, float], latency_s: float) -> None:
-    wrong = [f"{name}={rate!r}" for name, rate in rates.items() if not is_positive(rate)]
-    if latency_s != 0 and not is_positive(latency_s):
-        wrong.append(f"latency_s={latency_s!r}")
-    if wrong:
-        raise LayoutError(
-            f"step_timeline: {', '.join(wrong)}.",
-            cause="a rate that is no positive number.",
-            fix="give bytes, FLOPs or seconds as numbers: link_bytes_per_s=50e9.",
-        )

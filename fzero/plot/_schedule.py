@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import html
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from fzero.plot import _figure, _html
-from fzero.plot._memory import ops_of
+from fzero.plot import _figure
+from fzero.plot._html import Table
+from fzero.plot._memory import PHASES, ops_of
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
 from fzero.trace import Op, Trace
 
@@ -30,9 +29,6 @@ FONT_POINTS = 7.5
 INCHES_A_ROW = 0.24
 PHASE_POINTS = 52.0  # for the names of phases, on the left
 FEW = 2  # equal rows that are drawn at each end of a long stretch of them
-
-
-_PHASES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +59,7 @@ class ScheduleRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ScheduleDiff:
+class ScheduleDiff(Table):
     """The collectives of traces `a` and `b`, in their order, equal ones in one row. Plain data.
 
     False if both have the same collectives. `wire_bytes`: that each of the two ranks sends.
@@ -94,13 +90,8 @@ class ScheduleDiff:
         ]
         return {"titles": list(self.titles), "wire_bytes": list(self.wire_bytes), "rows": rows}
 
-    def table(self) -> str:
-        """Return it as text: "-" is only in a, "+" only in b, and "!" differs."""
-        rows = [row.cells() for row in self.rows]
-        return "\n".join([*self.headings(), _html.text_table(("", "phase", "a", "b"), rows)])
-
-    def headings(self) -> list[str]:
-        """Return what a and b are, a line for each."""
+    def _heading(self) -> list[str]:
+        """What a and b are, a line for each."""
         return [
             f"{name}: {title}; {sum(bool(op) for op in ops)} collectives, {sent:,} bytes sent"
             for name, title, ops, sent in (
@@ -108,6 +99,10 @@ class ScheduleDiff:
                 ("b", self.titles[1], [row.b for row in self.rows], self.wire_bytes[1]),
             )
         ]
+
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """A row for each: "-" is only in a, "+" only in b, and "!" differs."""
+        return ("", "phase", "a", "b"), [row.cells() for row in self.rows]
 
     def draw(self, ax: Axes | None = None) -> Axes:
         """Draw it on `ax` (default: a new figure) and return the axes: a on the left, b right.
@@ -117,20 +112,6 @@ class ScheduleDiff:
         Raises `MissingExtraError` (an `ImportError`) where matplotlib is not installed.
         """
         return _draw(self, ax)
-
-    def __repr__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        rows = []
-        for row in self.rows:
-            cells = [html.escape(cell) for cell in row.cells()]
-            if row.mark != "same":
-                look = f"style='background:{FILLS[row.mark]};color:{ink(FILLS[row.mark])}'"
-                cells[2:] = [f"<span {look}>{cell}</span>" if cell else "" for cell in cells[2:]]
-            rows.append(cells)
-        head = "<br>".join(map(html.escape, self.headings()))
-        return head + _html.html_table(("", "phase", "a", "b"), rows)
 
 
 def schedule_diff(a: Trace, b: Trace) -> ScheduleDiff:
@@ -187,14 +168,10 @@ def _rows(a: Sequence[Op], b: Sequence[Op]) -> Iterator[ScheduleRow]:
                 yield from _alone(mine, theirs)
 
 
-def _alone(a: Sequence[Op], b: Sequence[Op]) -> Iterator[ScheduleRow]:
+def _alone(a: Sequence[Op], b: Sequence[Op]) -> list[ScheduleRow]:
     """Rows of one op each, those of an earlier phase first; each of both in its order."""
-    left, right = deque(a), deque(b)
-    while left or right:
-        if left and (not right or _PHASES.index(left[0].phase) <= _PHASES.index(right[0].phase)):
-            yield ScheduleRow(a=left.popleft(), b=None)
-        else:
-            yield ScheduleRow(a=None, b=right.popleft())
+    rows = [*(ScheduleRow(a=op, b=None) for op in a), *(ScheduleRow(a=None, b=op) for op in b)]
+    return sorted(rows, key=lambda row: PHASES.index(row.phase))
 
 
 def _aligned(
@@ -248,7 +225,7 @@ def _draw(found: ScheduleDiff, ax: Axes | None) -> Axes:
             ax.text(start, y, row.phase, va="center", fontsize=FONT_POINTS, fontweight="bold")
         before = row.phase
         _draw_row(ax, row, y, room)
-    ax.set_title("\n".join(map(_figure.verbatim, found.headings())), loc="left", fontsize="small")
+    ax.set_title("\n".join(map(_figure.verbatim, found._heading())), loc="left", fontsize="small")
     ax.set_axis_off()
     _key_of_colours(ax, found)
     return ax

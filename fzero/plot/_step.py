@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,26 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from fzero._units import in_seconds
 from fzero.errors import LayoutError
-from fzero.plot import _figure, _html
-from fzero.plot._lanes import FONT_POINTS, LANES, Lane, Named, StepEvent, named, points, upright
+from fzero.plot import _figure
+from fzero.plot._html import Table
+from fzero.plot._lanes import FONT_POINTS, LANES, Lane, Named, StepEvent, named
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HEADER = ("start", "duration", "lane", "phase", "event", "about")
-MOST_POINTS = 130.0  # of the length of an upright name
 MOST_RATIO = 8.0  # of the lengths of steps that have one time axis
-WIDE_INCHES, AXES_INCHES = 10.0, 9.0  # of a figure; nearly, of the axes in it
-AROUND_INCHES = 1.2  # title, ticks, name of the axis, legend
+MOST_POINTS = 130.0  # of the length of an upright name
+WIDE_INCHES, HIGH_INCHES = 10.0, 2.4  # of a timeline with title, ticks and legend, without names
 BAR, GAP = 22.0, 14.0  # the height of a lane and what is between lanes, in points
 PHASES = {"forward": BASE[0], "backward": BASE[1], "update": BASE[2], "": BASE[0]}
 COLLECTIVE = BASE[6]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class StepTimeline:
+class StepTimeline(Table):
     """The events of one step on one rank, planned or measured. Plain data.
 
     total_s: how long the step takes, what the events leave free included.
@@ -68,23 +66,15 @@ class StepTimeline:
             f"of them exposed {in_seconds(self.exposed_s)}"
         )
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return a row of strings for each event, in the order in which they start."""
-        return [
-            (
-                in_seconds(event.start_s),
-                in_seconds(event.duration_s),
-                event.lane,
-                event.phase,
-                event.name,
-                event.detail,
-            )
-            for event in sorted(self.events, key=lambda event: event.start_s)
-        ]
+    def _heading(self) -> list[str]:
+        return [self.title, self.summary()]
 
-    def table(self) -> str:
-        """Return the timeline as text, a line for each event."""
-        return f"{self.title}\n{self.summary()}\n{_html.text_table(HEADER, self.rows())}"
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """A row for each event, in the order in which they start."""
+        return ("start", "duration", "lane", "phase", "event", "about"), [
+            (in_seconds(e.start_s), in_seconds(e.duration_s), e.lane, e.phase, e.name, e.detail)
+            for e in sorted(self.events, key=lambda event: event.start_s)
+        ]
 
     def draw(self, ax: Axes | None = None) -> Axes:
         """Draw it on `ax` (default: a new figure) and return the axes: a lane of each kind.
@@ -94,7 +84,14 @@ class StepTimeline:
 
         Raises `MissingExtraError` (an `ImportError`) where matplotlib is not installed.
         """
-        return _draw(self, ax)
+        if ax is None:
+            return draw_timelines([self]).axes[0]
+        _frame(ax, self, self.total_s)
+        figure = ax.get_figure(root=True)
+        assert figure is not None
+        figure.draw_without_rendering()
+        _draw_lanes(ax, self)
+        return ax
 
     def to_perfetto(self, path: str | PathLike[str], *others: StepTimeline) -> None:
         """Write it, and `others` below it, as JSON that ui.perfetto.dev and chrome://tracing open.
@@ -124,14 +121,6 @@ class StepTimeline:
     def _of(self, lane: Lane) -> list[StepEvent]:
         return [event for event in self.events if event.lane == lane]
 
-    def __repr__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        rows = [[html.escape(cell) for cell in row] for row in self.rows()]
-        head = f"<b>{html.escape(self.title)}</b><br>{html.escape(self.summary())}"
-        return head + _html.html_table(HEADER, rows)
-
 
 def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
     """Return a figure of timelines below each other, such as a planned and a measured one.
@@ -154,7 +143,23 @@ def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
             cause="an empty list.",
             fix="give at least one: draw_timelines([step_timeline(trace, ...), measured]).",
         )
-    return _stacked(timelines)
+    longest = max(timeline.total_s for timeline in timelines)
+    shares = longest <= MOST_RATIO * min(timeline.total_s for timeline in timelines)
+    figure = _figure.new_figure((WIDE_INCHES, HIGH_INCHES * len(timelines)))
+    every = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
+    for timeline, ax in zip(timelines, every, strict=True):
+        _frame(ax, timeline, longest if shares else timeline.total_s)
+        if not shares:
+            ax.set_xlabel("time of this step alone: the axes differ", fontsize="small")
+    figure.draw_without_rendering()  # from here on the axes have their size
+    pairs = zip(every, timelines, strict=True)
+    missing = max(_points_wanted(ax, timeline) - _points_high(ax) for ax, timeline in pairs)
+    figure.set_figheight((HIGH_INCHES + max(missing, 0.0) / 72) * len(timelines))
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for timeline, ax in zip(timelines, every, strict=True):
+        _draw_lanes(ax, timeline)
+    return figure
 
 
 def _busy_s(events: Iterable[StepEvent]) -> float:
@@ -194,69 +199,26 @@ def _entries(timeline: StepTimeline, process: int) -> list[dict[str, Any]]:
 # The picture.
 
 
-def _draw(timeline: StepTimeline, ax: Axes | None) -> Axes:
-    """Draw one timeline."""
-    if ax is None:
-        return _stacked([timeline]).axes[0]
-    _frame(ax, timeline, timeline.total_s)
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    figure.draw_without_rendering()
-    _draw_lanes(ax, timeline)
-    return ax
+def _points_high(ax: Axes) -> float:
+    return ax.get_window_extent().height * 72 / ax.figure.dpi
 
 
-def _stacked(timelines: Sequence[StepTimeline]) -> Figure:
-    """Return a figure of timelines below each other."""
-    longest = max(timeline.total_s for timeline in timelines)
-    shares = longest <= MOST_RATIO * min(timeline.total_s for timeline in timelines)
-    spans = [longest if shares else timeline.total_s for timeline in timelines]
-    pairs = zip(timelines, spans, strict=True)
-    heights = [
-        _height(timeline, AXES_INCHES * 72 / (span or 1.0)) + AROUND_INCHES
-        for timeline, span in pairs
-    ]
-    figure = _figure.new_figure((WIDE_INCHES, sum(heights)))
-    every = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for timeline, span, ax in zip(timelines, spans, every, strict=True):
-        _frame(ax, timeline, span)
-        if not shares:
-            ax.set_xlabel("time of this step alone: the axes differ", fontsize="small")
-    figure.draw_without_rendering()  # from here on the axes have their size
-    missing = [_missing(ax, timeline) for ax, timeline in zip(every, timelines, strict=True)]
-    if max(missing) > 0:
-        figure.set_figheight(sum(heights) + len(timelines) * max(missing))
-        figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for timeline, ax in zip(timelines, every, strict=True):
-        _draw_lanes(ax, timeline)
-    return figure
+def _points_wanted(ax: Axes, timeline: StepTimeline) -> float:
+    """How high the axes must be for their upright names."""
+    return 2 * BAR + GAP + sum(_beside(names) for names in _names(ax, timeline))
 
 
-def _lanes(timeline: StepTimeline) -> list[tuple[list[StepEvent], int]]:
-    """The events of each lane, and on which side of it names are: 1 above, -1 below."""
-    return [
-        ([event for event in timeline.events if event.lane == lane], side)
-        for lane, side in (("compute", 1), ("collectives", -1))
-    ]
-
-
-def _height(timeline: StepTimeline, points_per_s: float) -> float:
-    """How high the axes must be for their upright names, in inches."""
-    names = [named(events, points_per_s) for events, _ in _lanes(timeline)]
-    return (2 * BAR + GAP + sum(map(_beside, names))) / 72
+def _names(ax: Axes, timeline: StepTimeline) -> list[list[tuple[Named, str]]]:
+    """The names of each lane."""
+    points_per_s = _figure.points_wide(ax) / ax.get_xlim()[1]
+    return [named(timeline._of(lane), points_per_s) for lane in LANES]
 
 
 def _beside(names: Sequence[tuple[Named, str]]) -> float:
     """How many points the names beside the bars of a lane are high, with what is around them."""
-    beside = (upright(some, MOST_POINTS) for some, inside in names if not inside)
-    return 16.0 + max(map(points, beside), default=0.0)
-
-
-def _missing(ax: Axes, timeline: StepTimeline) -> float:
-    """How many inches the axes are too low for what is drawn."""
-    wanted = _height(timeline, _figure.points_wide(ax) / ax.get_xlim()[1])
-    return wanted - ax.get_window_extent().height / ax.figure.dpi
+    texts = (some.names()[0] for some, inside in names if not inside)
+    points = (_figure.text_points(text, FONT_POINTS) for text in texts)
+    return 16.0 + min(max(points, default=0.0), MOST_POINTS)
 
 
 def _frame(ax: Axes, timeline: StepTimeline, span: float) -> None:
@@ -265,7 +227,7 @@ def _frame(ax: Axes, timeline: StepTimeline, span: float) -> None:
     ax.set_xlim(0, span or 1.0)
     ax.tick_params(axis="y", length=0, labelsize="small")
     ax.tick_params(axis="x", labelsize="small")
-    ax.set_yticks([0.7, 0.3], ["compute", "collectives"])
+    ax.set_yticks([0.7, 0.3], LANES)  # the room that they need, before their place is known
     ax.xaxis.set_major_formatter(lambda seconds, _: in_seconds(seconds))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
     title = f"{timeline.title}\n{timeline.summary()}"
@@ -277,16 +239,14 @@ def _frame(ax: Axes, timeline: StepTimeline, span: float) -> None:
 
 def _draw_lanes(ax: Axes, timeline: StepTimeline) -> None:
     """Draw bars and names. A unit of y is a point; the names above and below share what is left."""
-    high = ax.get_window_extent().height * 72 / ax.figure.dpi
-    points_per_s = _figure.points_wide(ax) / (ax.get_xlim()[1] - ax.get_xlim()[0])
+    high, names = _points_high(ax), _names(ax, timeline)
     ax.set_ylim(0, high)
-    lanes = [(named(events, points_per_s), events, side) for events, side in _lanes(timeline)]
-    wanted = [_beside(names) for names, *_ in lanes]
+    wanted = list(map(_beside, names))
     share = (high - 2 * BAR - GAP) / sum(wanted)
-    below, middles = wanted[1] * share, []
-    for (names, events, side), room in zip(lanes, wanted, strict=True):
-        y = below + BAR / 2 + (BAR + GAP if side > 0 else 0)
-        middles.append(y)
+    below = wanted[1] * share + BAR / 2
+    middles = (below + BAR + GAP, below)
+    for i, (y, side) in enumerate(zip(middles, (1, -1), strict=True)):
+        events = timeline._of(LANES[i])
         ax.barh(y, timeline.total_s, height=BAR, color=ABSENT, zorder=0.5)
         ax.broken_barh(
             [(event.start_s, event.duration_s) for event in events],
@@ -295,9 +255,9 @@ def _draw_lanes(ax: Axes, timeline: StepTimeline) -> None:
             edgecolor="white",
             linewidth=0.3,
         )
-        for some, inside in names:
-            _name(ax, some, inside, y, side, room * min(share, 1.0) - 12)
-    ax.set_yticks(middles, ["compute", "collectives"])
+        for some, inside in names[i]:
+            _name(ax, some, inside, y, side, wanted[i] * min(share, 1.0) - 12)
+    ax.set_yticks(middles, LANES)
 
 
 def _fill(event: StepEvent) -> str:
@@ -314,8 +274,9 @@ def _name(ax: Axes, some: Named, inside: str, y: float, side: int, room: float) 
     if len(some.events) > 1:
         inset = min(0.15 * (some.end - some.start), 2 / _figure.points_wide(ax) * ax.get_xlim()[1])
         ax.plot([some.start + inset, some.end - inset], [edge, edge], color=EDGE, linewidth=1.0)
+    name = _figure.cut(some.names()[0], FONT_POINTS, room)
     look.update(rotation=90, va="bottom" if side > 0 else "top")
-    ax.text(some.middle, edge + side * 3, _figure.verbatim(upright(some, room)), **look)
+    ax.text(some.middle, edge + side * 3, _figure.verbatim(name), **look)
 
 
 def _key(ax: Axes, timeline: StepTimeline) -> None:

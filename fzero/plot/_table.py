@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from fzero.plot import _html
 from fzero.plot._held import Held, held_by, optimizer_tensors, rank_view, ranks_of
+from fzero.plot._html import Table
 from fzero.state import Layout, TrainState
 
 HEADER = ("rank", "buffer", "group", "placement", "numel", "values")
@@ -33,7 +32,7 @@ class ShardRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ShardTable:
+class ShardTable(Table):
     """The rows of a state, rank by rank; prints as text, and as HTML in a notebook."""
 
     title: str
@@ -44,18 +43,11 @@ class ShardTable:
         rows = tuple(row for row in self.rows if row.rank in ranks)
         return ShardTable(title=self.title, rows=rows)
 
-    def __repr__(self) -> str:
-        return f"{self.title}\n{_html.text_table(HEADER, [row.cells() for row in self.rows])}"
+    def _heading(self) -> list[str]:
+        return [self.title]
 
-    def _repr_html_(self) -> str:
-        rows, before = [], -1
-        for row in self.rows:
-            cells = [html.escape(cell) for cell in row.cells()]
-            cells[0] = f"<b>{row.rank}</b>" if row.rank != before else ""
-            cells[-1] = f"<code>{cells[-1]}</code>"
-            rows.append(cells)
-            before = row.rank
-        return f"<b>{html.escape(self.title)}</b>{_html.html_table(HEADER, rows)}"
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        return HEADER, [row.cells() for row in self.rows]
 
 
 def shard_table(state: TrainState, *, show: int = 6) -> ShardTable:

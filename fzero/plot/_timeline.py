@@ -6,11 +6,12 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import LayoutError
-from fzero.plot import _figure, _html
+from fzero.plot import _figure
+from fzero.plot._html import Table, html_table
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hook_state import BackwardPhase, HookState
@@ -77,7 +78,7 @@ class HookEvent:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class HookTimeline:
+class HookTimeline(Table):
     """Events in their order. Plain data; prints as text, and as HTML in a notebook."""
 
     events: tuple[HookEvent, ...]
@@ -89,9 +90,8 @@ class HookTimeline:
             for i, event in enumerate(self.events, 1)
         ]
 
-    def table(self) -> str:
-        """Return the timeline as text, a line for each event."""
-        return _html.text_table(HEADER, self.rows())
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        return HEADER, self.rows()
 
     def draw(self, ax: Axes | None = None, *, title: str = "") -> Axes:
         """Draw the timeline on `ax` (default: a new figure) and return the axes.
@@ -103,9 +103,6 @@ class HookTimeline:
         """
         return _draw(self.events, ax, title)
 
-    def __repr__(self) -> str:
-        return self.table()
-
     def _repr_html_(self) -> str:
         rows = []
         for event, row in zip(self.events, self.rows(), strict=True):
@@ -113,7 +110,7 @@ class HookTimeline:
             for i, old in enumerate(_cells(event.before), 3):  # in bold: what this event changed
                 cells[i] = cells[i] if row[i] == old else f"<b>{cells[i]}</b>"
             rows.append(cells)
-        return _html.html_table(HEADER, rows)
+        return html_table(HEADER, rows)
 
 
 def hook_timeline(events: Sequence[HookEvent]) -> HookTimeline:
@@ -225,9 +222,10 @@ def _frame(ax: Axes, events: Sequence[HookEvent], top: float) -> None:
 def _legend(ax: Axes) -> int:
     """Put what the marks mean above the axes; return in how many lines."""
     names = ax.get_legend_handles_labels()[1]
-    points = sum(len(name) + 6 for name in names) * _figure.WIDE * (FONT_POINTS + 0.5)
+    size = FONT_POINTS + 0.5
+    points = sum(_figure.text_points(name, size) + 5 * size for name in names)
     lines = math.ceil(points / _figure.points_wide(ax))
-    look: dict[str, Any] = {"frameon": False, "fontsize": FONT_POINTS + 0.5, "handletextpad": 0.4}
+    look: dict[str, Any] = {"frameon": False, "fontsize": size, "handletextpad": 0.4}
     columns = math.ceil(len(names) / lines)
     ax.legend(loc="lower left", bbox_to_anchor=(-0.005, 1.0), ncols=columns, **look)
     return lines
@@ -282,10 +280,10 @@ def _bar(ax: Axes, start: float, stop: float, y: float, fill: str, names: tuple[
     """Draw a bar one lane high, with the first of `names` that fits into it."""
     ax.barh(y + 0.5, stop - start, left=start, height=0.84, color=fill, edgecolor="white")
     left, right = ax.get_xlim()
-    points = (stop - start) / (right - left) * _figure.points_wide(ax)
-    if fit := [name for name in names if len(name) * _figure.WIDE * FONT_POINTS <= points]:
+    room = (stop - start) / (right - left) * _figure.points_wide(ax)
+    if name := _figure.fitting(names, FONT_POINTS, room):
         look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": FONT_POINTS}
-        ax.text((start + stop) / 2, y + 0.5, fit[0], color=ink(fill), **look)
+        ax.text((start + stop) / 2, y + 0.5, name, color=ink(fill), **look)
 
 
 def _states(events: Sequence[HookEvent]) -> list[HookState]:
@@ -295,11 +293,11 @@ def _states(events: Sequence[HookEvent]) -> list[HookState]:
 
 def _runs(values: Sequence[Any]) -> list[tuple[float, float, Any]]:
     """Return (start, stop, value) for each stretch of one true value, `values[i]` from event i."""
-    found, end = [], 0
-    for value, run in groupby(values):
-        start, end = end, end + len(list(run))
-        found.append((start or 1 - SIDE, end if end < len(values) else end - 1 + SIDE, value))
-    return [run for run in found if run[2]]
+    return [
+        (start or 1 - SIDE, stop if stop < len(values) else stop - 1 + SIDE, value)
+        for start, stop, value in _figure.stretches(values)
+        if value
+    ]
 
 
 def _tasks(events: Sequence[HookEvent]) -> list[tuple[int, int, int, int]]:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import AxisError, LayoutError
 from fzero.plan import Rates
+from fzero.plan._subject import maker
 from fzero.plan._time import time_of
+from fzero.plan._watch import Watch
 from tests.plan.models import Case, Decoder, next_token
 
 
@@ -121,6 +123,15 @@ def test_flops_are_those_of_the_products() -> None:
     rates = Rates(flops_per_s=1.0, memory_bytes_per_s=1e30)
     plan = fzero.plan(nn.Linear(6, 5, bias=False), torch.ones(4, 6), stage=0, world=1, rates=rates)
     assert plan.time is not None and plan.time.compute_s == 2 * (2 * 4 * 6 * 5)
+
+
+def test_to_ask_where_a_fake_tensor_is_moves_no_bytes() -> None:
+    make = maker(autocasts=True)
+    x, y = make(torch.ones(4)).requires_grad_(), make(torch.ones(4))
+    with Watch("cpu") as watch, torch.autocast("cpu"):
+        (x * y).sum().backward()
+    moved = {nbytes: count for (_, nbytes), count in watch.work.items()}
+    assert moved == {48: 2, 20: 1, 8: 1}  # two products, the sum, and its gradient
 
 
 @pytest.mark.parametrize(

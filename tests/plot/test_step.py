@@ -23,7 +23,6 @@ from fzero.plot._lanes import UPRIGHT_POINTS, named
 from fzero.plot._measured import MARK, profiled
 from fzero.trace import Op
 from tests.adapter.on_ranks import on_ranks
-from tests.plot.test_views import parsed
 from tests.plot.traces import assert_legible, by_hand, traced, value
 
 RATES: dict[str, Any] = {
@@ -128,7 +127,9 @@ def test_a_trace_file_has_the_events_of_all_timelines(tmp_path: Path) -> None:
     "wrong", [{"flops_per_s": 0}, {"link_bytes_per_s": "fast"}, {"latency_s": -1}]
 )
 def test_rates_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(fzero.LayoutError, match=f"{next(iter(wrong))}=.*\n.*\nFix: give bytes"):
+    with pytest.raises(
+        fzero.LayoutError, match=f"^{next(iter(wrong))}=.*\n.*\nFix: give (a number|seconds)"
+    ):
         step_timeline(by_hand([op("mm", "b", "a")]), **{**RATES, **wrong})
     with pytest.raises(fzero.LayoutError, match=r"Fix: fzero.plot.measured_timeline\(step"):
         measured_timeline(lambda state: state, warmup=-1)
@@ -236,5 +237,4 @@ def test_the_views_say_the_same() -> None:
     timeline = step_timeline(traced(3), **RATES)
     lines = timeline.table().splitlines()
     assert lines[1] == timeline.summary() and len(lines) == len(timeline.events) + 3
-    assert parsed(timeline._repr_html_().replace("<br>", "")).seen.count("tr") == len(lines) - 2
     assert timeline.to_dict()["events"][0]["detail"] == "dp: 0.weight, 0.bias"

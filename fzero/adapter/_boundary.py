@@ -14,8 +14,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fzero._check import is_number, require
-from fzero.adapter._autograd import in_backward
 from fzero.adapter._driver import Driver
+from fzero.adapter._events import in_backward
 from fzero.errors import PhaseError
 from fzero.optim import NoOptimizer, no_optimizer
 from fzero.state import Buffers, TrainState, buffers, progress, scale

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fzero.adapter._replace import in_place_of
+from fzero.adapter._module import in_place_of
 from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
 from fzero.gather import Gatherer

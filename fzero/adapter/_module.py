@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fzero.adapter._replace import in_place_of
 from fzero.errors import LayoutError, PhaseError
 from fzero.packing import unpack
 from fzero.placeholder import LazyParam
@@ -163,6 +162,33 @@ def _keep_apart(module: nn.RNNBase, lazy: bool) -> None:
 
 def _leave_as_they_are() -> None:
     """Stand in for `RNNBase.flatten_parameters`."""
+
+
+def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
+    """Return a parameter with this value: the object `old` itself, if torch can swap it.
+
+    torch cannot swap a tensor that has weak references, as recurrent modules hold them. A new
+    parameter is returned then, so the caller assigns the result in any case. Hooks, attributes and
+    the gradient of `old` move to it.
+    """
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    own = (*LazyParam.__annotations__, "_is_param")
+    attributes = {name: x for name, x in vars(old).items() if name not in own}
+    gradient, hooks = old.grad, (old._backward_hooks, old._post_accumulate_grad_hooks)
+    # swap_tensors would swap the dict of a hook, and leave what calls it behind.
+    old._backward_hooks = old.grad = None
+    old._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    p: Any = old
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        p = new
+    vars(p).update(attributes)
+    p.grad = gradient
+    p._backward_hooks, p._post_accumulate_grad_hooks = (
+        hooks  # the same dicts: handles go on working
+    )
+    return p
 
 
 def require_plain(module: Any, is_taken: Callable[[Tensor], bool]) -> None:

@@ -27,6 +27,7 @@ from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
 from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
+from fzero.packing import unpack
 from fzero.placeholder import placeholders
 from fzero.state import Setup, TrainState
 from fzero.state.scale import ScalePolicy, carried
@@ -91,9 +92,14 @@ class Driver:
         """Everything was checked: move the module's values into the buffers of a state."""
         for buffer in self.module.buffers():
             buffer.copy_(broadcast([buffer], self.axis, 0)[0])
-        params = self.params
-        done = (lambda index, _: params.let_go(index)) if self.sharded else params.show
-        return fill(setup, params.values, done)
+
+        def done(index: int, flat: Tensor) -> None:
+            if self.sharded:
+                self.params.let_go(index)
+            else:
+                self.params.have(index, unpack(setup.layout, index, flat))
+
+        return fill(setup, self.params.values, done)
 
     # The state.
 
@@ -135,27 +141,19 @@ class Driver:
         self.masters.published()
 
     def _hears_of_writes(self) -> Callable[[Sequence[int]], None]:
+        """Return what stage 3 calls with the units that `gathered(modify=True)` has written."""
         # Autograd holds placeholders where the garbage collector does not look: from them no way
         # may lead to the driver, or an engine that nobody holds any more would never go.
-        held = weakref.WeakMethod(self._written)
+        held = weakref.ref(self)
 
         def written(units: Sequence[int]) -> None:
-            if (call := held()) is not None:
-                call(units)
+            if (driver := held()) is not None:
+                groups = [index for unit in units for index in driver.running.gatherer.units[unit]]
+                driver.masters.take(driver.state, groups)
 
         return written
 
-    def _written(self, units: Sequence[int]) -> None:
-        """Units of stage 3 were written, by `gathered(modify=True)`."""
-        groups = [group for unit in units for group in self.running.gatherer.units[unit]]
-        self.masters.take(self.state, groups)
-
     # What the events lead to.
-
-    def forward_begins(self) -> None:
-        """A root forward starts: at stage 3 its gathers are announced."""
-        self.drop_unfinished()
-        self.running.begin_forward()
 
     def forward_ends(self, *, trains: bool) -> None:
         """A root forward is over."""

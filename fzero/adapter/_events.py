@@ -80,10 +80,10 @@ class Events:
             return
         self._own = not (in_transform() or self._stands_in() or in_backward())
         if self._own:
-            self.drop_unfinished()
-            self._apply(hooks.reset_for_new_step)
             with torch.inference_mode(False), torch.no_grad():  # what waits is for training
-                self._driver.forward_begins()
+                self._driver.drop_unfinished()
+                self._apply(hooks.reset_for_new_step)
+                self._driver.running.begin_forward()
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._depth -= 1

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fzero._check import check_flags, is_count, is_positive, require
 from fzero._modes import require_autograd
 from fzero.adapter._driver import OWNERS
-from fzero.adapter._module import require_one_device, require_plain
 from fzero.collectives import assert_same_everywhere, told_everywhere
-from fzero.errors import PhaseError
+from fzero.errors import LayoutError, PhaseError
 from fzero.mesh import Axis, Runtime
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
 from fzero.partition import unit_of
@@ -83,8 +83,8 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         require_autograd("Engine(...)")
         _require_options(options)
         check_stage(stage)
-        require_plain(module, lambda p: id(p) in OWNERS)
-        require_one_device(module)
+        _require_plain(module)
+        _require_one_device(module)
         autocast = as_autocast(options.autocast)
         unit, warning = _units(module, options.leaf_modules)
         chosen = _as_optimizer(optimizer, options)
@@ -120,6 +120,57 @@ def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:
     if given is None and setup.policy.autocast is torch.float16:
         return dynamic()
     return as_policy("loss_scale", given)
+
+
+def _require_plain(module: Any) -> None:
+    """Raise for what cannot be an engine's module."""
+    if not isinstance(module, nn.Module):
+        raise LayoutError(
+            f"Engine got a {type(module).__name__}.",
+            cause="a function or a state was passed in the place of a module.",
+            fix="pass an nn.Module; for pure functions there is fzero.shard.",
+        )
+    for path, p in module.named_parameters(remove_duplicate=False):
+        if id(p) in OWNERS:
+            raise PhaseError(
+                f"{path} belongs to an engine that is open.",
+                cause="a notebook cell that made the engine was run again, or two modules "
+                "share a parameter.",
+                fix="call close() on that engine first, or make the module anew if its name is "
+                "lost; for a shared part, make one engine of a module that has all of it.",
+            )
+        if isinstance(p, nn.UninitializedParameter):
+            raise LayoutError(
+                f"{path} is not initialized: it has no shape yet.",
+                cause="a lazy module (nn.LazyLinear, ...) that has not run.",
+                fix="run the module once, without gradient, then make the engine.",
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise LayoutError(
+                f"{name or 'the module'} is wrapped by DistributedDataParallel.",
+                cause="the wrapper of before; it reduces gradients, which the engine does, too.",
+                fix="pass the module inside it (`.module`).",
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise LayoutError(
+                f"{name or 'the module'} gives sparse gradients.",
+                cause=f"nn.{type(part).__name__}(..., sparse=True).",
+                fix="leave sparse out: buckets of gradients are dense.",
+            )
+
+
+def _require_one_device(module: nn.Module) -> None:
+    """Raise unless all parameters are on one device, and have values."""
+    by_device = {p.device: path for path, p in module.named_parameters()}
+    if len(by_device) > 1 or any(device.type == "meta" for device in by_device):
+        seen = ", ".join(f"{path} on {device}" for device, path in by_device.items())
+        raise LayoutError(
+            f"the module's parameters are spread: {seen}.",
+            cause="a part of the module was not moved, or was built on the meta device.",
+            fix="call module.to(device) before making the engine; to build a model that no "
+            "rank can hold, use fzero.adapter.sharded_init.",
+        )
 
 
 def _require_options(options: Options) -> None:

@@ -26,7 +26,6 @@ from tests.adapter.plain import (
     engine_of,
     is_idle,
     learning,
-    order_may_change,
     same,
     seeded,
     update,
@@ -154,11 +153,10 @@ def test_after_an_error_gradients_and_updates_are_those_of_a_run_without_it(
     for number in range(2):
         draw = Draw(rank, number)
         start(e, draw)
-        with pytest.raises((ValueError, RuntimeError), match=EXPECTED), order_may_change():
+        with pytest.raises((ValueError, RuntimeError), match=EXPECTED):
             FAULTS[name](e, Draw(rank, 50))
         wanted = plain.run(without_it, number)
-        with order_may_change():
-            back(e, draw)
+        back(e, draw)
         same(e.full_gradients(), wanted, label="gradients")
         assert is_idle(e)
         e.step()
@@ -218,7 +216,7 @@ def test_a_backward_of_a_submodule_right_after_one_that_raised_is_not_lost_silen
 
     e, plain = engine_of(Fragile, stage, bucket_bytes=8), Reference(Fragile, world_size)
     for number in range(2):
-        with order_may_change(), faulty(e, "middle"):
+        with faulty(e, "middle"):
             loss = e(Draw(rank, 50)(2, 3)).sum()
             with pytest.raises(ValueError, match="raised in backward"):
                 e.backward(loss) if told_by == "engine.backward" else loss.backward()

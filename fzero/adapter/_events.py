@@ -31,10 +31,6 @@ from fzero.state.hooks import HookState
 if TYPE_CHECKING:
     from fzero.adapter._driver import Driver
 
-Learning = tuple[Tensor, int]
-"""A parameter object that learns, and the leaf that it is."""
-
-
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
 
 
@@ -49,9 +45,14 @@ def in_backward() -> bool:
 
 
 class Events:
-    """Registers the hooks of one engine, and takes them off."""
+    """Registers the hooks of one engine, and takes them off.
 
-    def __init__(self, module: nn.Module, learning: Sequence[Learning], driver: Driver) -> None:
+    learning: the parameter objects that learn, each with the leaf that it is.
+    """
+
+    def __init__(
+        self, module: nn.Module, learning: Sequence[tuple[Tensor, int]], driver: Driver
+    ) -> None:
         self.hooks = HookState()
         self._driver = driver
         self._learning = [p for p, _ in learning]

@@ -176,12 +176,9 @@ class Access:
 
         A scalar ("step") as it is.
         """
-        _, index, position = parts.find_learning(self._driver, path)
-        slots, scalars = parts.named_state(self._driver, path, name)
-        if name in scalars:
-            return scalars[name].clone()
-        state = self._driver.state
-        return parts.piece_of(state, index, position, slots[name]).clone()
+        index, position, held, alone = parts.named_state(self._driver, path, name)
+        piece = held if alone else parts.piece_of(self._driver.state, index, position, held)
+        return piece.clone()
 
     @torch.no_grad()
     def set_local_optimizer_state(self, path: str, name: str, value: Tensor | float) -> None:
@@ -189,24 +186,20 @@ class Access:
 
         At stage 0, and of a scalar, every rank has to set the same.
         """
-        _, index, position = parts.find_learning(self._driver, path)
-        slots, scalars = parts.named_state(self._driver, path, name)
+        index, position, held, alone = parts.named_state(self._driver, path, name)
         state = self._driver.state
-        if name in scalars:
-            parts.write_whole(path, scalars[name], value)
+        if alone:
+            parts.write_whole(path, held, value)
         else:
-            given = torch.as_tensor(value)
-            parts.write_piece(state, index, position, slots[name], given)
+            parts.write_piece(state, index, position, held, torch.as_tensor(value))
         state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
 
     def full_optimizer_state(self, path: str, name: str) -> Tensor:
         """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-        _, index, position = parts.find_learning(self._driver, path)
-        slots, scalars = parts.named_state(self._driver, path, name)
+        index, position, held, alone = parts.named_state(self._driver, path, name)
         call(self._driver, f"full_optimizer_state() {path} {name}")
-        if name in scalars:
-            return scalars[name].clone()
-        return parts.leaves_of(self._driver.state, index, slots[name])[position].clone()
+        whole = held if alone else parts.leaves_of(self._driver.state, index, held)[position]
+        return whole.clone()
 
     def full_optimizer_states(self) -> dict[str, dict[str, Any]]:
         """{path: {name: value}} of every parameter that the optimizer steps."""
@@ -223,14 +216,13 @@ class Access:
 
         A scalar state is one for all parameters of a param group.
         """
-        _, index, position = parts.find_learning(self._driver, path)
-        slots, scalars = parts.named_state(self._driver, path, name)
+        index, position, held, alone = parts.named_state(self._driver, path, name)
         call(self._driver, f"set_full_optimizer_state() {path} {name}")
         state = self._driver.state
-        if name in scalars:
-            parts.write_whole(path, scalars[name], value)
+        if alone:
+            parts.write_whole(path, held, value)
         else:
-            parts.write(state, index, position, slots[name], torch.as_tensor(value))
+            parts.write(state, index, position, held, torch.as_tensor(value))
         state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
 
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 
 from fzero._check import is_number, require
-from fzero.adapter._autograd import in_backward
 from fzero.adapter._driver import Driver
+from fzero.adapter._events import in_backward
 from fzero.errors import PhaseError
 from fzero.optim import NoOptimizer, no_optimizer
-from fzero.state import Buffers, TrainState, buffers, progress, scale
-from fzero.state.window import CLOSED, Window, open_window
+from fzero.state import TrainState, buffers, progress, scale
+from fzero.state.window import CLOSED, open_window
 from fzero.transforms._finite import first_of, report_of
 from fzero.transforms._receive import accumulate, filled, reduce_window
 from fzero.transforms.update import clip_factor, norm_of_state, scaled, share, update
@@ -51,15 +50,12 @@ def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
     return driver.state
 
 
-class _Agreed(NamedTuple):
-    """What all ranks know."""
+def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool, bool]:
+    """Return what all ranks know, and raise `PhaseError` if none of them holds gradients.
 
-    state: TrainState  # with the backwards of the rank that made the most
-    waits: bool  # any rank's gradients
-    bad: bool  # any rank's gradients, or loss: not finite
-
-
-def _agreed(driver: Driver, name: str) -> _Agreed:
+    The state, with the backwards of the rank that made the most; whether gradients of any rank
+    wait; whether a gradient or loss of any rank is not finite.
+    """
     state = driver.state
     held = int(state.window.pending.held) + 2 * int(state.gradients.held)
     bad = 4 * int(state.progress.nonfinite is not None)
@@ -73,7 +69,7 @@ def _agreed(driver: Driver, name: str) -> _Agreed:
         )
     state, backwards = driver.state, max(max(code >> 3 for code in codes), 1)
     agreed = state.replace(progress=replace(state.progress, backwards=backwards))
-    return _Agreed(agreed, any(code & 1 for code in codes), any(code & 4 for code in codes))
+    return agreed, any(code & 1 for code in codes), any(code & 4 for code in codes)
 
 
 def _reduced(state: TrainState, waits: bool) -> TrainState:
@@ -89,7 +85,8 @@ def call_step(driver: Driver, every: int) -> bool:
     """Count a call of `step()`; update at every `every`-th one. Return whether it was due."""
     require_outside(driver, "step()")
     require_no_window(driver, "step()")
-    require_optimizer(driver)
+    if isinstance(driver.state.setup.optimizer, NoOptimizer):
+        raise no_optimizer()
     driver.wait()
     driver.drop_if_user_did()
     counted, due = progress.call_step(driver.state.progress, every)
@@ -104,8 +101,8 @@ def _step(driver: Driver) -> None:
     """Update the parameters from the gradients, and clear those."""
     driver.params.require_same()
     state, waits, bad = _agreed(driver, "step()")
-    if bad:
-        _raise_not_finite(driver)
+    if bad and (error := first_of(driver.running.channel, report_of([driver.state]))) is not None:
+        raise error
     driver.masters.follow(state)
     state = _reduced(state, waits)
     driver.put(state)  # if the optimizer raises, this is what the engine has
@@ -114,12 +111,6 @@ def _step(driver: Driver) -> None:
     driver.gradients.drop()
     driver.put(new)
     driver.published()
-
-
-def _raise_not_finite(driver: Driver) -> None:
-    error = first_of(driver.running.channel, report_of([driver.state]))
-    if error is not None:
-        raise error
 
 
 def clip(driver: Driver, max_norm: float) -> Tensor:
@@ -172,28 +163,13 @@ def window(driver: Driver, name: str) -> Iterator[None]:
         if good:
             driver.drop_if_user_did()
         now, before, driver.outside = driver.state, driver.outside, None
-        driver.put(_closed(before, now) if good else _kept(before, now))
+        waits, counted = before.window.pending, now.progress if good else before.progress
+        if good and now.window.pending.held:  # with what waited before, for one reduction
+            waits = buffers.add(waits, now.window.pending)
+        shut = replace(now.window, pending=waits, gathered=(), is_open=False)
+        driver.put(now.replace(window=shut, progress=counted))
         driver.show_gradients()
         driver.running.window_ends()
-
-
-def _closed(before: TrainState, now: TrainState) -> TrainState:
-    """What waited before a window and in it waits on, for one reduction."""
-    waited = before.window.pending
-    if now.window.pending.held:
-        waited = buffers.add(waited, now.window.pending)
-    return now.replace(window=_shut(now, waited))
-
-
-def _kept(before: TrainState, now: TrainState) -> TrainState:
-    """What was there before a window that raised."""
-    kept = _shut(now, before.window.pending)
-    return now.replace(window=kept, progress=before.progress)
-
-
-def _shut(state: TrainState, pending: Buffers) -> Window:
-    """The window of a state closed, with these gradients waiting."""
-    return replace(state.window, pending=pending, gathered=(), is_open=False)
 
 
 def reduce_what_waits(driver: Driver, name: str) -> None:
@@ -205,12 +181,6 @@ def reduce_what_waits(driver: Driver, name: str) -> None:
 
 
 # What raises.
-
-
-def require_optimizer(driver: Driver) -> None:
-    """Raise `LayoutError` for an engine that was made without an optimizer."""
-    if isinstance(driver.state.setup.optimizer, NoOptimizer):
-        raise no_optimizer()
 
 
 def require_outside(driver: Driver, name: str) -> None:

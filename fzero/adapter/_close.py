@@ -14,7 +14,6 @@ from fzero.collectives import gather_many
 from fzero.homes import lent
 from fzero.optim._torch import TorchOptimizer
 from fzero.packing import unpack
-from fzero.state.layout import Leaf
 from fzero.transforms._donate import empty
 
 
@@ -31,15 +30,15 @@ def give_back(driver: Driver) -> None:
     driver.guard.remove()
     driver.running.changed()
     state = driver.state
-    stepped = driver.optimizer is not None and int(state.optimizer.count) > 0
-    leaves = {leaf.path: leaf for leaf in state.setup.layout.leaves}
-    if stepped:
-        _rule(driver).give_numbers(state.optimizer)
+    rule = state.setup.optimizer
+    stepped = rule if isinstance(rule, TorchOptimizer) and int(state.optimizer.count) else None
+    if stepped is not None:
+        stepped.give_numbers(state.optimizer)
     with free_to_swap(driver.module):
         for index in range(len(state.setup.layout.groups)):
             _give_parameters(driver, index)
-            for path, slots in parts.states_of_group(driver, index).items() if stepped else ():
-                _give_state(driver, leaves[path], slots)
+            if stepped is not None:
+                _give_states(driver, stepped, index)
             held = [state.params.flats[index], *parts.slots_of_group(state, index).values()]
             if driver.sharded:  # the gatherer has the shard by another tensor
                 held.append(driver.running.gatherer.groups[index].shard)
@@ -56,18 +55,15 @@ def _give_parameters(driver: Driver, index: int) -> None:
     (driver.params.place if driver.sharded else driver.params.have)(index, leaves)
 
 
-def _give_state(driver: Driver, leaf: Leaf, slots: dict[str, Tensor]) -> None:
-    optimizer, p = driver.optimizer, driver.params.at(leaf.path)
-    assert optimizer is not None
-    if any(p is q for group in optimizer.param_groups for q in group["params"]):
-        own = _rule(driver).own_state(leaf, slots)
-        optimizer.state[p] = {name: _laid_as(p, x) for name, x in own.items()}
-
-
-def _rule(driver: Driver) -> TorchOptimizer:
-    rule = driver.state.setup.optimizer
-    assert isinstance(rule, TorchOptimizer)  # as the engine has an optimizer of torch's
-    return rule
+def _give_states(driver: Driver, rule: TorchOptimizer, index: int) -> None:
+    """Give torch's optimizer its states of a group's parameters."""
+    leaves = {leaf.path: leaf for leaf in driver.state.setup.layout.leaves}
+    stepped = {id(p) for group in rule.instance.param_groups for p in group["params"]}
+    for path, slots in parts.states_of_group(driver, index).items():
+        p = driver.params.at(path)
+        if id(p) in stepped:
+            own = rule.own_state(leaves[path], slots)
+            rule.instance.state[p] = {name: _laid_as(p, x) for name, x in own.items()}
 
 
 def _laid_as(p: Tensor, x: Any) -> Any:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fzero.adapter._replace import in_place_of
+from fzero.adapter._module import in_place_of
 from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
 from fzero.gather import Gatherer
@@ -36,7 +36,8 @@ class _Unowned(Gatherer):
     def __init__(self, axis: Axis) -> None:
         super().__init__([], [])
         self.axis = axis
-        self._writes: dict[int, int] = {}
+        self.made: dict[int, nn.Module] = {}  # modules with parameters of the block
+        self._written: set[int] = set()  # groups that are gathered for one write
 
     def take(self, module: nn.Module) -> None:
         """Shard the parameters of a module, and of those in it, that are whole."""
@@ -66,12 +67,13 @@ class _Unowned(Gatherer):
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
         """Gather the parameter for one write."""
         if not self.writable[placeholder.where[0]]:
-            self._writes[placeholder.where[0]] = 1
+            self._written.add(placeholder.where[0])
             self.hold([placeholder.where[0]], 0)
 
     def end_write(self, placeholder: LazyParam) -> None:
         """Keep this rank's shard of what was written."""
-        if self._writes.pop(placeholder.where[0], 0):
+        if placeholder.where[0] in self._written:
+            self._written.remove(placeholder.where[0])
             self.let_go([placeholder.where[0]], 0)
 
 
@@ -102,27 +104,20 @@ def sharded_init(mesh: MeshLike = None) -> Iterator[None]:
     if axis.shards.runtime is Runtime.LOCAL:
         yield
         return
-    block = _Block(_Unowned(axis), {})
+    block = _Unowned(axis)
     with _watched(block):
         yield
     for module in list(block.made.values()):
-        block.unowned.take(module)
+        block.take(module)
 
 
-class _Block(NamedTuple):
-    """A block of `sharded_init` on this rank: who shards, and the modules with parameters."""
-
-    unowned: _Unowned
-    made: dict[int, nn.Module]
-
-
-_HERE: ContextVar[_Block | None] = ContextVar("sharded_init", default=None)
-_BLOCKS: list[_Block] = []  # of all virtual ranks
+_HERE: ContextVar[_Unowned | None] = ContextVar("sharded_init", default=None)
+_BLOCKS: list[_Unowned] = []  # of all virtual ranks
 _HANDLES: list[Any] = []
 
 
 @contextmanager
-def _watched(block: _Block) -> Iterator[None]:
+def _watched(block: _Unowned) -> Iterator[None]:
     """Tell the block of each module and parameter that is registered on this rank.
 
     torch has these hooks for the process. A virtual rank pauses inside of one, so they are there
@@ -151,7 +146,7 @@ def _on_parameter(module: nn.Module, name: str, param: Any) -> None:
 def _on_module(module: nn.Module, name: str, child: Any) -> None:
     block = _HERE.get()
     if block is not None and isinstance(child, nn.Module):
-        block.unowned.take(child)
+        block.take(child)
 
 
 @contextmanager

@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._autograd import in_backward
-from fzero.adapter._events import Events
+from fzero.adapter._events import Events, in_backward
 from fzero.adapter._gradient import Gradients, HeldGradient
 from fzero.adapter._guard import Guard, optimizer_of
+from fzero.adapter._losses import Losses
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
-from fzero.adapter._scale import ScaledLosses
 from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
+from fzero.packing import unpack
 from fzero.placeholder import placeholders
 from fzero.state import Setup, TrainState
-from fzero.state.scale import LossScale, ScalePolicy, carried, multiplier
+from fzero.state.scale import ScalePolicy, carried
 from fzero.transforms._pass import Pass
-from fzero.transforms._scaled import with_policy, with_value
+from fzero.transforms._scaled import with_policy
 from fzero.transforms.init import fill
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
@@ -54,7 +54,6 @@ class Driver:
         self.closed = False
         self.outside: TrainState | None = None
         self.norm: Tensor | None = None
-        self.losses = ScaledLosses()
         state = with_policy(self._moved(setup), scale)
         self.number = channel.number() if channel is not None else 0
         self.running = Pass(
@@ -63,6 +62,7 @@ class Driver:
             number=self.number,
             served=True,
         )
+        self.losses = Losses(self.running)
         self.running.gatherer.on_written = self._hears_of_writes()
         if self.sharded:
             with free_to_swap(module):
@@ -92,9 +92,14 @@ class Driver:
         """Everything was checked: move the module's values into the buffers of a state."""
         for buffer in self.module.buffers():
             buffer.copy_(broadcast([buffer], self.axis, 0)[0])
-        params = self.params
-        done = (lambda index, _: params.let_go(index)) if self.sharded else params.show
-        return fill(setup, params.values, done)
+
+        def done(index: int, flat: Tensor) -> None:
+            if self.sharded:
+                self.params.let_go(index)
+            else:
+                self.params.have(index, unpack(setup.layout, index, flat))
+
+        return fill(setup, self.params.values, done)
 
     # The state.
 
@@ -136,27 +141,19 @@ class Driver:
         self.masters.published()
 
     def _hears_of_writes(self) -> Callable[[Sequence[int]], None]:
+        """Return what stage 3 calls with the units that `gathered(modify=True)` has written."""
         # Autograd holds placeholders where the garbage collector does not look: from them no way
         # may lead to the driver, or an engine that nobody holds any more would never go.
-        held = weakref.WeakMethod(self._written)
+        held = weakref.ref(self)
 
         def written(units: Sequence[int]) -> None:
-            if (call := held()) is not None:
-                call(units)
+            if (driver := held()) is not None:
+                groups = [index for unit in units for index in driver.running.gatherer.units[unit]]
+                driver.masters.take(driver.state, groups)
 
         return written
 
-    def _written(self, units: Sequence[int]) -> None:
-        """Units of stage 3 were written, by `gathered(modify=True)`."""
-        groups = [group for unit in units for group in self.running.gatherer.units[unit]]
-        self.masters.take(self.state, groups)
-
     # What the events lead to.
-
-    def forward_begins(self) -> None:
-        """A root forward starts: at stage 3 its gathers are announced."""
-        self.drop_unfinished()
-        self.running.begin_forward()
 
     def forward_ends(self, *, trains: bool) -> None:
         """A root forward is over."""
@@ -172,31 +169,20 @@ class Driver:
             self.clear()
         self.running.begin_backward(silent=True, dropped=dropped)
 
-    def received(self, leaf: int, p: Tensor) -> None:
-        """A parameter got a gradient."""
-        outer = self.events.hooks.post_backward_callback_graph_task_id
+    def received(self, leaf: int, p: Any) -> None:
+        """A parameter got a gradient: it goes into its bucket, unless it must not be used."""
         try:
-            self.losses.require(outer, self.multiplier)
-        except PhaseError:
-            self._refuse(p)
-            raise
-        if self.running.phase.silent:
-            self.running.first_gradient()
-        if isinstance(p.grad, HeldGradient):
-            gradient = p.grad.taken()
-            if gradient is not None:
+            self.losses.require(self.events.hooks.post_backward_callback_graph_task_id)
+            if self.running.phase.silent:
+                self.running.first_gradient()
+            if not isinstance(p.grad, HeldGradient):
+                self.running.finite.gradient(0, leaf, p.grad)
+                self.running.reducer.take(0, leaf, p)
+            elif (gradient := p.grad.taken()) is not None:
                 self.running.finite.gradient(0, leaf, gradient)
                 self.running.reducer.put(0, leaf, gradient.detach())
-        elif p.grad is not None:
-            self.running.finite.gradient(0, leaf, p.grad)
-            self.running.reducer.take(0, leaf, p)
-        self.gradients.stand_for(p)  # the user's hooks come after this one
-
-    def _refuse(self, p: Tensor) -> None:
-        """Let go of a gradient that must not be used: the next backward would add to it."""
-        if isinstance(p.grad, HeldGradient):
-            p.grad.taken()
-        self.gradients.stand_for(p)
+        finally:
+            self.gradients.stand_for(p)  # the user's hooks come after this one
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""
@@ -218,43 +204,6 @@ class Driver:
             self.events.abandon()
             if self.region is not None:
                 self.region.abandon()
-
-    # Losses.
-
-    @property
-    def multiplier(self) -> LossScale | None:
-        """The scale of the state, if losses must be multiplied by it."""
-        return multiplier(self.state.scale)
-
-    def scaled(self, loss: Any) -> Tensor:
-        """Return a loss times the scale of the state."""
-        self.require_not_closed()
-        self.put(with_value(self.state))
-        made = self.losses.scaled(loss, self.multiplier)
-        if made is not loss and made.requires_grad and self.running.finite.wanted:
-            value = loss.detach()
-            made.register_hook(lambda _: self.running.finite.loss(value))
-        return made
-
-    def backward(self, loss: Any, gradient: Any, **options: Any) -> None:
-        """Call torch.autograd.backward with what is scaled, and scales what is not."""
-        several = isinstance(loss, list | tuple)
-        if self.multiplier is not None:
-            found = [self._as_root(x) for x in (loss if several else (loss,))]
-            loss = found if several else found[0]
-        else:
-            for x in loss if several else (loss,):
-                self.running.finite.loss(x)
-        self.losses.begin(loss)
-        try:
-            torch.autograd.backward(loss, gradient, **options)
-        finally:
-            self.losses.end()
-            self.running.finite.losses.clear()
-
-    def _as_root(self, x: Any) -> Any:
-        floating = isinstance(x, Tensor) and x.is_floating_point()
-        return self.scaled(x) if floating and not self.losses.is_scaled(x) else x
 
     # Gradients.
 

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from fzero._compiled import DISABLED_FRAMES
 from fzero.adapter import _boundary as boundary
 from fzero.adapter._access import Access
-from fzero.adapter._autograd import in_backward
 from fzero.adapter._close import give_back
 from fzero.adapter._driver import Driver
-from fzero.adapter._options import options_of
+from fzero.adapter._events import in_backward
+from fzero.adapter._losses import Scaling
 from fzero.adapter._report import MemoryReport, report
-from fzero.adapter._scaling import Scaling
-from fzero.adapter._setup import planned, scale_of
+from fzero.adapter._setup import options_of, planned, scale_of
 from fzero.mesh import Axis, MeshLike, axis_of
 from fzero.state import HookState, OptimizerOver, Reshard, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
@@ -208,7 +207,7 @@ class Engine(Access, Scaling):
         """
         self._driver.require_not_closed()
         try:
-            self._driver.backward(loss, gradient, **options)
+            self._driver.losses.backward(loss, gradient, **options)
         except BaseException as error:
             self._driver.failed(error)
             raise

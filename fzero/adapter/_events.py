@@ -14,64 +14,51 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fzero._modes import for_training, in_transform
-from fzero.adapter._autograd import current_graph_task, in_backward
-from fzero.adapter._pytree import tensors_in
 from fzero.errors import PhaseError
 from fzero.state import hooks
-from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
+from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
 
-Learning = tuple[Tensor, int]
-"""A parameter object that learns, and the leaf that it is."""
+if TYPE_CHECKING:
+    from fzero.adapter._driver import Driver
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
 
 
-class Driven(Protocol):
-    """What events lead to: the engine, as this file sees it."""
+def current_graph_task() -> int:
+    """Return the id of the graph task that runs in this thread; -1 outside of every backward."""
+    return torch._C._current_graph_task_id()
 
-    def forward_begins(self) -> None:
-        """A root forward starts, outside of every backward."""
-        ...
 
-    def forward_ends(self, *, trains: bool) -> None:
-        """It is over; a backward can follow if it `trains`."""
-        ...
-
-    def backward_begins(self, first: Tensor | None) -> None:
-        """A backward begins; `first` is the parameter that has its gradient already, if one has."""
-        ...
-
-    def received(self, leaf: int, p: Tensor) -> None:
-        """A parameter got a gradient."""
-        ...
-
-    def backward_ends(self) -> None:
-        """The outermost backward is over: the epilogue."""
-        ...
-
-    def drop(self) -> None:
-        """A backward raised: what it brought goes."""
-        ...
+def in_backward() -> bool:
+    """Return whether a backward runs in this thread."""
+    return current_graph_task() >= 0
 
 
 class Events:
-    """Registers the hooks of one engine, and takes them off."""
+    """Registers the hooks of one engine, and takes them off.
 
-    def __init__(self, module: nn.Module, learning: Sequence[Learning], driven: Driven) -> None:
+    learning: the parameter objects that learn, each with the leaf that it is.
+    """
+
+    def __init__(
+        self, module: nn.Module, learning: Sequence[tuple[Tensor, int]], driver: Driver
+    ) -> None:
         self.hooks = HookState()
-        self._driven = driven
+        self._driver = driver
         self._learning = [p for p, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _ in learning]
         self._depth = 0  # of root forwards that are running
-        self._own = False  # this root forward is no recompute and not inside another
-        self._foreign = False  # it uses none of the engine's parameters, or is transformed
+        self._own = False  # the one that runs is no recompute, and not under torch.func
         self._nested = -1  # a graph task that ran while another one's backward is open
         self._apart = False  # that task ended, and nothing came of the one that is open since
         self._stands_in = _stands_in(module)
@@ -92,21 +79,20 @@ class Events:
         self._depth += 1
         if self._depth > 1:
             return
-        self._foreign = in_transform() or self._stands_in()
-        self._own = not self._foreign and not in_backward()
+        self._own = not (in_transform() or self._stands_in() or in_backward())
         if self._own:
-            self.drop_unfinished()
-            self._apply(hooks.reset_for_new_step)
             with torch.inference_mode(False), torch.no_grad():  # what waits is for training
-                self._driven.forward_begins()
+                self._driver.drop_unfinished()
+                self._apply(hooks.reset_for_new_step)
+                self._driver.running.begin_forward()
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth > 0 or not self._own:
             return
         self._own = False
-        trains = torch.is_grad_enabled() and self._watch(tensors_in(output))
-        for_training(self._driven.forward_ends, trains=trains)
+        trains = torch.is_grad_enabled() and self._watch(tensors_in(output, {}))
+        for_training(self._driver.forward_ends, trains=trains)
 
     def _watch(self, outputs: Iterable[Tensor]) -> bool:
         """Watch the outputs of a root forward: True if a backward can come from them."""
@@ -128,7 +114,7 @@ class Events:
     def _enter(self, task: int, first: Tensor | None) -> None:
         """A backward begins; one that is still open has raised, and is dropped."""
         self._drop_what_raised()
-        self._driven.backward_begins(first)
+        self._driver.backward_begins(first)
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
 
@@ -148,30 +134,22 @@ class Events:
     def _on_gradient(self, leaf: int, p: Tensor) -> None:
         if not self.hooks.backward_active_depth and not self._depth:
             self._enter(current_graph_task(), p)  # it came by another way than an output
-        self._driven.received(leaf, p)
+        self._driver.received(leaf, p)
         state, task = self.hooks, current_graph_task()
         inside = state.backward_active_depth > 0
         if inside and task != self._task_of_record:
-            self._received_in_another(task)
-        elif self._apart:
+            # It runs inside of that one (reentrant checkpointing), or that one has raised.
+            if task != self._nested:
+                self._nested = task
+                self._queue(self._another_completed)
+        else:
             self._apart = False
         first = inside and not state.hooks_fired_this_backward
-        self.hooks, effects = hooks.update_hook_state_and_maybe_run_epilogue(
-            state,
+        self._apply(
+            hooks.update_hook_state_and_maybe_run_epilogue,
             expected=self._expected() if first else state.max_expected_hooks_seen,
             graph_task_id=task,
         )
-        if effects:
-            self._run(effects)
-
-    def _received_in_another(self, task: int) -> None:
-        """A graph task brings a gradient to a backward that another one began.
-
-        It runs inside that one (reentrant checkpointing), or that one has raised.
-        """
-        if task != self._nested:
-            self._nested = task
-            self._queue(self._another_completed)
 
     def _another_completed(self) -> None:
         self._apart = True
@@ -212,18 +190,14 @@ class Events:
 
     def _apply(self, transition: Callable[..., Any], **event: Any) -> None:
         self.hooks, effects = transition(self.hooks, **event)
-        if effects:
-            self._run(effects)
-
-    def _run(self, effects: HookEffects) -> None:
         for effect in effects:
             match effect:
                 case QueueCallback(task):
                     self._queue(functools.partial(self._on_completed, task))
                 case RunEpilogue():
-                    self._driven.backward_ends()
+                    self._driver.backward_ends()
                 case DropBackward():
-                    self._driven.drop()
+                    self._driver.drop()
 
     def _queue(self, callback: Callable[[], None]) -> None:
         """Have autograd call it at the end of the graph task that runs."""
@@ -252,6 +226,35 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_nothing,)
+
+
+def tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, each once: in containers, dataclasses and other objects.
+
+    What cannot be looked into is passed over: a backward that comes from there is still seen, when
+    the first parameter gets its gradient.
+
+    Example:
+        >>> x = torch.ones(1)
+        >>> len([*tensors_in({"a": (x, [x]), "b": iter([x])}, {})])
+        1
+    """
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return
+    seen[id(value)] = value  # kept, for the id of what is gone may be taken again
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, tuple | list | set | frozenset):
+        parts = value
+    elif is_dataclass(value):
+        parts = [getattr(value, f.name, None) for f in fields(value)]
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from tensors_in(part, seen)
 
 
 def _first_hook(p: Any, hook: Callable[[Tensor], None]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.adapter._autograd import current_graph_task
+from fzero.adapter._events import current_graph_task
 from fzero.errors import LayoutError, PhaseError
 
 _WAYS = {
@@ -137,9 +137,9 @@ class Gradients:
         self._standing = False
 
     def stand_for(self, p: Tensor) -> None:
-        """Put the stand-in of one parameter in its place: the engine took the gradient."""
+        """Put the stand-in of one parameter in its place: its gradient was taken, or refused."""
         p.grad = held = self._of[id(p)]
-        held.task = current_graph_task()
+        held.task, held.arrived = current_graph_task(), None
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""

@@ -7,17 +7,14 @@ at stage 3      every parameter is a placeholder; this rank has a shard of its g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from fzero.adapter._replace import in_place_of
-from fzero.errors import LayoutError, PhaseError
-from fzero.packing import unpack
+from fzero.errors import LayoutError
 from fzero.placeholder import LazyParam
 from fzero.state import Layout
 
@@ -46,10 +43,6 @@ class ModuleParameters:
     def values(self, index: int) -> list[Tensor]:
         """The full leaves of a group."""
         return [self.objects(leaf)[0].detach() for leaf in self.layout.groups[index].leaves]
-
-    def show(self, index: int, flat: Tensor) -> None:
-        """Let a group's parameters have the values, and the memory, of its flat [W l]."""
-        self.have(index, unpack(self.layout, index, flat))
 
     @torch.no_grad()
     def have(self, index: int, tensors: Sequence[Tensor]) -> None:
@@ -165,52 +158,28 @@ def _leave_as_they_are() -> None:
     """Stand in for `RNNBase.flatten_parameters`."""
 
 
-def require_plain(module: Any, is_taken: Callable[[Tensor], bool]) -> None:
-    """Raise for what cannot be an engine's module."""
-    if not isinstance(module, nn.Module):
-        raise LayoutError(
-            f"Engine got a {type(module).__name__}.",
-            cause="a function or a state was passed in the place of a module.",
-            fix="pass an nn.Module; for pure functions there is fzero.shard.",
-        )
-    for path, p in module.named_parameters(remove_duplicate=False):
-        if is_taken(p):
-            raise PhaseError(
-                f"{path} belongs to an engine that is open.",
-                cause="a notebook cell that made the engine was run again, or two modules "
-                "share a parameter.",
-                fix="call close() on that engine first, or make the module anew if its name is "
-                "lost; for a shared part, make one engine of a module that has all of it.",
-            )
-        if isinstance(p, nn.UninitializedParameter):
-            raise LayoutError(
-                f"{path} is not initialized: it has no shape yet.",
-                cause="a lazy module (nn.LazyLinear, ...) that has not run.",
-                fix="run the module once, without gradient, then make the engine.",
-            )
-    for name, part in module.named_modules():
-        if isinstance(part, DistributedDataParallel):
-            raise LayoutError(
-                f"{name or 'the module'} is wrapped by DistributedDataParallel.",
-                cause="the wrapper of before; it reduces gradients, which the engine does, too.",
-                fix="pass the module inside it (`.module`).",
-            )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise LayoutError(
-                f"{name or 'the module'} gives sparse gradients.",
-                cause=f"nn.{type(part).__name__}(..., sparse=True).",
-                fix="leave sparse out: buckets of gradients are dense.",
-            )
+def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
+    """Return a parameter with this value: the object `old` itself, if torch can swap it.
 
-
-def require_one_device(module: nn.Module) -> None:
-    """Raise unless all parameters are on one device, and have values."""
-    by_device = {p.device: path for path, p in module.named_parameters()}
-    if len(by_device) > 1 or any(device.type == "meta" for device in by_device):
-        seen = ", ".join(f"{path} on {device}" for device, path in by_device.items())
-        raise LayoutError(
-            f"the module's parameters are spread: {seen}.",
-            cause="a part of the module was not moved, or was built on the meta device.",
-            fix="call module.to(device) before making the engine; to build a model that no "
-            "rank can hold, use fzero.adapter.sharded_init.",
-        )
+    torch cannot swap a tensor that has weak references, as recurrent modules hold them. A new
+    parameter is returned then, so the caller assigns the result in any case. Hooks, attributes and
+    the gradient of `old` move to it.
+    """
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    own = (*LazyParam.__annotations__, "_is_param")
+    attributes = {name: x for name, x in vars(old).items() if name not in own}
+    gradient, hooks = old.grad, (old._backward_hooks, old._post_accumulate_grad_hooks)
+    # swap_tensors would swap the dict of a hook, and leave what calls it behind.
+    old._backward_hooks = old.grad = None
+    old._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    p: Any = old
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        p = new
+    vars(p).update(attributes)
+    p.grad = gradient
+    p._backward_hooks, p._post_accumulate_grad_hooks = (
+        hooks  # the same dicts: handles go on working
+    )
+    return p

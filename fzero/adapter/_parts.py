@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,8 +188,18 @@ def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def named_state(driver: Driver, path: str, name: str) -> tuple[Slots, Mapping[str, Tensor]]:
-    """Return `optimizer_states`, which have `name`; raise `LayoutError` if they have not."""
+class Named(NamedTuple):
+    """What is held of one state of one parameter."""
+
+    group: int
+    position: int
+    held: Tensor  # of its whole group, or of it alone where it has another shape: "step"
+    alone: bool
+
+
+def named_state(driver: Driver, path: str, name: str) -> Named:
+    """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
+    _, index, position = find_learning(driver, path)
     slots, scalars = optimizer_states(driver, path)
     if name not in slots and name not in scalars:
         raise LayoutError(
@@ -197,4 +207,5 @@ def named_state(driver: Driver, path: str, name: str) -> tuple[Slots, Mapping[st
             cause="a misspelt name, or the state of another optimizer.",
             fix="use one of those.",
         )
-    return slots, scalars
+    alone = name in scalars
+    return Named(index, position, scalars[name] if alone else slots[name], alone)

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fzero._check import check_flags, is_count, is_positive, require
 from fzero._modes import require_autograd
 from fzero.adapter._driver import OWNERS
-from fzero.adapter._module import require_one_device, require_plain
-from fzero.adapter._options import Options, compared, require_options
-from fzero.adapter._units import unit_of_leaves
 from fzero.collectives import assert_same_everywhere, told_everywhere
-from fzero.errors import PhaseError
+from fzero.errors import LayoutError, PhaseError
 from fzero.mesh import Axis, Runtime
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
-from fzero.state import Policy, Setup
+from fzero.partition import unit_of
+from fzero.state import Gathering, Policy, Reduction, Setup
+from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
 from fzero.state.precision import as_autocast, owners_in
 from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
-from fzero.transforms._options import check_stage
+from fzero.transforms._options import (
+    SharedOptions,
+    check_shared,
+    check_stage,
+    given_of,
+    grouped,
+    names_of,
+)
 from fzero.transforms._plan import COMPARED, plan
 from fzero.transforms.scale_loss import Scale
 from fzero.virtual import current_ranks, is_abstract
@@ -33,16 +42,51 @@ Factory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of the parameters that learn."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updating:
+    """What `step` does with gradients."""
+
+    master_weights: bool = True
+    state_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
+    max_norm: float | None = None
+    gradient_accumulation_steps: int = 1
+    average_micro_batches: bool = False
+    check_finite: bool = False
+    loss_scale: Scale = None  # what `fzero.scale_loss` takes; None: what autocast needs, or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(SharedOptions):
+    """What `Engine(...)` takes besides the module, the optimizer, the stage and the mesh."""
+
+    updating: Updating
+    leaf_modules: LeafSpec | None
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given.
+
+    Raises `TypeError` for an option that does not exist.
+    """
+    kinds = Updating, Reduction, Gathering, Options
+    names = {name for kind in kinds for name in names_of(kind)}
+    unknown = set(given.get("options", ())) - names
+    if unknown:
+        raise TypeError(f"Engine() got an unexpected keyword argument {min(unknown)!r}")
+    return grouped(Options, given, updating=Updating(**given_of(Updating, given)))
+
+
 def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: Options) -> Setup:
     """Check module, optimizer and options; return the setup of the engine's state."""
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
-        require_options(options)
+        _require_options(options)
         check_stage(stage)
-        require_plain(module, lambda p: id(p) in OWNERS)
-        require_one_device(module)
+        _require_plain(module)
+        _require_one_device(module)
         autocast = as_autocast(options.autocast)
-        unit, warning = unit_of_leaves(module, options.leaf_modules)
+        unit, warning = _units(module, options.leaf_modules)
         chosen = _as_optimizer(optimizer, options)
     _require_own(module, axis)
     if warning:
@@ -56,7 +100,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         units=unit,
         owners=owners_in(module),
     )
-    assert_same_everywhere([compared(options)], axis, what="the engine's options")
+    assert_same_everywhere([_compared(options)], axis, what="the engine's options")
     updating = options.updating
     steps = updating.gradient_accumulation_steps
     averages = updating.average_micro_batches
@@ -69,6 +113,127 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         check_finite=updating.check_finite,
     )
     return replace(setup, policy=policy)
+
+
+def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:
+    """The policy of a `loss_scale`: of None, what autocast needs."""
+    if given is None and setup.policy.autocast is torch.float16:
+        return DynamicScale()
+    return as_policy("loss_scale", given)
+
+
+def _require_plain(module: Any) -> None:
+    """Raise for what cannot be an engine's module."""
+    if not isinstance(module, nn.Module):
+        raise LayoutError(
+            f"Engine got a {type(module).__name__}.",
+            cause="a function or a state was passed in the place of a module.",
+            fix="pass an nn.Module; for pure functions there is fzero.shard.",
+        )
+    for path, p in module.named_parameters(remove_duplicate=False):
+        if id(p) in OWNERS:
+            raise PhaseError(
+                f"{path} belongs to an engine that is open.",
+                cause="a notebook cell that made the engine was run again, or two modules "
+                "share a parameter.",
+                fix="call close() on that engine first, or make the module anew if its name is "
+                "lost; for a shared part, make one engine of a module that has all of it.",
+            )
+        if isinstance(p, nn.UninitializedParameter):
+            raise LayoutError(
+                f"{path} is not initialized: it has no shape yet.",
+                cause="a lazy module (nn.LazyLinear, ...) that has not run.",
+                fix="run the module once, without gradient, then make the engine.",
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise LayoutError(
+                f"{name or 'the module'} is wrapped by DistributedDataParallel.",
+                cause="the wrapper of before; it reduces gradients, which the engine does, too.",
+                fix="pass the module inside it (`.module`).",
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise LayoutError(
+                f"{name or 'the module'} gives sparse gradients.",
+                cause=f"nn.{type(part).__name__}(..., sparse=True).",
+                fix="leave sparse out: buckets of gradients are dense.",
+            )
+
+
+def _require_one_device(module: nn.Module) -> None:
+    """Raise unless all parameters are on one device, and have values."""
+    by_device = {p.device: path for path, p in module.named_parameters()}
+    if len(by_device) > 1 or any(device.type == "meta" for device in by_device):
+        seen = ", ".join(f"{path} on {device}" for device, path in by_device.items())
+        raise LayoutError(
+            f"the module's parameters are spread: {seen}.",
+            cause="a part of the module was not moved, or was built on the meta device.",
+            fix="call module.to(device) before making the engine; to build a model that no "
+            "rank can hold, use fzero.adapter.sharded_init.",
+        )
+
+
+def _require_options(options: Options) -> None:
+    """Raise `LayoutError`, naming the option, for a value out of range."""
+    check_shared(options)
+    updating = options.updating
+    check_flags(
+        master_weights=updating.master_weights,
+        average_micro_batches=updating.average_micro_batches,
+        check_finite=updating.check_finite,
+    )
+    steps = updating.gradient_accumulation_steps
+    require("gradient_accumulation_steps", steps, is_count, "an int of 1 or more")
+    as_policy("loss_scale", updating.loss_scale)
+    if updating.max_norm is not None:
+        require("max_norm", updating.max_norm, is_positive, "a positive number, or None for off")
+    wanted = "a fzero.adapter.LeafSpec(classes=..., names=..., name_suffixes=...)"
+    leaves = options.leaf_modules
+    require("leaf_modules", leaves, lambda x: x is None or isinstance(x, LeafSpec), wanted)
+
+
+def _compared(options: Options) -> str:
+    """The options as ranks compare them: no address, no value of a tensor."""
+    scale = as_policy("loss_scale", options.updating.loss_scale)
+    return f"{replace(options, updating=replace(options.updating, loss_scale=scale))}"
+
+
+def _units(module: nn.Module, spec: LeafSpec | None) -> tuple[Callable[[str], str], str]:
+    """Return path -> unit, where a leaf module is one unit; and what to warn about."""
+    if spec is None:
+        return unit_of, ""
+    tree = [
+        ModuleInfo(
+            name=name,
+            classes=tuple(class_name(cls) for cls in type(part).__mro__),
+            numel=sum(prod(p.shape) for p in part.parameters()),
+            descendants=sum(1 for _ in part.modules()) - 1,
+        )
+        for name, part in module.named_modules()
+    ]
+    found = find_leaf_modules(tree, spec)
+
+    def unit(path: str) -> str:
+        inside = [leaf for leaf in found.leaves if path.startswith(leaf + ".") or not leaf]
+        return inside[0] or "(root)" if inside else unit_of(path)
+
+    return unit, "\n".join(found.warnings)
+
+
+def _as_optimizer(optimizer: Any, options: Options) -> Any:
+    """An optimizer of a state: torch.optim's through `from_torch`."""
+    if optimizer is None:
+        return NoOptimizer()
+    pair = isinstance(optimizer, tuple) or hasattr(optimizer, "update")
+    if pair or isinstance(optimizer, TorchOptimizer):
+        return as_optimizer(optimizer)
+    updating = options.updating
+    return from_torch(
+        optimizer,
+        master_weights=updating.master_weights,
+        state_dtype=updating.state_dtype,
+        stochastic_rounding=updating.stochastic_rounding,
+    )
 
 
 def _require_own(module: nn.Module, axis: Axis) -> None:
@@ -86,26 +251,3 @@ def _require_own(module: nn.Module, axis: Axis) -> None:
             fix="make the module, its optimizer and the engine inside of that function, or "
             "give each rank a copy: Engine(copy.deepcopy(module), ...).",
         )
-
-
-def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:
-    """The policy of a `loss_scale`: of None, what autocast needs."""
-    if given is None and setup.policy.autocast is torch.float16:
-        return DynamicScale()
-    return as_policy("loss_scale", given)
-
-
-def _as_optimizer(optimizer: Any, options: Options) -> Any:
-    """An optimizer of a state: torch.optim's through `from_torch`."""
-    if optimizer is None:
-        return NoOptimizer()
-    pair = isinstance(optimizer, tuple) or hasattr(optimizer, "update")
-    if pair or isinstance(optimizer, TorchOptimizer):
-        return as_optimizer(optimizer)
-    updating = options.updating
-    return from_torch(
-        optimizer,
-        master_weights=updating.master_weights,
-        state_dtype=updating.state_dtype,
-        stochastic_rounding=updating.stochastic_rounding,
-    )

@@ -8,9 +8,8 @@ data. What engines must have after a program is the mean over ranks of what the 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -154,14 +153,6 @@ def engine_of(make: Make, stage: int, optimizer_of: OptimizerOf = sgd_of, **opti
     return Engine(module, optimizer_of(module), stage=stage, **options)
 
 
-@contextmanager
-def order_may_change() -> Iterator[None]:
-    """Stage 3 warns, once, when modules use their parameters in another order than before."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the order in which modules use", UserWarning)
-        yield
-
-
 def same(
     found: Mapping[str, Any], wanted: Mapping[str, Any], tol: float = 1e-11, label: str = ""
 ) -> None:
@@ -193,8 +184,7 @@ def update(
 ) -> None:
     """One step of both, by gradients that are the same, to parameters that are the same."""
     wanted = reference.run(program, number)
-    with order_may_change():
-        program(engine, Draw(rank, number))
+    program(engine, Draw(rank, number))
     same(engine.full_gradients(), wanted, tol, f"gradients of step {number}")
     assert is_idle(engine)
     assert engine.step() is True

@@ -30,7 +30,6 @@ from tests.adapter.plain import (
     gradients_of,
     is_idle,
     mean,
-    order_may_change,
     same,
 )
 from tests.failing import fails_in_backward
@@ -287,8 +286,7 @@ def run_programs(rank: int, world_size: int, stage: int, seeds: range) -> int:
     for seed in seeds:
         program = draw_program(seed)
         try:
-            with order_may_change():
-                Runner(rank, world_size, stage, program).run()
+            Runner(rank, world_size, stage, program).run()
         except BaseException as error:
             events = "\n".join(map(str, program.events))
             raise AssertionError(

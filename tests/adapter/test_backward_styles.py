@@ -55,11 +55,6 @@ def backwards_with_a_gradient(e: Any, draw: Draw) -> None:
     e.backward(e(draw(2, 3)), draw(2, 3))
 
 
-@style()
-def engine_module(e: Any, draw: Draw) -> None:
-    back(e.module, draw)
-
-
 @style(lambda: Outputs(lambda h, y: (h, y)))
 def a_backward_for_each_output(e: Any, draw: Draw) -> None:
     h, y = e(draw(2, 3))

@@ -28,20 +28,5 @@ def test_the_adapter_and_the_records_are_reached_from_the_package() -> None:
     assert callable(adapter.sharded_init) and callable(adapter.gathered)
 
 
-def test_the_hook_record_and_its_transitions_have_the_fields_and_names_of_the_field() -> None:
-    record = fzero.state.HookState()
-    assert {*HOOK_STATE.split()} <= {*dir(record)}
-    hooks = fzero.state.hooks
-    record, effects = hooks.enter_backward(record)
-    record, effects = hooks.queue_post_backward_callback(record, graph_task_id=3)
-    assert effects == (fzero.state.QueueCallback(3),)
-    assert hooks.should_refresh_expected_hook_count(record) is True
-    record, effects = hooks.update_hook_state_and_maybe_run_epilogue(
-        record, expected=1, graph_task_id=3
-    )
-    assert effects == ()
-    record, effects = hooks.graph_completed(record)
-    assert effects == (fzero.state.RunEpilogue(),)
-    for transition in (hooks.exit_backward, hooks.reenter_backward_if_needed):
-        record, _ = transition(record)
-    assert hooks.reset_for_new_step(record) == (fzero.state.HookState(), ())
+def test_the_hook_record_has_the_fields_of_the_field() -> None:
+    assert {*HOOK_STATE.split()} <= {*dir(fzero.state.HookState())}

@@ -20,7 +20,6 @@ from tests.adapter.plain import (
     Together,
     engine_of,
     is_idle,
-    order_may_change,
     run_together,
     same,
 )
@@ -52,8 +51,7 @@ def check(
     plains = [Reference(make, world_size) for make in makes]
     for number in range(3):
         all_wanted = run_together(plains, program, number)
-        with order_may_change():
-            program(engines, Draw(rank, number))
+        program(engines, Draw(rank, number))
         for i, engine in enumerate(engines):
             label = f"engine {i} of stages {stages}, step {number}, {options}"
             assert is_idle(engine), label

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fzero
 from fzero.adapter import Engine
@@ -74,34 +73,6 @@ def test_gradients_through_torch_func_around_the_model_are_those_of_one_process(
             for path, value in engine.full_gradients().items():
                 torch.testing.assert_close(value, wanted[path])
             engine.zero_grad()
-
-
-@on_ranks(2)
-@each_stage
-def test_one_optimizer_and_one_average_of_weights_for_two_models(
-    rank: int, world_size: int, stage: int
-) -> None:
-    models = nn.ModuleList([Net(), Net()])
-    plain = copy.deepcopy(models)
-
-    def averaged(module: nn.Module) -> AveragedModel:
-        return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-
-    ema, plain_ema = averaged(models), averaged(plain)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
-    engine = Engine(models, torch.optim.SGD(models.parameters(), lr=LR), stage=stage)
-    for _ in range(3):
-        models[1](models[0](batch(rank))).square().mean().backward()
-        engine.step()
-        ema.update_parameters(models)
-        for other in range(world_size):
-            loss = plain[1](plain[0](batch(other))).square().mean()
-            (loss / world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        plain_ema.update_parameters(plain)
-    for found, wanted in zip(ema.module.parameters(), plain_ema.module.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted)
 
 
 @on_ranks(2)

@@ -22,7 +22,6 @@ from tests.adapter.plain import (
     Reference,
     back,
     engine_of,
-    order_may_change,
     same,
 )
 
@@ -41,7 +40,7 @@ def reductions(log: CollectiveLog) -> tuple[dict[str, int], int]:
 
 
 def counted(program: Callable[[], Any]) -> tuple[dict[str, int], int]:
-    with count_collectives() as log, order_may_change():
+    with count_collectives() as log:
         program()
     return reductions(log)
 
@@ -114,7 +113,6 @@ def test_a_window_that_raises_reduces_nothing_and_leaves_the_records_as_they_wer
     records = e.state.progress
     with (
         count_collectives() as log,
-        order_may_change(),
         pytest.raises(KeyError, match="in the window"),
         getattr(e, kind)(),
     ):

@@ -1,0 +1,207 @@
+"""Losses of an engine times its scale, and the guard against a backward that went around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fzero.adapter._events import current_graph_task
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.state.scale import LossScale, multiplier, read
+from fzero.transforms._pass import Pass
+from fzero.transforms._scaled import with_value
+
+if TYPE_CHECKING:
+    from fzero.adapter._driver import Driver
+
+_TWICE = explain(
+    "a loss was scaled twice.",
+    cause="engine.backward(), which scales by itself, or engine.scale() of something that was made "
+    "from a loss that engine.scale() gave.",
+    fix="add the losses first: engine.backward(a + b), or engine.scale(a + b).backward().",
+)
+_BY_ANOTHER = explain(
+    "a loss that one engine scaled reached the parameters of another one.",
+    cause="one loss of two engines, whose updates divide by scales of their own, or by none.",
+    fix="give each engine a loss, and a backward, of its own; or use fzero.grad_and_reduce with a "
+    "pytree of states, which have each their scale under one loss.",
+)
+
+
+class Scaling:
+    """The part of an engine that multiplies losses; its update divides by the same scale.
+
+    With a `loss_scale` every backward comes from `scale(loss)`, or is made by `backward(loss)`,
+    which scales by itself. A plain loss.backward() raises `PhaseError` before any gradient is used.
+    """
+
+    _driver: Driver
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return loss x `loss_scale`: the loss itself without one.
+
+        Args:
+            loss: a floating tensor.
+
+        Raises:
+            LayoutError: for anything else.
+            PhaseError: for a loss that was scaled already.
+        """
+        self._driver.require_not_closed()
+        return self._driver.losses.scaled(loss)
+
+    def needs_scaler(self) -> bool:
+        """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
+        return self._driver.losses.multiplier is not None
+
+    def scale_if_loss(self, x: Any) -> Any:
+        """Return `scale(x)` of one floating number that has a graph; anything else as it is.
+
+        So is a loss that was scaled already.
+        """
+        number = isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
+        if not number or x.grad_fn is None or self._driver.losses.is_scaled(x):
+            return x
+        return self.scale(x)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next loss; 1.0 without one. The host waits for the device.
+
+        `engine.state.scale.scale` is the tensor, for which it does not wait.
+        """
+        held = self._driver.state.scale
+        return 1.0 if held is None else float(read(held).scale)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last update found an overflow. The host waits for the device."""
+        held = self._driver.state.scale
+        return held is not None and bool(held.overflowed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Mark:
+    """What a scaled loss carries: which engine's losses it is of. Each has one of its own."""
+
+    owner: Losses
+
+
+class Losses:
+    """Scales the losses of one engine. A hook on each product notes which graph task began at it.
+
+    running: the pass whose state has the scale.
+    """
+
+    latest: tuple[int, Losses | None] = (-1, None)
+    """Of all engines: the graph task that reached a scaled loss last, and whose loss it was."""
+
+    def __init__(self, running: Pass) -> None:
+        self._running = running
+        self._roots: set[_Mark | None] | None = None  # of engine.backward(), while it runs
+        self._task = -1
+
+    @property
+    def multiplier(self) -> LossScale | None:
+        """The scale of the state, if losses must be multiplied by it."""
+        return multiplier(self._running.states[0].scale)
+
+    def scaled(self, loss: Any) -> Tensor:
+        """Return loss x scale; the loss itself if there is no scale."""
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            raise _no_loss("scale", loss, "; engine.scale_if_loss(x) takes anything")
+        self._running.states[0] = with_value(self._running.states[0])
+        held = self.multiplier
+        if held is None:
+            return loss
+        if self.is_scaled(loss):
+            raise PhaseError(_TWICE)
+        made: Any = loss * held.scale
+        if made.requires_grad:  # its hook comes before that of any output or parameter
+            made.fzero_mark = mark = _Mark(self)
+            value = loss.detach() if self._running.finite.wanted else None
+            made.register_hook(lambda _: self._saw(mark, value))
+        return made
+
+    def is_scaled(self, x: Any) -> bool:
+        """Whether `scaled` has returned it."""
+        mark = _mark_of(x)
+        return mark is not None and mark.owner is self
+
+    def backward(self, loss: Any, gradient: Any, **options: Any) -> None:
+        """Call torch.autograd.backward with what is scaled, and scale what is not.
+
+        No other scaled loss may be below these. Raises `LayoutError` for what autograd cannot begin
+        at.
+        """
+        several = isinstance(loss, list | tuple)
+        roots = list(loss) if several else [loss]
+        for x in roots:
+            if not isinstance(x, Tensor | GradientEdge):
+                raise _no_loss("backward", x)
+        if self.multiplier is not None:
+            roots = [self._as_root(x) for x in roots]
+        else:
+            for x in roots:
+                self._running.finite.loss(x)
+        self._roots = {_mark_of(x) for x in roots}
+        try:
+            torch.autograd.backward(roots if several else roots[0], gradient, **options)
+        finally:
+            self._roots = None
+            self._running.finite.losses.clear()
+
+    def _as_root(self, x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return self.scaled(x) if floating and not self.is_scaled(x) else x
+
+    def require(self, outer_task: int | None) -> None:
+        """Raise `PhaseError` unless the gradient of a parameter comes from a loss scaled here.
+
+        Called for each gradient. A loss that another engine has scaled is refused as well.
+
+        outer_task: the graph task that began the backward; the one that runs may be inside of it.
+        """
+        tasks = (current_graph_task(), outer_task)
+        task, owner = Losses.latest
+        if owner is not None and owner is not self and task in tasks:
+            raise PhaseError(_BY_ANOTHER)
+        held = self.multiplier
+        if held is not None and self._task not in tasks:
+            raise PhaseError(
+                f"a backward without engine.scale; loss_scale={_shown(held)}.",
+                cause="plain loss.backward() where the update divides by the loss scale.",
+                fix="write engine.scale(loss).backward(), or engine.backward(loss).",
+            )
+
+    def _saw(self, mark: _Mark, value: Tensor | None) -> None:
+        """A backward has reached a scaled loss; `value`: the loss, where it is to be finite."""
+        task, inside = current_graph_task(), self._roots is not None and mark not in self._roots
+        if inside and task == self._task:
+            raise PhaseError(_TWICE)
+        self._task = task
+        Losses.latest = (task, self)
+        if value is not None:
+            self._running.finite.loss(value)
+
+
+def _mark_of(x: Any) -> _Mark | None:
+    return getattr(x, "fzero_mark", None)
+
+
+def _no_loss(name: str, x: Any, more: str = "") -> LayoutError:
+    seen = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"{x!r:.80}"
+    return LayoutError(
+        f"engine.{name} got {seen}.",
+        cause="loss.item(), the whole output of a model, or the loss of one without labels.",
+        fix=f"pass the loss tensor{more}.",
+    )
+
+
+def _shown(held: LossScale) -> str:
+    value = getattr(held.policy, "value", None)  # what is on the device is not read for this
+    return f"{held.policy}" if value is None else f"{value}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError
-from fzero.optim._elementwise import FLAT, LARGE, Rule, is_elementwise, is_leafwise, small_shape
+from fzero.optim._elementwise import LARGE, Rule, is_elementwise, is_leafwise, small_shape
 from fzero.optim._precision import Precision
 from fzero.optim._small import Begin
 from fzero.optim._trial import (
@@ -30,8 +30,6 @@ from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
 Key = tuple[int, torch.dtype, Shape]  # param group, dtype, shape of the trial
-
-
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
 
@@ -53,7 +51,8 @@ class Bound:
         group = self.group_at.get(leaf.path, -1)
         if group < 0:
             return None
-        shape = FLAT if self.elementwise[group] else _small(self.instance, leaf.shape)
+        elementwise = self.elementwise[group]
+        shape = _tried_shape(self.instance, leaf.shape, elementwise=elementwise)
         return self.kept.get((group, self.precision.stepped(leaf.dtype), shape))
 
     def begin_of(self, group: int) -> dict[str, Tensor]:
@@ -92,29 +91,16 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         earlies = [early]
     devices = _devices(instance, params, group_at)
     learning = {path: params[path] for path in group_at if learns(params[path])}
-    several = [
-        {_small(instance, p.shape) for path, p in learning.items() if group_at[path] == g}
-        for g in range(len(instance.param_groups))
-    ]
+    several = [set[Shape]() for _ in instance.param_groups]
+    for path, p in learning.items():
+        several[group_at[path]].add(_tried_shape(instance, p.shape, elementwise=False))
     elementwise = _tried(is_elementwise, instance, earlies, devices, several)
     leafwise = all(elementwise) or all(_tried(is_leafwise, instance, earlies, devices, several))
-    kept: dict[Key, Kept] = {}
-    shared = [Shared({}, frozenset(), False)] * len(instance.param_groups)
-    counted: dict[tuple[int, str], tuple[float, Shape]] = {}
+    keys: dict[Key, None] = {}  # in the order of the parameters
     for path, p in learning.items():
-        g, dtype = group_at[path], precision.stepped(p.dtype)
-        shape = FLAT if elementwise[g] else _small(instance, p.shape)
-        if (g, dtype, shape) not in kept:
-            like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
-            try_it = _named(instance, learn)
-            mine, shared[g], after = try_it(instance, g, earlies[g], like, shape)
-            if mine.odd and elementwise[g]:
-                raise _cannot_be_cut(instance, mine.odd[0])
-            for name, value in after.items():
-                other, before = counted.setdefault((g, name), (value, shape))
-                if other != value:
-                    raise _not_alike(instance, g, name, {before: other, shape: value})
-            kept[g, dtype, shape] = mine
+        shape = _tried_shape(instance, p.shape, elementwise=elementwise[group_at[path]])
+        keys[group_at[path], precision.stepped(p.dtype), shape] = None
+    kept, shared = _learned(instance, keys, elementwise, earlies, devices)
     instance.state.clear()  # what the constructor made; it is made again for the shards
     return Bound(
         instance=instance,
@@ -128,9 +114,39 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
     )
 
 
-def _small(instance: Optimizer, shape: Shape) -> Shape:
-    """Return the shape of a trial; few elements for torch.optim's own: no size counts in them."""
+def _learned(
+    instance: Optimizer,
+    keys: Iterable[Key],
+    elementwise: Sequence[bool],
+    earlies: Sequence[Begin],
+    devices: Sequence[torch.device],
+) -> tuple[dict[Key, Kept], list[Shared]]:
+    """Return what the rule keeps for each key, and in each param group."""
+    kept: dict[Key, Kept] = {}
+    shared = [Shared({}, frozenset(), False)] * len(instance.param_groups)
+    counted: dict[tuple[int, str], tuple[float, Shape]] = {}
+    try_it = _named(instance, learn)
+    for g, dtype, shape in keys:
+        like = torch.empty(0, dtype=dtype, device=devices[g])
+        mine, shared[g], after = try_it(instance, g, earlies[g], like, shape)
+        if mine.odd and elementwise[g]:
+            raise _cannot_be_cut(instance, mine.odd[0])
+        for name, value in after.items():
+            other, before = counted.setdefault((g, name), (value, shape))
+            if other != value:
+                raise _not_alike(instance, g, name, {before: other, shape: value})
+        kept[g, dtype, shape] = mine
+    return kept, shared
+
+
+def _tried_shape(instance: Optimizer, shape: Shape, *, elementwise: bool) -> Shape:
+    """Return the shape with which is tried what a rule keeps for a leaf, or for any flat.
+
+    Of few elements for torch.optim's own, in whose rules no size counts.
+    """
     own = f"{type(instance).__module__}.".startswith("torch.optim.")
+    if elementwise:
+        return (24,) if own else (8192,)  # some rules quantize from 4096 elements on
     return small_shape(shape, 6 if own else LARGE)
 
 

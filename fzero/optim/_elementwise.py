@@ -12,7 +12,6 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.optim._base import Base
 
-FLAT = (24,)
 LARGE = 130  # some rules factor matrices of 128 and more only
 RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats, in 24ths
 SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect

@@ -17,6 +17,7 @@ def leaves_in(flats: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
     """Return the leaves that are in flats, each in its own shape: views.
 
     Example:
+        >>> import torch
         >>> from fzero.state.layout import Leaf
         >>> leaf = Leaf(path="w", shape=(2, 2), dtype=torch.float32, trainable=True)
         >>> leaves_in([torch.arange(8)], [Piece(0, leaf, 0, 8)])  # with padding behind it

@@ -138,10 +138,11 @@ class Routes(Sgd):
 
 
 class Quantized(Sgd):
-    """As torchao's: state of a class of its own."""
+    """As torchao's: state of a class of its own, for large parameters."""
 
     def factor(self, p: Tensor, group: dict[str, Any]) -> Any:
-        self.state[p]["average"] = torch.zeros_like(p).as_subclass(Coded)
+        average = torch.zeros_like(p)
+        self.state[p]["average"] = average if p.numel() < 4096 else average.as_subclass(Coded)
         return 1.0
 
 

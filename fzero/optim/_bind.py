@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from fzero.errors import FzeroError, LayoutError
 from fzero.optim._elementwise import LARGE, Rule, is_elementwise, is_leafwise, small_shape
 from fzero.optim._precision import Precision
+from fzero.optim._small import Begin
 from fzero.optim._trial import (
-    Early,
     Kept,
     Shared,
     early_of,
@@ -30,25 +30,6 @@ from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
 Key = tuple[int, torch.dtype, Shape]  # param group, dtype, shape of the trial
-
-
-class Sizes(NamedTuple):
-    """The most elements with which a rule is tried: in a dim of a leaf, and in a flat."""
-
-    leaf: int = LARGE
-    flat: int = 8192  # some rules keep less for fewer than 4096 elements
-
-    @classmethod
-    def of(cls, instance: Optimizer) -> Sizes:
-        """Return few for torch.optim's own, in whose rules no size counts: they hold less then."""
-        own = f"{type(instance).__module__}.".startswith("torch.optim.")
-        return cls(6, 6) if own else cls()
-
-    def shape(self, leaf: Sequence[int], *, elementwise: bool) -> Shape:
-        """Return the shape of a trial: a flat stands for all leaves of an elementwise rule."""
-        return (self.flat,) if elementwise else small_shape(leaf, self.leaf)
-
-
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
 
@@ -57,7 +38,7 @@ class Bound:
     """A torch.optim optimizer and the parameters that it steps, by path."""
 
     instance: Optimizer
-    groups: int
+    precision: Precision
     group_at: Mapping[str, int]  # of every path that a param group has, tied ones too
     elementwise: Sequence[bool]  # of each group: whether it may update a part of a leaf
     kept: Mapping[Key, Kept]
@@ -65,18 +46,14 @@ class Bound:
     leafwise: bool  # whether a leaf may be updated without the others
     devices: Sequence[torch.device]  # of each group
 
-    def kept_for(self, leaf: Leaf, dtype: torch.dtype) -> Kept | None:
-        """Return what the rule keeps for a leaf that it steps in a dtype; None if it does not."""
+    def kept_for(self, leaf: Leaf) -> Kept | None:
+        """Return what the rule keeps for a leaf; None for one that it does not step."""
         group = self.group_at.get(leaf.path, -1)
         if group < 0:
             return None
-        sizes = Sizes.of(self.instance)
-        shape = sizes.shape(leaf.shape, elementwise=self.elementwise[group])
-        return self.kept.get((group, dtype, shape))
-
-    def counts(self, name: str, group: int) -> bool:
-        """Whether the rule keeps a counter of that name for a param group."""
-        return name in self.begin_of(group)
+        elementwise = self.elementwise[group]
+        shape = _tried_shape(self.instance, leaf.shape, elementwise=elementwise)
+        return self.kept.get((group, self.precision.stepped(leaf.dtype), shape))
 
     def begin_of(self, group: int) -> dict[str, Tensor]:
         """Return the counters of a param group before the first step."""
@@ -114,30 +91,20 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         earlies = [early]
     devices = _devices(instance, params, group_at)
     learning = {path: params[path] for path in group_at if learns(params[path])}
-    sizes = Sizes.of(instance)
-    several = [
-        {small_shape(p.shape, sizes.leaf) for path, p in learning.items() if group_at[path] == g}
-        for g in range(len(instance.param_groups))
-    ]
+    several = [set[Shape]() for _ in instance.param_groups]
+    for path, p in learning.items():
+        several[group_at[path]].add(_tried_shape(instance, p.shape, elementwise=False))
     elementwise = _tried(is_elementwise, instance, earlies, devices, several)
     leafwise = all(elementwise) or all(_tried(is_leafwise, instance, earlies, devices, several))
-    kept: dict[Key, Kept] = {}
-    shared = [Shared.nothing()] * len(instance.param_groups)
+    keys: dict[Key, None] = {}  # in the order of the parameters
     for path, p in learning.items():
-        g, dtype = group_at[path], precision.stepped(p.dtype)
-        shape = sizes.shape(p.shape, elementwise=elementwise[g])
-        if (g, dtype, shape) not in kept:
-            like = torch.empty(0, dtype=dtype, device=devices[g] if p.is_meta else p.device)
-            try_it = _named(instance, learn)
-            mine, shared[g] = try_it(instance, g, earlies[g], like, shape)
-            if mine.odd and elementwise[g]:
-                raise _cannot_be_cut(instance, mine.odd[0])
-            kept[g, dtype, shape] = mine
-    _require_alike(instance, kept)
+        shape = _tried_shape(instance, p.shape, elementwise=elementwise[group_at[path]])
+        keys[group_at[path], precision.stepped(p.dtype), shape] = None
+    kept, shared = _learned(instance, keys, elementwise, earlies, devices)
     instance.state.clear()  # what the constructor made; it is made again for the shards
     return Bound(
         instance=instance,
-        groups=len(instance.param_groups),
+        precision=precision,
         group_at=group_at,
         elementwise=elementwise,
         kept=kept,
@@ -147,7 +114,43 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
     )
 
 
-def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer, Early]:
+def _learned(
+    instance: Optimizer,
+    keys: Iterable[Key],
+    elementwise: Sequence[bool],
+    earlies: Sequence[Begin],
+    devices: Sequence[torch.device],
+) -> tuple[dict[Key, Kept], list[Shared]]:
+    """Return what the rule keeps for each key, and in each param group."""
+    kept: dict[Key, Kept] = {}
+    shared = [Shared({}, frozenset(), False)] * len(instance.param_groups)
+    counted: dict[tuple[int, str], tuple[float, Shape]] = {}
+    try_it = _named(instance, learn)
+    for g, dtype, shape in keys:
+        like = torch.empty(0, dtype=dtype, device=devices[g])
+        mine, shared[g], after = try_it(instance, g, earlies[g], like, shape)
+        if mine.odd and elementwise[g]:
+            raise _cannot_be_cut(instance, mine.odd[0])
+        for name, value in after.items():
+            other, before = counted.setdefault((g, name), (value, shape))
+            if other != value:
+                raise _not_alike(instance, g, name, {before: other, shape: value})
+        kept[g, dtype, shape] = mine
+    return kept, shared
+
+
+def _tried_shape(instance: Optimizer, shape: Shape, *, elementwise: bool) -> Shape:
+    """Return the shape with which is tried what a rule keeps for a leaf, or for any flat.
+
+    Of few elements for torch.optim's own, in whose rules no size counts.
+    """
+    own = f"{type(instance).__module__}.".startswith("torch.optim.")
+    if elementwise:
+        return (24,) if own else (8192,)  # some rules quantize from 4096 elements on
+    return small_shape(shape, 6 if own else LARGE)
+
+
+def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer, Begin]:
     """Call the factory with one small parameter: errors in it come before anything is moved."""
     device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
     small = small_parameter(device)
@@ -211,7 +214,7 @@ def _devices(
 def _tried(
     test: Callable[[Rule, torch.device, Shape], bool],
     instance: Optimizer,
-    earlies: Sequence[Early],
+    earlies: Sequence[Begin],
     devices: Sequence[torch.device],
     shapes: Sequence[Collection[Shape]],
 ) -> list[bool]:
@@ -253,21 +256,18 @@ def _named(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
     return tried
 
 
-def _require_alike(instance: Optimizer, kept: Mapping[Key, Kept]) -> None:
-    """Raise `LayoutError` for numbers that are others for other shapes of one param group."""
-    seen: dict[tuple[int, str], tuple[float, Shape]] = {}
-    for (group, _, shape), one in kept.items():
-        for name, value in one.after.items():
-            other, before = seen.setdefault((group, name), (value, shape))
-            if other != value:
-                raise LayoutError(
-                    f"{type(instance).__name__} keeps {name} = {other} for a parameter of shape "
-                    f"{before}, and {value} for one of {shape}, in param group {group}.",
-                    cause="a rule that treats matrices in one way and the rest in another, in one "
-                    "param group, and notes which (timm's Muon).",
-                    fix="make param groups of their own, params=[{'params': matrices}, "
-                    "{'params': others}]: such a number is kept once for each group.",
-                )
+def _not_alike(
+    instance: Optimizer, group: int, name: str, values: Mapping[Shape, float]
+) -> LayoutError:
+    seen = ", and ".join(f"{value} for one of shape {shape}" for shape, value in values.items())
+    return LayoutError(
+        f"{type(instance).__name__} keeps another {name} for other parameters of param group "
+        f"{group}: {seen}.",
+        cause="a rule that treats matrices in one way and the rest in another, in one param "
+        "group, and notes which (timm's Muon).",
+        fix="make param groups of their own, params=[{'params': matrices}, {'params': others}]: "
+        "such a number is kept once for each group.",
+    )
 
 
 def _cannot_be_cut(instance: Optimizer, name: str) -> LayoutError:

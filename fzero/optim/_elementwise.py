@@ -12,7 +12,6 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.optim._base import Base
 
-SMALL = (4, 6)
 LARGE = 130  # some rules factor matrices of 128 and more only
 RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats, in 24ths
 SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
@@ -20,6 +19,8 @@ SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the
 Rule = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], list[float]]]
 """(parameters, for each step their gradients) -> what each parameter was changed by, and the
 numbers that the rule keeps for all of them together."""
+Part = tuple[int, tuple[int, int] | None]
+"""(number of a leaf, from which to which of its elements): None for all, in its own shape."""
 
 
 def require_elementwise(optimizer: Base) -> None:
@@ -114,67 +115,63 @@ def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
     return tuple(max(size, 1) for size in small) or (1,)
 
 
-def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int] = SMALL) -> bool:
+def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
     """Whether two small leaves are updated together as each of them is alone."""
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
-    pair = [numbers_of(shape, k).to(device, dtype) for k in (0, 1)]
-    steps = [
-        [numbers_of(shape, 2 * k + j).to(device, dtype) * s for j in (2, 3)]
-        for k, s in enumerate(SIZES)
-    ]
-
-    def run(which: list[int]) -> tuple[list[Tensor], list[float]]:
-        with seeded(device):
-            return rule(
-                [pair[i].clone() for i in which], [[gs[i].clone() for i in which] for gs in steps]
-            )
-
-    (both, numbers), *alone = run([0, 1]), run([0]), run([1])
-    each = [x for changes, _ in alone for x in changes]
-    return all(_near(numbers, own, _tolerance(device)) for _, own in alone) and all(
-        _same(x, y, p) for x, y, p in zip(both, each, pair, strict=True)
-    )
+    return _agrees(rule, device, shape, [[(0, None)], [(1, None)]])
 
 
-def is_elementwise(rule: Rule, device: torch.device, shape: Sequence[int] = SMALL) -> bool:
+def is_elementwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
     """Whether flat shards are updated as they are inside of a small leaf, up to rounding.
 
     The shards are those of three ranks, each of which runs the rule alone.
     """
+    numel = torch.Size(shape).numel()
+    ranks = [[(a * numel // 24, b * numel // 24) for a, b in parts] for parts in RANKS]
+    alone = [[(0, (a, b)) for a, b in spans if a < b] for spans in ranks]
+    return _agrees(rule, device, shape, [parts for parts in alone if parts])
+
+
+def _agrees(
+    rule: Rule, device: torch.device, shape: Sequence[int], alone: Sequence[Sequence[Part]]
+) -> bool:
+    """Whether small leaves are updated together as in runs that have some parts of them each."""
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    matrix = numbers_of(shape, 0).to(device, dtype)
-    steps = [numbers_of(shape, 1 + k).to(device, dtype) * size for k, size in enumerate(SIZES)]
-    with seeded(device):
-        (change,), numbers = rule([matrix.clone()], [[g.clone()] for g in steps])
-    whole = change.flatten()
-    cut = torch.zeros_like(whole)
-    numel = whole.numel()
-    for parts_of_24 in RANKS:
-        cuts = [(a * numel // 24, b * numel // 24) for a, b in parts_of_24]
-        spans = [(a, b) for a, b in cuts if a < b]
-        if not spans:
-            continue
-        params = [matrix.flatten()[a:b].clone() for a, b in spans]
-        grads = [[g.flatten()[a:b].clone() for a, b in spans] for g in steps]
+    count = 1 + max(leaf for parts in alone for leaf, _ in parts)
+    leaves, *steps = (
+        [size * numbers_of(shape, count * k + i).to(device, dtype) for i in range(count)]
+        for k, size in enumerate((1.0, *SIZES))
+    )
+
+    def run(parts: Sequence[Part]) -> tuple[list[Tensor], list[float]]:
+        values, *grads = ([_cut(x[leaf], span) for leaf, span in parts] for x in (leaves, *steps))
+        with seeded(device):
+            return rule(values, grads)
+
+    together, numbers = run([(leaf, None) for leaf in range(count)])
+    for parts in alone:
         try:
-            with seeded(device), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a rule for matrices, which are none here
-                parts, own = rule(params, grads)
+                apart, own = run(parts)
         except Exception:  # a rule for matrices says in its own way that a flat tensor is none
             return False
         if not _near(numbers, own, _tolerance(device)):
             return False
-        for (a, b), part in zip(spans, parts, strict=True):
-            cut[a:b] = part
-    return _same(whole, cut, matrix)
+        for (leaf, span), part in zip(parts, apart, strict=True):
+            if not _same(_cut(together[leaf], span), part, together[leaf], leaves[leaf]):
+                return False
+    return True
 
 
-def _same(whole: Tensor, parts: Tensor, values: Tensor) -> bool:
-    """Whether two changes of some values are equal up to rounding."""
-    whole, parts = whole.nan_to_num(), parts.nan_to_num()
-    size = whole.abs().max().item()
+def _cut(x: Tensor, span: tuple[int, int] | None) -> Tensor:
+    return x.clone() if span is None else x.flatten()[slice(*span)].clone()
+
+
+def _same(change: Tensor, part: Tensor, whole: Tensor, values: Tensor) -> bool:
+    """Whether two changes are equal up to rounding, of a leaf that is changed by `whole`."""
+    size = whole.nan_to_num().abs().max().item()
     rounding = 16 * torch.finfo(whole.dtype).eps * (size + values.abs().max().item())
-    apart = (whole - parts).abs().max().item()
+    apart = (change.nan_to_num() - part.nan_to_num()).abs().max().item()
     return apart <= rounding or apart < size * _tolerance(whole.device)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.errors import FzeroError, LayoutError
 from fzero.homes import give_back, lent
 from fzero.optim._base import Base
-from fzero.optim._elementwise import SMALL, is_elementwise, small_shape
+from fzero.optim._elementwise import is_elementwise, small_shape
 from fzero.optim._masters import Place, stay
 from fzero.optim._none import NoOptimizer
 from fzero.optim._optimizer import Optimizer
@@ -206,7 +206,7 @@ def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimi
         keywords["inplace"] = False
     takes = "params" in keywords or _takes_three(names.values())
     kept = tuple(keywords.items())
-    return Pair(first=init, update=update, keywords=kept, takes_params=takes).tried({SMALL})
+    return Pair(first=init, update=update, keywords=kept, takes_params=takes).tried({(4, 6)})
 
 
 def _takes_three(parameters: Iterable[inspect.Parameter]) -> bool:

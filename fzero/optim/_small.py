@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,26 +16,17 @@ from torch.optim import Optimizer
 
 from fzero.optim._rules import has_kernel, sgd_fuses
 
+Begin = Callable[[Tensor], dict[str, Any]]
+"""parameter -> the state that it has before the first step."""
+
 
 class Ran(NamedTuple):
     """What the steps of a small copy left."""
 
     params: list[Tensor]
     states: list[dict[str, Any]]  # of each parameter
-    options: dict[str, Any]  # of the param group, those that a step wrote
-    hidden: list[str]  # what a step wrote elsewhere: attributes, state of no parameter
-
-
-class _Options(dict[str, Any]):
-    """A param group that knows which of its options were written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: set[str] = set()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.written.add(name)
-        super().__setitem__(name, value)
+    options: dict[str, Any]  # of the param group, those that a step changed
+    hidden: list[str]  # what a step counted elsewhere: attributes, state of no parameter
 
 
 def run_small(
@@ -43,44 +34,37 @@ def run_small(
     number: int,
     values: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
-    begin: Callable[[Tensor], dict[str, Any]],
+    begin: Begin,
     *,
-    forgetful: bool = False,
-    without: Collection[str] = (),
+    without: str | None = None,
 ) -> Ran:
     """Step values [.] by param group `number`, once for each of `grads`.
 
-    begin: the state that a parameter has before the first step.
-    forgetful: before each step, what is hidden is what it was before the first.
-    without: numbers in the states of parameters that are 0 before each step.
+    without: what is taken out of the state of each parameter before each step.
     """
     params = [nn.Parameter(x.clone()) for x in values]
-    small, options = _small_copy(optimizer, number, params)
+    small = _small_copy(optimizer, number, params)
     for p in params:
         if state := begin(p):
             small.state[p] = state
-    before = _beside(small)
+    group = small.param_groups[0]
+    options, attributes = _kept(group), _kept(vars(small))
     for gs in grads:
         for p, g in zip(params, gs, strict=True):
             p.grad = g.clone()
-        if forgetful:
-            _put_back(small, before)
-        for p in params:
-            for name in {*without} & small.state[p].keys() if without else ():
-                small.state[p][name] = zero(small.state[p][name])
+            if without is not None:
+                small.state.get(p, {}).pop(without, None)
         small.step()
-    after = _beside(small)
+    counted = [name for name, x in vars(small).items() if _is_count(x)]
     return Ran(
         params=[p.detach() for p in params],
         states=[dict(small.state.get(p, {})) for p in params],
-        options={name: options[name] for name in sorted(options.written) if name in options},
-        hidden=[key for key in after if repr(after[key]) != repr(before.get(key))],
+        options={k: x for k, x in group.items() if k != "params" and _changed(options.get(k), x)},
+        hidden=[
+            *(f"self.{k}" for k in counted if _changed(attributes.get(k), vars(small)[k])),
+            *(f"state[{k!r}]" for k in small.state if not isinstance(k, Tensor)),
+        ],
     )
-
-
-def zero(number: Any) -> Any:
-    """Return 0 in the type of a number, or of a tensor that has one."""
-    return torch.zeros_like(number) if isinstance(number, Tensor) else type(number)(0)
 
 
 def fuses(optimizer: Optimizer, group: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
@@ -93,25 +77,22 @@ def fuses(optimizer: Optimizer, group: Mapping[str, Any], params: Sequence[Tenso
     return free and plain and taken and not isinstance(group.get("lr"), Tensor)
 
 
-def _small_copy(
-    optimizer: Optimizer, number: int, params: list[nn.Parameter]
-) -> tuple[Any, _Options]:
+def _small_copy(optimizer: Optimizer, number: int, params: list[nn.Parameter]) -> Any:
     """Return an optimizer with the class, the attributes and one param group of another.
 
     Not by its constructor, whose arguments need not all be options of the group.
     """
     small: Any = object.__new__(type(optimizer))
     group = optimizer.param_groups[number]
-    options = _Options()
-    options["params"] = params
+    options: dict[str, Any] = {"params": params}
     small.state, small.param_groups = defaultdict(dict), [options]
     # Attributes that lead to the optimizer, its groups or its parameters lead to the small ones.
     memo: dict[int, Any] = {id(p): params[0] for p in group["params"]}
     memo |= {id(optimizer): small, id(group): options}
     memo |= {id(optimizer.state): small.state, id(optimizer.param_groups): small.param_groups}
-    for key, value in group.items():
-        if key != "params":
-            options[key] = _copied(value, memo)
+    for name, value in group.items():
+        if name != "params":
+            options[name] = _copied(value, memo)
     lr = options.get("lr")
     if isinstance(lr, Tensor):
         options["lr"] = torch.full_like(lr, 0.1)
@@ -126,8 +107,7 @@ def _small_copy(
             continue
         elif not (callable(value) and hasattr(type(optimizer), name)):  # a scheduler's own step
             vars(small)[name] = _copied(value, memo)
-    options.written.clear()
-    return small, options
+    return small
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -137,20 +117,17 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-_PLAIN = (int, float, str, Tensor, type(None))
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as they are now: tensors are copied."""
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
-def _beside(small: Any) -> dict[str, Any]:
-    """Copies of what it has beside param groups and the state of parameters, by place."""
-    own = {f"self.{name}": x for name, x in vars(small).items() if isinstance(x, _PLAIN)}
-    loose = {f"state[{k!r}]": x for k, x in small.state.items() if not isinstance(k, Tensor)}
-    return copy.deepcopy(own | loose)
+def _changed(before: Any, after: Any) -> bool:
+    if isinstance(after, Tensor):
+        return not (isinstance(before, Tensor) and torch.equal(before, after))
+    return after is not before and repr(after) != repr(before)
 
 
-def _put_back(small: Any, before: Mapping[str, Any]) -> None:
-    for values, place in ((vars(small), "self.{}"), (small.state, "state[{!r}]")):
-        for key in [key for key in values if not isinstance(key, Tensor)]:
-            if (name := place.format(key)) in before:
-                values[key] = copy.deepcopy(before[name])
-            elif values is small.state or isinstance(values[key], _PLAIN):
-                del values[key]
+def _is_count(value: Any) -> bool:
+    """Whether an attribute may count or average something: a number, and no flag."""
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from fzero.errors import LayoutError
 from fzero.optim._bind import Bound
 from fzero.optim._elementwise import not_streamed
-from fzero.optim._rules import UNSCALED, Scaled
+from fzero.optim._rules import Scaled
 from fzero.optim._small import fuses
 from fzero.optim._stream import Portion
-from fzero.optim._trial import Kept, as_kept, as_tensor, state_of, unread_of
+from fzero.optim._trial import Kept, as_kept, as_tensor, begin_state
 
 
 class Unit(NamedTuple):
@@ -54,93 +54,66 @@ class Portions:
         self._bound, self._units, self._before, self._flats = bound, units, counters, flats
         self._idle = _idle(bound, units)  # stepped with the first portion
         self._fresh = _makes_state_later(bound) and not int(count)
-        self.counters: Counters = counters
+        # Flats share the counters of their group: each portion counts on from those before.
+        self.counters: Counters = {
+            name: tuple(x.clone() for x in some) for name, some in counters.items()
+        }
 
     def __call__(self, portion: Portion) -> Slots:
         """Step one portion."""
+        bound = self._bound
+        if len(portion.indices) < self._flats and not bound.leafwise:
+            raise not_streamed(bound.instance)
         number = {index: k for k, index in enumerate(portion.indices)}
-        own = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
-        own, self._idle = [*own, *self._idle], []
-        counters = self._before
-        if len(portion.indices) < self._flats:
-            if not self._bound.leafwise:
-                raise not_streamed(self._bound.instance)
-            # Flats share the counters of their group: each portion counts on from there.
-            counters = {name: tuple(x.clone() for x in some) for name, some in counters.items()}
-        held = (portion.work, portion.grads, portion.slots, counters)
-        slots = _step(self._bound, own, *held, fresh=self._fresh, scaled=portion.scaled)
-        for name, some in counters.items():
-            counted = _counting(self._bound, own, name)
-            pairs = enumerate(zip(self.counters[name], some, strict=True))
-            after = tuple(new if g in counted else old for g, (old, new) in pairs)
-            self.counters = {**self.counters, name: after}
-        return slots
+        units = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
+        units, self._idle = [*units, *self._idle], []
+        loans = self._loans(units, portion)
+        lent = _lent(bound, loans, self._before, fresh=self._fresh)
+        with lent, _told(bound.instance, portion.scaled):
+            bound.instance.step()
+            for group in {unit.group for unit in units}:
+                for name in bound.shared[group].begin:
+                    _write(self.counters[name][group], bound.instance.param_groups[group][name])
+            return _taken(bound.instance, loans, portion.slots, self.counters)
 
-
-def _step(
-    bound: Bound,
-    units: Sequence[Unit],
-    work: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    slots: Slots,
-    counters: Counters,
-    *,
-    fresh: bool,
-    scaled: Scaled = UNSCALED,
-) -> dict[str, tuple[Tensor, ...]]:
-    """Step `work` in place, with its slots and counters; return the slots.
-
-    fresh: it is the first step, before which a rule gets only what it does not make itself.
-    scaled: what the optimizer has in its attributes for this time, if it `skips`.
-    """
-    own_counters = _spread(units, counters)
-    loans = []
-    for unit in units:
-        names = unit.kept.given if fresh else None
-        if unit.index < 0:
-            device = bound.devices[unit.group]
-            values = torch.zeros(unit.shape, dtype=unit.kept.dtype, device=device)
-            given = state_of(unit.kept, values, names)
-            gradient = torch.zeros_like(values)
-        else:
-            values, gradient = unit.of(work[unit.index]), unit.of(grads[unit.index])
-            given = _slots_of(unit, slots, names)
-        for name in unit.kept.counters:
-            if names is None or name in names:
-                counter = next(own_counters[name][unit.group])
-                given[name] = as_kept(unit.kept.numbers, name, counter)
-        parameter = nn.Parameter(values)
-        parameter.grad = gradient
-        loans.append(_Loan(unit, values, parameter, given))
-    numbered = _numbered(bound, counters, fresh=fresh)
-    with _lent(bound.instance, bound.groups, loans), _told(bound.instance, scaled), numbered:
-        bound.instance.step()
-        for group in {unit.group for unit in units}:
-            for name in bound.shared[group].begin:
-                _write(counters[name][group], bound.instance.param_groups[group][name])
-        return _taken(bound.instance, loans, slots, counters)
+    def _loans(self, units: Sequence[Unit], portion: Portion) -> list[_Loan]:
+        """What each unit lends; before the first step nothing of what a rule makes in it."""
+        counters = _spread(units, self._before)
+        loans = []
+        for unit in units:
+            kept, here = unit.kept, unit.index >= 0
+            if here:
+                values = unit.of(portion.work[unit.index])
+                gradient = unit.of(portion.grads[unit.index])
+            else:
+                device = self._bound.devices[unit.group]
+                values = torch.zeros(unit.shape, dtype=kept.dtype, device=device)
+                gradient = torch.zeros_like(values)
+            parameter = nn.Parameter(values)
+            parameter.grad = gradient
+            given: dict[str, Any] = {}
+            if not (self._fresh and kept.late):
+                given = _slots_of(unit, portion.slots) if here else begin_state(kept, values)
+                for name in kept.counters:
+                    given[name] = as_kept(kept.numbers, name, next(counters[name][unit.group]))
+            loans.append(_Loan(unit, values, parameter, given))
+        return loans
 
 
 def _makes_state_later(bound: Bound) -> bool:
     """Whether a rule gets less before its first step than it keeps after it."""
-    late = any(shared.late for shared in bound.shared)
-    return late or any(
-        kept.odd or kept.given != {*kept.slots, *kept.counters} for kept in bound.kept.values()
-    )
+    return any(one.late for one in [*bound.shared, *bound.kept.values()])
 
 
 def skips(bound: Bound, work: Sequence[Tensor]) -> bool:
     """Whether the optimizer's own `step()` takes `found_inf` and `grad_scale`.
 
     One of torch.optim does if it is fused. It must not have state to make in that step: fused SGD
-    leaves a momentum that a skipped first step has made as the memory was. Another class says it
-    by `_step_supports_amp_scaling`, as to `torch.amp.GradScaler`.
+    leaves a momentum that a skipped first step has made as the memory was.
     """
     instance = bound.instance
-    if _makes_state_later(bound):
+    if _makes_state_later(bound) or not type(instance).__module__.startswith("torch.optim."):
         return False
-    if not type(instance).__module__.startswith("torch.optim."):
-        return bool(getattr(instance, "_step_supports_amp_scaling", False))
     return all(bool(g.get("fused")) or fuses(instance, g, work) for g in instance.param_groups)
 
 
@@ -158,47 +131,42 @@ def _told(instance: Any, scaled: Scaled) -> Iterator[None]:
 
 
 @contextmanager
-def _lent(instance: Optimizer, groups: int, loans: Sequence[_Loan]) -> Iterator[None]:
-    """The optimizer has the loans' parameters and state; afterwards all is as it was."""
-    lent: list[list[Tensor]] = [[] for _ in range(groups)]
+def _lent(
+    bound: Bound, loans: Sequence[_Loan], counters: Counters, *, fresh: bool
+) -> Iterator[None]:
+    """The optimizer has the loans' parameters and state; afterwards all is as it was.
+
+    Its param groups have the rule's own numbers among their options, too.
+    """
+    instance, groups = bound.instance, bound.instance.param_groups
+    lent: list[dict[str, Any]] = [{"params": []} for _ in groups]
     for loan in loans:
-        lent[loan.unit.group].append(loan.parameter)
-    owners = list(instance.param_groups)
-    users = [group["params"] for group in owners]
-    pairs = zip(owners, lent, strict=True)
-    fused = [group for group, params in pairs if fuses(instance, group, params)]
+        lent[loan.unit.group]["params"].append(loan.parameter)
+    for number, (group, given) in enumerate(zip(groups, lent, strict=True)):
+        if fuses(instance, group, given["params"]):
+            given["fused"] = True
+        if not fresh:
+            given |= numbers_of_group(bound, counters, number)
+    changed = [{*given, *shared.begin} for given, shared in zip(lent, bound.shared, strict=True)]
+    before = [{k: g[k] for k in some if k in g} for g, some in zip(groups, changed, strict=True)]
     try:
-        for group, params in zip(owners, lent, strict=True):
-            group["params"] = params
-        for group in fused:
-            group["fused"] = True
+        for group, given in zip(groups, lent, strict=True):
+            group.update(given)
         instance.state.update({loan.parameter: loan.given for loan in loans if loan.given})
         yield
     finally:
         instance.state.clear()
-        for group in fused:
-            group["fused"] = None
-        for group, params in zip(owners, users, strict=True):
-            group["params"] = params
-
-
-@contextmanager
-def _numbered(bound: Bound, counters: Counters, *, fresh: bool) -> Iterator[None]:
-    """Param groups have their rule's own numbers among the options, and then what they had."""
-    groups = [*enumerate(zip(bound.instance.param_groups, bound.shared, strict=True))]
-    before = [{name: x for name, x in own.items() if name in s.begin} for _, (own, s) in groups]
-    try:
-        for number, (group, shared) in groups:
-            if not (fresh and shared.late):
-                for name in shared.begin:
-                    counter = counters[name][number].clone()
-                    group[name] = as_kept(shared.numbers, name, counter)
-        yield
-    finally:
-        for (_, (group, shared)), had in zip(groups, before, strict=True):
-            for name in shared.begin:
+        for group, some, had in zip(groups, changed, before, strict=True):
+            for name in some - had.keys():
                 group.pop(name, None)
             group.update(had)
+
+
+def numbers_of_group(bound: Bound, counters: Counters, number: int) -> dict[str, Any]:
+    """Return the rule's own numbers of a param group, as it has them among its options."""
+    shared = bound.shared[number]
+    own = ((name, counters[name][number].clone()) for name in shared.begin)
+    return {name: as_kept(shared.numbers, name, counter) for name, counter in own}
 
 
 def _taken(
@@ -209,7 +177,7 @@ def _taken(
     counted: set[tuple[int, str]] = set()
     for unit, values, parameter, _ in loans:
         kept, state = unit.kept, instance.state.get(parameter, {})
-        if state.keys() != kept.names:
+        if state.keys() - kept.unread != kept.names:
             raise _other_state(instance, state, kept)
         for name in kept.counters:
             if (unit.group, name) not in counted:
@@ -228,16 +196,10 @@ def _taken(
     return {name: tuple(flats) for name, flats in held.items()}
 
 
-def _slots_of(unit: Unit, slots: Slots, names: frozenset[str] | None) -> dict[str, Any]:
-    given = {
-        name: unit.of(slots[name][unit.index])
-        for name in unit.kept.slots
-        if names is None or name in names
-    }
-    if names is None:
-        odd = {name: slots[name][unit.index] for name in unit.kept.odd}
-        given |= {name: as_kept(unit.kept.numbers, name, x) for name, x in odd.items()}
-    return given | unread_of(unit.kept, names)
+def _slots_of(unit: Unit, slots: Slots) -> dict[str, Any]:
+    given = {name: unit.of(slots[name][unit.index]) for name in unit.kept.slots}
+    odd = {name: slots[name][unit.index] for name in unit.kept.odd}
+    return given | {name: as_kept(unit.kept.numbers, name, x) for name, x in odd.items()}
 
 
 def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, Iterator[Tensor]]]:
@@ -259,12 +221,6 @@ def _idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
         if missing and bound.begin_of(group) and not kept.odd:
             found[group] = Unit(-1, group, None, shape, kept)
     return list(found.values())
-
-
-def _counting(bound: Bound, units: Sequence[Unit], name: str) -> set[int]:
-    """Return the param groups whose counter of that name a step of these units counts on."""
-    kept = {unit.group for unit in units if name in unit.kept.counters}
-    return kept | {unit.group for unit in units if name in bound.shared[unit.group].begin}
 
 
 def _write(home: Tensor, value: Any) -> None:

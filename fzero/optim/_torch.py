@@ -14,16 +14,15 @@ from fzero.errors import PhaseError
 from fzero.homes import cloned
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind
-from fzero.optim._elementwise import not_elementwise
 from fzero.optim._masters import Place, stay, work_tensors
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import Scaled
-from fzero.optim._step import Portions, Unit, skips
+from fzero.optim._step import Portions, numbers_of_group, skips
 from fzero.optim._stream import Flats, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, units_of
-from fzero.optim._trial import as_kept, unread_of
+from fzero.optim._trial import as_kept
 from fzero.optim._usable import name_of, require_usable
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
@@ -100,12 +99,8 @@ class TorchOptimizer(Base):
             pieces: which elements belong to which leaf. A flat of padding alone has one of no
                 elements, which says of which param group it is.
             place: takes each slot and master, as soon as it is made, to where it is to live.
-
-        Raises:
-            LayoutError: for a rule that is not elementwise, and a part of a leaf.
         """
-        self._units(params, pieces)  # raises for a part of a leaf
-        return new_state(self._bound(), self.precision, params, pieces, place)
+        return new_state(self._bound(), params, pieces, place)
 
     def advance(
         self,
@@ -138,7 +133,7 @@ class TorchOptimizer(Base):
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            units = self._units(params, pieces)
+            units = units_of(bound, pieces)
             steps = Portions(bound, units, state.counters, count=state.count, flats=len(params))
             slots = step_flats(
                 Flats(params, grads, state.masters, state.slots),
@@ -168,26 +163,21 @@ class TorchOptimizer(Base):
 
     def counters(self, state: TorchState, path: str) -> Mapping[str, Tensor]:
         """Return the counters of the param group that has the leaf at `path`."""
-        group, counts = self.group_of(path), self._bound().counts
-        return {name: own[group] for name, own in state.counters.items() if counts(name, group)}
+        group = self.group_of(path)
+        return {name: state.counters[name][group] for name in self._bound().begin_of(group)}
 
     def own_state(self, leaf: Leaf, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return whole slots and counters of a leaf as the instance itself keeps them."""
         bound = self._bound()
-        kept = bound.kept_for(leaf, self.precision.stepped(leaf.dtype))
+        kept = bound.kept_for(leaf)
         assert kept is not None, leaf.path
-        own = kept.names - kept.unread.keys()
-        found = {name: as_kept(kept.numbers, name, values[name]) for name in own & values.keys()}
-        return {**found, **unread_of(kept, None)}
+        own = kept.names & values.keys()
+        return {name: as_kept(kept.numbers, name, values[name]) for name in own}
 
     def give_numbers(self, state: TorchState) -> None:
         """Write the numbers of its param groups into the instance, which goes on without fzero."""
-        bound = self._bound()
-        pairs = zip(bound.instance.param_groups, bound.shared, strict=True)
-        for number, (group, shared) in enumerate(pairs):
-            for name in shared.begin:
-                counter = state.counters[name][number].clone()
-                group[name] = as_kept(shared.numbers, name, counter)
+        for number, group in enumerate(self.instance.param_groups):
+            group.update(numbers_of_group(self._bound(), state.counters, number))
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
         """Whether `step()` takes `found_inf` and `grad_scale`, by attributes of the optimizer."""
@@ -220,7 +210,7 @@ class TorchOptimizer(Base):
             for group in range(len(numbers)):
                 part = f"counters['{counter}'][{group}]"
                 parts[part] = counter
-                if group not in learning or not self._bound().counts(counter, group):
+                if group not in learning or counter not in self._bound().begin_of(group):
                     idle.add(part)
         rule = _SAME_RULE.get(name, name)
         return SavedNames(rule=rule, parts=parts, idle=frozenset(idle))
@@ -240,24 +230,17 @@ class TorchOptimizer(Base):
 
     def _ready(self) -> Bound:
         bound = self._bound()
-        groups = len(bound.instance.param_groups)
-        if groups != bound.groups or any(bound.instance.state.values()):
+        groups, before = len(bound.instance.param_groups), len(bound.shared)
+        if groups != before or any(bound.instance.state.values()):
             held = f"{groups} param groups and state for {len(bound.instance.state)} parameters"
             raise PhaseError(
-                f"{self!r} has {held}; when the train state was made it had {bound.groups} "
-                "and no state.",
+                f"{self!r} has {held}; when the train state was made it had {before} and no state.",
                 cause="add_param_group(), load_state_dict() or step() of the optimizer itself. "
                 "Its state is in the train state, sharded.",
                 fix="give all groups before the state is made; save and load with "
                 "fzero.checkpoint.",
             )
         return bound
-
-    def _units(self, params: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Unit]:
-        units = units_of(self._bound(), self.precision, params, pieces)
-        if units is None:
-            raise not_elementwise(self)
-        return units
 
     def __repr__(self) -> str:
         return f"from_torch({name_of(self.source)})"

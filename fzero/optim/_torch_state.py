@@ -26,41 +26,30 @@ class TorchState:
     masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
 
 
-def units_of(
-    bound: Bound, precision: Precision, params: Sequence[Tensor], pieces: Sequence[Piece]
-) -> list[Unit] | None:
-    """Return what the optimizer steps as one parameter each: flats, or the leaves in them.
-
-    None if it must have whole leaves, and there are parts of some.
-    """
+def units_of(bound: Bound, pieces: Sequence[Piece]) -> list[Unit]:
+    """Return what the optimizer steps as one parameter each: flats, or the leaves in them."""
     units: list[Unit] = []
     seen: set[int] = set()
     for index, leaf, start, stop, first in pieces:
-        kept = bound.kept_for(leaf, precision.stepped(params[index].dtype))
+        kept = bound.kept_for(leaf)
         if kept is None or start >= stop:
             continue
         group = bound.group_at[leaf.path]
-        if bound.elementwise[group]:
-            units += [] if index in seen else [Unit(index, group, None, (), kept)]
-        elif first < leaf.numel:  # else it is padding behind the leaf
-            if first or stop - start < leaf.numel or (kept.odd and index in seen):
-                return None
-            units.append(Unit(index, group, (start, start + leaf.numel), leaf.shape, kept))
+        if not bound.elementwise[group]:
+            if first < leaf.numel:  # else it is padding behind the leaf
+                units.append(Unit(index, group, (start, start + leaf.numel), leaf.shape, kept))
+        elif index not in seen:
+            units.append(Unit(index, group, None, (), kept))
         seen.add(index)
     return units
 
 
 def new_state(
-    bound: Bound,
-    precision: Precision,
-    params: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    place: Place,
+    bound: Bound, params: Sequence[Tensor], pieces: Sequence[Piece], place: Place
 ) -> TorchState:
     """Return the state for flats [l] before the first step; `place` takes each tensor home."""
-    of_flat: dict[int, Kept | None] = {}
-    for index, leaf, *_ in pieces:  # the leaves of a flat are alike
-        of_flat.setdefault(index, bound.kept_for(leaf, precision.stepped(params[index].dtype)))
+    precision = bound.precision
+    of_flat = {index: bound.kept_for(leaf) for index, leaf, *_ in pieces}  # alike in a flat
     flats = [(p, of_flat[i]) for i, p in enumerate(params)]
     wanted = [precision.master_weights and kept is not None for _, kept in flats]
     every = bound.kept.values()
@@ -68,7 +57,7 @@ def new_state(
         name: tuple(place(_slot(name, p, kept, precision)) for p, kept in flats)
         for name in sorted({name for kept in every for name in (*kept.slots, *kept.odd)})
     }
-    begin = [bound.begin_of(group) for group in range(bound.groups)]
+    begin = [bound.begin_of(group) for group in range(len(bound.shared))]
     counters = {  # 0 for a group that learns nothing, or has none
         name: tuple(some[name].clone() if name in some else torch.zeros(()) for some in begin)
         for name in sorted({name for some in begin for name in some})

@@ -54,8 +54,8 @@ def plan(
             params,
             ranks=axis.shards.size,
             replicas=axis.replicas.size,
-            # A rule that needs whole leaves may run at stage 0, and wants a group for each.
-            grouped=_travels(axis, options.offload) and (stage > 0 or chosen.elementwise),
+            # A rule that needs whole leaves, which no rank has parts of, wants a group for each.
+            grouped=_travels(axis, options.offload) and (whole or chosen.elementwise),
             bucket_bytes=_bucket(named, stage, axis, options, chosen),
             unit=_apart(units, small) if small else units,
             trainable=trainable,

@@ -59,7 +59,7 @@ class GroupAdam(Optimizer):
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), nothing=None)
+                    state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
                 state["m"].mul_(0.9).add_(p.grad * 0.1)
                 state["v"].mul_(0.99).add_(p.grad**2 * 0.01)
                 step = state["m"] / (1 - 0.9 ** group["step"])

@@ -100,47 +100,6 @@ def test_a_rule_without_a_fused_kernel_reads_the_overflow(driver: Any, optimizer
         watched_steps(driver, READS_ONCE[optimizer], 1, None)
 
 
-class Amp(torch.optim.Optimizer):
-    """A user's rule that keeps what torch.amp.GradScaler promises to it."""
-
-    _step_supports_amp_scaling = True
-    seen: list[tuple[Any, Any]]
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.5})
-        self.seen = []
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        self.seen.append((found_inf, grad_scale))
-        for group in self.param_groups:
-            for p in group["params"]:
-                g = p.grad if grad_scale is None else p.grad / grad_scale
-                p.sub_(g * 0.5 if found_inf is None else torch.where(found_inf != 0, 0.0, g * 0.5))
-
-
-@pytest.mark.parametrize("max_norm", [None, 100.0])
-def test_an_optimizer_that_supports_amp_scaling_is_told_as_gradscaler_tells_it(
-    max_norm: float | None,
-) -> None:
-    made = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(made.weight)
-    optimizer = Amp(made.parameters())
-    engine = Engine(made, optimizer, stage=2, loss_scale=4.0, max_norm=max_norm)
-    optimizer.seen.clear()
-    for bad in (False, True):
-        engine.backward(engine(torch.full((1, 2), float("inf") if bad else 1.0)).sum())
-        engine.step()
-    assert [found.item() for found, _ in optimizer.seen] == [0.0, 1.0]
-    # What is clipped was divided before it, for its true norm.
-    wanted = [None, None] if max_norm else [4.0, 4.0]
-    assert [scale if scale is None else scale.item() for _, scale in optimizer.seen] == wanted
-    assert engine.full_parameter("weight").unique().tolist() == [-0.5]
-    assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
-    engine.close()
-
-
 class Own(torch.optim.AdamW):
     """A subclass with a step of its own, which knows no found_inf."""
 

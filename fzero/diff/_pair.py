@@ -17,7 +17,7 @@ from fzero.diff._values import Spread
 MOST_CANCELLED = 1000.0  # elements of which more is lost are `unsure`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pair:
     """Two runs up to one update of one state; `twin` is run a, disturbed."""
 

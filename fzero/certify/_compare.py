@@ -103,7 +103,7 @@ class Wanted:
         bound += MARGIN * abs(update.norm - other.norm)
         for rank, seen in enumerate(ranks):
             if seen.norm is not None:
-                found, wanted = torch.tensor(seen.norm).double(), torch.tensor(update.norm).double()
+                found, wanted = torch.tensor([seen.norm, update.norm], dtype=torch.float64)
                 yield _Number(rank, "", found, wanted, bound, update.norm)
 
     def _rounded(self, size: float, low: torch.dtype) -> float:

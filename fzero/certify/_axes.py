@@ -6,7 +6,7 @@ A line in `AXES` adds a value, and with it a keyword of `fzero.certify` and of t
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +15,6 @@ import torch
 from fzero.errors import LayoutError
 from fzero.state.offload import Offload
 from fzero.transforms import accumulate, autocast, clip, coalesce, offload, scale_loss
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a value may need to know of the cell that it is in."""
-
-    stage: int
-    world: int
-    micro_batches: int
-    replicas: int  # 1: a mesh of one dim
-    max_norm: float | None  # None where nothing is clipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +27,14 @@ class Precision:
     masters: bool = True  # fp32 copies of 16-bit parameters
 
 
-Options = Callable[[Facts], Mapping[str, Any]]
+Options = Callable[["Cell"], Mapping[str, Any]]
 
 
-def _no_options(facts: Facts) -> dict[str, Any]:
+def _no_options(cell: Cell) -> dict[str, Any]:
     return {}
 
 
-def _unchanged(step: Any, facts: Facts) -> Any:
+def _unchanged(step: Any, cell: Cell) -> Any:
     return step
 
 
@@ -54,9 +43,9 @@ class Value:
     """One value of an axis."""
 
     name: str
-    fact: Any = None  # what the runner reads: a count, a `Precision`, the name of a driver
+    fact: Any = None  # what its name alone does not say: a number, a `Precision`, a dtype
     engine: Options = _no_options  # -> keywords of Engine
-    wrap: Callable[[Any, Facts], Any] = _unchanged  # a transform around the functional step
+    wrap: Callable[[Any, Cell], Any] = _unchanged  # a transform around the functional step
     shard: Options = _no_options  # -> keywords of fzero.shard
 
 
@@ -112,24 +101,22 @@ def _stage(number: int) -> Value:
     return _both(str(number), lambda _: {"stage": number}, number)
 
 
-def _in_two_dims(facts: Facts) -> dict[str, Any]:
-    return {"mesh": (facts.replicas, facts.world // facts.replicas)}
+def _in_two_dims(cell: Cell) -> dict[str, Any]:
+    """Two replicas, or one on each rank where the ranks cannot be halved."""
+    world = cell.fact("worlds")
+    return {"mesh": (world, 1) if world % 2 else (2, world // 2)}
 
 
-def _as_int8(facts: Facts) -> dict[str, Any]:
+def _as_int8(cell: Cell) -> dict[str, Any]:
     """Where it may be: stage 0 and a mesh of two dims do not have it."""
-    return {"quantized_gradients": True} if facts.stage > 0 and facts.replicas == 1 else {}
+    has_it = cell.fact("stages") > 0 and cell.at["meshes"] == "flat"
+    return {"quantized_gradients": True} if has_it else {}
 
 
-def _on_disk(facts: Facts) -> dict[str, Any]:
+def _on_disk(cell: Cell) -> dict[str, Any]:
     """All that may be there. The files have no name once they are open: nothing is left."""
-    params = {"params": "disk"} if facts.stage == 3 else {}
+    params = {"params": "disk"} if cell.fact("stages") == 3 else {}
     return {"optimizer": "disk", "gradients": "disk", "folder": tempfile.gettempdir(), **params}
-
-
-def replicas_in_two_dims(world: int) -> int:
-    """R of R x W / R ranks: two, or all where they cannot be halved."""
-    return world if world % 2 else 2
 
 
 _FULL, _SINGLE, _HALF = torch.float64, torch.float32, torch.bfloat16
@@ -139,7 +126,7 @@ AXES = (
     Axis(
         name="drivers",
         head="driver",
-        values=(Value(name="step", fact="step"), Value(name="engine", fact="engine")),
+        values=(Value(name="step"), Value(name="engine")),
     ),
     Axis(name="stages", head="stage", values=tuple(map(_stage, range(4)))),
     Axis(name="worlds", head="W", values=tuple(map(count, (1, 2, 3, 4))), counts=True),
@@ -168,12 +155,11 @@ AXES = (
         name="clipping",
         head="clip",
         values=(
-            Value(name="off", fact=False),
+            Value(name="off"),
             Value(
                 name="on",
-                fact=True,
-                engine=lambda facts: {"max_norm": facts.max_norm},
-                wrap=lambda step, facts: clip(step, max_norm=facts.max_norm),
+                engine=lambda cell: {"max_norm": cell.max_norm},
+                wrap=lambda step, cell: clip(step, max_norm=cell.max_norm),
             ),
         ),
     ),
@@ -193,16 +179,15 @@ AXES = (
         name="windows",
         head="window",
         values=(
-            Value(name="each", fact="each"),  # every backward is reduced by itself
-            Value(name="coalesce", fact="coalesce", wrap=lambda step, _: coalesce(step)),
+            Value(name="each"),  # every backward is reduced by itself
+            Value(name="coalesce", wrap=lambda step, _: coalesce(step)),
             Value(
                 name="accumulate",
-                fact="accumulate",
-                engine=lambda facts: {
-                    "gradient_accumulation_steps": facts.micro_batches,
+                engine=lambda cell: {
+                    "gradient_accumulation_steps": cell.fact("micro_batches"),
                     "average_micro_batches": True,
                 },
-                wrap=lambda step, facts: accumulate(step, steps=facts.micro_batches),
+                wrap=lambda step, cell: accumulate(step, steps=cell.fact("micro_batches")),
             ),
         ),
     ),
@@ -218,8 +203,8 @@ AXES = (
             Value(name="none"),
             Value(
                 name="disk",  # "cpu" changes nothing for a model that computes on a CPU
-                engine=lambda facts: {"offload": Offload(**_on_disk(facts))},
-                wrap=lambda step, facts: offload(step, **_on_disk(facts)),
+                engine=lambda cell: {"offload": Offload(**_on_disk(cell))},
+                wrap=lambda step, cell: offload(step, **_on_disk(cell)),
             ),
         ),
     ),
@@ -227,21 +212,17 @@ AXES = (
         name="meshes",
         head="mesh",
         values=(
-            Value(name="flat", fact=lambda world: 1),
-            _both("replicas", _in_two_dims, replicas_in_two_dims),
-            _both(
-                "replicas-all",
-                lambda facts: {**_in_two_dims(facts), "optimizer_over": "all"},
-                replicas_in_two_dims,
-            ),
+            Value(name="flat"),
+            _both("replicas", _in_two_dims),
+            _both("replicas-all", lambda cell: {**_in_two_dims(cell), "optimizer_over": "all"}),
         ),
     ),
     Axis(
         name="reductions",
         head="reduce",
         values=(
-            Value(name="mean", fact=False),
-            _both("sum", lambda _: {"reduce_op": "sum"}, True),
+            Value(name="mean"),
+            _both("sum", lambda _: {"reduce_op": "sum"}),
         ),
     ),
     Axis(
@@ -262,6 +243,7 @@ class Cell:
     """One value of every axis."""
 
     values: tuple[Value, ...]  # in the order of AXES
+    max_norm: float | None = None  # None where nothing is clipped
 
     @property
     def at(self) -> dict[str, str]:
@@ -269,33 +251,26 @@ class Cell:
         return {axis.name: value.name for axis, value in zip(AXES, self.values, strict=True)}
 
     def fact(self, name: str) -> Any:
-        """What the runner reads of the value on axis `name`."""
-        found = {axis.name: value.fact for axis, value in zip(AXES, self.values, strict=True)}
-        return found[name]
+        """The `fact` of the value on axis `name`."""
+        return next(v.fact for axis, v in zip(AXES, self.values, strict=True) if axis.name == name)
 
-    def engine_options(self, facts: Facts) -> dict[str, Any]:
+    def engine_options(self) -> dict[str, Any]:
         """The keywords of `Engine(module, optimizer, ...)`."""
-        options: dict[str, Any] = {}
-        for value in self.values:
-            options |= value.engine(facts)
-        return options
+        return {key: x for value in self.values for key, x in value.engine(self).items()}
 
-    def shard_options(self, facts: Facts) -> dict[str, Any]:
+    def shard_options(self) -> dict[str, Any]:
         """The keywords of `fzero.shard(step, ...)`."""
-        options: dict[str, Any] = {}
-        for value in self.values:
-            options |= value.shard(facts)
-        return options
+        return {key: x for value in self.values for key, x in value.shard(self).items()}
 
-    def around(self, step: Any, facts: Facts) -> Any:
+    def around(self, step: Any) -> Any:
         """The step in every transform of the cell but `shard`."""
         for value in self.values:
-            step = value.wrap(step, facts)
+            step = value.wrap(step, self)
         return step
 
 
-def chosen(given: Mapping[str, Any]) -> Iterator[tuple[Axis, tuple[Value, ...]]]:
-    """Each axis with its values, those that are `given` by name restricted."""
+def chosen(given: Mapping[str, Any]) -> list[tuple[Value, ...]]:
+    """The values of each axis, those of axes that are `given` by name restricted."""
     known = [axis.name for axis in AXES]
     for name in given:
         if name not in known:
@@ -304,13 +279,4 @@ def chosen(given: Mapping[str, Any]) -> Iterator[tuple[Axis, tuple[Value, ...]]]
                 cause="a mistyped keyword.",
                 fix=f"the axes are {', '.join(known)}.",
             )
-    for axis in AXES:
-        yield axis, axis.choose(given[axis.name]) if axis.name in given else axis.values
-
-
-def cells_of(values: Sequence[tuple[Value, ...]], rows: Sequence[Sequence[int]]) -> list[Cell]:
-    """The cells of rows of indices into the values of each axis."""
-    return [
-        Cell(values=tuple(of_axis[i] for of_axis, i in zip(values, row, strict=True)))
-        for row in rows
-    ]
+    return [axis.choose(given[axis.name]) if axis.name in given else axis.values for axis in AXES]

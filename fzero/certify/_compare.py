@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,17 @@ class Check:
     difference: Difference | None  # the first; None if all agree
 
 
+class _Number(NamedTuple):
+    """A number that a rank has, and the one of the one process; a parameter has many."""
+
+    rank: int
+    path: str
+    found: Tensor | None  # None: it is not there
+    wanted: Tensor
+    bound: float
+    size: float  # of the largest number of its kind
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
     """The updates of one process, and the same disturbed: how far rounding can carry."""
@@ -55,51 +67,44 @@ class Wanted:
     disturbed: Sequence[Update]
     task: Task
 
-    def check_params(self, what: str, ranks: Sequence[Sequence[Seen]]) -> Check:
-        """Compare the parameters after each update."""
-        first, largest = None, 0.0
-        for number, (update, other) in enumerate(zip(self.updates, self.disturbed, strict=True)):
-            moved = _moved(update.masters, other.masters)
-            for path in update.params:
-                for rank, seen in enumerate(ranks):
-                    found = seen[number].params.get(path)
-                    wanted, twin = _of_dtype(update, path, found), _of_dtype(other, path, found)
-                    bound = 0.0 if path in update.exact else _bound(wanted, twin, moved)
-                    largest = max(largest, bound / max(_top(update.params), 1e-300))
-                    if first is None:
-                        first = _compare(number, rank, path, found, wanted, bound)
-        return Check(what=what, compared=True, bound=largest, difference=first)
+    def check(self, what: str, ranks: Sequence[Sequence[Seen]]) -> Check:
+        """Compare the "loss", the "norm", or the parameters (under any other name)."""
+        numbers = {"loss": self._losses, "norm": self._norms}.get(what, self._params)
+        first, largest, compared = None, 0.0, False
+        for k, (update, other) in enumerate(zip(self.updates, self.disturbed, strict=True)):
+            for one in numbers(update, other, [seen[k] for seen in ranks]):
+                compared, largest = True, max(largest, one.bound / max(one.size, 1e-300))
+                first = first or _difference(k + 1, one)
+        return Check(what=what, compared=compared, bound=largest, difference=first)
 
-    def check_losses(self, ranks: Sequence[Sequence[Seen]]) -> Check:
-        """Compare the mean loss of each rank in each update."""
-        low = self.task.precision.low
-        first, largest = None, 0.0
-        for number, (update, other) in enumerate(zip(self.updates, self.disturbed, strict=True)):
-            size = float(update.losses.abs().max())
-            moved = float((update.losses - other.losses).abs().max())
-            bound = 0.0 if update.exact_losses else self._rounded(size, low) + MARGIN * moved
-            largest = max(largest, bound / max(size, 1e-300))
+    def _params(self, update: Update, other: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+        """The parameters after an update."""
+        moved, size = _moved(update.masters, other.masters), _top(update.params)
+        for path in update.params:
             for rank, seen in enumerate(ranks):
-                losses = seen[number].losses
-                found = torch.stack(losses).double().mean() if losses else torch.tensor(torch.nan)
-                wanted = update.losses[rank].mean()
-                first = first or _compare(number, rank, "", found, wanted, bound)
-        return Check(what="loss", compared=True, bound=largest, difference=first)
+                found = seen.params.get(path)
+                wanted, twin = _of_dtype(update, path, found), _of_dtype(other, path, found)
+                bound = 0.0 if path in update.exact else _bound(wanted, twin, moved)
+                yield _Number(rank, path, found, wanted, bound, size)
 
-    def check_norms(self, ranks: Sequence[Sequence[Seen]]) -> Check:
-        """Compare the norms that the driver tells."""
-        first, largest, told = None, 0.0, False
-        for number, (update, other) in enumerate(zip(self.updates, self.disturbed, strict=True)):
-            bound = self._rounded(update.norm, self.task.low)
-            bound += MARGIN * abs(update.norm - other.norm)
-            for rank, seen in enumerate(ranks):
-                norm = seen[number].norm
-                if norm is None:
-                    continue
-                told, largest = True, max(largest, bound / max(update.norm, 1e-300))
-                found, wanted = torch.tensor(norm).double(), torch.tensor(update.norm).double()
-                first = first or _compare(number, rank, "", found, wanted, bound)
-        return Check(what="norm", compared=told, bound=largest, difference=first)
+    def _losses(self, update: Update, other: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+        """The mean loss of each rank."""
+        size = float(update.losses.abs().max())
+        moved = float((update.losses - other.losses).abs().max())
+        bound = self._rounded(size, self.task.precision.low) + MARGIN * moved
+        bound = 0.0 if update.exact_losses else bound
+        for rank, seen in enumerate(ranks):
+            found = torch.stack(seen.losses).double().mean() if seen.losses else None
+            yield _Number(rank, "", found, update.losses[rank].mean(), bound, size)
+
+    def _norms(self, update: Update, other: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+        """The norms, where the driver tells them."""
+        bound = self._rounded(update.norm, self.task.low)
+        bound += MARGIN * abs(update.norm - other.norm)
+        for rank, seen in enumerate(ranks):
+            if seen.norm is not None:
+                found, wanted = torch.tensor([seen.norm, update.norm], dtype=torch.float64)
+                yield _Number(rank, "", found, wanted, bound, update.norm)
 
     def _rounded(self, size: float, low: torch.dtype) -> float:
         terms = 4 if low in SIXTEEN_BIT else 64 * self.task.summands
@@ -144,22 +149,21 @@ def worst_over(mine: Tensor, theirs: Tensor, bound: Tensor | float) -> int | Non
     return int((off - bound).nan_to_num(torch.inf).flatten().argmax())
 
 
-def _compare(
-    number: int, rank: int, path: str, found: Tensor | None, wanted: Tensor, bound: float
-) -> Difference | None:
-    if found is None or found.shape != wanted.shape:
-        found = torch.full_like(wanted, torch.nan, dtype=torch.float64)  # it is not there
-    mine, theirs = found.double(), wanted.double()
-    worst = worst_over(mine, theirs, bound)
+def _difference(update: int, one: _Number) -> Difference | None:
+    found, theirs = one.found, one.wanted.double()
+    if found is None or found.shape != theirs.shape:
+        found = torch.full_like(theirs, torch.nan)
+    mine = found.double()
+    worst = worst_over(mine, theirs, one.bound)
     if worst is None:
         return None
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), wanted.shape))
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), theirs.shape))
     return Difference(
-        update=number + 1,
-        rank=rank,
-        parameter=path,
+        update=update,
+        rank=one.rank,
+        parameter=one.path,
         index=index,
         found=float(mine.flatten()[worst]),
         wanted=float(theirs.flatten()[worst]),
-        bound=bound,
+        bound=one.bound,
     )

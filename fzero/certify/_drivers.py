@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero._modes import in_transform
-from fzero.adapter import Engine
-from fzero.certify._axes import Cell, Facts
+from fzero.certify._axes import Cell
 from fzero.certify._reference import OptimizerOf, Task
 from fzero.certify._subject import Subject, tensors_of
 from fzero.errors import LayoutError
@@ -46,7 +45,6 @@ class Job:
     subject: Subject
     task: Task
     cell: Cell
-    facts: Facts
     step: StepOf | None  # None: fzero's own
     engine: EngineOf
 
@@ -58,7 +56,7 @@ class Job:
 
 def run_on_rank(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     """Take every update of the job on this rank."""
-    by = {"step": _by_step, "engine": _by_engine}[job.cell.fact("drivers")]
+    by = {"step": _by_step, "engine": _by_engine}[job.cell.at["drivers"]]
     return by(job, optimizer, rank)
 
 
@@ -69,7 +67,7 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     model = job.subject.copy(job.task.precision.dtype)
     apply, params = functionalize(model) if job.subject.is_module else (None, model)
     losses: list[Tensor] = []
-    stacks = job.cell.fact("windows") == "accumulate"  # which splits tensors along dim 0
+    stacks = job.cell.at["windows"] == "accumulate"  # which splits tensors along dim 0
     share = 1 if stacks else job.task.micro_batches
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
@@ -102,15 +100,15 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
 
 def _made_step(job: Job, loss_fn: Callable[..., Tensor]) -> Any:
     """The user's step, or fzero's, in the transforms of the cell, unless it has an `init`."""
-    window = job.cell.fact("windows")
+    window = job.cell.at["windows"]
     if job.step is None:
         step = _plain_step(loss_fn, tells_norm=window != "accumulate")
     else:
-        options = {**job.cell.engine_options(job.facts), "coalesce": window == "coalesce"}
+        options = {**job.cell.engine_options(), "coalesce": window == "coalesce"}
         step = job.step(loss_fn, **options)
         if hasattr(step, "init"):
             return step
-    return shard(job.cell.around(step, job.facts), **job.cell.shard_options(job.facts))
+    return shard(job.cell.around(step), **job.cell.shard_options())
 
 
 def _plain_step(loss_fn: Callable[..., Tensor], *, tells_norm: bool) -> Callable[..., Any]:
@@ -148,8 +146,8 @@ def _first(leaf: Any) -> Any:
 
 def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     module = job.subject.copy(job.task.precision.dtype)
-    engine = job.engine(module, optimizer, **job.cell.engine_options(job.facts))
-    window, seen = job.cell.fact("windows"), []
+    engine = job.engine(module, optimizer, **job.cell.engine_options())
+    window, seen = job.cell.at["windows"], []
     for update in range(job.task.updates):
         batches, losses = job.batches(rank, update), []
         with engine.coalesce() if window == "coalesce" else nullcontext():
@@ -162,7 +160,7 @@ def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
                 if window == "accumulate" and n + 1 < len(batches):
                     engine.step()  # counts to gradient_accumulation_steps
         # Where gradients are clipped the update computes the norm: nothing is asked before it.
-        clips = job.facts.max_norm is not None
+        clips = job.cell.max_norm is not None
         norm = None if clips else _norm_of(engine)
         engine.step()
         norm = _norm_of(engine) if clips else norm
@@ -180,8 +178,3 @@ def _norm_of(engine: Any) -> float | None:
 
 def _copied(params: dict[str, Tensor]) -> dict[str, Tensor]:
     return {path: p.detach().clone() for path, p in params.items()}
-
-
-def fzero_engine(module: Any, optimizer: OptimizerOf, **options: Any) -> Any:
-    """fzero's own: what `engine=` replaces."""
-    return Engine(module, optimizer, **options)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from fzero._check import is_count
-from fzero.certify._axes import Cell, Facts, Value, cells_of, chosen
+from fzero.adapter import Engine
+from fzero.certify._axes import Cell, Value, chosen
 from fzero.certify._compare import Wanted
 from fzero.certify._cover import covering
-from fzero.certify._drivers import EngineOf, Job, Seen, StepOf, fzero_engine, run_on_rank
+from fzero.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
 from fzero.certify._reference import (
     CopyGradient,
     OptimizerOf,
@@ -110,9 +111,10 @@ def certify(
     subject = subject_of(model, loss, batches)
     values = _values(subject, step, engine, axes)
     sizes = [len(of_axis) for of_axis in values]
-    cells = cells_of(values, covering(sizes, len(sizes) if full else STRENGTH))
+    rows = covering(sizes, len(sizes) if full else STRENGTH)
+    cells = [Cell(values=tuple(x[i] for x, i in zip(values, row, strict=True))) for row in rows]
     _require_updates(updates)
-    matrix = _Matrix(subject, step, engine or fzero_engine, optimizer, updates, on_ranks)
+    matrix = _Matrix(subject, step, engine or Engine, optimizer, updates, on_ranks)
     require_repeatable(subject, matrix.task(cells[0]))
     product = math.prod(sizes)
     coverage = f"{len(cells)} cells, the whole product."
@@ -132,7 +134,7 @@ def _values(
     """The values of each axis; of the drivers, those that what is given is for."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
     able = ["step", "engine"] if subject.is_module else ["step"]
-    values = [values for _, values in chosen({"drivers": given or able, **axes})]
+    values = chosen({"drivers": given or able, **axes})
     drivers = [value.name for value in values[0]]
     if not set(drivers) <= set(able):
         raise LayoutError(
@@ -175,28 +177,16 @@ class _Matrix:
             updates=self.updates,
             precision=precision,
             wire=cell.fact("wires"),
-            sums=cell.fact("reductions"),
-            whole_loss=precision.autocast is None or cell.fact("drivers") == "step",
+            sums=cell.at["reductions"] == "sum",
+            whole_loss=precision.autocast is None or cell.at["drivers"] == "step",
         )
 
     def result(self, cell: Cell) -> CellResult:
         """Run one cell on its ranks, and compare."""
         task = self.task(cell)
-        max_norm = self.max_norm(task) if cell.fact("clipping") else None
-        job = Job(
-            subject=self.subject,
-            task=task,
-            cell=cell,
-            facts=Facts(
-                stage=cell.fact("stages"),
-                world=task.world,
-                micro_batches=task.micro_batches,
-                replicas=cell.fact("meshes")(task.world),
-                max_norm=max_norm,
-            ),
-            step=self.step,
-            engine=self.engine,
-        )
+        if cell.at["clipping"] == "on":
+            cell = replace(cell, max_norm=self.max_norm(task))
+        job = Job(subject=self.subject, task=task, cell=cell, step=self.step, engine=self.engine)
         try:
             shown = self._seen(_first_update(job), CopyGradient)
             trained = self._seen(job, self.optimizer)
@@ -204,13 +194,13 @@ class _Matrix:
             return CellResult(at=cell.at, unsupported=str(error) or "not supported")
         except Exception as error:  # whatever a user's step or engine raises is its cell's
             return CellResult(at=cell.at, error=_said(error))
-        wanted = self.wanted(task, self.optimizer, max_norm)
-        gradients = self.wanted(_first_update(job).task, CopyGradient, max_norm)
+        wanted = self.wanted(task, self.optimizer, cell.max_norm)
+        gradients = self.wanted(_first_update(job).task, CopyGradient, cell.max_norm)
         checks = (
-            wanted.check_losses(trained),
-            gradients.check_params("gradient", shown),
-            wanted.check_norms(trained),
-            wanted.check_params("update", trained),
+            wanted.check("loss", trained),
+            gradients.check("gradient", shown),
+            wanted.check("norm", trained),
+            wanted.check("update", trained),
         )
         return CellResult(at=cell.at, checks=checks)
 

@@ -5,6 +5,7 @@ Nothing of fzero's machine is used here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -162,10 +163,7 @@ class _Run:
         parts: dict[str, list[Tensor]] = {path: [] for path in self.learning}
         for rank in range(task.world):
             for n in range(task.micro_batches):
-                number = task.batch_number(update, rank, n)
-                batch = self.subject.batch(number, task.precision.dtype)
-                loss = loss_of(self.subject, self.model, batch, task)
-                _require_good(loss, number)
+                loss = self.loss(task.batch_number(update, rank, n))
                 grads = torch.autograd.grad(
                     loss, list(self.learning.values()), allow_unused=True, materialize_grads=True
                 )
@@ -173,6 +171,24 @@ class _Run:
                 for path, grad in zip(parts, grads, strict=True):
                     parts[path].append(grad.double())
         return losses, parts
+
+    def loss(self, number: int) -> Tensor:
+        """The loss of a batch, in the task's autocast if it has one."""
+        batch = self.subject.batch(number, self.task.precision.dtype)
+        low = self.task.precision.autocast
+        region = nullcontext if low is None else functools.partial(torch.autocast, "cpu", low)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with region():
+                return self.model(*args, **kwargs)
+
+        if self.task.whole_loss:
+            with region():
+                loss = self.subject.loss(self.model, batch)
+        else:
+            loss = self.subject.loss(forward, batch)
+        _require_good(loss, number)
+        return loss
 
     def step(self, gradient: Mapping[str, Tensor], factor: float) -> None:
         """Update the masters by the gradient times the factor, and the parameters from them."""
@@ -184,37 +200,13 @@ class _Run:
                 p.copy_(self.masters[path])
 
 
-def loss_of(subject: Subject, model: Any, batch: Any, task: Task) -> Tensor:
-    """The loss of one batch, in the task's autocast if it has one."""
-    low = task.precision.autocast
-
-    def region() -> Any:
-        return nullcontext() if low is None else torch.autocast("cpu", dtype=low)
-
-    if task.whole_loss or not callable(model):
-        with region():
-            return subject.loss(model, batch)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with region():
-            return model(*args, **kwargs)
-
-    return subject.loss(forward, batch)
-
-
 def require_repeatable(subject: Subject, task: Task) -> None:
     """Raise `LayoutError` for a loss that is another one when it is computed again."""
-    model = subject.copy(task.precision.dtype)
-    for p in tensors_of(model).values():
-        p.requires_grad_(learns(p))
-    values = []
-    for _ in range(2):
-        value = loss_of(subject, model, subject.batch(0, task.precision.dtype), task)
-        _require_good(value, 0)
-        values.append(value.detach())
-    if not torch.equal(values[0], values[1]):
+    run = _Run(subject, task, CopyGradient)
+    one, two = run.loss(0).detach(), run.loss(0).detach()
+    if not torch.equal(one, two):
         raise LayoutError(
-            f"certify: the loss of batch 0 is {float(values[0])}, and then {float(values[1])}.",
+            f"certify: the loss of batch 0 is {float(one)}, and then {float(two)}.",
             cause="dropout, noise, or batches that are drawn anew at each call.",
             fix="call model.eval(), fix the noise, and draw batch i from seed i.",
         )

@@ -21,10 +21,12 @@ from fzero.compile._run import (
     Backend,
     Compiled,
     axis_of_states,
+    checked_sizes,
     compiled,
-    passes_for,
+    donates,
     recorded,
     returned_by,
+    same_places,
 )
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state import NAMESPACE
@@ -94,8 +96,8 @@ def compile(
         "compile", fn, never_around=("compile", "simulate"), right="fzero.compile(step), once"
     )
     graphs: list[tuple[Any, Compiled]] = []
-    passes = passes_for("compile", fn, bucket_bytes, gather_bytes)
-    donate = passes.donate
+    sizes = checked_sizes("compile", bucket_bytes=bucket_bytes, gather_bytes=gather_bytes)
+    donate = donates(fn)
     if exported is not None and (bucket_bytes, gather_bytes) != (MERGED_BYTES, EARLY_BYTES):
         raise _passed_already(exported)
     file = None if exported is None else exported_in(exported, describe(fn), donate=donate)
@@ -105,12 +107,14 @@ def compile(
         with told_everywhere(axis, what="a compiled step"):
             if file is not None:
                 return file.fitted(arguments, axis, backend)
-            program = recorded(inner, arguments, axis, axis.rank, passes)
-            return compiled(program.graph, returned_by(program, axis), axis, backend, donate=donate)
+            program = recorded(inner, arguments, axis, axis.rank, sizes)
+            donated = same_places(program) if donate else None
+            return compiled(program.graph, returned_by(program, axis), axis, backend, donated)
 
     def around(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arguments: Any = (*args, kwargs)
-        if is_abstract() or in_transform() or is_recorded(()) or wants_graph(_leaves(arguments)):
+        leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
+        if is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
             return inner(*args, **kwargs)
         _require_real_ranks()
         key = _key(arguments)
@@ -125,10 +129,6 @@ def compile(
 
     options = {} if backend == "inductor" else {"backend": backend}
     return Step("compile", fn, around, options=options)
-
-
-def _leaves(arguments: Any) -> list[Any]:
-    return optree.tree_leaves(arguments, namespace=NAMESPACE)
 
 
 def _key(arguments: Any) -> Any:

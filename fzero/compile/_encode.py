@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fzero.compile._writes import INTO, OWNED
 from fzero.errors import LayoutError
 from fzero.optim._recorded import SCHEDULES, Schedule, number_of
 from fzero.trace._ops import RATE
@@ -83,8 +82,7 @@ def encoded_graph(graph: fx.GraphModule, schedules: Mapping[str, Schedule]) -> J
         try:
             line = [node.op, node.name, _target(graph, node)]
             line += [encoded(_arguments(node), of_node), encoded(dict(node.kwargs), of_node)]
-            made_in = [node.meta.get(OWNED), encoded(node.meta.get(INTO), of_node)]
-            lines.append([*line, _of_value(node.meta.get("val")), *made_in])
+            lines.append([*line, _of_value(node.meta.get("val"))])
         except TypeError as error:
             raise LayoutError(
                 f"export: {node.target} in the graph has {error} among its arguments.",
@@ -126,7 +124,7 @@ def decoded_graph(lines: Json, schedules: Mapping[str, Schedule]) -> fx.GraphMod
     def of_node(kind: str, inner: Any) -> Any:
         return number_of(schedules[inner]) if kind == "schedule" else nodes[inner]
 
-    for op, name, target, args, kwargs, value, owned, into in lines:
+    for op, name, target, args, kwargs, value in lines:
         if op == "get_attr":
             root.register_buffer(name, _as_constant(target))
             target = name
@@ -137,10 +135,6 @@ def decoded_graph(lines: Json, schedules: Mapping[str, Schedule]) -> fx.GraphMod
         given = decoded(args, of_node), decoded(kwargs, of_node)
         node = graph.create_node(op, target, *given, name=name)
         node.meta["val"] = _as_value(value, fake)
-        if owned is not None:
-            node.meta[OWNED] = owned
-        if into is not None:
-            node.meta[INTO] = decoded(into, of_node)
         nodes.append(node)
     return fx.GraphModule(root, graph)
 
@@ -168,13 +162,11 @@ def _as_value(value: Json, fake: FakeTensorMode) -> Any:
         return value and [_as_value(x, fake) for x in value]
     shape, stride, dtype, device = value["tensor"]
     with fake:
-        return torch.empty_strided(
-            shape, stride, dtype=decoded(dtype, _none), device=torch.device(device)
-        )
+        return torch.empty_strided(shape, stride, dtype=_dtype(dtype), device=torch.device(device))
 
 
-def _none(kind: str, _: Any) -> Any:
-    raise LookupError(kind)
+def _dtype(value: Json) -> torch.dtype:
+    return getattr(torch, value["dtype"])
 
 
 def _constant(value: Tensor) -> Json:
@@ -187,5 +179,5 @@ def _constant(value: Tensor) -> Json:
 def _as_constant(value: Json) -> Tensor:
     shape, _, dtype, device = value["like"]["tensor"]
     numbers = bytearray(base64.b64decode(value["numbers"]))
-    flat = torch.frombuffer(numbers, dtype=decoded(dtype, _none)) if numbers else torch.empty(0)
+    flat = torch.frombuffer(numbers, dtype=_dtype(dtype)) if numbers else torch.empty(0)
     return flat.view(shape).to(device)

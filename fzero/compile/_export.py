@@ -14,7 +14,14 @@ import optree
 from fzero.compile._encode import Json, encoded, encoded_graph
 from fzero.compile._file import write
 from fzero.compile._fit import facts_of, schedules_of
-from fzero.compile._run import EARLY_BYTES, MERGED_BYTES, axis_of_states, passes_for, recorded
+from fzero.compile._run import (
+    EARLY_BYTES,
+    MERGED_BYTES,
+    axis_of_states,
+    checked_sizes,
+    donates,
+    recorded,
+)
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.state.schedule import Schedule
@@ -71,15 +78,15 @@ def export(
     """
     require_order("export", step, never_around=("compile",), right="fzero.export(step, path)")
     inner: Any = step.inner if isinstance(step, Step) and step.name == "simulate" else step
-    passes = passes_for("export", inner, bucket_bytes, gather_bytes)
+    sizes = checked_sizes("export", bucket_bytes=bucket_bytes, gather_bytes=gather_bytes)
 
     def written(*args: Any, **kwargs: Any) -> Path:
         arguments: Any = (*args, kwargs)
         graphs: dict[str, int] = {}  # ranks may have the same one
-        content: dict[str, Any] = {"step": describe(inner), "donate": passes.donate, "ranks": []}
+        content: dict[str, Any] = {"step": describe(inner), "donate": donates(inner), "ranks": []}
         for rank in range(axis_of_states("export", arguments).size):
             one, given, axis, _ = of_one_rank("export", step, arguments, rank)
-            program = recorded(one, given, axis, rank, passes)
+            program = recorded(one, given, axis, rank, sizes)
             lines = json.dumps(encoded_graph(program.graph, schedules_of(program.states)))
             content["ranks"].append(graphs.setdefault(lines, len(graphs)))
             content |= {"facts": facts_of(given), "aux": _aux(program, given[0])}

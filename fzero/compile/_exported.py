@@ -40,8 +40,9 @@ class Exported:
                 cause="an op of a library that this program has not imported.",
                 fix="import the library before the first call.",
             ) from error
-        returns = _returns(self.content["aux"])
-        return compiled(graph, returns, axis, backend, donate=self.content["donate"])
+        count = len(optree.tree_leaves(arguments[0], namespace=NAMESPACE))
+        donated = [(i, i) for i in range(count)] if self.content["donate"] else None
+        return compiled(graph, _returns(self.content["aux"]), axis, backend, donated)
 
 
 def exported_in(path: str | os.PathLike[str], step: str, *, donate: bool) -> Exported:

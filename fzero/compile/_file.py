@@ -12,7 +12,7 @@ import torch
 
 from fzero.errors import LayoutError
 
-FORMAT = "graphs of an fzero step, format 2"
+FORMAT = "graphs of an fzero step, format 3"
 
 
 def write(path: Path, content: dict[str, Any]) -> Path:

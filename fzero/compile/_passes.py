@@ -63,8 +63,10 @@ def gather_early(graph: fx.Graph, *, most_bytes: int) -> None:
         chains = [_chain(x) for x in node.all_input_nodes]
         if last is not None and fits and None not in chains:
             behind = [x for chain in chains for x in chain or () if order[x] > place]
-            for moved in (*behind, node):
-                order[moved], last = place, _put(last, moved)
+            for moved in (node, *reversed(behind)):
+                last.append(moved)
+                order[moved] = place
+            last = node
         else:
             last, place = node, order[node]
         waiting.append((reader, _bytes(node)))
@@ -117,12 +119,6 @@ def rematerialize(graph: fx.Graph) -> None:
                 again = _again(graph, node, kept)
             for reader in readers:
                 reader.replace_input_with(node, again)
-
-
-def _put(place: fx.Node, node: fx.Node) -> fx.Node:
-    """Move a node behind another one; return it."""
-    place.append(node)
-    return node
 
 
 def _again(graph: fx.Graph, node: fx.Node, kept: set[fx.Node]) -> fx.Node:

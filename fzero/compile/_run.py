@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero._check import is_count
 from fzero.collectives import channel_of
 from fzero.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
-from fzero.compile._segments import Action, actions_of
+from fzero.compile._segments import Action, Compiler, actions_of
 from fzero.compile._writes import without_writes, write_back
 from fzero.errors import LayoutError
 from fzero.mesh import Axis
@@ -34,18 +34,8 @@ Returns = Callable[[Any, list[Tensor]], Any]
 """(the states that were given, the tensors that the graph gives) -> what the step returns."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """What the graph of a step is changed by."""
-
-    bucket_bytes: int
-    gather_bytes: int
-    donate: bool
-
-
-def passes_for(name: str, fn: Any, bucket_bytes: int, gather_bytes: int) -> Passes:
-    """Return the passes for a step. Raises `LayoutError` for sizes that are none. `name`: whose."""
-    sizes = {"bucket_bytes": bucket_bytes, "gather_bytes": gather_bytes}
+def checked_sizes(name: str, **sizes: int) -> dict[str, int]:
+    """Return the sizes. Raises `LayoutError` for what is none. `name`: of the call."""
     bad = [f"{key}={x!r}" for key, x in sizes.items() if not is_count(x, 0)]
     if bad:
         raise LayoutError(
@@ -53,14 +43,14 @@ def passes_for(name: str, fn: Any, bucket_bytes: int, gather_bytes: int) -> Pass
             cause="a number that is no size.",
             fix="give numbers of bytes, at least 0.",
         )
-    return Passes(**sizes, donate=_donates(fn))
+    return sizes
 
 
-def _donates(fn: Any) -> bool:
+def donates(fn: Any) -> bool:
     """Whether the state that a step is given is used up by it: what `shard` says."""
     if not isinstance(fn, Step):
         return False
-    return fn.options.get("donate", False) if fn.name == "shard" else _donates(fn.inner)
+    return fn.options.get("donate", False) if fn.name == "shard" else donates(fn.inner)
 
 
 def axis_of_states(name: str, arguments: Any) -> Axis:
@@ -90,7 +80,7 @@ def axis_of_states(name: str, arguments: Any) -> Axis:
 
 
 def recorded(
-    step: Callable[..., Any], arguments: Any, axis: Axis, rank: int, passes: Passes
+    step: Callable[..., Any], arguments: Any, axis: Axis, rank: int, sizes: dict[str, int]
 ) -> Program:
     """Return the program of a rank, changed by the passes. The last argument has the keywords."""
 
@@ -100,17 +90,15 @@ def recorded(
     program = record(with_keywords, arguments, axis, rank)
     program = replace(program, graph=without_writes(program.graph))
     graph = program.graph.graph
-    gather_early(graph, most_bytes=passes.gather_bytes)
+    gather_early(graph, most_bytes=sizes["gather_bytes"])
     wait_late(graph)
-    merge_collectives(graph, bucket_bytes=passes.bucket_bytes)
+    merge_collectives(graph, bucket_bytes=sizes["bucket_bytes"])
     rematerialize(graph)
-    if passes.donate:
-        write_back(graph, _same_places(program))
     graph.lint()
     return program
 
 
-def _same_places(program: Program) -> list[tuple[int, int]]:
+def same_places(program: Program) -> list[tuple[int, int]]:
     """Which input and which output are the same buffer of a state, before and after the step."""
     where = {path: i for i, path in enumerate(program.inputs) if path.startswith("state")}
     pairs = ((where.get(path), i) for i, path in enumerate(program.outputs))
@@ -151,9 +139,19 @@ class Compiled:
 
 
 def compiled(
-    graph: fx.GraphModule, returns: Returns, axis: Axis, backend: Backend, *, donate: bool
+    graph: fx.GraphModule,
+    returns: Returns,
+    axis: Axis,
+    backend: Backend,
+    donated: Sequence[tuple[int, int]] | None,
 ) -> Compiled:
-    """Return what runs a graph on the ranks of an axis."""
+    """Return what runs a graph on the ranks of an axis.
+
+    donated: inputs that are given up, and the outputs in their places; None for a step that does
+    not donate.
+    """
+    if donated is not None:
+        write_back(graph.graph, donated)
     channel = channel_of(axis)
     over = axis if channel is None else channel.over(axis)
     axes = {one.name: one for one in (over.replicas, over.shards, over)}
@@ -166,7 +164,7 @@ def compiled(
         returns=returns,
         axis=axis,
         said=f"compiled step {zlib.crc32(repr(lines).encode())}",
-        donate=donate,
+        donate=donated is not None,
     )
 
 
@@ -204,11 +202,7 @@ def _by_inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[
     return run
 
 
-def _by_ops(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
-    return graph
-
-
-COMPILERS: dict[Backend, Any] = {"inductor": _by_inductor, "eager": _by_ops}
+COMPILERS: dict[Backend, Compiler] = {"inductor": _by_inductor, "eager": lambda graph, _: graph}
 
 
 def _tensors(arguments: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -31,12 +31,8 @@ from fzero.trace._ops import RATE, UPDATE, is_collective
 Env = dict[str, Any]  # values by the name of their node
 
 
-class Compiler(Protocol):
-    """graph, example tensors -> a function of such tensors that returns a list."""
-
-    def __call__(self, graph: fx.GraphModule, examples: Sequence[Tensor], /) -> Callable[..., Any]:
-        """Compile."""
-        ...
+Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]
+"""(graph, example tensors) -> a function of such tensors that returns a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +57,20 @@ class Start:
     axis: Axis
     ordered: bool
     reads: tuple[str, ...]
-    gives: str
+    gives: tuple[str]  # what is waited for
 
     def __call__(self, env: Env) -> None:
         """Start it."""
         xs = [env[name].contiguous() for name in self.reads]
+        (name,) = self.gives
         if self.op == "all_gather":
-            env[self.gives] = start_gather(xs, self.axis)
+            env[name] = start_gather(xs, self.axis)
         elif self.op == "reduce_scatter":
-            env[self.gives] = start_scatter(xs, self.axis, ordered=self.ordered)
+            env[name] = start_scatter(xs, self.axis, ordered=self.ordered)
         elif self.op == "all_reduce":
-            env[self.gives] = start_reduce(xs, self.axis, ordered=self.ordered)
+            env[name] = start_reduce(xs, self.axis, ordered=self.ordered)
         else:
-            env[self.gives] = start_all_to_all(xs, self.axis)
+            env[name] = start_all_to_all(xs, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ class StartInPlace:
     shards: tuple[str, ...]
     fulls: tuple[str, ...]
     there: tuple[bool, ...]  # whether a shard is where it belongs already
-    gives: str
+    gives: tuple[str]
     writes: bool = True
 
     @property
@@ -98,21 +95,21 @@ class StartInPlace:
         for full, name, there in zip(fulls, self.shards, self.there, strict=True):
             if not there:
                 shard_of(full, self.axis.size, self.axis.rank).copy_(env[name])
-        env[self.gives] = start_gather_in_place(fulls, self.axis)
+        env[self.gives[0]] = start_gather_in_place(fulls, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A collective must be over; `gives` are its results, by their place among them."""
+    """A collective must be over."""
 
-    reads: str
-    gives: tuple[tuple[str, int], ...]
+    reads: tuple[str]
+    gives: dict[str, int]  # name -> its place among the results
 
     def __call__(self, env: Env) -> None:
         """Wait for it."""
-        flight: InFlight = env[self.reads]
+        flight: InFlight = env[self.reads[0]]
         outs = flight.wait()
-        env.update((name, outs[at]) for name, at in self.gives)
+        env.update((name, outs[at]) for name, at in self.gives.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +123,7 @@ class Update:
     grads: tuple[str, ...]
     count: str
     lr: str | None
-    items: tuple[tuple[str, int], ...]
+    gives: dict[str, int]  # name -> its place in `held`
 
     @property
     def writes(self) -> bool:
@@ -138,18 +135,13 @@ class Update:
         """What it is given."""
         return (*self.held, *self.grads, self.count, *([] if self.lr is None else [self.lr]))
 
-    @property
-    def gives(self) -> tuple[str, ...]:
-        """What it makes."""
-        return tuple(name for name, _ in self.items)
-
     def __call__(self, env: Env) -> None:
         """Run it."""
         pairs = zip(self.held, self.owned, strict=True)
         held = [env[name] if own else env[name].clone() for name, own in pairs]
         grads, lr = [env[name] for name in self.grads], None if self.lr is None else env[self.lr]
         update_in_place(self.rule, self.options, held, grads, env[self.count], lr)
-        env.update((name, held[at]) for name, at in self.items)
+        env.update((name, held[at]) for name, at in self.gives.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +162,12 @@ class Rate:
 class Drop:
     """Values that nobody reads any more."""
 
-    names: tuple[str, ...]
+    reads: tuple[str, ...]
+    gives: tuple[str, ...] = ()
 
     def __call__(self, env: Env) -> None:
         """Let go of them."""
-        for name in self.names:
+        for name in self.reads:
             del env[name]
 
 
@@ -197,7 +190,7 @@ def actions_of(
 
     def wait(node: fx.Node) -> None:
         pending.discard(node)
-        actions.append(Wait(node.name, _items(node)))
+        actions.append(Wait((node.name,), _items(node)))
 
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -228,9 +221,9 @@ def _is_apart(node: fx.Node) -> bool:
     return is_collective(node) or node.target in (UPDATE, RATE)
 
 
-def _items(node: fx.Node) -> tuple[tuple[str, int], ...]:
-    """(name, place) of each result of a node that is read."""
-    return tuple((user.name, int(user.args[1])) for user in node.users)  # type: ignore
+def _items(node: fx.Node) -> dict[str, int]:
+    """The name of each result of a node that is read, and its place among the results."""
+    return {user.name: int(user.args[1]) for user in node.users}  # type: ignore
 
 
 def _update(node: fx.Node) -> Update:
@@ -244,7 +237,7 @@ def _update(node: fx.Node) -> Update:
         grads=tuple(x.name for x in grads),
         count=count.name,
         lr=None if lr is None else lr.name,
-        items=_items(node),
+        gives=_items(node),
     )
 
 
@@ -258,14 +251,14 @@ def _start(node: fx.Node, axes: dict[str, Axis]) -> Start | StartInPlace:
             shards=tuple(x.name for x in inputs),
             fulls=tuple(x.name for x in node.meta[INTO]),
             there=tuple(map(is_made_in, inputs, node.meta[INTO])),
-            gives=node.name,
+            gives=(node.name,),
         )
     return Start(
         op=node.target._schema.name.split("::")[1],  # type: ignore
         axis=axis,
         ordered=bool(ordered),
         reads=tuple(x.name for x in inputs),
-        gives=node.name,
+        gives=(node.name,),
     )
 
 
@@ -300,19 +293,9 @@ def _with_drops(actions: Sequence[Action], results: set[str]) -> tuple[Action, .
     """Let each value go behind its last reader."""
     needed, made = set(results), list[Action]()
     for action in reversed(actions):
-        reads, gives = _names(action)
-        gone = [name for name in (*reads, *gives) if name not in needed]
-        needed.update(reads)
+        gone = [name for name in (*action.reads, *action.gives) if name not in needed]
+        needed.update(action.reads)
         if gone:
             made.append(Drop(tuple(dict.fromkeys(gone))))
         made.append(action)
     return tuple(reversed(made))
-
-
-def _names(action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What an action reads, and what it gives; what is on the way is waited for later."""
-    if isinstance(action, Wait):
-        return (action.reads,), tuple(name for name, _ in action.gives)
-    if isinstance(action, Segment | Update | Rate):
-        return action.reads, action.gives
-    return (action.reads, ()) if isinstance(action, Start | StartInPlace) else ((), ())

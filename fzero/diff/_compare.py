@@ -50,16 +50,11 @@ def compare(
             some[number] if number < len(some) else end
             for some, end in zip(columns, ends, strict=True)
         )
-        found = _first(_pair(sides, unit))
+        found = _first(Pair(*sides, unit=unit))
         if found is not None:
             return number + 1, found
-    found = next(returned(_pair(ends, unit), [run.after[state] for run in runs]), None)
+    found = next(returned(Pair(*ends, unit=unit), [run.after[state] for run in runs]), None)
     return found and (max(last - 1, 1), found)
-
-
-def _pair(sides: Iterator[Side] | Sequence[Side], unit: float) -> Pair:
-    a, b, twin = sides
-    return Pair(a=a, b=b, twin=twin, unit=unit)
 
 
 def _first(pair: Pair) -> Apart | None:
@@ -68,7 +63,7 @@ def _first(pair: Pair) -> Apart | None:
     if differs and pair.a.averages != pair.b.averages:
         # Losses that are made for another `reduce_op` may differ; what is reduced may not.
         means = [replace(side, averages=True) for side in pair.sides]
-        return next(_all(_pair(means, pair.unit)), None)
+        return next(_all(Pair(*means, unit=pair.unit)), None)
     return found
 
 

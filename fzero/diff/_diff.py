@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.diff._bound import DISTURBANCE, SMALLEST_UNIT, first_apart
 from fzero.diff._compare import Called, compare
 from fzero.diff._difference import GRADIENT, LOSS, START, Difference, Moment
-from fzero.diff._run import Driven, Run, dtypes_of, require_runs, rows_of
+from fzero.diff._run import Driven, Run, dtypes_of, require_runs
 from fzero.diff._side import Apart
 from fzero.diff._values import Values, disturbed, whole
 from fzero.errors import LayoutError
@@ -88,22 +88,15 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
     """
     require_runs(run_a, run_b)
     dtypes = [dtypes_of(run) for run in (run_a, run_b)]
+    found = None
     if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
-        for default in (_WIDE, torch.get_default_dtype()):
-            try:
-                found = _compared(run_a, run_b, _WIDE, default)
-            except Exception:  # a dtype is fixed somewhere; what else is wrong is raised below
-                continue
-            if found is not None:
-                return found
-            break
-    return _compared(run_a, run_b, None, torch.get_default_dtype())
+        with suppress(Exception):  # a dtype is fixed somewhere; what else is wrong is raised below
+            found = _compared(run_a, run_b, _WIDE)
+    return found or _compared(run_a, run_b, None)
 
 
-def _compared(
-    run_a: Run, run_b: Run, wide: torch.dtype | None, default: torch.dtype
-) -> Difference | None:
-    with _made_in(default):
+def _compared(run_a: Run, run_b: Run, wide: torch.dtype | None) -> Difference | None:
+    with _made_in(wide or torch.get_default_dtype()):
         a, b = Driven(run_a, wide), Driven(run_b, wide)
         paths = _paths(a, b)
         found = _starts(a.values(), b.values())
@@ -136,45 +129,39 @@ def _made_in(default: torch.dtype) -> Iterator[None]:
 
 def _paths(a: Driven, b: Driven) -> list[str]:
     """Where each state is in the tree of states. Raises `LayoutError` for other parameters."""
-    trees = [
-        optree.tree_flatten_with_path(run.state, is_leaf=is_state, namespace=NAMESPACE)
-        for run in (a, b)
-    ]
-    names = [[".".join(map(str, path)) for path in paths] for paths, _, _ in trees]
-    facts = [
-        {
-            f"{name}.{leaf.path} {leaf.shape}": None
-            for name, s in zip(names[k], states, strict=True)
-            for leaf in s.setup.layout.leaves
-        }
-        for k, (_, states, _) in enumerate(trees)
-    ]
-    if list(facts[0]) != list(facts[1]):
-        only = [
-            x.strip(".") for x in (*facts[0], *facts[1]) if x not in facts[0] or x not in facts[1]
-        ]
-        shown = ", ".join(only[:4]) or "in another order"
+    names, leaves = [], []
+    for run in (a, b):
+        paths, states, _ = optree.tree_flatten_with_path(
+            run.state, is_leaf=is_state, namespace=NAMESPACE
+        )
+        names = [".".join(map(str, path)) for path in paths]
+        leaves.append(
+            [
+                f"{name}.{leaf.path} {leaf.shape}".lstrip(".")
+                for name, state in zip(names, states, strict=True)
+                for leaf in state.setup.layout.leaves
+            ]
+        )
+    if leaves[0] != leaves[1]:
+        shown = ", ".join(sorted({*leaves[0]} ^ {*leaves[1]})[:4]) or "in another order"
         raise LayoutError(
             f"diff: the runs have other parameters: {shown}.",
             cause="two models, or parameters that were renamed.",
             fix="give both runs parameters of the same names and shapes, in the same order.",
         )
-    return names[0]
+    return names
 
 
 def _starts(a: Sequence[Values], b: Sequence[Values]) -> tuple[int, Moment, Apart] | None:
     for number, (mine, other) in enumerate(zip(a, b, strict=True)):
         for path, x in mine.params.items():
             y = other.params[path]
-            bound = 0.0 if x.dtype == y.dtype else _coarser(x, y) * x.double().abs().reshape(-1)
+            eps = 0.0 if x.dtype == y.dtype else max(torch.finfo(z.dtype).eps for z in (x, y))
+            bound = eps * x.double().abs().reshape(-1)
             found = first_apart(whole(x), whole(y), bound)
             if found is not None:
                 return number, Moment(0, 0, None), Apart(START, path, found)
     return None
-
-
-def _coarser(x: torch.Tensor, y: torch.Tensor) -> float:
-    return max(torch.finfo(z.dtype).eps for z in (x, y))
 
 
 class _Trusted(NamedTuple):
@@ -187,10 +174,9 @@ class _Trusted(NamedTuple):
 
 def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None:
     """Make one call of both from b's values; b goes on by itself, so that nothing of it is lost."""
-    start, before, rng = b.values(), b.states, torch.get_rng_state()
-    b.state, seen = b.call(number)
+    start, rng = b.values(), torch.get_rng_state()
+    b.state, called = b.call(number, b.state)
     rng_after = torch.get_rng_state()
-    called = Called(before=before, seen=seen, after=b.states)
     trusted = _beside(a, b, start, number, rng)
     for state in range(len(start)):
         found = compare(trusted.called, called, trusted.twin, state, trusted.unit)
@@ -198,8 +184,8 @@ def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None
             there = _named(a, b, start, number, rng) if _is_sum(found[1]) else None
             if there is not None:  # a's step on the ranks of b
                 again = compare(there.called, called, there.twin, state, there.unit)
-                alike = again is not None and again[1].operation == found[1].operation
-                found = again if again is not None and alike else found
+                if again is not None and again[1].operation == found[1].operation:
+                    found = again
             update, apart = found
             return state, Moment(number + 1, update, apart.backward), apart
     torch.set_rng_state(rng_after)
@@ -208,19 +194,14 @@ def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None
 
 def _beside(a: Driven, b: Driven, start: list[Values], number: int, rng: Tensor) -> _Trusted:
     """Make a call of run a, and the same disturbed, from what b began it with."""
-    a.begin_at(start)
-    before, began = a.states, a.state
+    began = a.state_at(start, a.state)
     torch.set_rng_state(rng)
-    a.state, seen = a.call(number)
-    called = Called(before=before, seen=seen, after=a.states)
+    a.state, called = a.call(number, began)
     unit = max(a.unit, b.unit, min(a.coarsest, b.coarsest), SMALLEST_UNIT)
     size = DISTURBANCE * unit
     other = [disturbed(values, size, seed) for seed, values in enumerate(start)]
-    began = a.state_at(other, began)
     torch.set_rng_state(rng)
-    ended, seen = a.call(number, state=began, disturbance=size)
-    ranks = a.run.world_size
-    twin = Called(before=rows_of(began, ranks), seen=seen, after=rows_of(ended, ranks))
+    _, twin = a.call(number, a.state_at(other, began), disturbance=size)
     return _Trusted(called, twin, unit)
 
 

@@ -14,10 +14,8 @@ from fzero.diff._difference import REPLICA
 from fzero.diff._side import Apart, Side, summed
 from fzero.diff._values import Spread
 
-MOST_CANCELLED = 1000.0  # elements of which more is lost are `unsure`
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pair:
     """Two runs up to one update of one state; `twin` is run a, disturbed."""
 
@@ -56,18 +54,6 @@ class Pair:
             largest = max((float(x.abs().max()) for some in every for x in some), default=0.0)
             bound = bound + TERMS * self.unit * largest
         return bound
-
-    def cancelled(self, path: str) -> float:
-        """How much larger the terms of a gradient are than their sum, at most a thousand times."""
-        terms = self.a.gradient_terms.get(path, [])
-        if not terms:
-            return 1.0
-        size, total = (
-            summed([x.abs() for x in terms], terms[0].shape),
-            summed(terms, terms[0].shape),
-        )
-        lost = float(size.max() / total.abs().max().clamp(min=1e-300))
-        return 1.0 + min(lost, MOST_CANCELLED)
 
     def unsure(self, path: str) -> Tensor:
         """Elements whose gradients differ, and are so small that rounding may give their sign."""

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.virtual import current_ranks
 
-Rows = tuple[Tensor, ...]
+Flats = tuple[Tensor, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,15 +32,10 @@ class Seen:
 
     backwards: list[Backward] = field(default_factory=list)
     gathered: list[tuple[int, int, Tensor]] = field(default_factory=list)  # (backward, group, flat)
-    reduced: Buffers | None = None
-    given: Rows = ()  # to the optimizer
+    reduced: Flats = ()  # gradients; none before an update
+    given: Flats = ()  # to the optimizer
     norm: float | None = None  # before clipping, if they are clipped
     after: TrainState | None = None  # None: there was no update
-
-    @property
-    def flats(self) -> Rows:
-        """The reduced gradients; none before an update."""
-        return () if self.reduced is None else self.reduced.flats
 
 
 class Recording:
@@ -108,8 +103,7 @@ class Recording:
 
     def _reduced(self, seen: Seen, state: TrainState, held: Buffers) -> None:
         scale = 1.0 if state.scale is None else float(state.scale.scale)
-        flats = tuple(flat.detach().double() / scale for flat in held.flats)
-        seen.reduced = Buffers(flats=flats, placement=held.placement)
+        seen.reduced = tuple(flat.detach().double() / scale for flat in held.flats)
 
     def _prepared(self, seen: Seen, state: TrainState, ready: Any) -> None:
         by = 1.0 if ready.grad_scale is None else float(ready.grad_scale)

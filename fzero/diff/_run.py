@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fzero.certify._subject import cast, copy_of
 from fzero.checkpoint._held import row_of, stack_of
+from fzero.diff._compare import Called
 from fzero.diff._record import Coarsest, Recording, copied
-from fzero.diff._values import Values, same, values_of, with_whole
+from fzero.diff._values import Values, values_of, with_whole
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms import simulate
@@ -85,38 +86,30 @@ class Driven:
         self.unit = 0.0  # of the coarsest dtype that the states of the last call ask for
         self.coarsest = 0.0  # that any call computed with
 
-    @property
-    def states(self) -> list[list[TrainState]]:
-        """Each state of the tree, as each rank has it."""
-        return rows_of(self.state, self.run.world_size)
+    def rows(self, state: Any) -> list[list[TrainState]]:
+        """Each state of a stacked tree of them, as each rank has it."""
+        stacks = flatten_states("diff", state)[0]
+        return [[row_of(stack, rank) for rank in range(self.run.world_size)] for stack in stacks]
 
     def values(self) -> list[Values]:
         """The whole values of each state."""
-        return [values_of(rows) for rows in self.states]
-
-    def begin_at(self, values: Sequence[Values]) -> None:
-        """Go on from values of another run; a state that has them already stays as it is."""
-        if all(same(own, other) for own, other in zip(self.values(), values, strict=True)):
-            return
-        self.state = self.state_at(values, self.state)
+        return [values_of(rows) for rows in self.rows(self.state)]
 
     def state_at(self, values: Sequence[Values], state: Any) -> Any:
         """A stack of states with other values."""
         made = [
             stack_of([with_whole(row, rank, other) for rank, row in enumerate(rows)])
-            for rows, other in zip(rows_of(state, self.run.world_size), values, strict=True)
+            for rows, other in zip(self.rows(state), values, strict=True)
         ]
         treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
         return optree.tree_unflatten(treespec, made)
 
-    def call(
-        self, number: int, *, state: Any = None, disturbance: float = 0.0
-    ) -> tuple[Any, Recording]:
-        """Make one call from its own state, or from another one: (the new state, what it showed).
+    def call(self, number: int, state: Any, *, disturbance: float = 0.0) -> tuple[Any, Called]:
+        """Make one call from a state: (the new one, what it showed).
 
         `disturbance`: change each floating element of the batch by so much of itself.
         """
-        given = copied(self.state if state is None else state)
+        given = copied(state)
         recording = Recording(len(flatten_states("diff", given)[0]))
         coarsest = Coarsest()
 
@@ -133,13 +126,7 @@ class Driven:
             batch = _disturbed(batch, disturbance)
         new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)
         self.unit, self.coarsest = recording.unit, max(self.coarsest, coarsest.unit)
-        return new, recording
-
-
-def rows_of(state: Any, ranks: int) -> list[list[TrainState]]:
-    """Each state of a stacked tree of them, as each rank has it."""
-    stacks = flatten_states("diff", state)[0]
-    return [[row_of(stack, rank) for rank in range(ranks)] for stack in stacks]
+        return new, Called(before=self.rows(state), seen=recording, after=self.rows(new))
 
 
 def _disturbed(batch: Any, size: float) -> Any:

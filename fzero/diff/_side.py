@@ -67,7 +67,7 @@ class Side:
     def gradients(self, given: bool) -> dict[str, Spread]:
         """The gradients of the update: as they were reduced, or as the optimizer was given them."""
         setup = self.setup
-        flats = [seen.given if given else seen.flats for seen in self.seen]
+        flats = [seen.given if given else seen.reduced for seen in self.seen]
         return spread(setup, setup.layout.trainable, flats, setup.gradients)
 
     @cached_property

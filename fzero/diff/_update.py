@@ -87,8 +87,8 @@ def _slots(pair: Pair) -> Iterator[Apart]:
             continue
         a, b, c = _at(after, (name, path))
         size = a.full.abs().max() + before[name, path].full.abs().max()
-        rounding = TERMS * pair.unit * pair.cancelled(path) * size
-        bound = torch.where(pair.unsure(path), torch.inf, carried(a.full, c.full) + rounding)
+        bound = carried(a.full, c.full) + TERMS * pair.unit * size
+        bound = torch.where(pair.unsure(path), torch.inf, bound)
         yield from of_leaf(f"{SLOT} {name}", path, a, b, bound)
 
 
@@ -114,7 +114,7 @@ def _moved(
         return
     stored = [x.full for x in after[:2]]
     rounding = max(2 * _eps(x.dtype) * float(x.double().abs().max()) for x in stored)
-    rounding += TERMS * pair.unit * pair.cancelled(path) * float(moved.abs().max())
+    rounding += TERMS * pair.unit * float(moved.abs().max())
     bound = carried_each(moved, c.full) + rounding
     yield from of_leaf(operation, path, a, b, torch.where(pair.unsure(path), torch.inf, bound))
 

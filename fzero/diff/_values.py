@@ -184,12 +184,3 @@ def disturbed(values: Values, size: float, seed: int) -> Values:
         for (name, path), x in values.slots.items()
     }
     return replace(values, params=params, slots=slots)
-
-
-def same(a: Values, b: Values) -> bool:
-    """Whether a run that has `a` would have the same bits from `b`."""
-    params = all(torch.equal(x, _param(b, path, x)) for path, x in a.params.items())
-    slots = all(
-        torch.equal(x, b.slots[key].to(x.dtype)) for key, x in a.slots.items() if key in b.slots
-    )
-    return params and slots and counters(a.state) == counters(b.state)

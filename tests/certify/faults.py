@@ -174,6 +174,15 @@ class Misreports(Engine):
         return None if norm is None else norm.square()
 
 
+class Misrounds(Engine):
+    """The norm is told with an error that fp32 has no room for; the update is right."""
+
+    @property
+    def global_grad_norm(self) -> Tensor | None:
+        norm = super().global_grad_norm
+        return None if norm is None else norm * (1 + 1e-10)
+
+
 class Unwindowed(Engine):
     """The window is lost, and with it what it would have reduced."""
 
@@ -199,6 +208,7 @@ ENGINES: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (Forgets, Doubles, Loses, Swaps, Stale, Unwindowed)},
     "Drifts": Drifts,
     "Misreports": Misreports,
+    "Misrounds": Misrounds,
     "unclipped": _unclipped,
     "raising": _raising,
 }

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,14 @@ def test_each_value_has_a_name_of_its_own_and_each_axis_is_an_option(
         main(["certify", "--help"])
     told = capsys.readouterr().out
     assert all(f"--{axis.name.replace('_', '-')}" in told for axis in AXES)
+
+
+@pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.name)
+def test_the_page_names_each_axis_and_value(axis: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "certify.md").read_text()
+    row = re.search(rf"^\| `{axis.name}` \|(.*)$", page, re.MULTILINE)
+    assert row is not None
+    assert all(value.name in row.group(1) for value in axis.values)
 
 
 def test_the_command_prints_the_table_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,12 +73,6 @@ def _dtypes_of(model: nn.Module) -> set[torch.dtype]:
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """The hidden size of a Hugging Face model, of its text part, or the largest of several."""
+    """The hidden size of a Hugging Face model, or of its text part."""
     config = getattr(model, "config", None)
-    for one in (config, getattr(config, "text_config", None)):
-        sizes = getattr(one, "hidden_size", None) or getattr(one, "hidden_sizes", None)
-        if isinstance(sizes, int):
-            return sizes
-        if isinstance(sizes, list | tuple) and sizes:
-            return max(sizes)
-    return None
+    return getattr(getattr(config, "text_config", config), "hidden_size", None)

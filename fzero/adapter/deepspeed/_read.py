@@ -212,15 +212,13 @@ def without_type(section: str, values: Mapping[str, Any]) -> list[Problem]:
 
 
 def without_switch(given: Mapping[str, Any]) -> list[Problem]:
-    """Return what is wrong with sections that do not say whether they are on."""
-    found: dict[str, Problem] = {}
-    for path in given:
-        section = path.rpartition(".")[0]
-        switch = f"{section}.{SWITCHES[section][0]}" if section in SWITCHES else path
-        if switch not in given:
-            wrong = f"{path} without {switch}: set it to true, or leave {section} out."
-            found.setdefault(section, wrong)
-    return list(found.values())
+    """Return a problem for each key of a section that does not say whether it is on."""
+    switches = {section: f"{section}.{switch}" for section, (switch, _) in SWITCHES.items()}
+    return [
+        f"{path} without {switches[section]}: set it to true, or leave {section} out."
+        for path in given
+        if (section := path.rpartition(".")[0]) in switches and switches[section] not in given
+    ]
 
 
 def unknown_params(

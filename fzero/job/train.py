@@ -101,7 +101,8 @@ def _held(out: Path) -> Iterator[None]:
     with ExitStack() as stack:
         problem: FzeroError | None = None
         try:
-            stack.enter_context(claimed(out, os.environ, here=axis.rank == 0))
+            if axis.rank == 0:
+                stack.enter_context(claimed(out, os.environ))
         except FzeroError as error:
             problem = error
         problem = gather_objects(problem, axis)[0]

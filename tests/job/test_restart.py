@@ -63,7 +63,7 @@ def test_only_the_launch_that_began_a_run_goes_on_with_it(
 ) -> None:
     mine = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
     assert not is_restart(tmp_path, mine)  # nobody has begun one
-    with claimed(tmp_path, mine, here=True):
+    with claimed(tmp_path, mine):
         assert is_restart(tmp_path, mine)
         assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RESTART_COUNT": "0"})
         assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RUN_ID": "b"})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from fzero._launch import restarts
@@ -35,43 +35,31 @@ def launch_of(environ: Mapping[str, str]) -> str:
 
 def is_restart(out: Path, environ: Mapping[str, str]) -> bool:
     """Return whether this launch has begun a run in `out` before, and was restarted."""
-    restarted = restarts(environ) > 0
-    with suppress(OSError, UnicodeDecodeError):
-        return restarted and (out / CLAIM).read_text() == launch_of(environ)
-    return False
+    file = out / CLAIM
+    return restarts(environ) > 0 and file.is_file() and file.read_text() == launch_of(environ)
 
 
 @contextmanager
-def claimed(out: Path, environ: Mapping[str, str], *, here: bool) -> Iterator[None]:
-    """Hold the folder `out` for the block, `here` on one rank.
+def claimed(out: Path, environ: Mapping[str, str]) -> Iterator[None]:
+    """Hold the folder `out` for the block. Where the file system has no locks, nothing holds it.
 
     Raises:
         LayoutError: another program holds it.
     """
-    if not here:
-        yield
-        return
-    held = os.open(out / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        _lock(held, out)
-        text = launch_of(environ).encode()
-        os.ftruncate(held, 0)
-        os.pwrite(held, text, 0)
-        yield
-    finally:
-        os.close(held)
-
-
-def _lock(held: int, out: Path) -> None:
     import fcntl  # not on Windows, where the rest of fzero can be imported all the same
 
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LayoutError(
-            f"--out {out} is in use: another program trains into it.",
-            cause="a second run was started with the same --out or --resume.",
-            fix="give another --out, or end the other run first.",
-        ) from None
-    except OSError:
-        pass  # the file system has no locks: two programs cannot be kept from one folder
+    with (out / CLAIM).open("a") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LayoutError(
+                f"--out {out} is in use: another program trains into it.",
+                cause="a second run was started with the same --out or --resume.",
+                fix="give another --out, or end the other run first.",
+            ) from None
+        except OSError:
+            pass  # no locks
+        held.truncate(0)
+        held.write(launch_of(environ))
+        held.flush()
+        yield

@@ -12,6 +12,7 @@ from fzero.errors import LayoutError
 from fzero.job.option import COUNT, option
 
 VOCAB = 256  # one token a byte
+TEMPERATURE = 0.8  # of the draws; below 1 sharpens the distribution
 TABLE_STD = 0.02  # of the new table of bytes, which is embedding and head
 
 
@@ -123,17 +124,15 @@ def generate(
     *,
     count: int,
     context: int,
-    temperature: float = 0.8,
     seed: int = 0,
 ) -> Tensor:
-    """Continue `prompt: [t]` by `count` bytes drawn from `softmax(logits / temperature)`.
+    """Continue `prompt: [t]` by `count` bytes drawn from `softmax(logits / TEMPERATURE)`.
 
     Args:
         logits_of: `[1, t] -> [1, t, 256]`, for `t <= context`.
         prompt: uint8, at least one byte.
         count: bytes to draw.
         context: the model sees at most this many last bytes.
-        temperature: below 1 sharpens the distribution.
         seed: of the draws, which are made on the CPU so that every device draws alike.
 
     Returns:
@@ -143,6 +142,6 @@ def generate(
     text = prompt
     for _ in range(count):
         logits = logits_of(text[None, -context:])[0, -1].float().cpu()
-        drawn = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+        drawn = torch.multinomial(F.softmax(logits / TEMPERATURE, -1), 1, generator=generator)
         text = torch.cat((text, drawn.to(text)))
     return text[prompt.numel() :]

@@ -16,7 +16,7 @@ from torch.cuda import nccl
 import fzero
 
 REQUIRED = ("optree", "einops", "numpy", "typing_extensions")
-BESIDE = ("matplotlib", "tqdm", "transformers", "accelerate", "deepspeed", "lightning", "triton")
+BESIDE = ("matplotlib", "transformers", "accelerate", "deepspeed", "lightning", "triton")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # What is set of these changes how ranks find each other, wait, or compute.
 VARIABLES = ("FZERO_", "NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")

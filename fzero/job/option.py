@@ -45,7 +45,6 @@ def _number(kind: type, is_good: Callable[[Any], bool], wanted: str) -> dict[str
 
 COUNT = _number(int, lambda n: n >= 1, "a whole number of at least 1")
 WHOLE = _number(int, lambda n: n >= 0, "a whole number of at least 0")
-SEED = _number(int, lambda n: 0 <= n < 2**63, "a whole number from 0 to 2^63 - 1")
 POSITIVE = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
 SIZE = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
 FOLDER = {"type": Path, "metavar": "DIR"}

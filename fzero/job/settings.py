@@ -15,7 +15,6 @@ from fzero.job.option import (
     COUNT,
     FOLDER,
     POSITIVE,
-    SEED,
     SIZE,
     WHOLE,
     add_fields,
@@ -49,7 +48,7 @@ class Course:
     lr: float = option(DEFAULT_LR["adamw"], f"peak learning rate ({_RATES})", **POSITIVE)
     warmup: int = option(20, "steps of linear warm-up ({})", **WHOLE)
     clip: float = option(1.0, "gradient norm bound, 0: none ({})", **SIZE)
-    seed: int = option(0, "of model and data ({})", **SEED)
+    seed: int = option(0, "of model and data ({})", **WHOLE)
     text: str | None = option(None, "*.py files to learn (the standard library)", **ABSOLUTE)
     text_mb: float = option(8.0, "most text to use ({:g})", **POSITIVE)
 

@@ -3,46 +3,33 @@
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-class StopSignals:
-    """Inside `with`, SIGINT and SIGTERM are remembered in `received` instead of ending the run.
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """In the block, SIGINT and SIGTERM are put into the list that it gives; they do not end it.
 
     A second one changes nothing: a launcher repeats what the terminal sent already. The handlers
-    from before come back at the end of `with`.
+    from before come back at the end. In the main thread only.
 
     Example:
-        >>> with StopSignals() as stop:
+        >>> with stop_signals() as received:
         ...     signal.raise_signal(signal.SIGINT)
-        ...     stop.received == signal.SIGINT
+        ...     received == [signal.SIGINT]
         True
     """
-
-    def __init__(self) -> None:
-        """Remember nothing yet; handlers are set by `with` (in the main thread only)."""
-        self.received = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        """Take over both signals."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._remember)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Give both signals back."""
-        for number, handler in self._before.items():
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
 
 
 def exit_code(received: int, *, launched: bool) -> int:

@@ -34,13 +34,6 @@ class Corpus:
     files: int
     sha256: str
 
-    def __repr__(self) -> str:
-        """Say sizes, not bytes."""
-        return (
-            f"Corpus(files={self.files}, train_bytes={self.train.numel()}, "
-            f"valid_bytes={self.valid.numel()}, sha256={self.sha256[:12]})"
-        )
-
 
 def read_corpus(root: Path | None = None, *, cap_bytes: int = 8_000_000) -> Corpus:
     """Read the `*.py` files under `root` and split them, by file, into train and validation.

@@ -34,7 +34,7 @@ from fzero.job.saving import (
 )
 from fzero.job.settings import Output, changed_course, resolve, saved_form
 from fzero.job.step import Job, Params, make_batches, make_job, make_optimizer
-from fzero.job.stop import StopSignals
+from fzero.job.stop import stop_signals
 
 
 def train(given: dict[str, Any]) -> int:
@@ -78,13 +78,13 @@ def _run(job: Job, params: Params, folder: Path | None, facts: dict[str, Any]) -
         _note(job, f"resumed {folder}", *_differences(job, facts))
     losses = list(facts.get("losses", []))
     _note(job, *_headline(job, state))
-    with StopSignals() as stop:  # a checkpoint that has begun is finished, too
-        state, stopped = _loop(job, state, losses, stop)
+    with stop_signals() as received:  # a checkpoint that has begun is finished, too
+        state, stopped = _loop(job, state, losses, received)
         if len(losses) > len(facts.get("losses", [])):
             _say(f"checkpoint: {_save(job, state, losses)}")
     if stopped:
         _say(f"stopped after step {len(losses)} of {settings.course.steps}; continue with --resume")
-        return stop.received
+        return received[0] if received else 0
     _say(*finish(job, state, losses))
     return 0
 
@@ -101,7 +101,8 @@ def _held(out: Path) -> Iterator[None]:
     with ExitStack() as stack:
         problem: FzeroError | None = None
         try:
-            stack.enter_context(claimed(out, os.environ, here=axis.rank == 0))
+            if axis.rank == 0:
+                stack.enter_context(claimed(out, os.environ))
         except FzeroError as error:
             problem = error
         problem = gather_objects(problem, axis)[0]
@@ -111,7 +112,7 @@ def _held(out: Path) -> Iterator[None]:
 
 
 def _loop(
-    job: Job, state: fzero.TrainState, losses: list[float], stop: StopSignals
+    job: Job, state: fzero.TrainState, losses: list[float], received: list[int]
 ) -> tuple[fzero.TrainState, bool]:
     """Train to the last step, or to the first signal to any rank; append to `losses`."""
     course, output = job.settings.course, job.settings.output
@@ -119,27 +120,27 @@ def _loop(
         start=len(losses),
         total=course.steps,
         tokens_per_step=course.global_batch * job.context,
-        silent=output.quiet or fzero.axis_index() != 0,
     )
+    shows = not output.quiet and fzero.axis_index() == 0
     stopped = False
     while len(losses) < course.steps and not stopped:
         state, loss = job.step(state, make_batches(job, len(losses)))
-        mean, stopped = _agree(loss, stop)
+        mean, stopped = _agree(loss, received)
         losses.append(mean)
-        progress.step(mean, fzero.state_bytes(state)["total"])
+        if shows:
+            progress.step(mean, fzero.state_bytes(state)["total"])
         due = output.save_every and len(losses) % output.save_every == 0
         if due and len(losses) < course.steps and not stopped:  # the last one is `train`'s to save
             _save(job, state, losses)
-    progress.close()
     return state, stopped
 
 
-def _agree(loss: Tensor, stop: StopSignals) -> tuple[float, bool]:
+def _agree(loss: Tensor, received: list[int]) -> tuple[float, bool]:
     """Return the mean loss, and whether any rank got a signal: one small collective.
 
     Ranks that get a signal at different moments must not leave the loop at different steps.
     """
-    flag = torch.tensor(float(stop.received > 0), device=loss.device)
+    flag = torch.tensor(float(bool(received)), device=loss.device)
     mean, stopped = fzero.pmean(torch.stack((loss.float(), flag))).tolist()
     return mean, stopped > 0
 

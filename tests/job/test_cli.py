@@ -1,4 +1,4 @@
-"""`python -m fzero`, as a user starts it: alone, under torchrun, stopped, misused."""
+"""`python -m fzero`, as a user starts it: alone, stopped, misused; `test_restart` uses torchrun."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ import torch
 from fzero.__main__ import main
 from fzero.job.info import environment
 from tests.job.runs import saved_losses
-from tests.ranks import spawn_script
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = shlex.split("--layers 1 --width 32 --heads 2 --context 32 --text-mb 0.1 --sample-bytes 20")
-
-
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "fzero", *args]
 
 
 def environ() -> dict[str, str]:
@@ -31,17 +26,17 @@ def environ() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(tmp_path: Path) -> None:
-    args = command("train", "--steps", "3", *SMALL)
-    done = subprocess.run(
-        args, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr
-    assert "shard(stage=2, donate=True) . coalesce . clip(max_norm=1.0)" in done.stdout
-    assert "checkpoint: runs/gpt/step-000003" in done.stdout
-    assert "nats/byte (byte bigram: " in done.stdout
-    assert "sample:\ndef " in done.stdout
-    assert "step 3/3: loss " in done.stderr
+def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--steps", "3", *SMALL]) == 0
+    told, shown = capsys.readouterr()
+    assert "shard(stage=2, donate=True) . coalesce . clip(max_norm=1.0)" in told
+    assert "checkpoint: runs/gpt/step-000003" in told
+    assert "nats/byte (byte bigram: " in told
+    assert "sample:\ndef " in told
+    assert "step 3/3: loss " in shown
     assert (tmp_path / "runs/gpt/loss.png").read_bytes().startswith(b"\x89PNG")
     assert len(saved_losses(tmp_path / "runs/gpt")) == 3
 
@@ -49,7 +44,7 @@ def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(tmp_path: P
 def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path), "--no-plot"]
     with subprocess.Popen(
-        command("train", "--steps", "100000", *SMALL, *out),
+        [sys.executable, "-m", "fzero", "train", "--steps", "100000", *SMALL, *out],
         env=environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -65,15 +60,6 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) ->
     steps = len(saved_losses(tmp_path))
     assert main(["train", "--resume", str(tmp_path), "--steps", str(steps + 1), *out]) == 0
     assert len(saved_losses(tmp_path)) == steps + 1
-
-
-def test_torchrun_trains_on_two_ranks(tmp_path: Path) -> None:
-    args = ["fzero", "train", "--steps", "3", "--stage", "3", "--out", str(tmp_path), *SMALL]
-    done = spawn_script("-m", 2, args)
-    assert done.returncode == 0, done.stdout
-    assert "2 rank(s)" in done.stdout
-    assert done.stdout.count("validation loss") == 1  # rank 0 alone speaks
-    assert len(saved_losses(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(

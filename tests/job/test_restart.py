@@ -51,6 +51,8 @@ def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) 
     done = spawn_script(script, 2, args, timeout_s=400, options=["--max-restarts=1"])
     assert done.returncode == 0, done.stderr
     assert f"resumed {tmp_path / 'cut' / 'step-000003'}" in done.stdout
+    assert "2 rank(s)" in done.stdout
+    assert done.stdout.count("validation loss") == 1  # rank 0 alone speaks
     run_ranks(_whole, 2, tmp_path / "whole")
     assert len(saved_losses(tmp_path / "whole")) == 6
     assert saved_losses(tmp_path / "cut") == saved_losses(tmp_path / "whole")
@@ -61,13 +63,14 @@ def test_only_the_launch_that_began_a_run_goes_on_with_it(
 ) -> None:
     mine = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
     assert not is_restart(tmp_path, mine)  # nobody has begun one
-    with claimed(tmp_path, mine, here=True):
+    with claimed(tmp_path, mine):
         assert is_restart(tmp_path, mine)
         assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RESTART_COUNT": "0"})
         assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RUN_ID": "b"})
         assert not is_restart(tmp_path, {})
     assert is_restart(tmp_path, mine)
-    monkeypatch.setattr(os, "getppid", lambda: 1)  # another agent of the same id
+    another = os.getppid() + 1  # agent of the same id
+    monkeypatch.setattr(os, "getppid", lambda: another)
     assert not is_restart(tmp_path, mine)
 
 

@@ -64,7 +64,6 @@ def test_it_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"optimizer": "adamw", "stage": 2},
         {"optimizer": "lion", "stage": 3, "dtype": "bfloat16"},
         {"optimizer": "sgd", "stage": 0, "micro_batches": 2, "accumulate": 2, "coalesce": False},
     ],
@@ -166,8 +165,6 @@ def test_a_failed_write_says_so_and_leaves_the_older_checkpoint(tmp_path: Path) 
 @pytest.mark.parametrize(
     "options",
     [
-        {"stage": 0},
-        {"stage": 1, "micro_batches": 2},
         {"stage": 2, "accumulate": 2, "coalesce": False},
         {"stage": 3, "micro_batches": 2, "accumulate": 2},
     ],
@@ -181,15 +178,10 @@ def test_two_ranks_train_as_one_does(tmp_path: Path, options: dict[str, Any]) ->
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_run_continues_on_another_number_of_ranks(
-    tmp_path: Path, before: int, after: int
-) -> None:
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
     train(small(tmp_path / "whole"))
-    given = small(tmp_path / "cut", save_every=3, stage=2)
-    run_ranks(train_rank, before, given)
-    resumed = small(tmp_path / "rest", resume=tmp_path / "cut" / "step-000003", stage=3)
-    run_ranks(train_rank, after, resumed)
+    run_ranks(train_rank, 2, small(tmp_path / "cut", save_every=3, stage=2))
+    train(small(tmp_path / "rest", resume=tmp_path / "cut" / "step-000003", stage=3))
     whole, rest = saved_losses(tmp_path / "whole"), saved_losses(tmp_path / "rest")
     assert rest == pytest.approx(whole, rel=1e-5)
 

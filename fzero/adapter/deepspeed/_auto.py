@@ -47,7 +47,8 @@ def with_autos(
     given, problems = dict(reading.given), []
     for path in reading.autos:
         if path in _DTYPES:
-            given[path] = _dtypes_of(model) == {_DTYPES[path]}
+            learning = {p.dtype for p in model.parameters() if p.requires_grad}
+            given[path] = learning == {_DTYPES[path]}
         elif path in _BY_HIDDEN_SIZE and (size := _hidden_size(model)):
             given[path] = _BY_HIDDEN_SIZE[path](size)
         elif path == _PEAK:
@@ -68,17 +69,8 @@ def _may_be_left_out(path: str, given: Mapping[str, Any]) -> bool:
     return zero or refused or path in (*_BATCH, _FLOOR)
 
 
-def _dtypes_of(model: nn.Module) -> set[torch.dtype]:
-    return {p.dtype for p in model.parameters() if p.requires_grad}
-
-
 def _hidden_size(model: nn.Module) -> int | None:
-    """The hidden size of a Hugging Face model, of its text part, or the largest of several."""
+    """The hidden size of a Hugging Face model, or of its text part."""
     config = getattr(model, "config", None)
-    for one in (config, getattr(config, "text_config", None)):
-        sizes = getattr(one, "hidden_size", None) or getattr(one, "hidden_sizes", None)
-        if isinstance(sizes, int):
-            return sizes
-        if isinstance(sizes, list | tuple) and sizes:
-            return max(sizes)
-    return None
+    text = getattr(config, "text_config", None)
+    return getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from fzero.adapter.deepspeed._read import Problem, config_error
+from fzero.adapter.deepspeed._read import Problem
+from fzero.errors import LayoutError
 from fzero.mesh import Axis
 
 
@@ -51,7 +52,7 @@ def loader_of(
 ) -> DataLoader[Any]:
     """Return a loader of this rank's share of a dataset, shuffled, in micro-batches."""
     if batch.micro is None:
-        raise config_error(
+        raise LayoutError(
             "training_data, and no batch size.",
             cause="a config without train_batch_size and train_micro_batch_size_per_gpu.",
             fix="give one of both, or make the loader yourself.",

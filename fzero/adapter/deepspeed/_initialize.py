@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,13 +17,14 @@ from fzero.adapter.deepspeed._options import engine_options
 from fzero.adapter.deepspeed._precision import convert, require_convertible
 from fzero.adapter.deepspeed._read import (
     Config,
-    config_error,
     read_config,
     require_none,
     with_defaults,
+    without_switch,
 )
 from fzero.adapter.deepspeed._scheduler import Schedule
 from fzero.collectives import assert_same_everywhere
+from fzero.errors import LayoutError
 from fzero.mesh import Axis, MeshLike, axis_of
 
 Four = tuple[DeepSpeedEngine, Optimizer | None, Any, Any]
@@ -133,23 +134,24 @@ def initialize(
         (2, 1.0)
     """
     if not isinstance(model, nn.Module):
-        raise config_error(
+        raise LayoutError(
             f"initialize got a {type(model).__name__}.",
             cause="arguments in another order.",
             fix="call initialize(model, optimizer, config), all by keyword if in doubt.",
         )
     axis = axis_of(mesh)
-    asked = _asked(_config_of(config, args), auto, model, (optimizer, lr_scheduler), axis)
-    values, batch, schedule = asked.values, asked.batch, asked.scheduler
-    options, loader = asked.options, None
+    values, options, batch, chosen, schedule = _asked(
+        _config_of(config, args), auto, model, (optimizer, lr_scheduler), axis
+    )
+    loader = None
     if training_data is not None:
         drop_last = values["dataloader_drop_last"]
         loader = loader_of(training_data, batch, axis, drop_last=drop_last, collate_fn=collate_fn)
     require_convertible(model, values)
     originals = convert(model, values)
     try:
-        chosen = _optimizer.made_of(asked.optimizer, model_parameters)
-        engine = DeepSpeedEngine(model, chosen, mesh=axis, **options)
+        made = _optimizer.made_of(chosen, model_parameters)
+        engine = DeepSpeedEngine(model, made, mesh=axis, **options)
         if schedule is not None:
             engine.lr_scheduler = _scheduler.follow(engine, schedule)
     except BaseException:
@@ -160,20 +162,12 @@ def initialize(
     return (engine, engine.optimizer, loader, engine.lr_scheduler) if as_tuple else engine
 
 
-class _Asked(NamedTuple):
-    """What the config and the user ask for, together."""
-
-    values: dict[str, Any]  # what the config says, with defaults
-    batch: Batch
-    options: dict[str, Any]  # of the engine
-    optimizer: Any
-    scheduler: Any
-
-
 def _asked(
     config: Any, auto: Mapping[str, Any] | None, model: nn.Module, own: tuple[Any, Any], axis: Axis
-) -> _Asked:
-    """Read the config; raise `LayoutError` with all keys that cannot be used.
+) -> tuple[dict[str, Any], dict[str, Any], Batch, Any, Any]:
+    """Return the config's values, the engine's options, batch sizes, optimizer and scheduler.
+
+    Raises `LayoutError` with all keys that cannot be used.
 
     own: the optimizer and the scheduler that the user gives. The sections of the config are then
     not looked at.
@@ -186,25 +180,25 @@ def _asked(
     given, problems = with_autos(reading, model, skipped=skipped)
     values = with_defaults(given)
     batch, wrong = batch_of(given, axis.size)
-    problems = [*reading.problems, *problems, *wrong]
+    problems = [*reading.problems, *problems, *without_switch(given), *wrong]
     if optimizer is None:
         optimizer, wrong = _optimizer.described(values)
         problems += wrong
     if scheduler is None:
         scheduler, wrong = _scheduler.described(values, optimizer, reading.autos)
         problems += wrong
-    options, errors = engine_options(given, values, model, batch)
+    options, errors = engine_options(values, model, batch)
     require_none(problems, errors)
     _scheduler.check_schedule(scheduler, optimizer)
     lines = [f"{path} = {value}" for path, value in sorted(given.items())]
     assert_same_everywhere(lines, axis, what="the config")
-    return _Asked(values, batch, options, optimizer, scheduler)
+    return values, options, batch, optimizer, scheduler
 
 
 def _config_of(config: Any, args: Any) -> Any:
     other = getattr(args, "deepspeed_config", None)
     if config is not None and other is not None:
-        raise config_error(
+        raise LayoutError(
             "config, and args.deepspeed_config.",
             cause="a config in two places.",
             fix="give one of them.",

@@ -110,7 +110,7 @@ TRAINING = (
 PRECISION = (
     read("fp16.enabled", False, "bool", "parameters to fp16, fp32 masters, a loss scale"),
     read("fp16.loss_scale", 0.0, "number", "loss_scale; 0: it adapts itself"),
-    read("fp16.initial_scale_power", 16, "whole", "init_scale = 2 to that"),
+    read("fp16.initial_scale_power", 16, "power", "init_scale = 2 to that"),
     read(
         "fp16.loss_scale_window", 1000, "count", "growth_interval; DeepSpeed's first is one longer"
     ),

@@ -15,12 +15,6 @@ from fzero.adapter.deepspeed._kinds import same
 from fzero.adapter.deepspeed._lion import Lion
 from fzero.adapter.deepspeed._read import Problem, close_to, unknown_params, without_type
 
-_NOT_TORCHS = (
-    *("lamb", "muon", "onebitadam", "onebitlamb", "zerooneadam"),
-    *("muadam", "muadamw", "musgd"),
-)
-"""DeepSpeed's own optimizers; its Muon is another one than torch's."""
-
 _CLASSES = {
     "fusedadam": "adam",
     "deepspeedcpuadam": "adam",
@@ -38,15 +32,6 @@ _ONLY = {
 }
 """Arguments of DeepSpeed's Adam that torch's has not, or has with another meaning."""
 
-_FIXES = {
-    "max_grad_norm": "write gradient_clipping at the top of the config",
-    **dict.fromkeys(
-        ("freeze_step", "cuda_aware", "comm_backend_name"),
-        "use Adam or AdamW: there is no compressed communication",
-    ),
-}
-"""Arguments of DeepSpeed's other optimizers, with what to do."""
-
 
 def described(values: Mapping[str, Any]) -> tuple[Factory | None, list[Problem]]:
     """Return the factory that optimizer.type and optimizer.params describe, and what is wrong.
@@ -56,36 +41,31 @@ def described(values: Mapping[str, Any]) -> tuple[Factory | None, list[Problem]]
     name, params = values["optimizer.type"], dict(values["optimizer.params"] or {})
     if name is None:
         return None, without_type("optimizer", values)
-    lowered = str(name).lower()
-    kind = _CLASSES.get(lowered, lowered)
+    kind = str(name).lower()
+    kind = _CLASSES.get(kind, kind)
     problems: list[Problem] = []
     if kind in ("adam", "adamw"):
         kind, problems = _adam(kind, params)
     classes: dict[str, type[Optimizer]] = {
         own.lower(): cls
         for own, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
+        if isinstance(cls, type) and issubclass(cls, Optimizer)
     } | {"lion": Lion}
-    if kind in _NOT_TORCHS or kind not in classes:
-        near = close_to(kind, classes.keys() - set(_NOT_TORCHS))
+    del classes["optimizer"], classes["muon"]  # DeepSpeed's Muon is another one
+    if kind not in classes:
         return None, [
-            f"optimizer.type = {name!r}: not supported (near: {near}); use one "
+            f"optimizer.type = {name!r}: not supported (near: {close_to(kind, classes)}); use one "
             "of torch.optim, or pass initialize(optimizer=...) a class or a factory."
         ]
-    cls = classes[kind]
-    unknown = unknown_params("optimizer", params, cls, f"torch.optim.{cls.__name__}")
-    for key in unknown.keys() & _FIXES.keys():
-        unknown[key] = f"optimizer.params.{key} = {params[key]!r}: {_FIXES[key]}."
-    problems += unknown.values()
+    made = f"torch.optim.{classes[kind].__name__}"
+    problems += unknown_params("optimizer", params, classes[kind], made)
     if problems:
         return None, problems
-    factory: Factory = partial(cls, **params)
+    factory: Factory = partial(classes[kind], **params)
     try:
-        _try(factory)
+        factory([nn.Parameter(torch.zeros(1))])
     except Exception as error:  # whatever it is, it comes from these values
-        return None, [
-            f"optimizer.params = {params}: torch.optim.{cls.__name__} does not take it ({error})."
-        ]
+        return None, [f"optimizer.params = {params}: {made} does not take it ({error})."]
     return factory, []
 
 
@@ -94,19 +74,6 @@ def made_of(optimizer: Any, parameters: Iterable[Tensor | Mapping[str, Any]] | N
     if parameters is None or isinstance(optimizer, Optimizer) or not callable(optimizer):
         return optimizer
     return optimizer([p for p in parameters if not isinstance(p, Tensor) or p.requires_grad])
-
-
-def _try(factory: Factory) -> None:
-    """Make one, and one update of a scalar: some wrong values raise only there."""
-    p = nn.Parameter(torch.zeros(1))
-    made = factory([p])
-    if not isinstance(made, _NEED_MORE):  # those are refused later, by name
-        p.grad = torch.zeros_like(p)
-        made.step()
-
-
-_NEED_MORE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
-"""Optimizers that a scalar with a dense gradient cannot try."""
 
 
 def _adam(kind: str, params: dict[str, Any]) -> tuple[str, list[Problem]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fzero.adapter.deepspeed._batch import Batch
 from fzero.adapter.deepspeed._precision import autocast_of, dtypes_of, loss_scale
-from fzero.adapter.deepspeed._read import ConfigError, config_error, options_of
+from fzero.adapter.deepspeed._read import options_of
 from fzero.adapter.deepspeed._zero_keys import MOE_CLASSES
+from fzero.errors import LayoutError
 from fzero.state.leaf_modules import LeafSpec, class_name
 from fzero.state.offload import Offload
 
@@ -19,8 +19,8 @@ _ZERO = "zero_optimization."
 
 
 def engine_options(
-    given: Mapping[str, Any], values: Mapping[str, Any], model: nn.Module, batch: Batch
-) -> tuple[dict[str, Any], list[ConfigError]]:
+    values: Mapping[str, Any], model: nn.Module, batch: Batch
+) -> tuple[dict[str, Any], list[LayoutError]]:
     """Return the options of `Engine`, and an error for each group of keys that contradict."""
     options = {
         **options_of(values),
@@ -35,13 +35,13 @@ def engine_options(
     for part in (
         lambda: dtypes_of(values, model),
         lambda: _accumulation(values, batch.steps),
-        lambda: {"loss_scale": loss_scale(given, values)},
-        lambda: {"autocast": autocast_of(given, values)},
+        lambda: {"loss_scale": loss_scale(values)},
+        lambda: {"autocast": autocast_of(values)},
         lambda: {"offload": _offload(values)},
     ):
         try:
             options |= part()
-        except ConfigError as error:
+        except LayoutError as error:
             errors.append(error)
     return options, errors
 
@@ -51,7 +51,7 @@ def _offload(values: Mapping[str, Any]) -> Offload:
     sections = ("offload_optimizer", "offload_param")
     states, params = (values[f"{_ZERO}{name}.device"] for name in sections)
     if params is not None and values[_ZERO + "stage"] != 3:
-        raise config_error(
+        raise LayoutError(
             f"config: {_ZERO}offload_param at stage {values[_ZERO + 'stage']}.",
             cause="below stage 3 every rank computes with whole parameters of its own.",
             fix="use stage 3, or leave offload_param out.",
@@ -62,18 +62,12 @@ def _offload(values: Mapping[str, Any]) -> Offload:
         if home == "disk"
     }
     if len(paths) > 1 or None in paths:
-        raise config_error(
+        raise LayoutError(
             f"config: nvme_path of {' and '.join(_ZERO + name for name in sections)}: {paths}.",
             cause="device = nvme without a path, or with two.",
             fix="give both sections the same nvme_path: a folder on a disk of each machine.",
         )
     folder = next(iter(paths), None)
-    if folder is not None and not Path(folder).is_dir():
-        raise config_error(
-            f"config: nvme_path = {folder!r} is no folder here.",
-            cause="a path of another machine.",
-            fix="give a folder on a fast disk of each machine, or make it.",
-        )
     return Offload(optimizer=states, gradients=states, params=params, folder=folder)
 
 
@@ -82,7 +76,7 @@ def _accumulation(values: Mapping[str, Any], given: int | None) -> dict[str, Any
     managed = values["managed_gradient_accumulation"]
     count = given or 1
     if not managed and count > 1:
-        raise config_error(
+        raise LayoutError(
             f"config: gradient_accumulation_steps = {count} with "
             "managed_gradient_accumulation = false.",
             cause="a number of micro-batches for an engine that takes as many as come.",

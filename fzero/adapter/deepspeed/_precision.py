@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter.deepspeed._read import config_error
 from fzero.errors import LayoutError
 from fzero.placeholder import LazyParam
 from fzero.state import DynamicScale
@@ -22,7 +21,7 @@ def low_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
     Raises `LayoutError` if the config asks for two.
     """
     if values["bf16.enabled"] and values["fp16.enabled"]:
-        raise config_error(
+        raise LayoutError(
             "config: bf16.enabled = True with fp16.enabled = True.",
             cause="two keys for one thing.",
             fix="set one of them.",
@@ -32,57 +31,45 @@ def low_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
     return torch.bfloat16 if values["bf16.enabled"] else None
 
 
-def loss_scale(
-    given: Mapping[str, Any], values: Mapping[str, Any]
-) -> StaticScale | DynamicScale | None:
+def loss_scale(values: Mapping[str, Any]) -> StaticScale | DynamicScale | None:
     """Return the scale of fp16; of bf16 1, by which an overflow is skipped; None without both.
 
-    Raises `LayoutError` for keys of a section that is off, and for numbers out of range.
+    Raises `LayoutError` for numbers out of range.
 
     Example:
         >>> from fzero.adapter.deepspeed._read import with_defaults
         >>> given = {"fp16.enabled": True, "fp16.initial_scale_power": 4}
-        >>> scale = loss_scale(given, with_defaults(given))
+        >>> scale = loss_scale(with_defaults(given))
         >>> scale.init_scale, scale.growth_interval, scale.hysteresis, scale.min_scale
         (16.0, 1000, 2, 1.0)
     """
     if not values["fp16.enabled"]:
-        _require_on("fp16", given)
         skips = values["bf16.enabled"] and values["bf16.check_grad_overflow"]
         return StaticScale(1.0) if skips else None
     if values["fp16.loss_scale"]:
         return StaticScale(values["fp16.loss_scale"])
-    try:
-        return DynamicScale(
-            init_scale=2.0 ** min(values["fp16.initial_scale_power"], 128),  # which is too large
-            growth_interval=values["fp16.loss_scale_window"],
-            hysteresis=values["fp16.hysteresis"],
-            min_scale=values["fp16.min_loss_scale"],
-        )
-    except LayoutError as error:
-        raise config_error(
-            f"config: the fp16 section makes a scale that cannot be: {str(error).splitlines()[0]}",
-            cause="a power above 127, or a min_loss_scale above the first scale.",
-            fix="make 2 ** initial_scale_power a number that fp32 holds, from min_loss_scale up.",
-        ) from error
+    return DynamicScale(
+        init_scale=2.0 ** values["fp16.initial_scale_power"],
+        growth_interval=values["fp16.loss_scale_window"],
+        hysteresis=values["fp16.hysteresis"],
+        min_scale=values["fp16.min_loss_scale"],
+    )
 
 
-def autocast_of(given: Mapping[str, Any], values: Mapping[str, Any]) -> Autocast | None:
+def autocast_of(values: Mapping[str, Any]) -> Autocast | None:
     """Return what torch_autocast asks for: bfloat16 unless it names a dtype.
 
-    Raises `LayoutError` beside fp16 or bf16, and for keys of a section that is off.
+    Raises `LayoutError` beside fp16 or bf16.
 
     Example:
         >>> from fzero.adapter.deepspeed._read import with_defaults
-        >>> given = {"torch_autocast.enabled": True}
-        >>> autocast_of(given, with_defaults(given))
+        >>> autocast_of(with_defaults({"torch_autocast.enabled": True}))
         autocast(torch.bfloat16, default)
     """
     if not values["torch_autocast.enabled"]:
-        _require_on("torch_autocast", given)
         return None
     if values["fp16.enabled"] or values["bf16.enabled"]:
-        raise config_error(
+        raise LayoutError(
             "config: torch_autocast.enabled beside fp16.enabled or bf16.enabled.",
             cause="two ways to compute in 16 bits; autocast wants parameters in fp32.",
             fix="set one of them.",
@@ -91,16 +78,6 @@ def autocast_of(given: Mapping[str, Any], values: Mapping[str, Any]) -> Autocast
         dtype=values["torch_autocast.dtype"] or torch.bfloat16,
         lower_precision_safe_modules=values["torch_autocast.lower_precision_safe_modules"],
     )
-
-
-def _require_on(section: str, given: Mapping[str, Any]) -> None:
-    unused = [path for path in given if path.startswith(f"{section}.")]
-    if unused and f"{section}.enabled" not in given:
-        raise config_error(
-            f"config: {unused[0]} without {section}.enabled.",
-            cause="a section that is off until it says that it is on.",
-            fix=f"set {section}.enabled = true, or leave {section} out.",
-        )
 
 
 # Dtypes.
@@ -114,7 +91,7 @@ def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     enabled, asked = values["bf16.enabled"], values["data_types.param_dtype"]
     low = low_dtype(values)
     if asked is not None and asked is not (low or torch.float32):
-        raise config_error(
+        raise LayoutError(
             f"config: data_types.param_dtype = {asked} with fp16.enabled = "
             f"{values['fp16.enabled']}, bf16.enabled = {enabled}.",
             cause="two keys for one thing.",
@@ -132,23 +109,18 @@ def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 def _masters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Without masters the 16-bit parameters are stepped, with fp32 states unless bf16 are asked."""
     low_states = values["bf16.bf16_optimizer_states"]
-    none = {name: values[f"{name}.{name}_master_weights_and_grads"] for name in ("bf16", "fp16")}
-    for name, wanted in none.items():
-        if wanted and not values[f"{name}.enabled"]:
-            raise config_error(
-                f"config: {name}.{name}_master_weights_and_grads without {name}.enabled.",
-                cause=f"the key was kept when {name} was switched off.",
-                fix=f"set {name}.enabled = true, or leave it out.",
-            )
-    if low_states and not none["bf16"]:
-        raise config_error(
+    without = any(
+        values[f"{name}.enabled"] and values[f"{name}.{name}_master_weights_and_grads"]
+        for name in ("bf16", "fp16")
+    )
+    if low_states and not values["bf16.bf16_master_weights_and_grads"]:
+        raise LayoutError(
             "config: bf16.bf16_optimizer_states = True with "
             "bf16.bf16_master_weights_and_grads = False.",
             cause="DeepSpeed has bf16 states only of bf16 masters.",
             fix="set both; or, with fp32 masters, leave both out and make the engine yourself: "
             "Engine(..., state_dtype=torch.bfloat16).",
         )
-    without = any(none.values())
     dtype = torch.float32 if without and not low_states else None
     return {"master_weights": not without, "state_dtype": dtype}
 
@@ -186,7 +158,7 @@ def require_convertible(model: nn.Module, values: Mapping[str, Any]) -> None:
     low = low_dtype(values)
     if low is not None and any(isinstance(p, LazyParam) for p in model.parameters()):
         name = "fp16.enabled" if low is torch.float16 else "bf16.enabled"
-        raise config_error(
+        raise LayoutError(
             f"config: {name}, and a model made under sharded_init.",
             cause="its parameters are sharded already, in the dtype that they were made in.",
             fix=f"leave {name} out, and make the model under torch.set_default_dtype({low}).",

@@ -6,7 +6,6 @@ What cannot be used is collected: a config is refused once, with all that is wro
 from __future__ import annotations
 
 import base64
-import binascii
 import inspect
 import json
 import os
@@ -15,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fzero.adapter.deepspeed._keys import Key, Use
 from fzero.adapter.deepspeed._kinds import KINDS, as_bool, same
@@ -78,17 +77,22 @@ def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key.says: values[key.path] for key in keys if values[key.path] is not None}
 
 
-def require_none(problems: Sequence[Problem], errors: Sequence[ConfigError] = ()) -> None:
+def require_none(problems: Sequence[Problem], errors: Sequence[LayoutError] = ()) -> None:
     """Raise `LayoutError` with all problems and what is in `errors`, if there are any."""
     if len(errors) == 1 and not problems:
         raise errors[0]
     if problems or errors:
-        lines = "\n".join(f"  {one}" for one in [*problems, *(one.problem for one in errors)])
-        raise config_error(
+        lines = "\n".join(f"  {one}" for one in [*problems, *map(_as_line, errors)])
+        raise LayoutError(
             f"config: fzero cannot do what these keys say:\n{lines}",
             cause="a config for DeepSpeed, or for the Hugging Face Trainer; no key is ignored.",
             fix="change each as said beside it; docs/deepspeed_config.md has every key.",
         )
+
+
+def _as_line(error: LayoutError) -> Problem:
+    seen, *_, fix = str(error).splitlines()
+    return f"{seen.removeprefix('config: ').removesuffix('.')}: {fix.removeprefix('Fix: ')}"
 
 
 def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str, Any]) -> None:
@@ -100,7 +104,7 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str,
         path, value = _renamed(written, value)
         if path == "zero_optimization" and isinstance(value, bool):  # of old configs
             path, value = f"{path}.stage", int(value)
-        if _is_auto(value) and path in auto:
+        if value == "auto" and path in auto:
             value = auto.pop(path)
         said, key = written if written == path else f"{written} ({path})", KEYS.get(path)
         if value is None and (key or path in _SECTIONS):
@@ -109,11 +113,11 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str,
             if not _is_off(path, value):
                 _walk(value, f"{path}.", reading, auto)
         elif path in _SECTIONS:
-            reading.problems.append(_wrong(said, value, "an object { ... }"))
+            reading.problems.append(f"{said} = {value!r}: give an object {{ ... }}.")
         elif key is None:
             known = ", ".join(near(path)) or "nothing"
             reading.problems.append(f"{said} = {value!r:.60}: unknown (near: {known}).")
-        elif _is_auto(value) and key.use is not Use.HARMLESS and value != key.default:
+        elif value == "auto" and key.use is not Use.HARMLESS and value != key.default:
             reading.autos.append(path)
         elif path in reading.given:
             reading.problems.append(f"{said} = {value!r}: it is there twice, by two names.")
@@ -128,7 +132,7 @@ def _take(key: Key, said: str, value: Any, reading: Reading, auto: dict[str, Any
         try:
             made = convert(value)
         except (ValueError, TypeError, OverflowError):
-            reading.problems.append(_wrong(said, value, wanted))
+            reading.problems.append(f"{said} = {value!r}: give {wanted}.")
             return
         opens = key.kind == "mapping"
         reading.given[key.path] = _open(key.path, made, reading, auto) if opens else made
@@ -148,9 +152,9 @@ def _open(
     found = {}
     for name, value in params.items():
         at = f"{path}.{name}"
-        if _is_auto(value):
+        if value == "auto":
             value = auto.pop(at, value)
-        if _is_auto(value):
+        if value == "auto":
             reading.autos.append(at)
         elif value is not None:
             found[str(name)] = value
@@ -165,10 +169,6 @@ def _renamed(path: str, value: Any) -> tuple[str, Any]:
     with suppress(ValueError):
         value = value if new.values is None or value is None else new.values[as_bool(value)]
     return new.path, value
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
 
 
 def _is_off(path: str, value: Mapping[str, Any]) -> bool:
@@ -188,26 +188,20 @@ def _is_empty(key: Key, value: Any) -> bool:
     return not value if switch is None else same(value.get(switch, off), off)
 
 
-def _wrong(path: str, value: Any, wanted: str) -> Problem:
-    return f"{path} = {value!r}: give {wanted}."
-
-
 def near(path: str) -> list[str]:
     """Known keys with a similar name, in whatever section; those of the same section first."""
     section, _, last = path.rpartition(".")
     if last in NEAR:
         return [NEAR[last]]
-    known = [*KEYS, *_SECTIONS]
-    named: dict[str, list[str]] = {}
-    for key in sorted(known, key=lambda key: (key.rpartition(".")[0] != section, key)):
-        named.setdefault(key.rpartition(".")[2], []).append(key)
-    close = get_close_matches(last, named, n=3, cutoff=0.6)
-    return [key for name in close for key in named[name]][:3]
+    known = sorted([*KEYS, *_SECTIONS], key=lambda key: (key.rpartition(".")[0] != section, key))
+    names = [key.rpartition(".")[2] for key in known]
+    close = get_close_matches(last, dict.fromkeys(names), n=3)
+    return [key for name in close for key, own in zip(known, names, strict=True) if own == name][:3]
 
 
 def close_to(word: str, known: Iterable[str]) -> str:
     """Return what a misspelt word may have been meant to be, in words; "nothing" else."""
-    return ", ".join(get_close_matches(word, known, n=3)) or "nothing"
+    return NEAR.get(word) or ", ".join(get_close_matches(word, known, n=3)) or "nothing"
 
 
 def without_type(section: str, values: Mapping[str, Any]) -> list[Problem]:
@@ -217,62 +211,62 @@ def without_type(section: str, values: Mapping[str, Any]) -> list[Problem]:
     return [] if values[params] is None else [wrong]
 
 
+def without_switch(given: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each key of a section that does not say whether it is on."""
+    switches = {section: f"{section}.{switch}" for section, (switch, _) in SWITCHES.items()}
+    return [
+        f"{path} without {switches[section]}: set it to true, or leave {section} out."
+        for path in given
+        if (section := path.rpartition(".")[0]) in switches and switches[section] not in given
+    ]
+
+
 def unknown_params(
     section: str, params: Mapping[str, Any], made: Callable[..., Any], name: str
-) -> dict[str, Problem]:
-    """Return {key: problem} for params that `made`, called `name`, does not take."""
+) -> list[Problem]:
+    """Return a problem for each of the params that `made`, called `name`, does not take."""
     known = [x for x in inspect.signature(made).parameters if x not in ("params", "optimizer")]
-    return {
-        key: f"{section}.params.{key} = {value!r}: {name} does not have it "
+    return [
+        f"{section}.params.{key} = {value!r}: {name} does not have it "
         f"(near: {close_to(key, known)})."
         for key, value in params.items()
         if key not in known
-    }
+    ]
 
 
 def _load(given: Any) -> Mapping[str, Any]:
     """The JSON of a path, or of base64 that is none."""
     if not isinstance(given, str | os.PathLike):
-        _refuse(
+        raise LayoutError(
             f"config is a {type(given).__name__}.",
             cause="initialize() without config, or with an object of DeepSpeed.",
             fix="pass a dict, or the path of a JSON file; without either there is "
             "fzero.adapter.Engine(model, optimizer, stage=...).",
         )
-    what = f"config file {str(given)!r}"
     try:
-        text = _decoded(given)
-        if text is None:
-            text = Path(given).read_text()
-        loaded = json.loads(text, object_pairs_hook=_without_duplicates)
+        loaded = json.loads(
+            _decoded(given) or Path(given).read_text(), object_pairs_hook=_without_duplicates
+        )
+        if not isinstance(loaded, Mapping):
+            raise ValueError(f"it has {loaded!r:.60}")
     except OSError as error:
-        _refuse(
-            f"{what:.200}: {error.strerror or error}.",
+        raise LayoutError(
+            f"config file {str(given)!r:.200}: {error.strerror or error}.",
             cause="a path relative to another folder.",
             fix=f"give a path from here ({Path.cwd()}), or an absolute one.",
-        )
+        ) from None
     except ValueError as error:  # json's error is one, and so is that of wrong bytes
-        if isinstance(error, LayoutError):
-            raise
-        _refuse(
-            f"{what:.200} is not JSON: {error}.",
-            cause="a comment, a trailing comma, or another format.",
-            fix="write plain JSON, or pass a dict.",
-        )
-    if not isinstance(loaded, Mapping):
-        _refuse(
-            f"{what:.200} has {loaded!r:.60}.",
-            cause="another JSON file.",
-            fix="give an object { ... }.",
-        )
+        raise LayoutError(
+            f"config file {str(given)!r:.200} is no JSON object: {error}.",
+            cause="a comment, a trailing comma, or another file.",
+            fix="write plain JSON, { ... }, or pass a dict.",
+        ) from None
     return loaded
 
 
-def _decoded(given: str | os.PathLike[str]) -> str | None:
+def _decoded(given: Any) -> str | None:
     """The text of a string that is the base64 of an object, as launchers pass it; else None."""
-    if not isinstance(given, str):
-        return None
-    with suppress(binascii.Error, UnicodeError, ValueError):
+    with suppress(TypeError, ValueError):
         text = base64.urlsafe_b64decode(given).decode()
         if text.lstrip().startswith("{"):
             return text
@@ -281,28 +275,6 @@ def _decoded(given: str | os.PathLike[str]) -> str | None:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        _refuse(
-            f"config: {', '.join(twice)} is there twice.",
-            cause="a key that was copied, and is read as its last value.",
-            fix="keep one of them.",
-        )
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{', '.join(sorted(twice))} is there twice")
     return dict(pairs)
-
-
-def _refuse(seen: str, *, cause: str, fix: str) -> NoReturn:
-    raise config_error(seen, cause=cause, fix=fix) from None
-
-
-class ConfigError(LayoutError):
-    """A config that cannot be followed."""
-
-    problem: Problem = ""  # it, as a line of an error that has several
-
-
-def config_error(seen: str, *, cause: str, fix: str) -> ConfigError:
-    """The error of a config that cannot be followed."""
-    error = ConfigError(seen, cause=cause, fix=fix)
-    error.problem = f"{seen.removeprefix('config: ').removesuffix('.')}: {fix}"
-    return error

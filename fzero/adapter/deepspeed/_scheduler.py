@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from fzero.adapter._engine import Engine
 from fzero.adapter.deepspeed._read import (
     Problem,
     close_to,
-    config_error,
     unknown_params,
     without_type,
 )
 from fzero.adapter.deepspeed._schedules import SCHEDULES, ConfiguredSchedule
+from fzero.errors import LayoutError
 from fzero.optim import TorchOptimizer
 
 AnySchedule = LRScheduler | ConfiguredSchedule
@@ -38,30 +37,29 @@ def described(
     name, params = values["scheduler.type"], dict(values["scheduler.params"] or {})
     if name is None:
         return None, without_type("scheduler", values)
-    others = {
+    makers: dict[str, Callable[..., Any]] = {
         own: cls
         for own, cls in vars(torch.optim.lr_scheduler).items()
         if isinstance(cls, type) and issubclass(cls, LRScheduler)
-    }
-    if (name not in SCHEDULES and name not in others) or name == "ReduceLROnPlateau":
-        near = close_to(name, [*SCHEDULES, *others])
+    } | dict(SCHEDULES)
+    if name not in makers or name == "ReduceLROnPlateau":
         return None, [
-            f"scheduler.type = {name!r}: not supported (near: {near}); pass "
+            f"scheduler.type = {name!r}: not supported (near: {close_to(name, makers)}); pass "
             "initialize(lr_scheduler=...) a torch scheduler, or optimizer -> scheduler."
         ]
-    start = params.pop("last_batch_iteration", -1)
-    made = SCHEDULES.get(name) or others[name]
-    problems = [*unknown_params("scheduler", params, made, name).values()]
-    if start != -1:
-        problems.append(
-            f"scheduler.params.last_batch_iteration = {start!r}: leave it out, and load a "
-            "checkpoint: engine.load_checkpoint goes on where it was."
-        )
+    made: Any = makers[name]
+    if params.get("last_batch_iteration") == -1:  # from the beginning, as always here
+        del params["last_batch_iteration"]
+    problems = unknown_params("scheduler", params, made, name)
     needed = [f"scheduler.params.{x}" for x in _needed(made) if x not in params]
     problems += [f"{path}: {name} needs it." for path in needed if path not in autos]
     if problems or needed:
         return None, problems
-    factory = partial(_make, name, made, params)
+
+    def factory(optimizer: Optimizer) -> AnySchedule:
+        found = made(optimizer, **params)
+        return ConfiguredSchedule(optimizer, found) if name in SCHEDULES else found
+
     count = len(optimizer.param_groups) if isinstance(optimizer, Optimizer) else 1
     groups = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
     try:
@@ -77,33 +75,27 @@ def _needed(made: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
 
-def _make(name: str, made: Any, params: Mapping[str, Any], optimizer: Optimizer) -> AnySchedule:
-    if name in SCHEDULES:
-        return ConfiguredSchedule(optimizer, made(optimizer, **params))
-    return made(optimizer, **params)
-
-
 def check_schedule(given: Schedule | None, optimizer: Any) -> None:
     """Raise `LayoutError` for a scheduler that cannot be stepped after each update."""
     if given is None:
         return
-    own = isinstance(given, LRScheduler | ConfiguredSchedule)
-    if isinstance(given, ReduceLROnPlateau) or not (own or callable(given)):
-        raise config_error(
+    made = isinstance(given, AnySchedule)
+    if isinstance(given, ReduceLROnPlateau) or not (made or callable(given)):
+        raise LayoutError(
             f"lr_scheduler is a {type(given).__name__}.",
             cause="a scheduler that needs a metric, or that is none of torch's.",
             fix="pass one of torch.optim.lr_scheduler, or optimizer -> scheduler; step one that "
             "needs a metric in the training loop.",
         )
     if not (isinstance(optimizer, Optimizer | TorchOptimizer) or callable(optimizer)):
-        raise config_error(
+        raise LayoutError(
             f"a scheduler, and {'no' if optimizer is None else 'no torch.optim'} optimizer.",
             cause="a model that is not stepped, or a rule of fzero.optim, which has no param "
             "groups.",
             fix="give an optimizer of torch.optim; a rule takes lr=fzero.optim.schedules....",
         )
-    if isinstance(given, LRScheduler | ConfiguredSchedule) and given.optimizer is not optimizer:
-        raise config_error(
+    if isinstance(given, AnySchedule) and given.optimizer is not optimizer:
+        raise LayoutError(
             "lr_scheduler is of another optimizer.",
             cause="the engine's optimizer is made from the config, or from a class.",
             fix="pass optimizer -> scheduler: lambda optimizer: StepLR(optimizer, 10).",
@@ -114,7 +106,7 @@ def follow(engine: Engine, given: Schedule) -> AnySchedule:
     """Return the scheduler, which is stepped after each update of the engine."""
     assert engine.optimizer is not None
     schedule: Any = given
-    if not isinstance(given, LRScheduler | ConfiguredSchedule):
+    if not isinstance(given, AnySchedule):
         try:
             schedule = given(engine.optimizer)
         except BaseException:

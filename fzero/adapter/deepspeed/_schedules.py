@@ -51,7 +51,7 @@ class ConfiguredSchedule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.last_batch_iteration = as_int(state["last_batch_iteration"])
+        self.last_batch_iteration = state["last_batch_iteration"]
         self._write()
 
     def _write(self) -> None:
@@ -65,52 +65,6 @@ class ConfiguredSchedule:
                     group[name] = value
 
 
-# Formulas.
-
-
-def warmed_up(t: int, steps: int, kind: str) -> float:
-    """log(t + 1) / log(steps), or t / steps; 0 before the first update, 1 from `steps` on.
-
-    Example:
-        >>> [warmed_up(t, 4, "linear") for t in (-1, 0, 1, 4)], warmed_up(1, 4, "log")
-        ([0.0, 0.0, 0.25, 1.0], 0.5)
-    """
-    if t < 0:
-        return 0.0
-    if t >= steps:
-        return 1.0
-    return math.log(t + 1) / math.log(steps) if kind == "log" else t / steps
-
-
-def decayed(t: int, steps: int, total: int, kind: str) -> float:
-    """`warmed_up`, and from `steps` on linear to 0 at `total`: (total - t) / (total - steps).
-
-    Example:
-        >>> [decayed(t, 2, 6, "linear") for t in (1, 2, 3, 6, 9)]
-        [0.5, 1.0, 0.75, 0.0, 0.0]
-    """
-    if t < steps:
-        return warmed_up(t, steps, kind)
-    return max(0.0, (total - t) / max(1, total - steps))
-
-
-def cosine(t: int, steps: int, total: int, kind: str, start: float, floor: float) -> float:
-    """start + (1 - start) `warmed_up`, and then half a cosine to `floor`; 0 before the first.
-
-    floor + (1 - floor) (1 + cos(pi s)) / 2 with s = (t - steps + 1) / (total - steps), at most 1.
-
-    Example:
-        >>> [round(cosine(t, 2, 6, "linear", 0.0, 0.0), 3) for t in (-1, 1, 3, 5)]
-        [0.0, 0.5, 0.5, 0.0]
-    """
-    if t < 0:
-        return 0.0
-    if t < steps:
-        return start + (1 - start) * warmed_up(t, steps, kind)
-    s = min(1.0, (t - steps + 1) / max(1, total - steps))
-    return floor + (1 - floor) * (1 + math.cos(math.pi * s)) / 2
-
-
 def in_cycle(t: int, first: int, second: int, stairs: tuple[int, int]) -> float:
     """Up from 0 to 1 in `first` updates, and down again in `second`; in stairs, if not 0.
 
@@ -118,13 +72,10 @@ def in_cycle(t: int, first: int, second: int, stairs: tuple[int, int]) -> float:
         >>> [in_cycle(t, 2, 4, (0, 0)) for t in (0, 1, 2, 3)], in_cycle(2, 2, 4, (0, 2))
         ([0.5, 1.0, 0.75, 0.5], 0.5)
     """
-    at = (t + 1) % (first + second)
-    rises = at <= first
-    done, count = (at / first, stairs[0]) if rises else ((first + second - at) / second, stairs[1])
-    if not count:
-        return done
-    whole, part = (at, first) if rises else (first + second - at, second)
-    return whole * count // part / count
+    done, whole, count = (t + 1) % (first + second), first, stairs[0]
+    if done > first:
+        done, whole, count = first + second - done, second, stairs[1]
+    return done * count // whole / count if count else done / whole
 
 
 # From the params of a config to the options of param groups: `(optimizer, **params) -> after`.
@@ -143,14 +94,23 @@ def _lrs(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _kind(value: Any) -> str:
-    if value not in ("log", "linear"):
-        raise ValueError(f"warmup_type is {value!r}, not log or linear")
-    return value
+def _warm_up(num_steps: Any, kind: Any) -> tuple[int, Callable[[int], float]]:
+    """How many steps it has, and its share of the peak after t.
 
+    log(t + 1) / log(steps), or t / steps; 0 before the first update, 1 from `steps` on.
+    """
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type is {kind!r}, not log or linear")
+    steps = max(2, as_int(num_steps))
 
-def _between(low: list[float], high: list[float], share: float) -> Options:
-    return [{"lr": a + (b - a) * share} for a, b in zip(low, high, strict=True)]
+    def share(t: int) -> float:
+        if t < 0:
+            return 0.0
+        if t >= steps:
+            return 1.0
+        return math.log(t + 1) / math.log(steps) if kind == "log" else t / steps
+
+    return steps, share
 
 
 def _warmup(
@@ -160,15 +120,9 @@ def _warmup(
     warmup_num_steps: Any = 1000,
     warmup_type: Any = "log",
 ) -> Callable[[int], Options]:
-    low, high = _ends(optimizer, warmup_min_lr, warmup_max_lr)
-    steps, kind = max(2, as_int(warmup_num_steps)), _kind(warmup_type)
-    return lambda t: _between(low, high, warmed_up(t, steps, kind))
-
-
-def _ends(optimizer: Optimizer, low: Any, high: Any) -> tuple[list[float], list[float]]:
-    """The learning rates of a warm-up's begin and end; its end is by default the optimizer's."""
-    peak = _lrs(optimizer)[0] if high is None else high
-    return _each(low, optimizer), _each(peak, optimizer)
+    return _warmup_decay(
+        optimizer, None, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type
+    )
 
 
 def _warmup_decay(
@@ -179,10 +133,22 @@ def _warmup_decay(
     warmup_num_steps: Any = 1000,
     warmup_type: Any = "log",
 ) -> Callable[[int], Options]:
-    low, high = _ends(optimizer, warmup_min_lr, warmup_max_lr)
-    steps, total = max(2, as_int(warmup_num_steps)), as_int(total_num_steps)
-    kind = _kind(warmup_type)
-    return lambda t: _between(low, high, decayed(t, steps, total, kind))
+    """The peak is by default the optimizer's lr; after it linear to the floor, if there is an end.
+
+    (total - t) / (total - steps) from `steps` on.
+    """
+    peak = _lrs(optimizer)[0] if warmup_max_lr is None else warmup_max_lr
+    ends = list(zip(_each(warmup_min_lr, optimizer), _each(peak, optimizer), strict=True))
+    steps, share = _warm_up(warmup_num_steps, warmup_type)
+    total = None if total_num_steps is None else as_int(total_num_steps)
+
+    def after(t: int) -> Options:
+        at = share(t)
+        if total is not None and t >= steps:
+            at = max(0.0, (total - t) / max(1, total - steps))
+        return [{"lr": low + (high - low) * at} for low, high in ends]
+
+    return after
 
 
 def _warmup_cosine(
@@ -193,11 +159,19 @@ def _warmup_cosine(
     cos_min_ratio: Any = 0.0001,
     warmup_type: Any = "log",
 ) -> Callable[[int], Options]:
-    lrs, steps, total = _lrs(optimizer), max(2, as_int(warmup_num_steps)), as_int(total_num_steps)
-    start, floor, kind = as_number(warmup_min_ratio), as_number(cos_min_ratio), _kind(warmup_type)
+    """0 before the first update, start + (1 - start) share, and then half a cosine to the floor.
+
+    floor + (1 - floor) (1 + cos(pi s)) / 2 with s = (t - steps + 1) / (total - steps), at most 1.
+    """
+    lrs, total = _lrs(optimizer), as_int(total_num_steps)
+    steps, share = _warm_up(warmup_num_steps, warmup_type)
+    start, floor = as_number(warmup_min_ratio), as_number(cos_min_ratio)
 
     def after(t: int) -> Options:
-        ratio = cosine(t, steps, total, kind, start, floor)
+        ratio = 0.0 if t < 0 else start + (1 - start) * share(t)
+        if t >= steps:
+            s = min(1.0, (t - steps + 1) / max(1, total - steps))
+            ratio = floor + (1 - floor) * (1 + math.cos(math.pi * s)) / 2
         return [{"lr": lr * ratio} for lr in lrs]
 
     return after

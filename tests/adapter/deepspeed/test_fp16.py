@@ -49,15 +49,18 @@ def test_each_key_sets_its_number(given: dict[str, Any], wanted: Any) -> None:
     [
         ({"enabled": True, "consecutive_hysteresis": True}, "fp16.consecutive_hysteresis"),
         ({"enabled": True, "auto_cast": True}, "fp16.auto_cast"),
-        ({"enabled": True, "initial_scale_power": 200}, "fp16 section.*init_scale"),
-        ({"enabled": True, "min_loss_scale": 2.0**20}, "fp16 section.*min_scale"),
+        ({"enabled": True, "initial_scale_power": 200}, r"fp16\.initial_scale_power = 200: give"),
+        (
+            {"enabled": True, "min_loss_scale": 2.0**20},
+            r"min_scale=1048576.*init_scale=65536",
+        ),
         ({"loss_scale": 128}, r"fp16\.loss_scale without fp16\.enabled"),
         ({"enabled": True, "loss_scal": 1}, r"fp16\.loss_scal = 1: unknown \(near: fp16"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(section: dict[str, Any], named: str) -> None:
     model = linear()
-    with pytest.raises(LayoutError, match=f"(?s)config: .*{named}"):
+    with pytest.raises(LayoutError, match=f"(?s){named}"):
         initialize(model, config=config(**section))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 

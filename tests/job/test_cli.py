@@ -1,4 +1,4 @@
-"""`python -m fzero`, as a user starts it: alone, stopped, misused; under torchrun in test_restart."""
+"""`python -m fzero`, as a user starts it: alone, stopped, misused."""
 
 from __future__ import annotations
 

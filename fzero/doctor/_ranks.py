@@ -57,7 +57,7 @@ def _serve(rank: int, checks: Sequence[Check], world: int, folder: Path) -> None
             f"{check.subject.name}, {check.transform}, {check.dtype}"
         )
         each: list = [None] * world
-        dist.all_gather_object(each, run(check, rank, world), group=answers)  # in step
+        dist.all_gather_object(each, run(check, rank, world), group=answers)  # ranks stay in step
         found.append(worst(each))
     if rank == 0:
         (folder / "found").write_bytes(pickle.dumps(found))

@@ -1,4 +1,4 @@
-"""`python -m fzero`, as a user starts it: alone, stopped, misused; `test_restart` uses torchrun."""
+"""`python -m fzero`, as a user starts it: alone, stopped, misused."""
 
 from __future__ import annotations
 

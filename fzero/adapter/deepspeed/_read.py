@@ -37,11 +37,13 @@ class Reading:
     """What a config says, on its way.
 
     given: {key: value} of the keys that are used. autos: those that are left as "auto".
+    instead: {key: value} for keys that say "auto", of the user's.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     autos: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    instead: dict[str, Any] = field(default_factory=dict)
 
 
 def read_config(config: Config, auto: Mapping[str, Any] | None = None) -> Reading:
@@ -58,10 +60,10 @@ def read_config(config: Config, auto: Mapping[str, Any] | None = None) -> Readin
         >>> read_config({"steps_per_prnt": 1}).problems
         ['steps_per_prnt = 1: unknown (near: steps_per_print).']
     """
-    reading, values = Reading(), dict(auto or {})
-    loaded = config if isinstance(config, Mapping) else _load(config)
-    _walk(loaded, "", reading, values)
-    reading.problems += [f'auto: the config has no {path} that is "auto".' for path in values]
+    reading = Reading(instead=dict(auto or {}))
+    _walk(config if isinstance(config, Mapping) else _load(config), "", reading)
+    left = reading.instead
+    reading.problems += [f'auto: the config has no {path} that is "auto".' for path in left]
     return reading
 
 
@@ -95,7 +97,7 @@ def _as_line(error: LayoutError) -> Problem:
     return f"{seen.removeprefix('config: ').removesuffix('.')}: {fix.removeprefix('Fix: ')}"
 
 
-def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str, Any]) -> None:
+def _walk(section: Mapping[str, Any], at: str, reading: Reading) -> None:
     for name, value in section.items():
         written = f"{at}{name}"
         if "." in str(name):
@@ -104,14 +106,14 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str,
         path, value = _renamed(written, value)
         if path == "zero_optimization" and isinstance(value, bool):  # of old configs
             path, value = f"{path}.stage", int(value)
-        if value == "auto" and path in auto:
-            value = auto.pop(path)
+        if value == "auto":
+            value = reading.instead.pop(path, value)
         said, key = written if written == path else f"{written} ({path})", KEYS.get(path)
         if value is None and (key or path in _SECTIONS):
             continue
         if path in _SECTIONS and isinstance(value, Mapping):
             if not _is_off(path, value):
-                _walk(value, f"{path}.", reading, auto)
+                _walk(value, f"{path}.", reading)
         elif path in _SECTIONS:
             reading.problems.append(f"{said} = {value!r}: give an object {{ ... }}.")
         elif key is None:
@@ -122,10 +124,10 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading, auto: dict[str,
         elif path in reading.given:
             reading.problems.append(f"{said} = {value!r}: it is there twice, by two names.")
         else:
-            _take(key, said, value, reading, auto)
+            _take(key, said, value, reading)
 
 
-def _take(key: Key, said: str, value: Any, reading: Reading, auto: dict[str, Any]) -> None:
+def _take(key: Key, said: str, value: Any, reading: Reading) -> None:
     """Put one value where it belongs."""
     if key.use in (Use.OPTION, Use.READ):
         convert, wanted = KINDS[key.kind]
@@ -135,7 +137,7 @@ def _take(key: Key, said: str, value: Any, reading: Reading, auto: dict[str, Any
             reading.problems.append(f"{said} = {value!r}: give {wanted}.")
             return
         opens = key.kind == "mapping"
-        reading.given[key.path] = _open(key.path, made, reading, auto) if opens else made
+        reading.given[key.path] = _open(key.path, made, reading) if opens else made
     elif key.use is Use.REFUSED and not same(value, key.default):
         reading.problems.append(f"{said} = {value!r}: {key.says}.")
     elif key.use is Use.SECTION and not _is_empty(key, value):
@@ -145,15 +147,13 @@ def _take(key: Key, said: str, value: Any, reading: Reading, auto: dict[str, Any
         reading.problems.append(f"{seen}: {key.says}.")
 
 
-def _open(
-    path: str, params: Mapping[str, Any], reading: Reading, auto: dict[str, Any]
-) -> dict[str, Any]:
+def _open(path: str, params: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     """Return params without those that are "auto" or null."""
     found = {}
     for name, value in params.items():
         at = f"{path}.{name}"
         if value == "auto":
-            value = auto.pop(at, value)
+            value = reading.instead.pop(at, value)
         if value == "auto":
             reading.autos.append(at)
         elif value is not None:

@@ -87,7 +87,7 @@ class Axis:
         if self.runtime is Runtime.LOCAL:
             return 0
         if self.runtime is Runtime.PROCESSES:
-            return dist.get_rank(self.group())
+            return self.group().rank()
         ranks = current_ranks()
         if ranks is None or ranks.size != self.size:
             raise AxisError(

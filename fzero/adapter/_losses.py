@@ -24,6 +24,11 @@ _TWICE = explain(
     "from a loss that engine.scale() gave.",
     fix="add the losses first: engine.backward(a + b), or engine.scale(a + b).backward().",
 )
+_BEFORE = explain(
+    "the backward of a loss that was scaled before the last update; the scale may be another now.",
+    cause="a scaled loss that was kept over step(), or over engine.state = ....",
+    fix="scale the loss, and run its backward, between two updates.",
+)
 _BY_ANOTHER = explain(
     "a loss that one engine scaled reached the parameters of another one.",
     cause="one loss of two engines, whose updates divide by scales of their own, or by none.",
@@ -86,9 +91,10 @@ class Scaling:
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """What a scaled loss carries: which engine's losses it is of. Each has one of its own."""
+    """What a scaled loss carries: whose it is, and what multiplied it. Each has one of its own."""
 
     owner: Losses
+    scale: Tensor
 
 
 class Losses:
@@ -104,6 +110,7 @@ class Losses:
         self._running = running
         self._roots: set[_Mark | None] | None = None  # of engine.backward(), while it runs
         self._task = -1
+        self._by: Tensor | None = None  # what multiplied the loss of that task
 
     @property
     def multiplier(self) -> LossScale | None:
@@ -122,7 +129,7 @@ class Losses:
             raise PhaseError(_TWICE)
         made: Any = loss * held.scale
         if made.requires_grad:  # its hook comes before that of any output or parameter
-            made.fzero_mark = mark = _Mark(self)
+            made.fzero_mark = mark = _Mark(self, held.scale)
             value = loss.detach() if self._running.finite.wanted else None
             made.register_hook(lambda _: self._saw(mark, value))
         return made
@@ -171,19 +178,23 @@ class Losses:
         if owner is not None and owner is not self and task in tasks:
             raise PhaseError(_BY_ANOTHER)
         held = self.multiplier
-        if held is not None and self._task not in tasks:
+        if held is None:
+            return
+        if self._task not in tasks:
             raise PhaseError(
                 f"a backward without engine.scale; loss_scale={_shown(held)}.",
                 cause="plain loss.backward() where the update divides by the loss scale.",
                 fix="write engine.scale(loss).backward(), or engine.backward(loss).",
             )
+        if self._by is not held.scale:
+            raise PhaseError(_BEFORE)
 
     def _saw(self, mark: _Mark, value: Tensor | None) -> None:
         """A backward has reached a scaled loss; `value`: the loss, where it is to be finite."""
         task, inside = current_graph_task(), self._roots is not None and mark not in self._roots
         if inside and task == self._task:
             raise PhaseError(_TWICE)
-        self._task = task
+        self._task, self._by = task, mark.scale
         Losses.latest = (task, self)
         if value is not None:
             self._running.finite.loss(value)

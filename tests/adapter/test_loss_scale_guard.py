@@ -107,6 +107,29 @@ def test_a_loss_is_not_scaled_twice() -> None:
     engine.close()
 
 
+def test_a_loss_that_was_scaled_before_the_update_is_refused() -> None:
+    class Sum(nn.Module):  # autograd saves no parameter, and so sees no change
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return self.w.sum()
+
+    optimizer = functools.partial(torch.optim.SGD, lr=1.0)
+    scale = DynamicScale(init_scale=2.0, growth_interval=1)
+    engine = Engine(Sum(), optimizer, stage=0, loss_scale=scale)
+    early = engine.scale(engine())
+    engine.backward(engine())
+    engine.step()
+    with pytest.raises(PhaseError, match="scaled before the last update"):
+        early.backward()
+    engine.backward(engine())
+    engine.step()
+    assert engine.full_parameter("w").tolist() == [-1.0] * 3
+    engine.close()
+
+
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_a_loss_that_another_engine_scaled_is_refused(scale: float) -> None:
     first = Engine(Net(), OPTIMIZERS["adamw"], stage=0, loss_scale=8.0)

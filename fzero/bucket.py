@@ -33,7 +33,7 @@ class Bucket:
         self._waited: Tensor | None = None
         self._owned = False
 
-    def put(self, position: int, gradient: Tensor) -> None:
+    def add(self, position: int, gradient: Tensor) -> None:
         """Add the gradient of one leaf."""
         if self._contiguous:
             gradient = self._copied(position, gradient)
@@ -48,21 +48,21 @@ class Bucket:
             self._views = unpack(self.layout, self.index, self._flat)
         return self._views[position].add_(gradient)
 
-    def give(self, flat: Tensor, *, owned: bool = False) -> None:
+    def add_waiting(self, flat: Tensor, *, owned: bool = False) -> None:
         """Add what has waited for this reduction, [W l]. It is written to only if it is `owned`."""
         self._waited, self._owned = flat, owned
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether every leaf has its gradient."""
         return len(self._gradients) == len(self.layout.groups[self.index].leaves)
 
     @property
-    def some(self) -> bool:
+    def has_any(self) -> bool:
         """Whether any leaf has, or anything has waited."""
         return bool(self._gradients) or self._waited is not None
 
-    def take(self, written: set[int] | None = None) -> Tensor | None:
+    def pop(self, written: set[int] | None = None) -> Tensor | None:
         """Return [W l], and forget it; None if there is nothing.
 
         Autograd may hand out one memory for two parameters, in views of it. So where gradients are
@@ -78,7 +78,7 @@ class Bucket:
             return waited if flat is None else flat
         return lent(waited, flat.device) + flat
 
-    def add_to(self, total: Tensor, factor: float) -> None:
+    def pop_into(self, total: Tensor, factor: float) -> None:
         """total += factor * what is here, leaf by leaf, and forget it: no flat of it is made."""
         gradients, flat, waited = self._emptied()
         for whole in (flat, waited):
@@ -91,7 +91,7 @@ class Bucket:
                 if gradient is not None:
                     place.add_(_times(gradient, total.dtype, factor))
 
-    def take_over(self, divisor: float) -> Tensor | None:
+    def pop_owned(self, divisor: float) -> Tensor | None:
         """Return [W l] / divisor, and forget it: in memory of its own, which may be written to.
 
         The rest of the backward may still read the memory of what it has brought. The division is

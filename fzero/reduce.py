@@ -1,6 +1,6 @@
 """Gradients of leaves -> buckets -> collectives that run beside the backward -> this rank's shard.
 
-    put(state, leaf, gradient)      autograd made one
+    add(state, leaf, gradient)      autograd made one
       the bucket is full            pack -> [W l] in the dtype of the wire
       it may start                  reduce-scatter (or all-reduce), at most two at a time; of
                                     int8 blocks an all-to-all, and the sum is made here
@@ -42,7 +42,7 @@ class Reducer:
     """The gradients of some states on the same ranks, for one backward after another.
 
     `means[state][group]` are the means over ranks that are there. Gradients of a state that `keeps`
-    stay on this rank, for a coalescing window: see `local`.
+    stay on this rank, for a coalescing window: see `pop_local`.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Reducer:
         self.keeps = [False for _ in setups]
         self.on_full: Callable[[int], None] = self.start  # set by the sequencer of a pass
         self.means: list[dict[int, Tensor]] = [{} for _ in setups]
-        self.received = 0  # gradients of leaves since `keep`
-        self._groups: list[dict[int, Bucket]] = []
+        self.received = 0  # gradients of leaves since `begin`
+        self._buckets: list[dict[int, Bucket]] = []
         self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
         self._where: list[dict[int, tuple[int, Bucket, int]]] = []
         for number, setup in enumerate(setups):
@@ -66,18 +66,18 @@ class Reducer:
 
     def _add(self, number: int, setup: Setup) -> None:
         layout = setup.layout
-        groups = {
+        buckets = {
             i: Bucket(layout, i, contiguous=setup.reduction.contiguous_gradients)
             for i in layout.trainable
         }
         where: dict[int, tuple[int, Bucket, int]] = {}
         for unit in layout.units:
-            learning = tuple(i for i in unit if i in groups)
+            learning = tuple(i for i in unit if i in buckets)
             for i in learning:
                 for position, leaf in enumerate(layout.groups[i].leaves):
-                    where[leaf] = len(self._units), groups[i], position
+                    where[leaf] = len(self._units), buckets[i], position
             self._units.append((number, learning))
-        self._groups.append(groups)
+        self._buckets.append(buckets)
         self._where.append(where)
 
     # Events.
@@ -87,26 +87,26 @@ class Reducer:
 
         def on_gradient(p: Tensor) -> None:
             if p.grad is not None:
-                self.take(state, leaf, p)
+                self.pop_grad(state, leaf, p)
 
         return on_gradient
 
-    def take(self, state: int, leaf: int, p: Tensor) -> None:
+    def pop_grad(self, state: int, leaf: int, p: Tensor) -> None:
         """Add `p.grad`, the gradient of one leaf of a state, and take it away from `p`."""
-        unit, group, position = self._where[state][leaf]
-        group.put(position, _popped(p))
-        self._received(unit, group)
+        unit, bucket, position = self._where[state][leaf]
+        bucket.add(position, _popped(p))
+        self._received(unit, bucket)
 
-    def put(self, state: int, leaf: int, gradient: Tensor) -> None:
+    def add(self, state: int, leaf: int, gradient: Tensor) -> None:
         """Add the gradient of one leaf of a state."""
-        unit, group, position = self._where[state][leaf]
-        group.put(position, gradient)
-        self._received(unit, group)
+        unit, bucket, position = self._where[state][leaf]
+        bucket.add(position, gradient)
+        self._received(unit, bucket)
 
-    def _received(self, unit: int, group: Bucket) -> None:
+    def _received(self, unit: int, bucket: Bucket) -> None:
         self.received += 1
         state, indices = self._units[unit]
-        if self._stays or self.keeps[state] or not group.full:
+        if self._stays or self.keeps[state] or not bucket.is_full:
             return
         if len(indices) == 1 or self.is_complete(unit):
             self.on_full(unit)
@@ -144,7 +144,7 @@ class Reducer:
     def _sent(self, state: int, index: int, *, mine: bool) -> Tensor:
         """What this rank puts on the wire for one group: zeros if it is not `mine`, or none."""
         setup, feedback, device = self.setups[state], self.feedback[state], self._devices[state]
-        gradient = self._taken(state, index) if mine else None
+        gradient = self._popped_flat(state, index) if mine else None
         if gradient is not None:
             gradient = lent(gradient, device)
         if feedback is not None:
@@ -154,11 +154,11 @@ class Reducer:
         dtype = setup.communication_dtype(index)
         return torch.zeros(setup.layout.full_numel(index), dtype=dtype, device=device)
 
-    def _taken(self, state: int, index: int) -> Tensor | None:
-        setup, group = self.setups[state], self._groups[state][index]
+    def _popped_flat(self, state: int, index: int) -> Tensor | None:
+        setup, bucket = self.setups[state], self._buckets[state][index]
         if _in_place(setup):
-            return group.take_over(setup.divides_first(index))
-        return group.take()
+            return bucket.pop_owned(setup.divides_first(index))
+        return bucket.pop()
 
     def _wait_for_oldest(self) -> None:
         """Wait for the oldest reduction; across the replicas it goes on beside the next one."""
@@ -198,13 +198,13 @@ class Reducer:
 
     # The end of a backward.
 
-    def give(self, state: int, flats: dict[int, Tensor], *, owned: bool = False) -> None:
+    def add_waiting(self, state: int, flats: dict[int, Tensor], *, owned: bool = False) -> None:
         """Take whole local gradients of a state, {group: [W l]}: what has waited in a window.
 
         They are written to only if they are `owned`.
         """
         for index, flat in flats.items():
-            self._groups[state][index].give(flat, owned=owned)
+            self._buckets[state][index].add_waiting(flat, owned=owned)
 
     def wait_all(self) -> None:
         """Wait for all that was started. All ranks are at one place."""
@@ -212,48 +212,48 @@ class Reducer:
             self._wait_for_oldest()
         self._wait_across()
 
-    def left(self) -> list[int]:
+    def unreduced(self) -> list[int]:
         """The units with gradients that have not been handed on."""
         return [
             unit
             for unit, (state, indices) in enumerate(self._units)
-            if not self.keeps[state] and any(self._groups[state][i].some for i in indices)
+            if not self.keeps[state] and any(self._buckets[state][i].has_any for i in indices)
         ]
 
     def is_complete(self, unit: int) -> bool:
         """Whether all of a unit's gradients are here; `on_full` was called for it then."""
         state, indices = self._units[unit]
-        return all(self._groups[state][i].full for i in indices)
+        return all(self._buckets[state][i].is_full for i in indices)
 
-    def local(self, state: int, *, to_write: bool = False) -> dict[int, Tensor]:
+    def pop_local(self, state: int, *, to_write: bool = False) -> dict[int, Tensor]:
         """Return, and forget, this rank's own gradients that are still here: {group: [W l]}.
 
         `to_write`: later gradients are added to them in place.
         """
         setup, written = self.setups[state], set[int]() if to_write else None
         found = {}
-        for index, group in self._groups[state].items():
-            flat = group.take(written)
+        for index, bucket in self._buckets[state].items():
+            flat = bucket.pop(written)
             if flat is not None:
                 found[index] = flat.to(setup.accumulate_dtype(index))
         return found
 
     def has_local(self, state: int) -> bool:
         """Whether any of this rank's own gradients are still here."""
-        return any(group.some for group in self._groups[state].values())
+        return any(bucket.has_any for bucket in self._buckets[state].values())
 
-    def add_local(self, state: int, totals: dict[int, Tensor], factor: float) -> None:
-        """Add `local`, times a factor, to {group: [W l]}; forget it. No copy is made between."""
+    def pop_local_into(self, state: int, totals: dict[int, Tensor], factor: float) -> None:
+        """Add `pop_local(state)`, times a factor, to {group: [W l]}, without a copy between."""
         for index, total in totals.items():
-            self._groups[state][index].add_to(total, factor)
+            self._buckets[state][index].pop_into(total, factor)
 
-    def take_means(self, state: int) -> dict[int, Tensor]:
+    def pop_means(self, state: int) -> dict[int, Tensor]:
         """Return, and forget, the means of a state."""
         means, self.means[state] = self.means[state], {}
         return means
 
-    def keep(self, keeps: Sequence[bool]) -> None:
-        """From here on, gradients of the states that `keeps` stay here. None has come yet."""
+    def begin(self, keeps: Sequence[bool]) -> None:
+        """A backward begins: gradients of the states that `keeps` stay on this rank."""
         self.keeps, self.received = list(keeps), 0
 
     @property
@@ -261,15 +261,15 @@ class Reducer:
         """The units in the order in which a backward completes them, nearly: the last one first."""
         return range(len(self._units) - 1, -1, -1)
 
-    def forget(self) -> None:
-        """Forget what this backward has brought and no reduction has. Waits for nothing."""
+    def discard_local(self) -> None:
+        """Discard what this backward has brought and no reduction has. Waits for nothing."""
         self.received = 0
         for state in range(len(self.setups)):
-            self.local(state)
+            self.pop_local(state)
 
-    def drop(self) -> None:
-        """Forget what this backward has brought. Waits for what was started."""
-        self.forget()
+    def discard(self) -> None:
+        """Discard what this backward has brought. Waits for what was started."""
+        self.discard_local()
         while self._flights or self._across:
             with suppress(AxisError):
                 self.wait_all()

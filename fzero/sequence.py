@@ -177,7 +177,7 @@ class Sequencer:
         rank has asked, the programs become the union of what the ranks did.
         """
         self.end_plan()
-        if left := self.reducer.left():
+        if left := self.reducer.unreduced():
             self._events += [~unit for unit in left if not self.reducer.is_complete(unit)]
             self._asked = True
             self._ask(What.REDUCE, left)
@@ -200,7 +200,7 @@ class Sequencer:
     def fail(self, *, in_step: bool, tell: bool) -> None:
         """The pass is given up. `in_step`: run what is left of its plan; `tell` the others."""
         self._due = []
-        self.reducer.forget()
+        self.reducer.discard_local()
         with suppress(AxisError):  # the others know of it already
             if in_step:
                 self.end_plan()
@@ -211,7 +211,7 @@ class Sequencer:
         self._effects.clear()
         self._run(False)
         self._take_phases()
-        self.reducer.drop()
+        self.reducer.discard()
         self.gatherer.release(all_of_them=True)
         self._seen = set()
 

@@ -177,10 +177,10 @@ class Driver:
                 self.running.first_gradient()
             if not isinstance(p.grad, HeldGradient):
                 self.running.finite.gradient(0, leaf, p.grad)
-                self.running.reducer.take(0, leaf, p)
+                self.running.reducer.pop_grad(0, leaf, p)
             elif (gradient := p.grad.taken()) is not None:
                 self.running.finite.gradient(0, leaf, gradient)
-                self.running.reducer.put(0, leaf, gradient.detach())
+                self.running.reducer.add(0, leaf, gradient.detach())
         finally:
             self.gradients.stand_for(p)  # the user's hooks come after this one
 

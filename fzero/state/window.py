@@ -44,7 +44,7 @@ def open_window(window: Window) -> Window:
     return replace(window, is_open=True)
 
 
-def take(window: Window) -> tuple[Window, Buffers]:
+def pop(window: Window) -> tuple[Window, Buffers]:
     """Return the window without its pending gradients (still open if it was), and those.
 
     Gathered parameters go as well, for what follows is an update.

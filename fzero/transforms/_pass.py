@@ -99,7 +99,7 @@ class Pass:
         self.finite.drop()  # a loss whose backward brought nothing
         if self.channel is not None:  # an error of the pass before does not concern this one
             self.channel.ended_in_error = False
-        self.reducer.keep([True for _ in self.states])  # what comes inside of it is put aside
+        self.reducer.begin([True for _ in self.states])  # what comes inside of it is put aside
         self._go_on(pass_state.begin_forward(self.phase, **self._crossing()))
 
     def end_forward(self) -> None:
@@ -116,7 +116,7 @@ class Pass:
         just thrown away what it held, which the others must have done, too.
         """
         self.put_aside()
-        self.reducer.keep([state.window.is_open for state in self.states])
+        self.reducer.begin([state.window.is_open for state in self.states])
         silent = silent and not self._lazy
         begun = pass_state.begin_backward(
             self.phase, **self._crossing(), silent=silent, dropped=dropped
@@ -139,7 +139,7 @@ class Pass:
                 # `receive` multiplies all of it by the share
                 flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
-                self.reducer.give(number, dict(waited))
+                self.reducer.add_waiting(number, dict(waited))
 
     def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
         """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
@@ -163,7 +163,7 @@ class Pass:
             return
         bad = self.finite.taken()
         for number, state in enumerate(self.states):
-            found = self.reducer.local(number)
+            found = self.reducer.pop_local(number)
             if found:
                 flats = filled(state, found, Placement.PARTIAL)
                 state = with_found(state, bad[number])
@@ -181,12 +181,12 @@ class Pass:
             waits = state.window.is_open
             if waits:
                 state = self._with_served(number)
-            means = self.reducer.take_means(number)
+            means = self.reducer.pop_means(number)
             if not (means or counts or self.reducer.has_local(number)):
                 new.append(state)
                 continue
             if state.window.pending.held and not waits:
-                state = state.replace(window=window.take(state.window)[0])
+                state = state.replace(window=window.pop(state.window)[0])
             state = with_lost(state, self.reducer.feedback[number])
             state = with_found(state, bad[number])
             if means:
@@ -202,7 +202,7 @@ class Pass:
         self.states = [self._with_served(number) for number in range(len(self.states))]
 
     def _with_served(self, number: int) -> TrainState:
-        state, means = self.states[number], self.reducer.take_means(number)
+        state, means = self.states[number], self.reducer.pop_means(number)
         if not means:
             return state
         flats = filled(state, means, state.setup.gradients)
@@ -220,7 +220,7 @@ class Pass:
         astray = isinstance(error, AxisError)
         phase, in_step, tells = pass_state.fail(self.phase, known=known, astray=astray)
         if self.sequencer is None:
-            self.reducer.drop()
+            self.reducer.discard()
         else:
             self.sequencer.fail(in_step=in_step, tell=tells)
         self._go_on((phase, ()))

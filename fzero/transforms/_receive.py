@@ -39,12 +39,12 @@ def receive_local(state: TrainState, reducer: Reducer, number: int) -> TrainStat
     waits, donated = state.window.is_open, donates(state)
     old = state.window.pending if waits else state.gradients
     if not old.held or not donated or state.setup.offload.gradients is not None:
-        found = reducer.local(number, to_write=donated and not old.held)
+        found = reducer.pop_local(number, to_write=donated and not old.held)
         placement = Placement.PARTIAL if waits else state.setup.gradients
         return receive(state, filled(state, found, placement))
     total: Buffers = take_over(old)
     totals = dict(zip(state.setup.layout.trainable, total.flats, strict=True))
-    reducer.add_local(number, totals, state.setup.policy.grad_scale)
+    reducer.pop_local_into(number, totals, state.setup.policy.grad_scale)
     state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
     if waits:
         return state.replace(window=dataclasses.replace(state.window, pending=total))
@@ -93,13 +93,13 @@ def reduce_pending(state: TrainState) -> TrainState:
     """
     if state.window.pending.held:
         return reduce_window(state)
-    return state.replace(window=window.take(state.window)[0])
+    return state.replace(window=window.pop(state.window)[0])
 
 
 def reduce_window(state: TrainState) -> TrainState:
     """Reduce what waits in the window of a state: zeros if nothing does. A collective."""
     owned = donates(state)  # asked while the gradients are in it: they may carry a graph
-    emptied, pending = window.take(state.window)
+    emptied, pending = window.pop(state.window)
     state = state.replace(window=emptied)
     flats = take_over(pending).flats if owned else pending.flats
     if needs_func(flats) or any(flat.requires_grad for flat in flats):
@@ -127,12 +127,12 @@ def reduced(
         return state, local
     reducer = Reducer([setup], [channel.over(setup.axis)], [state.device])
     feed_back(state, reducer.feedback[0])
-    reducer.give(0, local, owned=owned)
+    reducer.add_waiting(0, local, owned=owned)
     local.clear()
     for unit in reducer.backwards:
         reducer.start(unit)
     reducer.wait_all()
-    return with_lost(state, reducer.feedback[0]), reducer.take_means(0)
+    return with_lost(state, reducer.feedback[0]), reducer.pop_means(0)
 
 
 def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 1.0) -> None:

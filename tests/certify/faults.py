@@ -222,12 +222,12 @@ def _norm_is_local(patch: pytest.MonkeyPatch) -> None:
 
 
 def _mean_is_a_sum(patch: pytest.MonkeyPatch) -> None:
-    take = reduce.Reducer.take_means
+    pop = reduce.Reducer.pop_means
 
     def sums(self: Any, state: int) -> dict[int, Tensor]:
-        return {index: mean * self.axes[state].size for index, mean in take(self, state).items()}
+        return {index: mean * self.axes[state].size for index, mean in pop(self, state).items()}
 
-    patch.setattr(reduce.Reducer, "take_means", sums)
+    patch.setattr(reduce.Reducer, "pop_means", sums)
 
 
 def _nothing_is_reduced(patch: pytest.MonkeyPatch) -> None:

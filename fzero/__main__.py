@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0, 1 where a matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
     """
-    launched = dist.is_available() and dist.is_torchelastic_launched()
+    launched = dist.is_torchelastic_launched()
     parser = _parser(launched=launched)
     given = vars(parser.parse_args(argv))
     if given.pop("command") is None:

@@ -29,6 +29,7 @@ def environment() -> dict[str, Any]:
         >>> environment()["torch"]["version"] == torch.__version__
         True
     """
+    launched = dist.is_torchelastic_launched()
     return {
         "python": {"version": platform.python_version(), "platform": platform.platform()},
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
@@ -43,7 +44,7 @@ def environment() -> dict[str, Any]:
         },
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "nccl": _nccl(),
-        "torchrun": {name: os.environ.get(name) for name in LAUNCHER} if _launched() else None,
+        "torchrun": {name: os.environ.get(name) for name in LAUNCHER} if launched else None,
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
         },
@@ -95,13 +96,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _launched() -> bool:
-    return dist.is_available() and dist.is_torchelastic_launched()
-
-
 def _backends() -> list[str]:
-    if not dist.is_available():
-        return []
     found = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
@@ -113,9 +108,8 @@ def _backends() -> list[str]:
 
 
 def _nccl() -> str | None:
-    if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
-        return None
-    return ".".join(map(str, nccl.version()))
+    there = dist.is_nccl_available() and torch.cuda.is_available()
+    return ".".join(map(str, nccl.version())) if there else None
 
 
 def _gpu(index: int) -> dict[str, Any]:

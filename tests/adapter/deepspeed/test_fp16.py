@@ -47,15 +47,12 @@ def test_each_key_sets_its_number(given: dict[str, Any], wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        ({"enabled": True, "consecutive_hysteresis": True}, "fp16.consecutive_hysteresis"),
-        ({"enabled": True, "auto_cast": True}, "fp16.auto_cast"),
         ({"enabled": True, "initial_scale_power": 200}, r"fp16\.initial_scale_power = 200: give"),
         (
             {"enabled": True, "min_loss_scale": 2.0**20},
             r"min_scale=1048576.*init_scale=65536",
         ),
         ({"loss_scale": 128}, r"fp16\.loss_scale without fp16\.enabled"),
-        ({"enabled": True, "loss_scal": 1}, r"fp16\.loss_scal = 1: unknown \(near: fp16"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(section: dict[str, Any], named: str) -> None:
@@ -63,15 +60,6 @@ def test_what_cannot_be_is_refused_by_name(section: dict[str, Any], named: str) 
     with pytest.raises(LayoutError, match=f"(?s){named}"):
         initialize(model, config=config(**section))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_two_precisions_are_refused() -> None:
-    both = merged(config(enabled=True), {"bf16": {"enabled": True}})
-    with pytest.raises(LayoutError, match=r"bf16\.enabled = True with fp16\.enabled"):
-        initialize(linear(), config=both)
-    other = merged(config(enabled=True), {"data_types": {"param_dtype": "bf16"}})
-    with pytest.raises(LayoutError, match=r"data_types\.param_dtype"):
-        initialize(linear(), config=other)
 
 
 @pytest.mark.parametrize("off", [{"enabled": False, "loss_scale": 128, "what": 1}, {}, None])

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 import fzero
 from fzero.collectives import gather_parts
-from fzero.partition import unpack
+from fzero.packing import unpack
 from fzero.state import NAMESPACE, OptimizerOver, Placement, TrainState
 from tests.oracle import parts
 from tests.strategies import learns, on_rank, same, tensors

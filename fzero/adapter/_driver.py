@@ -169,10 +169,13 @@ class Driver:
             self.clear()
         self.running.begin_backward(silent=True, dropped=dropped)
 
-    def received(self, leaf: int, p: Any) -> None:
-        """A parameter got a gradient: it goes into its bucket, unless it must not be used."""
+    def received(self, leaf: int, p: Any, task: int) -> None:
+        """A parameter got a gradient: it goes into its bucket, unless it must not be used.
+
+        task: the graph task that brought it.
+        """
         try:
-            self.losses.require(self.events.hooks.post_backward_callback_graph_task_id)
+            self.losses.require(task, self.events.hooks.post_backward_callback_graph_task_id)
             if self.running.phase.silent:
                 self.running.first_gradient()
             if not isinstance(p.grad, HeldGradient):
@@ -182,7 +185,7 @@ class Driver:
                 self.running.finite.gradient(0, leaf, gradient)
                 self.running.reducer.add(0, leaf, gradient.detach())
         finally:
-            self.gradients.stand_for(p)  # the user's hooks come after this one
+            self.gradients.stand_for(p, task)  # the user's hooks come after this one
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""

@@ -132,10 +132,11 @@ class Events:
         return on_gradient
 
     def _on_gradient(self, leaf: int, p: Tensor) -> None:
+        task = current_graph_task()
         if not self.hooks.backward_active_depth and not self._depth:
-            self._enter(current_graph_task(), p)  # it came by another way than an output
-        self._driver.received(leaf, p)
-        state, task = self.hooks, current_graph_task()
+            self._enter(task, p)  # it came by another way than an output
+        self._driver.received(leaf, p, task)
+        state = self.hooks
         inside = state.backward_active_depth > 0
         if inside and task != self._task_of_record:
             # It runs inside of that one (reentrant checkpointing), or that one has raised.

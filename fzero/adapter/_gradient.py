@@ -136,10 +136,13 @@ class Gradients:
         """The user has taken the stand-ins away."""
         self._standing = False
 
-    def stand_for(self, p: Tensor) -> None:
-        """Put the stand-in of one parameter in its place: its gradient was taken, or refused."""
+    def stand_for(self, p: Tensor, task: int) -> None:
+        """Put the stand-in of one parameter in its place: its gradient was taken, or refused.
+
+        task: the graph task that brought it.
+        """
         p.grad = held = self._of[id(p)]
-        held.task, held.arrived = current_graph_task(), None
+        held.task, held.arrived = task, None
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""

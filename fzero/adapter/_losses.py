@@ -166,16 +166,17 @@ class Losses:
         floating = isinstance(x, Tensor) and x.is_floating_point()
         return self.scaled(x) if floating and not self.is_scaled(x) else x
 
-    def require(self, outer_task: int | None) -> None:
+    def require(self, task: int, outer_task: int | None) -> None:
         """Raise `PhaseError` unless the gradient of a parameter comes from a loss scaled here.
 
         Called for each gradient. A loss that another engine has scaled is refused as well.
 
-        outer_task: the graph task that began the backward; the one that runs may be inside of it.
+        task: the graph task that runs. outer_task: the one that began the backward, in which it
+            may run.
         """
-        tasks = (current_graph_task(), outer_task)
-        task, owner = Losses.latest
-        if owner is not None and owner is not self and task in tasks:
+        tasks = (task, outer_task)
+        latest, owner = Losses.latest
+        if owner is not None and owner is not self and latest in tasks:
             raise PhaseError(_BY_ANOTHER)
         held = self.multiplier
         if held is None:

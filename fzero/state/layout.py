@@ -90,6 +90,10 @@ class Layout:
         learning = tuple(i for i, group in enumerate(self.groups) if group.trainable)
         object.__setattr__(self, "trainable", learning)
 
+    def __hash__(self) -> int:
+        """Of few fields: what is found out of a layout once is asked for at every step."""
+        return hash((self.slots, len(self.groups), self.ranks))
+
     def paths(self, indices: Iterable[int]) -> list[tuple[str, ...]]:
         """Return the paths of the leaves of each of these groups that is not empty."""
         groups = [self.groups[i] for i in indices if self.groups[i].shard_numel]

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
+
 from fzero.optim import Piece
 from fzero.state import Layout, Setup
+from fzero.state.layout import Part
 
 
-def pieces_of(setup: Setup) -> list[Piece]:
+def pieces_of(setup: Setup) -> tuple[Piece, ...]:
     """Which elements of this rank's parts are of which leaf; padding goes with its neighbour."""
-    layout, placement = setup.layout, setup.optimizer_state
-    part = setup.part(placement, setup.axis.rank)
-    found = []
+    return _pieces_of(setup.layout, setup.part(setup.optimizer_state, setup.axis.rank))
+
+
+@lru_cache(maxsize=64)  # every step asks for the same ones
+def _pieces_of(layout: Layout, part: Part) -> tuple[Piece, ...]:
+    found: list[Piece] = []
     for number, index in enumerate(layout.trainable):
-        group = layout.groups[index]
-        numel = setup.numel(index, placement)
-        pieces = _pieces_of(layout, index, number, part.index * numel, numel)
         # A flat of padding alone has an empty piece, which says whose it is.
-        found.extend(pieces or [Piece(number, layout.leaves[group.leaves[0]], 0, 0)])
-    return found
+        nothing = Piece(number, layout.leaves[layout.groups[index].leaves[0]], 0, 0)
+        found.extend([*_in_group(layout, index, number, part)] or [nothing])
+    return tuple(found)
 
 
-def _pieces_of(layout: Layout, index: int, number: int, start: int, numel: int) -> list[Piece]:
-    group = layout.groups[index]
-    bounds = [*group.offsets[1:], layout.full_numel(index)]
-    begins = [0, *group.offsets[1:]]
-    pieces = []
-    for leaf, begin, end in zip(group.leaves, begins, bounds, strict=True):
+def _in_group(layout: Layout, index: int, number: int, part: Part) -> Iterator[Piece]:
+    group, numel = layout.groups[index], layout.full_numel(index) // part.count
+    start = part.index * numel
+    begins, ends = (0, *group.offsets[1:]), (*group.offsets[1:], layout.full_numel(index))
+    for leaf, begin, end in zip(group.leaves, begins, ends, strict=True):
         low, high = max(begin - start, 0), min(end - start, numel)
         if low < high:
-            first = max(start - begin, 0)
-            pieces.append(Piece(number, layout.leaves[leaf], low, high, first))
-    return pieces
+            yield Piece(number, layout.leaves[leaf], low, high, max(start - begin, 0))

@@ -179,7 +179,6 @@ def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
         p = new
     vars(p).update(attributes)
     p.grad = gradient
-    p._backward_hooks, p._post_accumulate_grad_hooks = (
-        hooks  # the same dicts: handles go on working
-    )
+    # The same dicts, so that handles of hooks go on working.
+    p._backward_hooks, p._post_accumulate_grad_hooks = hooks
     return p

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.doctor._subjects import DTYPES, OPS, Subject, formula
 from fzero.doctor._transforms import TRANSFORMS, Inputs, inputs
 
-VERDICTS = ("right", "refused", "zero", "wrong")
+VERDICTS = ("right", "refused", "zero", "wrong", "crashed", "hung")
 """From good to bad: of several ranks the worst one counts."""
 
 

@@ -19,7 +19,7 @@ DESCRIPTION = (
 EPILOG = (
     "right: equal bit for bit. wrong, zero: not so, without an error. refused: it raises. The exit "
     "code is 1 if one of fzero's collectives is not right, or a reduce operation of gloo is wrong; "
-    "what torch's own do in a loss is reported only. 2 if a rank cannot start, or crashes."
+    "what torch's own do in a loss is reported only. 2 if no ranks can be started."
 )
 
 

@@ -1,64 +1,146 @@
-"""Ranks on this machine that run checks: processes of their own, which may crash."""
+"""Ranks on this machine that run checks: processes of their own, which may crash or hang."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
-import pickle
+import multiprocessing as mp
 import tempfile
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fzero.doctor._check import Check, Finding, run, worst
 from fzero.errors import AxisError
 
-WAIT = datetime.timedelta(minutes=5)  # for another rank; a check that waits longer raises
+START_S = 600.0  # to import torch, and to find each other
 
 
-def findings(checks: Sequence[Check], *, world: int) -> list[Finding]:
-    """Return what comes of each check: of all ranks the worst finding.
+class _Ended(Exception):
+    """A rank gave no answer; the finding says how."""
 
-    Raises `AxisError` where a rank cannot start, or ends before its last check.
+
+class _Rank(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+
+
+def findings(checks: Sequence[Check], *, world: int, timeout_s: float) -> Iterator[Finding]:
+    """Yield what comes of each check, in their order.
+
+    Where a rank crashes, or gives no answer in `timeout_s` seconds, that is the finding, and the
+    checks that follow run on new ranks.
+
+    Raises `AxisError` where ranks cannot start, or do not find each other.
     """
-    with tempfile.TemporaryDirectory(prefix="fzero-doctor-") as name:
-        folder = Path(name)
+    left = list(checks)
+    while left:
+        with _Ranks(world, timeout_s) as ranks:
+            while left:
+                check = left.pop(0)
+                try:
+                    yield worst(ranks.ask(check, timeout_s))
+                except _Ended as ended:
+                    yield ended.args[0]
+                    break
+
+
+class _Ranks:
+    """W processes in one gloo group, from `__enter__` to `__exit__`."""
+
+    def __init__(self, world: int, timeout_s: float) -> None:
+        self._world, self._timeout_s = world, timeout_s
+        self._ranks: list[_Rank] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        context = mp.get_context("spawn")
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-doctor-"))
+        with self._stack:  # closes all if a start fails
+            for rank in range(self._world):
+                ours, theirs = context.Pipe()
+                args = (rank, self._world, f"{folder}/store", self._timeout_s, theirs)
+                process = context.Process(target=_serve, args=args, daemon=True)
+                process.start()
+                theirs.close()  # so that the end of the process is the end of the pipe
+                self._ranks.append(_Rank(process, ours))
+                self._stack.callback(_end, self._ranks[-1])
+            self._started()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def ask(self, check: Check, timeout_s: float) -> list[Finding]:
+        """Return every rank's finding."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # it has ended: the answer says so
+                rank.pipe.send(check)
+        return [self._answer(i, timeout_s) for i in range(self._world)]
+
+    def _answer(self, index: int, timeout_s: float) -> Finding:
+        process, pipe = self._ranks[index]
+        if pipe.poll(timeout_s):
+            with contextlib.suppress(EOFError, OSError):
+                return pipe.recv()
+            process.join(10)
+            seen = f"rank {index} ended with exit code {process.exitcode}"
+            found = Finding(verdict="crashed", seen=seen)
+        else:
+            found = Finding(verdict="hung", seen=f"rank {index} gives no answer in {timeout_s:g} s")
+        for rank in self._ranks:  # the others wait for it
+            rank.process.kill()
+        raise _Ended(found)
+
+    def _started(self) -> None:
         try:
-            mp.spawn(_serve, args=(list(checks), world, folder), nprocs=world)
-        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-            check = folder / f"check of {error.error_index}"
-            where = f"in {check.read_text()}" if check.is_file() else "before its first check"
+            found = worst([self._answer(i, START_S) for i in range(self._world)])
+        except _Ended as ended:
+            found = ended.args[0]
+        if found.verdict != "right":
             raise AxisError(
-                f"rank {error.error_index} of {world} ended {where}: "
-                f"{str(error).strip().splitlines()[-1]}.",
-                cause="a collective that crashes; before the first check a host name that leads "
-                "to no address of this machine, or a sandbox without sockets.",
-                fix="export GLOO_SOCKET_IFNAME=lo, and run it again; or use another version of "
-                "torch.",
-            ) from None
-        return pickle.loads((folder / "found").read_bytes())
+                f"{self._world} ranks on gloo cannot start here: {found.seen}.",
+                cause="a host name that leads to no address of this machine, or a sandbox "
+                "without sockets.",
+                fix="export GLOO_SOCKET_IFNAME=lo, and run it again.",
+            )
 
 
-def _serve(rank: int, checks: Sequence[Check], world: int, folder: Path) -> None:
-    """Run the checks on one rank; rank 0 writes down what came of them."""
+def _end(rank: _Rank) -> None:
+    rank.pipe.close()  # a rank that waits for its next check ends by itself
+    rank.process.join(5)
+    if rank.process.is_alive():
+        rank.process.kill()
+        rank.process.join()
+
+
+def _serve(rank: int, world: int, store: str, timeout_s: float, pipe: Connection) -> None:
+    """Join the group, then answer checks until the pipe closes."""
     warnings.simplefilter("ignore")  # what is deprecated in torch is not what is looked for
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=WAIT)
-    answers = dist.new_group(backend="gloo", timeout=2 * WAIT)
-    found = []
-    for check in checks:
-        (folder / f"check of {rank}").write_text(
-            f"{check.subject.name}, {check.transform}, {check.dtype}"
-        )
-        each: list = [None] * world
-        dist.all_gather_object(each, run(check, rank, world), group=answers)  # ranks stay in step
-        found.append(worst(each))
-    if rank == 0:
-        (folder / "found").write_bytes(pickle.dumps(found))
+    try:
+        files = dist.FileStore(store, world)
+        wait = datetime.timedelta(seconds=2 * timeout_s)  # who asks gives up before
+        dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=wait)
+        pipe.send(Finding(verdict="right"))
+    except Exception as error:
+        pipe.send(Finding(verdict="crashed", seen=f"rank {rank}: {error}"))
+        return
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send(run(pipe.recv(), rank, world))
     dist.destroy_process_group()

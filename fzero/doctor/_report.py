@@ -129,20 +129,21 @@ class Report:
         return "\n".join(lines)
 
 
-def examine(sections: Mapping[str, Section] = SECTIONS) -> Report:
+def examine(sections: Mapping[str, Section] = SECTIONS, *, timeout_s: float = 60.0) -> Report:
     """Run the checks of all sections on ranks that are started for it.
 
     Args:
         sections: what to examine, by name.
+        timeout_s: how long a check may take before it counts as hung.
 
     Returns:
         The report.
 
     Raises:
-        AxisError: where a rank cannot start, or crashes; it names the check.
+        AxisError: where ranks cannot start.
     """
     named = [(name, check) for name, section in sections.items() for check in section.checks()]
-    found = findings([check for _, check in named], world=WORLD)
+    found = findings([check for _, check in named], world=WORLD, timeout_s=timeout_s)
     cells = tuple(
         Cell(section=name, check=check, finding=finding)
         for (name, check), finding in zip(named, found, strict=True)
@@ -187,7 +188,7 @@ def _table(cells: Sequence[Cell], color: bool) -> Iterator[str]:
         yield line
 
 
-_COLORS = {"right": 32, "refused": 33, "zero": 31, "wrong": 31}
+_COLORS = {"right": 32, "refused": 33, "zero": 31, "wrong": 31, "crashed": 31, "hung": 31}
 
 
 def _paint(text: str) -> str:

@@ -91,7 +91,7 @@ class Layout:
         object.__setattr__(self, "trainable", learning)
 
     def __hash__(self) -> int:
-        """Of few fields: what is found out of a layout once is asked for at every step."""
+        """Hash a few fields only: every step looks up what was computed of this layout once."""
         return hash((self.slots, len(self.groups), self.ranks))
 
     def paths(self, indices: Iterable[int]) -> list[tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from unittest import mock
 
 import torch
@@ -58,6 +59,13 @@ def that_ends_rank_0(x: Tensor) -> Tensor:
     """A process that dies, as by a fault in a kernel."""
     if dist.get_rank() == 0:
         os._exit(7)
+    return fzero.all_reduce(x)
+
+
+def that_is_alone_on_rank_0(x: Tensor) -> Tensor:
+    """A collective for which one rank does not come."""
+    if dist.get_rank() == 1:
+        time.sleep(120)
     return fzero.all_reduce(x)
 
 

@@ -11,7 +11,6 @@ import pytest
 from fzero.__main__ import main
 from fzero.doctor import Report, Section, Subject, examine
 from fzero.doctor._transforms import TRANSFORMS
-from fzero.errors import AxisError
 from tests.doctor import planted
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -104,15 +103,19 @@ def test_what_is_right_is_no_fault_and_integers_have_a_value_only(report: Report
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_it_and_its_check_is_named() -> None:
+def test_ranks_that_die_or_wait_are_findings_and_what_follows_runs_on_new_ones() -> None:
     few = ("fp32",), "value"
     sections = {
-        "right": section(planted.that_is_right, *few),
         "dies": section(planted.that_ends_rank_0, *few),
+        "alone": section(planted.that_is_alone_on_rank_0, *few),
+        "right": section(planted.that_is_right, *few),
     }
-    seen = "rank 0 of 2 ended in that_ends_rank_0, value, fp32: process 0 .* exit code 7"
-    with pytest.raises(AxisError, match=seen):
-        examine(sections)
+    report = examine(sections, timeout_s=20)
+    dies, alone = report.faults
+    assert dies.finding.verdict == "crashed"
+    assert dies.finding.seen == "rank 0 ended with exit code 7"
+    assert alone.finding.verdict == "hung"
+    assert re.fullmatch(r"rank \d gives no answer in 20 s", alone.finding.seen)
 
 
 def test_the_command_finds_this_installation_sound_and_prints_plain_text(

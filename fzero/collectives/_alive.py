@@ -82,6 +82,7 @@ class Pulse:
         self.world, self._store = weakref.ref(world), store  # who ends the group frees it
         self._rank, self._every_s = dist.get_rank(), BEAT_S * max(1, dist.get_world_size() / _RANKS)
         self._sign, self._collectives = Sign(), itertools.count(1)
+        self._blamed: dict[int, str] = {}
         self._over, self._lock = threading.Event(), threading.Lock()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._beat, name="fzero-alive", daemon=True)
@@ -102,7 +103,16 @@ class Pulse:
             self._put(word=word, lost=lost)
 
     def blame(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Say which of these ranks of the world is to blame for a collective that failed."""
+        """Say which of these ranks of the world is to blame for a collective that failed.
+
+        What fails after a first loss fails because of it: the answer is the same.
+        """
+        if not self._blamed:
+            self._blamed = self._look(ranks)
+            self.say(f"lost {[*self._blamed] or 'another rank'}", lost=True)
+        return self._blamed
+
+    def _look(self, ranks: Sequence[int]) -> dict[int, str]:
         others = [rank for rank in ranks if rank != self._rank]
         before = after = self._signs(others)
         began = self._sign.beats
@@ -174,9 +184,7 @@ def lost(ranks: Sequence[int]) -> dict[int, str]:
     if _here is None or _here.world() is not dist.group.WORLD:
         return {}
     with suppress(RuntimeError):  # the store is gone
-        found = _here.blame(ranks)
-        _here.say(f"lost {[*found] or 'another rank'}", lost=True)
-        return found
+        return _here.blame(ranks)
     return {}
 
 

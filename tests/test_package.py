@@ -72,7 +72,7 @@ def test_an_interpreter_is_found_that_only_a_version_manager_has(tmp_path: Path)
         file.parent.mkdir(parents=True)
     shim.write_text("#!/bin/sh\nexit 127\n")
     shim.chmod(0o755)
-    kept.write_text(f"#!/bin/sh\nexec {sys.executable} \"$@\"\n")
+    kept.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     kept.chmod(0o755)
     there = {"PATH": f"{shim.parent}:/bin:/usr/bin", "HOME": str(tmp_path)}
 

@@ -11,6 +11,8 @@ from fzero.adapter import _parts as parts
 from fzero.adapter._boundary import call, require_no_window, with_gradients
 from fzero.adapter._driver import Driver
 from fzero.errors import LayoutError, PhaseError
+from fzero.homes import lent
+from fzero.packing import unpack
 from fzero.placeholder import LazyParam
 from fzero.state import TrainState
 from fzero.transforms._receive import filled
@@ -52,6 +54,19 @@ class Access:
         state = with_gradients(self._driver, "full_gradient()", path)
         flat = _used(state, state.gradients.flats[number])
         return parts.leaves_of(state, index, flat)[position].clone()
+
+    def pending_gradient(self, path: str) -> Tensor | None:
+        """What this rank's own backwards in an open window have brought; None if they have not.
+
+        No collective. As `full_gradient`, it is divided by the loss scale and the micro-batches.
+        """
+        self._driver.wait()
+        number, index, position = parts.find_learning(self._driver, path)
+        state = self._driver.state
+        if not state.window.pending.held:
+            return None
+        flat = lent(state.window.pending.flats[number], state.device)
+        return _used(state, unpack(state.setup.layout, index, flat)[position]).clone()
 
     def set_full_gradient(self, path: str, value: Tensor) -> None:
         """Make `value` (the same on every rank) the gradient that the update will use."""

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from fzero._check import require
 from fzero.adapter._module import in_place_of
 from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
@@ -33,19 +34,25 @@ class _Unowned(Gatherer):
     its shard of what rank 0 has: the same model that rank 0 alone would have made.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, dtype: torch.dtype | None) -> None:
         super().__init__([], [])
-        self.axis = axis
+        self.axis, self.dtype = axis, dtype
         self.made: dict[int, nn.Module] = {}  # modules with parameters of the block
         self._written: set[int] = set()  # groups that are gathered for one write
 
     def take(self, module: nn.Module) -> None:
-        """Shard the parameters of a module, and of those in it, that are whole."""
+        """Shard the parameters of a module, and of those in it, that are whole.
+
+        On one rank they are converted and nothing else.
+        """
         for part in module.modules():
             for name, p in list(part._parameters.items()):
                 sharded = isinstance(p, LazyParam | nn.UninitializedParameter)
                 if p is not None and not sharded and not p.is_meta:
-                    setattr(part, name, self._sharded(name, p))
+                    if self.dtype is not None and p.is_floating_point():
+                        p.data = p.data.to(self.dtype)
+                    if self.axis.shards.runtime is not Runtime.LOCAL:
+                        setattr(part, name, self._sharded(name, p))
 
     @torch.no_grad()
     def _sharded(self, name: str, p: Any) -> nn.Parameter:
@@ -78,7 +85,7 @@ class _Unowned(Gatherer):
 
 
 @contextmanager
-def sharded_init(mesh: MeshLike = None) -> Iterator[None]:
+def sharded_init(mesh: MeshLike = None, *, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Modules made inside keep only this rank's shard of each parameter.
 
     A module is sharded when it becomes a part of another one, or at the end of the block. Until
@@ -88,8 +95,12 @@ def sharded_init(mesh: MeshLike = None) -> Iterator[None]:
     them over. Every rank must run them.
     Parameters that are on the meta device when the block ends are not sharded: call to_empty()
     inside.
-    Every rank must make the same modules in the same order. On one rank nothing is different.
+    Every rank must make the same modules in the same order. On one rank nothing is sharded.
     `mesh` is that of the engine: of two dims, the ranks of each replica share a parameter.
+    `dtype` is what floating-point parameters made inside are converted to.
+
+    Raises:
+        LayoutError: for a dtype that is no floating-point one.
 
     Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2.
 
@@ -100,11 +111,14 @@ def sharded_init(mesh: MeshLike = None) -> Iterator[None]:
         ...     model = torch.nn.Linear(3, 2)
         >>> engine = Engine(model, torch.optim.AdamW, stage=3)
     """
+    wanted = "a floating-point torch.dtype, or None"
+    good = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    require("sharded_init: dtype", dtype, lambda _: good, wanted)
     axis = axis_of(mesh)
-    if axis.shards.runtime is Runtime.LOCAL:
+    if axis.shards.runtime is Runtime.LOCAL and dtype is None:
         yield
         return
-    block = _Unowned(axis)
+    block = _Unowned(axis, dtype)
     with _watched(block):
         yield
     for module in list(block.made.values()):

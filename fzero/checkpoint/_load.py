@@ -15,7 +15,13 @@ from fzero.checkpoint._driven import Buffers, blank_buffers, require_options, se
 from fzero.checkpoint._everywhere import everywhere, first_of
 from fzero.checkpoint._folders import PathLike, kept, require_path, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._manifest import Manifest, describe, read_manifest, require_fit
+from fzero.checkpoint._manifest import (
+    Manifest,
+    describe,
+    leaves_out,
+    read_manifest,
+    require_fit,
+)
 from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
 from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
@@ -57,7 +63,8 @@ def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
     saved one, and begins anew if none was saved; a state without one stays without.
 
     Everything is checked before a value is read: the manifest field by field, names, shapes,
-    dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Files
+    dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Frozen
+    parameters that `save(frozen=False)` has left out stay those of the state. Files
     outside of `path` are not read, and nothing that a file says is executed.
 
     Args:
@@ -182,11 +189,14 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
     file = rng_file(axis.rank)
     has_rng = rng and file in saved.files
     set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else None
+    frozen = not leaves_out(saved)
     made: list[TrainState] = []
     sums: Sums = []
     for one, number in zip(held.states, held.ranks, strict=True):
-        new, residual, more = with_residual(room(one, saved.counters), saved, number)
-        pieces += pieces_of(new.setup.layout, [*shards_of(new, number), *residual])
+        new = room(one, saved.counters, frozen=frozen)
+        new, residual, more = with_residual(new, saved, number)
+        shards = [*shards_of(new, number, frozen=frozen), *residual]
+        pieces += pieces_of(new.setup.layout, shards)
         made.append(new)
         sums += more
     return Plan(

@@ -22,6 +22,7 @@ from fzero.state.scale import as_numbers
 
 MANIFEST, FORMAT = "checkpoint.json", 3
 COUNT, STEP = "count", "step"  # updates made; what Adam counts: the same number, unless it was set
+LEFT_OUT = ", left out"  # what a manifest says at the end of a frozen leaf that was not saved
 _SHOWN = 8  # differences that an error lists
 
 
@@ -30,7 +31,7 @@ class Manifest:
     """Facts of a saved state, all of them JSON; `_form` says what each can be."""
 
     origin: dict[str, Any]  # where it came from: stage, ranks, ...; only `optimizer` must fit
-    leaves: dict[str, str]  # parameter path: shape, dtype, trainable or frozen
+    leaves: dict[str, str]  # parameter path: shape, dtype, trainable or frozen (or LEFT_OUT)
     slots: dict[str, dict[str, str]]  # optimizer slot: {parameter path: dtype}
     counters: dict[str, Any]  # `step`, those of the `optimizer` and of the loss `scale`
     module: dict[str, Any]  # of an engine: its module's buffers, its optimizer's options
@@ -40,8 +41,12 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
 
 
-def describe(state: TrainState) -> Manifest:
-    """Return the facts of a state, the same for every stage and number of ranks but `origin`."""
+def describe(state: TrainState, *, frozen: bool = True) -> Manifest:
+    """Return the facts of a state, the same for every stage and number of ranks but `origin`.
+
+    frozen: whether frozen parameters are saved.
+    """
+    unlearned = "frozen" if frozen else "frozen" + LEFT_OUT
     setup, layout = state.setup, state.setup.layout
     names = leaf_names(layout)
     slots: dict[str, dict[str, str]] = {}
@@ -56,7 +61,7 @@ def describe(state: TrainState) -> Manifest:
             "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
         },
         leaves={
-            name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"
+            name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else unlearned}"
             for name, leaf in zip(names, layout.leaves, strict=True)
         },
         slots=slots,
@@ -69,9 +74,15 @@ def describe(state: TrainState) -> Manifest:
     )
 
 
+def leaves_out(saved: Manifest) -> bool:
+    """Whether frozen parameters were not saved."""
+    return any(text.endswith(LEFT_OUT) for text in saved.leaves.values())
+
+
 def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
     """Raise `LayoutError`, naming every difference, if `saved` is not what `wanted` describes."""
-    different = list(_differences(saved.leaves, wanted.leaves))
+    theirs = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
+    different = list(_differences(theirs, wanted.leaves))
     if different:
         raise LayoutError(
             f"load: the parameters in {path} are not those of this state:{_listed(different)}",

@@ -76,15 +76,22 @@ def paths_of(layout: Layout) -> list[list[str]]:
     return found
 
 
-def shards_of(state: TrainState, rank: int) -> list[OwnShard]:
-    """Return a rank's own parts of all that has elements: parameters first, then slots."""
-    setup = state.setup
+def shards_of(state: TrainState, rank: int, *, frozen: bool = True) -> list[OwnShard]:
+    """Return a rank's own parts of all that has elements: parameters first, then slots.
+
+    frozen: False: without those of parameters that do not learn.
+    """
+    setup, learning = state.setup, state.setup.layout.trainable
     own = setup.part(Placement.OVER_ALL, rank)
 
     def shard(prefix: str, group: int, flat: Tensor, placement: Placement) -> OwnShard:
         return OwnShard(prefix, group, own, part_of(flat, setup.part(placement, rank), own))
 
-    found = [shard("params", i, flat, setup.params) for i, flat in enumerate(state.params.flats)]
+    found = [
+        shard("params", i, flat, setup.params)
+        for i, flat in enumerate(state.params.flats)
+        if frozen or i in learning
+    ]
     for name, group, flat in slots_of(state):
         found.append(shard(f"optimizer/{name}", group, flat, setup.optimizer_state))
     return found

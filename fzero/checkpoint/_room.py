@@ -21,15 +21,23 @@ from fzero.state.setup import MASTERS
 from fzero.state.window import CLOSED
 
 
-def room(state: TrainState, saved: Mapping[str, Any], *, optimizer: bool = True) -> TrainState:
+def room(
+    state: TrainState, saved: Mapping[str, Any], *, optimizer: bool = True, frozen: bool = True
+) -> TrainState:
     """Return an idle state like `state` with the saved numbers, and zeros for all that is read.
 
     saved: the counters of a `Manifest`.
     optimizer: False: of its slots, masters alone are read; the others stay.
+    frozen: False: parameters that do not learn are not read, and are copies of the state's.
     """
     counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
-    return with_room(state, counters, optimizer=optimizer).replace(
+    made = with_room(state, counters, optimizer=optimizer)
+    if not frozen:
+        for index, flat in enumerate(state.params.flats):
+            if index not in state.setup.layout.trainable:
+                made.params.flats[index].copy_(flat)
+    return made.replace(
         gradients=Buffers(),
         window=CLOSED,
         step=torch.tensor(saved["step"], dtype=torch.int64),

@@ -59,6 +59,7 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     rng: bool = True,
+    frozen: bool = True,
 ) -> None:
     """Write a train state, or an engine with its module's buffers, to the folder `path`.
 
@@ -84,6 +85,8 @@ def save(
             keys as strings): the position in the data, a scheduler's `state_dict()`. Rank 0's
             counts. `load_with_extra` and `read_extra` return it.
         rng: whether the random generators are saved.
+        frozen: False: parameters that do not learn are left out (of a fine-tuning that keeps its
+            base elsewhere); `load` leaves those of the state that it is given as they are.
 
     Raises:
         PhaseError: for a state between gradient and update.
@@ -102,7 +105,7 @@ def save(
         >>> folder.cleanup()
     """
     wait_for_earlier()
-    write(_draft(path, state, extra, rng=rng, copies=False))
+    write(_draft(path, state, extra, rng=rng, frozen=frozen, copies=False))
 
 
 def save_async(
@@ -111,6 +114,7 @@ def save_async(
     *,
     extra: Mapping[str, Any] | None = None,
     rng: bool = True,
+    frozen: bool = True,
 ) -> AsyncSave:
     """`save` that returns once this rank's P / W elements are copied to host memory. A collective.
 
@@ -125,6 +129,7 @@ def save_async(
         state: as for `save`.
         extra: as for `save`.
         rng: as for `save`.
+        frozen: as for `save`.
 
     Returns:
         A handle: `.done()` says whether it is over, `.result(timeout)` waits, and raises what went
@@ -144,7 +149,7 @@ def save_async(
         ({'epoch': 1}, True)
     """
     wait_for_earlier()
-    draft = _draft(path, state, extra, rng=rng, copies=True)
+    draft = _draft(path, state, extra, rng=rng, frozen=frozen, copies=True)
     beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
     return start(lambda: write(replace(draft, ranks=beside)), what=f"save_async to {path}")
 
@@ -155,6 +160,7 @@ def _draft(
     extra: Mapping[str, Any] | None,
     *,
     rng: bool,
+    frozen: bool,
     copies: bool,
 ) -> Draft:
     """Check everything, and say what this process writes. A collective."""
@@ -165,12 +171,12 @@ def _draft(
         require_path("save", path)
         for one in held.states:
             require_idle(one)
-        manifest = describe(held.states[0])
+        manifest = describe(held.states[0], frozen=frozen)
         if held.engine is not None:
             manifest.module["options"] = options_of(held.engine.optimizer)
         pieces = []
         for one, rank in zip(held.states, held.ranks, strict=True):
-            shards = [*shards_of(one, rank), *residual_shards(one, rank)]
+            shards = [*shards_of(one, rank, frozen=frozen), *residual_shards(one, rank)]
             if copies:
                 shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
             pieces += pieces_of(one.setup.layout, shards)

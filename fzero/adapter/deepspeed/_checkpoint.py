@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from fzero.adapter._engine import Engine
 from fzero.checkpoint import load_with_extra
@@ -14,16 +18,56 @@ from fzero.checkpoint import save as save_to
 from fzero.checkpoint._disk import put_text
 from fzero.checkpoint._driven import options_of, set_options
 from fzero.checkpoint._everywhere import Ranks, first_of
+from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._manifest import leaves_out, read_manifest
+from fzero.errors import LayoutError
+from fzero.state import TrainState
 
 PathLike = str | os.PathLike[str]
 _LATEST = "latest"
 
 
+@dataclass
+class _Idle:
+    """An engine without the gradients that wait in it, which stay there."""
+
+    module: nn.Module
+    state: TrainState
+    optimizer: torch.optim.Optimizer | None
+
+
 def save(
-    engine: Engine, folder: PathLike, name: str, extra: Mapping[str, Any], *, latest: bool
+    engine: Any,
+    folder: PathLike,
+    tag: str | int | None,
+    client_state: Mapping[str, Any] | None,
+    *,
+    latest: bool,
+    frozen: bool,
 ) -> None:
-    """Save to folder / name, and write that name to folder / "latest". A collective."""
-    save_to(Path(folder) / name, engine, extra=extra)
+    """Save to folder / tag, and write that name to folder / "latest". A collective.
+
+    engine: a `DeepSpeedEngine`. frozen: whether parameters that do not learn are saved.
+    """
+    _require("save_checkpoint", folder)
+    state = engine.state
+    if backwards := state.progress.backwards:
+        warnings.warn(
+            f"save_checkpoint: the gradients of {backwards} backwards wait for an update. They are "
+            "not in the checkpoint; the engine goes on with them.",
+            UserWarning,
+            stacklevel=3,
+        )
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    scheduler = engine.lr_scheduler
+    extra = {
+        "client_state": dict(client_state or {}),
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+    }
+    idle = _Idle(engine.module, state.without_gradients(), engine.optimizer)
+    save_to(Path(folder) / name, idle, extra=extra, frozen=frozen)
     if latest:
         file = Path(folder) / _LATEST
         first_of(
@@ -33,15 +77,43 @@ def save(
         )
 
 
-def load(
-    engine: Engine, folder: PathLike, tag: str | int | None, *, optimizer: bool, counters: bool
-) -> tuple[str, dict[str, Any]] | None:
-    """Load folder / tag; return its path and its `extra`. A collective.
+def save_model(engine: Engine, folder: PathLike, name: str, *, frozen: bool) -> None:
+    """Write the whole state dict of the module to folder / name. A collective.
 
-    tag: None for what folder / "latest" says; without such a file None is returned, with a warning.
-    optimizer: else it stays as it was, and its masters follow the parameters.
-    counters: whether the step and the random generators are loaded.
+    frozen: whether parameters that do not learn are in it.
     """
+    _require("save_16bit_model", folder)
+    values = engine.full_state_dict()
+    learn = {path: p.requires_grad for path, p in engine.module.named_parameters()}
+    kept = {path: x for path, x in values.items() if frozen or learn.get(path, True)}
+
+    def write() -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(kept, Path(folder) / name)
+
+    first_of(Ranks(axis=engine.axis), write, what=f"write {Path(folder) / name}")
+
+
+def load(
+    engine: Any,
+    folder: PathLike,
+    tag: str | int | None,
+    *,
+    strict: bool,
+    optimizer: bool,
+    scheduler: bool,
+    counters: bool,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load folder / tag; return its path and its client_state. A collective.
+
+    engine: a `DeepSpeedEngine`.
+    tag: None for what folder / "latest" says; without such a file a warning, and (None, None).
+    strict: whether the checkpoint must have all parameters, frozen ones too.
+    optimizer: else it stays as it was, and its masters follow the parameters.
+    scheduler: whether it goes on where it was.
+    counters: whether the steps and the random generators are loaded.
+    """
+    _require("load_checkpoint", folder)
     if tag is None:
         file = Path(folder) / _LATEST
         tag = first_of(Ranks(axis=engine.axis), lambda: _read(file), what=f"read {file}")
@@ -51,13 +123,29 @@ def load(
             UserWarning,
             stacklevel=3,
         )
-        return None
+        return None, None
     path = Path(folder) / str(tag)
+    whole = first_of(
+        Ranks(axis=engine.axis), lambda: not leaves_out(read_manifest(path)), what=f"read {path}"
+    )
+    if strict and not whole:
+        raise LayoutError(
+            f"load_checkpoint: {path} has no frozen parameters.",
+            cause="save_checkpoint(exclude_frozen_parameters=True).",
+            fix="load_checkpoint(..., load_module_strict=False): frozen parameters then stay as "
+            "they are in the engine. Nothing was changed.",
+        )
     before, options = engine.state, options_of(engine.optimizer)
     extra = load_with_extra(path, engine, rng=counters)[1]
     if not optimizer:
         _keep_optimizer(engine, before, options, counters)
-    return str(path), extra
+    position = extra.get("lr_scheduler")
+    if scheduler and None not in (engine.lr_scheduler, position):
+        engine.lr_scheduler.load_state_dict(position)
+    if counters:
+        engine.global_steps = extra.get("global_steps", int(engine.state.step))
+        engine.global_samples = extra.get("global_samples", 0)
+    return str(path), extra.get("client_state", {})
 
 
 def _keep_optimizer(
@@ -74,3 +162,8 @@ def _keep_optimizer(
 
 def _read(file: Path) -> str | None:
     return file.read_text().strip() if file.is_file() else None
+
+
+def _require(name: str, folder: Any) -> None:
+    """Raise `LayoutError` for no folder, or an empty one."""
+    require_path(name, "" if folder is None else folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fzero.adapter import _boundary as boundary
-from fzero.adapter._engine import Engine
 from fzero.adapter.deepspeed import _checkpoint as checkpoint
-from fzero.adapter.deepspeed._batch import Batch
+from fzero.adapter.deepspeed import _moving as moving
+from fzero.adapter.deepspeed._configured import Configured
 from fzero.errors import LayoutError, PhaseError, explain
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(Configured):
     """What `initialize` returns: `Engine`, and what DeepSpeed's users call beside it.
 
     An update divides by gradient_accumulation_steps, whichever way the gradients came. What the
@@ -29,6 +29,8 @@ class DeepSpeedEngine(Engine):
         lr_scheduler: is stepped after each update; None without one.
         training_dataloader: of `training_data`; None without it.
         global_steps: updates that were due, also those that an overflow skipped.
+        global_samples: samples of those, on all ranks; 0 if the config has no batch size.
+        micro_steps: calls of `step()`.
 
     Example:
         >>> from fzero.adapter import initialize
@@ -45,11 +47,11 @@ class DeepSpeedEngine(Engine):
         (False, 1)
     """
 
-    batch = Batch(None, None, 1)
     lr_scheduler: Any = None
-    training_dataloader: Any = None
     global_steps = 0
-    _is_boundary: bool | None = None  # what the user says; None: every n-th call of step()
+    global_samples = 0
+    micro_steps = 0
+    _moved: moving.Moved = []  # noqa: RUF012 - replaced, and never added to
     _was_due = False
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +124,7 @@ class DeepSpeedEngine(Engine):
         It holds until it is said again; None goes back to every n-th call. An update divides by
         gradient_accumulation_steps all the same.
         """
-        if self.state.setup.policy.averages:
+        if not self._managed:
             raise _unmanaged("set_gradient_accumulation_boundary()")
         self._is_boundary = is_boundary
 
@@ -131,9 +133,13 @@ class DeepSpeedEngine(Engine):
         """`Engine.step`, at a boundary; else it counts a micro-batch."""
         count = self.gradient_accumulation_steps()
         every = {None: count, True: 1, False: sys.maxsize}[self._is_boundary]
-        self._was_due = False
+        self._was_due, backwards = False, self.state.progress.backwards
         self._was_due = boundary.call_step(self._driver, every)
-        self.global_steps += int(self._was_due)
+        self.micro_steps += 1
+        if self._was_due:
+            self.global_steps += 1
+            per_backward = (self.batch.train or 0) // count
+            self.global_samples += per_backward * (count if self._managed else backwards)
         return self._was_due
 
     def was_step_applied(self) -> bool:
@@ -149,34 +155,6 @@ class DeepSpeedEngine(Engine):
         """Return `coalesce()`."""
         return self.coalesce()
 
-    # What the config says.
-
-    def train_batch_size(self) -> int | None:
-        """Samples of one update, on all ranks; None if the config does not say."""
-        return self.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples of one backward, on one rank; None if the config does not say."""
-        return self.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Calls of `step()` for one update."""
-        return self.options.updating.gradient_accumulation_steps
-
-    def zero_optimization_stage(self) -> int:
-        """The stage."""
-        return self.stage
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [float(group["lr"]) for group in groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the gradients at the last update, before clipping; None without clipping."""
-        norm = self._driver.norm
-        return None if norm is None else float(norm)
-
     # Checkpoints.
 
     def save_checkpoint(
@@ -185,26 +163,24 @@ class DeepSpeedEngine(Engine):
         tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """`fzero.checkpoint.save(save_dir / tag, engine)`, with the scheduler. A collective.
+
+        Gradients that wait for an update stay in the engine and are not saved, with a warning.
 
         Args:
             save_dir: a folder of several checkpoints.
             tag: the name of this one; default global_step<n>.
             client_state: what JSON can hold; `load_checkpoint` returns it.
             save_latest: write the tag to save_dir / "latest", for `load_checkpoint`.
+            exclude_frozen_parameters: parameters that do not learn are left out.
 
         Returns:
             True. What goes wrong is raised, on every rank: see `fzero.checkpoint.save`.
         """
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        scheduler = self.lr_scheduler
-        extra = {
-            "client_state": dict(client_state or {}),
-            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-            "global_steps": self.global_steps,
-        }
-        checkpoint.save(self, save_dir, name, extra, latest=save_latest)
+        frozen = not exclude_frozen_parameters
+        checkpoint.save(self, save_dir, tag, client_state, latest=save_latest, frozen=frozen)
         return True
 
     def load_checkpoint(
@@ -221,7 +197,8 @@ class DeepSpeedEngine(Engine):
         Args:
             load_dir: as for `save_checkpoint`.
             tag: as for `save_checkpoint`; default what save_dir / "latest" says.
-            load_module_strict: only True: all parameters and buffers are those of the module.
+            load_module_strict: False: frozen parameters that the checkpoint leaves out stay as they
+                are. All others must be those of the module.
             load_optimizer_states: False: parameters and buffers are loaded, masters follow them;
                 other slots, the loss scale and the options of param groups stay.
             load_lr_scheduler_states: whether the scheduler goes on where it was.
@@ -234,24 +211,69 @@ class DeepSpeedEngine(Engine):
         Raises:
             CheckpointError, LayoutError: see `fzero.checkpoint.load`.
         """
-        if not load_module_strict:
-            raise LayoutError(
-                "load_checkpoint(load_module_strict=False).",
-                cause="a checkpoint of another model.",
-                fix="load it with strict=True; or take single values: engine.set_full_parameter.",
-            )
         counters = not load_module_only
-        optimizer = load_optimizer_states and counters
-        found = checkpoint.load(self, load_dir, tag, optimizer=optimizer, counters=counters)
-        if found is None:
-            return None, None
-        path, extra = found
-        position = extra.get("lr_scheduler")
-        if load_lr_scheduler_states and counters and None not in (self.lr_scheduler, position):
-            self.lr_scheduler.load_state_dict(position)
-        if counters:
-            self.global_steps = extra.get("global_steps", int(self.state.step))
-        return path, extra.get("client_state", {})
+        return checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and counters,
+            scheduler=load_lr_scheduler_states and counters,
+            counters=counters,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `full_state_dict()` to save_dir / save_filename, by torch.save. A collective.
+
+        At stage 3, too, whatever stage3_gather_16bit_weights_on_model_save says.
+        """
+        checkpoint.save_model(self, save_dir, save_filename, frozen=not exclude_frozen_parameters)
+        return True
+
+    # Memory.
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move what the engine holds to host memory, until `reload_states`; not within a step.
+
+        Args:
+            include: which of "lp_params", "lp_grads", "hp_params" (masters) and "optim_states";
+                default all.
+            device: "cpu".
+            pin_memory: whether that memory is pinned.
+            non_blocking: is taken, and the copies are waited for: their source is freed.
+        """
+        if device != "cpu":  # DeepSpeed's enums are equal to their words
+            raise LayoutError(
+                f"offload_states(device={device!r}).",
+                cause="a place that is chosen when the engine is made.",
+                fix='offload_states(device="cpu"); or offload_optimizer in the config.',
+            )
+        wanted = [kind for kind in moving.KINDS if include is None or kind in include]
+        self._moved = self._moved + moving.to_host(self._driver, wanted, pin=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved."""
+        moving.to_device(self._driver, self._moved)
+        self._moved = []
+
+    def empty_partition_cache(self) -> None:
+        """Free the memory that torch keeps for reuse: between steps no unit stays gathered.
+
+        Those below stage3_param_persistence_threshold do.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def destroy(self) -> None:
         """Return `close()`."""

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from fzero.adapter import _parts as parts
 from fzero.adapter._access import Access
 from fzero.adapter._driver import OWNERS
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, PhaseError
 from fzero.state.buffers import SIXTEEN_BIT
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient, whole, in the dtype of accumulation; None of a frozen parameter.
 
-    Raises `PhaseError` without gradients, and `LayoutError` for a parameter of no engine.
+    None as well if no rank has gradients. Inside of a window, as in DeepSpeed, this rank's own,
+    which is not reduced yet: what the window has brought so far. Raises `LayoutError` for a
+    parameter of no engine.
 
     Example:
         >>> from fzero.adapter import deepspeed
@@ -34,7 +36,14 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         [tensor([[1., 2.]])]
     """
     access, path, learns = _of(param)
-    return access.full_gradient(path) if learns else None
+    if not learns:
+        return None
+    if access._driver.state.window.is_open:
+        return access.pending_gradient(path)
+    try:
+        return access.full_gradient(path)
+    except PhaseError:  # no rank has any: all of them agree
+        return None
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -43,10 +52,13 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     access.set_full_gradient(path, value)
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The parameter, whole, as the optimizer steps it: its master, if it has one."""
-    access, path, _ = _of(param)
-    return _wide(access.full_parameter(path))
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The parameter, whole, as the optimizer steps it: its master, if it has one.
+
+    None of a frozen parameter, which no optimizer steps.
+    """
+    access, path, learns = _of(param)
+    return _wide(access.full_parameter(path)) if learns else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:

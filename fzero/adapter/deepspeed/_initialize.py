@@ -43,6 +43,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = ...,
     lr_scheduler: Schedule | None = ...,
     mesh: MeshLike = ...,
+    config_params: Config | None = ...,
     auto: Mapping[str, Any] | None = ...,
     as_tuple: Literal[False] = ...,
 ) -> DeepSpeedEngine: ...
@@ -60,6 +61,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = ...,
     lr_scheduler: Schedule | None = ...,
     mesh: MeshLike = ...,
+    config_params: Config | None = ...,
     auto: Mapping[str, Any] | None = ...,
     as_tuple: Literal[True],
 ) -> Four: ...
@@ -76,6 +78,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     lr_scheduler: Schedule | None = None,
     mesh: MeshLike = None,
+    config_params: Config | None = None,
     auto: Mapping[str, Any] | None = None,
     as_tuple: bool = False,
 ) -> DeepSpeedEngine | Four:
@@ -86,9 +89,9 @@ def initialize(
     DeepSpeed's default.
 
     Every gradient_accumulation_steps-th step() updates, from gradients divided by that number.
-    With managed_gradient_accumulation = false every step() updates, from gradients divided by the
-    number of backwards; if gradient_accumulation_steps = 1 is given as well, from their sum, as in
-    DeepSpeed.
+    With managed_gradient_accumulation = false every step() updates: as in DeepSpeed from the sum of
+    gradients over gradient_accumulation_steps, if that is given, however many came; else from
+    gradients divided by the number of backwards.
 
     "Adam" is AdamW unless adam_w_mode is false, and neither decays weights unless weight_decay
     is given (with torch_adam: torch's default). With fp16.enabled, or bf16.enabled
@@ -102,6 +105,7 @@ def initialize(
         optimizer: as for `Engine`; the config's section is then not looked at, as in DeepSpeed.
         config: a dict, the path of a JSON file, or the base64 of JSON.
         args: has the config as `args.deepspeed_config`, if `config` is None.
+        config_params: an older name of `config`.
         model_parameters: what the config's optimizer steps, or a class or factory: tensors or param
             groups; default all that learn. An optimizer that is made already has its own.
         training_data: a dataset, of which `engine.training_dataloader` gives this rank's share.
@@ -141,7 +145,7 @@ def initialize(
         )
     axis = axis_of(mesh)
     values, options, batch, chosen, schedule = _asked(
-        _config_of(config, args), auto, model, (optimizer, lr_scheduler), axis
+        _config_of(config, config_params, args), auto, model, (optimizer, lr_scheduler), axis
     )
     loader = None
     if training_data is not None:
@@ -158,7 +162,7 @@ def initialize(
         for x, data in originals:
             x.data = data
         raise
-    engine.batch, engine.training_dataloader = batch, loader
+    engine._follow_config(values, batch, loader)
     return (engine, engine.optimizer, loader, engine.lr_scheduler) if as_tuple else engine
 
 
@@ -195,12 +199,18 @@ def _asked(
     return values, options, batch, optimizer, scheduler
 
 
-def _config_of(config: Any, args: Any) -> Any:
-    other = getattr(args, "deepspeed_config", None)
-    if config is not None and other is not None:
+def _config_of(config: Any, older: Any, args: Any) -> Any:
+    """Return the config, which DeepSpeed's users give in one of three places."""
+    given = {
+        "config": config,
+        "config_params": older,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    found = [name for name, value in given.items() if value is not None]
+    if len(found) > 1:
         raise LayoutError(
-            "config, and args.deepspeed_config.",
+            f"{', and '.join(found)}.",
             cause="a config in two places.",
             fix="give one of them.",
         )
-    return other if config is None else config
+    return given[found[0]] if found else None

@@ -75,17 +75,9 @@ def _accumulation(values: Mapping[str, Any], given: int | None) -> dict[str, Any
     """How many micro-batches an update has; `given`: what the config says."""
     managed = values["managed_gradient_accumulation"]
     count = given or 1
-    if not managed and count > 1:
-        raise LayoutError(
-            f"config: gradient_accumulation_steps = {count} with "
-            "managed_gradient_accumulation = false.",
-            cause="a number of micro-batches for an engine that takes as many as come.",
-            fix="leave it out: gradients are then divided by the number of backwards before "
-            "step(). Or give 1, and divide the losses yourself.",
-        )
     return {
         "gradient_accumulation_steps": count,
-        "average_micro_batches": count > 1 if managed else given is None,
+        "average_micro_batches": count > 1 or not (managed or given),
     }
 
 
@@ -100,13 +92,15 @@ def _fits_whole(values: Mapping[str, Any], model: nn.Module) -> bool:
 
 
 def _leaf_modules(values: Mapping[str, Any], model: nn.Module) -> LeafSpec:
+    """The leaves that the config names, and those that set_z3_leaf_modules has marked."""
+    marked = [name for name, part in model.named_modules() if getattr(part, "_z3_leaf", False)]
     classes = values[_ZERO + "leaf_module.classes"]
     if classes is None:
         here = {class_name(cls) for part in model.modules() for cls in type(part).__mro__}
         classes = tuple(name for name in MOE_CLASSES if name in here)
     return LeafSpec(
         classes=classes,
-        names=values[_ZERO + "leaf_module.names"] or (),
+        names=(*(values[_ZERO + "leaf_module.names"] or ()), *marked),
         name_suffixes=values[_ZERO + "leaf_module.name_suffixes"] or (),
         granularity_threshold_numel=values[_ZERO + "stage3_module_granularity_threshold"],
     )

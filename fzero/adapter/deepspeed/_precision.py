@@ -156,10 +156,11 @@ def convert(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Tensor, T
 def require_convertible(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Raise `LayoutError` if the parameters are to have another dtype, and cannot."""
     low = low_dtype(values)
-    if low is not None and any(isinstance(p, LazyParam) for p in model.parameters()):
-        name = "fp16.enabled" if low is torch.float16 else "bf16.enabled"
-        raise LayoutError(
-            f"config: {name}, and a model made under sharded_init.",
-            cause="its parameters are sharded already, in the dtype that they were made in.",
-            fix=f"leave {name} out, and make the model under torch.set_default_dtype({low}).",
-        )
+    for path, p in model.named_parameters() if low is not None else ():
+        if isinstance(p, LazyParam) and p.is_floating_point() and p.dtype is not low:
+            name = "fp16.enabled" if low is torch.float16 else "bf16.enabled"
+            raise LayoutError(
+                f"config: {name}, and {path} is {p.dtype}, made under sharded_init.",
+                cause="its parameters are sharded already, in the dtype that they were made in.",
+                fix=f"make the model under sharded_init(dtype={low}).",
+            )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def _as_line(error: LayoutError) -> Problem:
 def _walk(section: Mapping[str, Any], at: str, reading: Reading) -> None:
     for name, value in section.items():
         written = f"{at}{name}"
+        value = value.value if isinstance(value, Enum) else value  # of DeepSpeed: a word or number
         if "." in str(name):
             reading.problems.append(f"{written}: a name with a dot; write sections in sections.")
             continue

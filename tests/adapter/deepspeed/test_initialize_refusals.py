@@ -40,10 +40,6 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"bf16": SPARSE_BF16}, "without bf16.enabled"),
     (nested("data_types.param_dtype", "bf16"), "bf16.enabled = False"),
     ({"data_types": {"param_dtype": "fp32"}, "bf16": {"enabled": True}}, "enabled = True"),
-    (
-        {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2},
-        "gradient_accumulation_steps = 2 with managed",
-    ),
     (nested("zero_optimization.leaf_module.names", ["experts"]), "experts"),
     # Batch sizes.
     (batch(13, 3, 4), "= 13: it is not micro-batch size 3 x accumulation 4 x 1 ranks = 12"),

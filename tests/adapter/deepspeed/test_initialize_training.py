@@ -10,7 +10,7 @@ import torch
 import fzero
 from fzero.adapter import Engine, initialize, sharded_init
 from fzero.errors import AxisError, LayoutError
-from tests.adapter.deepspeed.configs import linear
+from tests.adapter.deepspeed.configs import SGD, linear, merged
 from tests.adapter.nets import Net
 from tests.adapter.on_ranks import on_ranks
 from tests.adapter.plain import Draw, Reference, back, learning, same, seeded, update
@@ -97,5 +97,26 @@ def test_a_model_that_is_sharded_already_is_not_converted() -> None:
     with sharded_init():
         model = linear()
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    with pytest.raises(LayoutError, match="made under sharded_init"):
+    with pytest.raises(LayoutError, match=r"weight is torch.float32, made under sharded_init"):
         initialize(model, config=config)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_one_config_serves_the_construction_and_the_engine(name: str, dtype: torch.dtype) -> None:
+    """Parameters are made sharded, in 16 bits; masters and loss scale are the config's."""
+    with sharded_init(dtype=dtype):
+        model = seeded(linear)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    config = {name: {"enabled": True}, "zero_optimization": {"stage": 3}}
+    engine = initialize(model, config=merged(SGD, config))
+    other = initialize(seeded(linear), config=merged(SGD, config))
+    assert engine.bfloat16_enabled() is (name == "bf16")
+    assert engine.fp16_enabled() is (name == "fp16")
+    x = torch.ones(1, 3, dtype=dtype)
+    for one in (engine, other):
+        one.backward(one(x).float().sum())
+        one.step()
+    same(engine.full_parameters(), other.full_parameters(), 2.0**-7)  # masters of rounded values
+    assert repr(engine.options.updating.loss_scale) == repr(other.options.updating.loss_scale)
+    assert (engine.state.scale is None) is (other.state.scale is None)

@@ -193,13 +193,14 @@ def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(
     for path, p in reference.module.named_parameters():
         mine = params[path]
         local = deepspeed.safe_get_local_fp32_param(mine)
-        same({path: deepspeed.safe_get_full_fp32_param(mine)}, {path: p.detach()}, 1e-9)
         if not p.requires_grad:
+            assert deepspeed.safe_get_full_fp32_param(mine) is None
             assert deepspeed.safe_get_full_grad(mine) is None
             assert deepspeed.safe_get_local_grad(mine) is None
             assert deepspeed.safe_get_full_optimizer_state(mine, "exp_avg") is None
             assert deepspeed.safe_get_local_optimizer_state(mine, "exp_avg") is None
             continue
+        same({path: deepspeed.safe_get_full_fp32_param(mine)}, {path: p.detach()}, 1e-9)
         state = reference.optimizer.state[p]["exp_avg"]
         found = {
             "gradient": pieces(deepspeed.safe_get_local_grad(mine), world_size, stage),
@@ -283,7 +284,10 @@ WRONG: list[tuple[Callable[[Any, nn.Parameter], Any], type[FzeroError], str]] = 
         "has 6 elements of weight, the new value 7",
     ),
     (lambda e, p: deepspeed.safe_get_local_optimizer_state(p, "exp"), LayoutError, "'exp'"),
-    (lambda e, p: e.load_checkpoint("x", load_module_strict=False), LayoutError, "strict=False"),
+    (lambda e, p: e.save_checkpoint(""), LayoutError, "save_checkpoint: the path is empty"),
+    (lambda e, p: e.save_checkpoint(None), LayoutError, "save_checkpoint: the path is empty"),
+    (lambda e, p: e.load_checkpoint(None), LayoutError, "load_checkpoint: the path is empty"),
+    (lambda e, p: e.offload_states(device="nvme"), LayoutError, "device='nvme'"),
 ]
 
 

@@ -104,6 +104,7 @@ MANIFEST_FORM = Named(
                         "scale": lambda x: type(x) is float and 0 < x < 3.5e38,  # as fp32 holds it
                         "good_updates": _integer(0, 2**31),
                         "hysteresis_left": _integer(0, 2**31),
+                        "hysteresis": _integer(1, 2**31),
                     }
                 ),
             }

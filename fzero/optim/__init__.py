@@ -16,6 +16,7 @@ from fzero.optim._pair import as_optimizer as as_optimizer
 from fzero.optim._piece import Piece as Piece
 from fzero.optim._precision import Precision as Precision
 from fzero.optim._precision import require_precision as require_precision
+from fzero.optim._recorded import lacks_value as lacks_value
 from fzero.optim._torch import TorchOptimizer as TorchOptimizer
 from fzero.optim._torch import from_torch as from_torch
 from fzero.optim._torch_state import TorchState as TorchState

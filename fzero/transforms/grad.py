@@ -23,6 +23,7 @@ from fzero.packing import input_shape, unpack, unpack_groups
 from fzero.partition import assemble
 from fzero.placeholder import placeholders
 from fzero.state import NAMESPACE, TrainState
+from fzero.transforms._agree import agree
 from fzero.transforms._differentiate import (
     LossOf,
     Result,
@@ -260,6 +261,9 @@ def _by_func(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
     require_values(states)
+    # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
+    crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
+    agree("grad_and_reduce of arguments that require grad", crosses)
     held = [_with_full(state) for state in states]
     scale, rest = scales_of(states)
     result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux, scale=scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
 from fzero.state.view import require_state
+from fzero.transforms._agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms._donate import (
     check_alive,
     donates,
@@ -24,10 +25,8 @@ from fzero.transforms._donate import (
     take_over,
     without_donation,
 )
-from fzero.transforms._finite import report_of
 from fzero.transforms._observe import tell
 from fzero.transforms._pieces import pieces_of
-from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._scaled import after_update, chosen, found_inf, with_value, without_scale
 from fzero.transforms._states import S, flatten_states
 
@@ -60,13 +59,14 @@ def apply_gradients(state: S) -> S:
     states, treespec = flatten_states("apply_gradients", state)
     for one in states:
         check_alive(one)
+    states = [with_value(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
-    for one in due:
-        progress.saw_update(one.progress)
-    bad = boundary("apply_gradients", due, updates=True, bad=report_of(states, treespec))
-    if bad is not None:
+    said = agree("apply_gradients", due, updates=True)
+    require_held(said, "apply_gradients")
+    if bad := nonfinite(states, treespec, said):
         raise bad
-    new: Any = optree.tree_unflatten(treespec, [_apply(one) for one in states])
+    rest = iter(said)
+    new: Any = optree.tree_unflatten(treespec, [_apply(one, rest) for one in states])
     return new
 
 
@@ -87,15 +87,15 @@ def global_norm(state: TrainState) -> Tensor:
     """
     require_state("global_norm", state)
     check_alive(state)
-    progress.require_gradients(state.progress, "global_norm")
-    boundary("global_norm", [state])
-    return norm_of_state(state, reduce_pending(without_donation(state)).gradients)
+    said = agree("global_norm", [state])
+    require_held(said, "global_norm")
+    return norm_of_state(state, reduce_agreed(without_donation(state), said[0]).gradients)
 
 
-def _apply(state: TrainState) -> TrainState:
+def _apply(state: TrainState, said: Iterator[Agreed]) -> TrainState:
     if state.setup.policy.defer_update:
         return state.replace(progress=progress.defer_update(state.progress))
-    return update(reduce_pending(state))[0]
+    return update(reduce_agreed(state, next(said)))[0]
 
 
 class _Ready(NamedTuple):

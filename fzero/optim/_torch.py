@@ -21,7 +21,7 @@ from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import Scaled
 from fzero.optim._step import Portions, numbers_of_group, skips
 from fzero.optim._stream import Flats, counted, step_flats
-from fzero.optim._torch_state import TorchState, new_state, units_of
+from fzero.optim._torch_state import TorchState, new_state, turn_of, units_of
 from fzero.optim._trial import as_kept
 from fzero.optim._usable import name_of, require_usable
 from fzero.state.layout import Leaf
@@ -92,7 +92,8 @@ class TorchOptimizer(Base):
     ) -> TorchState:
         """Return the state for flats [l]: slots as long as the flats, counters, fp32 masters.
 
-        Counters are one for each param group, for all of whose flats they are alike.
+        Counters are one for each param group: all its leaves count alike, as long as no update
+        leaves one out.
 
         Args:
             params: this rank's flats of the groups that learn, each of one param group.
@@ -114,6 +115,7 @@ class TorchOptimizer(Base):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
         device: torch.device | None = None,
+        unused: frozenset[str] = frozenset(),
     ) -> tuple[list[Tensor], TorchState]:
         """Return (params', state') after one `step()` of the optimizer.
 
@@ -121,6 +123,7 @@ class TorchOptimizer(Base):
         else they, and the gradients, stay as they are. `found_inf`, `grad_scale`: see `skips`.
         `device`: where to compute, by default where the parameters are. What lives elsewhere, or
         in other dtypes than it is stepped in, takes one `step()` of the optimizer for each flat.
+        `unused`: paths of leaves that stay as they are, with all that is kept for them.
 
         Raises:
             PhaseError: if the update is to be differentiated, or if the optimizer got param
@@ -133,8 +136,9 @@ class TorchOptimizer(Base):
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            units = units_of(bound, pieces)
-            steps = Portions(bound, units, state.counters, count=state.count, flats=len(params))
+            turn = turn_of(bound, state, unused)
+            units = units_of(bound, pieces, turn.now)
+            steps = Portions(bound, units, state.counters, turn, flats=len(params))
             slots = step_flats(
                 Flats(params, grads, state.masters, state.slots),
                 steps,
@@ -150,6 +154,8 @@ class TorchOptimizer(Base):
             slots={name: tuple(some) for name, some in slots.items()},
             counters=dict(steps.counters),
             masters=state.masters,
+            apart=turn.now.apart,
+            unstepped=turn.unstepped,
         )
 
     def slots(self, state: TorchState) -> Mapping[str, Sequence[Tensor]]:
@@ -162,9 +168,13 @@ class TorchOptimizer(Base):
         return frozenset(name for kept in self._bound().kept.values() for name in kept.odd)
 
     def counters(self, state: TorchState, path: str) -> Mapping[str, Tensor]:
-        """Return the counters of the param group that has the leaf at `path`."""
-        group = self.group_of(path)
-        return {name: state.counters[name][group] for name in self._bound().begin_of(group)}
+        """Return the counters of the leaf at `path`, and those of its param group."""
+        bound, group = self._bound(), self.group_of(path)
+        number, shared = state.number(path, group), bound.shared[group].begin
+        return {
+            name: state.counters[name][group if name in shared else number]
+            for name in bound.begin_of(group)
+        }
 
     def own_state(self, leaf: Leaf, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return whole slots and counters of a leaf as the instance itself keeps them."""

@@ -108,8 +108,11 @@ class _Ready(NamedTuple):
     grad_scale: Tensor | None = None  # what the optimizer has still to divide by
 
 
-def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
+def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, Tensor | None]:
     """Return the state after one update from its reduced gradients, and their norm if clipped.
+
+    unused: leaves of the layout that are left as they are, with all that the optimizer keeps for
+    them: the same on every rank. `step` and the optimizer's number of updates go on.
 
     Both drivers come here: no rank is asked, what waited is reduced. Raises `PhaseError` if there
     are no gradients. If the optimizer raises, the state is as it was.
@@ -126,16 +129,17 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
     skips = found is not None and not general and _skips(state)
     ready = _prepared(state, reduced, divides=skips)
     tell("prepared", state, ready)
+    advance = partial(_advance, state, ready.gradients.flats, unused=unused)
     try:
         if found is None or skips:
             told = (found, ready.grad_scale) if skips else None
-            params, optimizer = _advance(state, ready.gradients.flats, general=general, told=told)
+            params, optimizer = advance(general=general, told=told)
         elif general:
             params, optimizer = _where_finite(state, ready.gradients.flats, found)
         elif bool(found):
             params, optimizer = _kept(state)
         else:
-            params, optimizer = _advance(state, ready.gradients.flats, general=False)
+            params, optimizer = advance(general=False)
     except BaseException:
         if ready.in_place and donates(state):
             give_back(state.gradients, scaled(state, ready.gradients, 1 / ready.factor))
@@ -193,6 +197,7 @@ def _advance(
     *,
     general: bool,
     told: tuple[Tensor | None, Tensor | None] | None = None,
+    unused: Sequence[int] = (),
 ) -> tuple[Buffers, Any]:
     """Run the optimizer on this rank's shards, and make the parameters whole again.
 
@@ -210,6 +215,8 @@ def _advance(
     options: dict[str, Any] = {"differentiable": general, "owned": owned}
     if not setup.offload.neutral:
         options["device"] = state.device
+    if unused:
+        options["unused"] = frozenset(layout.leaves[i].path for i in unused)
     if told is not None:
         options["found_inf"], options["grad_scale"] = told
     try:

@@ -12,7 +12,8 @@ from fzero.adapter._boundary import call, require_no_window, with_gradients
 from fzero.adapter._driver import Driver
 from fzero.errors import LayoutError, PhaseError
 from fzero.placeholder import LazyParam
-from fzero.state import TrainState
+from fzero.state import TrainState, progress
+from fzero.state.layout import as_bits
 from fzero.transforms._receive import filled
 from fzero.transforms._scaled import times_scale, without_scale
 from fzero.transforms.update import norm_of_state, share
@@ -59,6 +60,7 @@ class Access:
         state = with_gradients(self._driver, "set_full_gradient()", path)
         value = _held(state, value)
         parts.write(state, index, position, state.gradients.flats[number], value)
+        _saw_use(self._driver, index, position)
 
     def local_gradient(self, path: str) -> Tensor:
         """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
@@ -88,6 +90,7 @@ class Access:
             )
         value = _held(state, value)
         parts.write_piece(state, index, position, state.gradients.flats[number], value)
+        _saw_use(self._driver, index, position)
 
     @property
     def global_grad_norm(self) -> Tensor | None:
@@ -224,6 +227,13 @@ class Access:
         else:
             parts.write(state, index, position, held, torch.as_tensor(value))
         state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
+
+
+def _saw_use(driver: Driver, index: int, position: int) -> None:
+    """A parameter has a gradient that was written: an update steps it."""
+    state = driver.state
+    leaf = state.setup.layout.groups[index].leaves[position]
+    driver.put(state.replace(progress=progress.saw_use(state.progress, as_bits([leaf]))))
 
 
 def _used(state: TrainState, gradient: Tensor) -> Tensor:

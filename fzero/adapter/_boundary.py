@@ -42,23 +42,24 @@ def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
 
     Raises `PhaseError` if no rank holds any.
     """
-    require_no_window(driver, name)
-    _drop_what_user_dropped(driver)
-    said = _agreed(driver, f"{name} {path}".strip())
-    require_some(driver, said, name)
-    driver.put(reduce_agreed(driver.state, said, used=0))
-    return driver.state
-
-
-def require_some(driver: Driver, said: Agreed, name: str) -> None:
-    """Raise `PhaseError`, on every rank, if no rank holds gradients."""
-    if not said.held:
+    if not _reduced(driver, f"{name} {path}".strip()):
         raise PhaseError(
             f"{name}: there are no gradients; {int(driver.state.step)} updates so far.",
             cause="no backward ran since the last step() or zero_grad(), or it ran on "
             "another model, or none of this model's parameters took part in the loss.",
             fix="run loss.backward() or engine.backward(loss) before it.",
         )
+    return driver.state
+
+
+def _reduced(driver: Driver, name: str) -> bool:
+    """Reduce what waits on any rank; return whether any rank holds gradients."""
+    require_no_window(driver, name)
+    _drop_what_user_dropped(driver)
+    said = _agreed(driver, name)
+    if said.held:
+        driver.put(reduce_agreed(driver.state, said, used=0))
+    return said.held
 
 
 def _drop_what_user_dropped(driver: Driver) -> None:
@@ -97,16 +98,16 @@ def _step(driver: Driver) -> None:
     """Update the parameters from the gradients, and clear those."""
     with raises_together(driver.axis):
         driver.params.require_same()
+        driver.gradients.require_taken()
         driver.put(with_value(driver.state))
     said = _agreed(driver, "step()", updates=True)
-    require_some(driver, said, "step()")
     if error := nonfinite([driver.state], None, [said]):
         raise error
     driver.masters.follow(driver.state)
     state = reduce_agreed(driver.state, said, used=0)
     driver.put(state)  # if the optimizer raises, this is what the engine has
     with driver.guard.stepping():
-        new, driver.norm = update(state)
+        new, driver.norm = update(state, said.unused)
     driver.gradients.drop()
     driver.put(new)
     driver.published()
@@ -116,8 +117,10 @@ def clip(driver: Driver, max_norm: float) -> Tensor:
     """Scale the gradients to a global norm of at most `max_norm`; return that before."""
     good = max_norm == float("inf") or (is_number(max_norm) and max_norm >= 0)
     require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
-    state = with_gradients(driver, f"clip_grad_norm_({max_norm})")
+    held, state = _reduced(driver, f"clip_grad_norm_({max_norm})"), driver.state
     norm = norm_of_state(state, state.gradients) * share(state)
+    if not held:  # as torch.nn.utils.clip_grad_norm_: nothing to scale
+        return norm
     gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
     driver.put(state.replace(gradients=gradients))
     return norm

@@ -61,6 +61,7 @@ class Driver:
             [state],
             number=self.number,
             served=True,
+            uses=True,
         )
         self.losses = Losses(self.running)
         self.running.gatherer.on_written = self._hears_of_writes()

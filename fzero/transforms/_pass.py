@@ -41,7 +41,8 @@ class Pass:
 
     name: what the other ranks are told that runs. states: on the same ranks, each on a mesh of its
     own. number: of the sequencer among those of the channel; None for the next one. served: ranks
-    that make a call while others are in this pass take part in it (stage 3).
+    that make a call while others are in this pass take part in it (stage 3). uses: note which
+    leaves get a gradient; else all count as used.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Pass:
         *,
         number: int | None = None,
         served: bool = False,
+        uses: bool = False,
     ) -> None:
         self.states = list(states)
-        self._name, self._served = name, served
+        self._name, self._served, self._uses = name, served, uses
         self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
         self.channel = channel_of(setups[0].axis)
@@ -201,9 +203,9 @@ class Pass:
         return new
 
     def _used(self, number: int) -> int:
-        """Return, and forget, which leaves of a state got a gradient; of a functional one, all."""
+        """Return, and forget, which leaves of a state got a gradient, bit by bit."""
         used = self.reducer.pop_used(number)
-        return progress.ALL if self._carries else used
+        return used if self._uses else progress.ALL
 
     def take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""

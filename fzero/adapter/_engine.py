@@ -66,7 +66,7 @@ class Engine(Access, Scaling):
         whole_parameters: as in `fzero.init`.
         contiguous_gradients: copy each gradient into its bucket as it comes.
         overlap: reduce beside the backward.
-        ordered: sum in rank order on every backend.
+        ordered: each reduction sums in rank order on every backend, as in `fzero.init`.
         accumulate_dtype: in which gradients add up; default fp32 for 16-bit parameters.
         communication_dtype: in which gradients cross ranks; default the parameters'.
         reduce_op, gradient_predivide_factor, quantized_weights, quantized_gradients: as in

@@ -223,6 +223,9 @@ class Optimizer(Base):
         Of a schedule they compare what it gives at `step`.
         """
         lines = [f"optimizer {self!r}"]
+        for number, (_, changes) in enumerate(self.overrides):
+            shown = ", ".join(f"{key}={_shown(value)}" for key, value in changes)
+            lines.append(f"options {number} of some leaves: {shown}")
         if step is not None and not lacks_value(step):
             given = [dict(self.options), *(dict(changes) for _, changes in self.overrides)]
             schedules = [options for options in given if callable(options.get("lr"))]

@@ -18,6 +18,7 @@ from fzero.optim._masters import Place, stay, work_tensors
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision, precision_of
+from fzero.optim._recorded import lacks_value
 from fzero.optim._rules import Scaled
 from fzero.optim._step import Portions, numbers_of_group, skips
 from fzero.optim._stream import Flats, counted, step_flats
@@ -28,6 +29,7 @@ from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
 
 _SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
+_FEW = 64  # the elements of an option that is a tensor and is shown
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
@@ -203,8 +205,9 @@ class TorchOptimizer(Base):
         lines = [f"optimizer {self!r}"]
         for number, group in enumerate(bound.instance.param_groups):
             options = {name: _shown(x) for name, x in group.items() if name not in NO_OPTIONS}
-            shown = ", ".join(f"{name}={x}" for name, x in options.items() if x)
-            lines.append(f"param group {number} of {sizes[number]} leaves: {shown}")
+            shown = ", ".join(f"{name}={x}" for name, x in options.items())
+            of = f" of {sizes[number]} leaves" if leaves else ""
+            lines.append(f"param group {number}{of}: {shown}")
         return lines
 
     def saved_names(self, state: TorchState, leaves: Sequence[Leaf]) -> SavedNames:
@@ -300,11 +303,20 @@ def from_torch(
 
 
 def _shown(value: Any) -> str:
-    """An option that ranks can compare; nothing for one that has no text of its own."""
-    if isinstance(value, Tensor) and value.device.type == "cpu":
-        return f"tensor({value.tolist()})"
-    plain = (bool, int, float, str, tuple, type(None))
-    return repr(value) if isinstance(value, plain) else ""
+    """An option as ranks can compare it. Of an object only the class: its text may be an address.
+
+    A number on a device is read from there: the host waits.
+    """
+    if isinstance(value, bool | int | float | str | complex | None | torch.dtype):
+        return repr(value)
+    if isinstance(value, Tensor):
+        read = not (value.is_meta or lacks_value(value)) and value.numel() <= _FEW
+        return f"tensor({value.tolist()})" if read else f"tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_shown(x)}' for key, x in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _not_differentiable(optimizer: TorchOptimizer) -> PhaseError:

@@ -51,7 +51,8 @@ def grad_and_reduce(
     (state', (value, aux)), the tensors of the pytree aux detached (one in an object that optree
     does not know is not seen, and stays as it is). Calls add up. While a coalescing window is open
     the gradient stays local; otherwise it is reduced beside the backward that makes it:
-    all-reduced at stage 0, reduce-scattered at stages 1 to 3.
+    all-reduced at stage 0, reduce-scattered at stages 1 to 3. A leaf that fn does not use has a
+    gradient of zero, which the update steps, as in JAX.
 
     state: a `TrainState`, or a pytree of them (several models under one loss): then fn is given
         the matching pytree of params, and the pytree of states comes back. With a loss scale

@@ -37,14 +37,17 @@ def apply_gradients(state: S) -> S:
 
     A pending window is reduced first (once) and stays open if it was; gradients are clipped as
     an enclosing `fzero.clip` asks; then they are cleared. Inside `fzero.accumulate` the update
-    waits for the last micro-batch. `state` may be a pytree of states.
+    waits for the last micro-batch. `state` may be a pytree of states. A gradient of zero is a
+    gradient, as in JAX: weight decay and momentum act on a leaf that no loss has used. A rank that
+    holds nothing in a window counts as zero in the mean; gradients of any rank are enough.
 
     With a loss scale (`fzero.scale_loss`) gradients are divided by it first. An infinity or a NaN
     in them, on any rank, skips the update on every one: parameters, optimizer and `step` stay as
     they are, bit for bit, gradients are cleared, and the scale falls as its policy says. Each state
     of a pytree is skipped, or not, by its own gradients.
 
-    Raises `PhaseError` if the state holds no gradients (also on a second call), `DonatedError`
+    Raises `MismatchError` on every rank if the ranks differ in options, optimizers or their rates,
+    `PhaseError` if the state holds no gradients (also on a second call), `DonatedError`
     if it was used up, `NonFiniteError` on every rank if `fzero.check_finite` found any. With
     donation the update is made in the state's own buffers, which uses the state up; before that
     moment an error leaves it whole.

@@ -84,7 +84,7 @@ class Driver:
         lower, device = setup.policy.autocast, state.device
         self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
-        self.optimizer = optimizer_of(setup, [p for p, _ in learning])
+        self.optimizer = optimizer_of(setup, self.params.at)
         self.guard = Guard(self.optimizer)
         OWNERS.update((id(p), self) for p in self._every)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,17 +13,19 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.homes import cloned
-from fzero.optim._apart import Apart, Parted, parted
+from fzero.optim._apart import Parted, parted
 from fzero.optim._base import Base
 from fzero.optim._formula import Chosen, Span, cut, step_by_formula
 from fzero.optim._masters import Place, make_masters, stay, work_tensors
+from fzero.optim._optimizer_state import OptimizerState as OptimizerState
+from fzero.optim._optimizer_state import after_update, with_steps
 from fzero.optim._piece import Piece, pieces_in
 from fzero.optim._precision import Precision
 from fzero.optim._recorded import lacks_value, lr_by_op
 from fzero.optim._rules import Rule, Scaled, has_kernel
-from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
+from fzero.optim._stream import Flats, Portion, Slots, step_flats
 from fzero.partition import named_leaves
-from fzero.state._record import NAMESPACE, record, static
+from fzero.state._record import NAMESPACE
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 
@@ -31,21 +33,6 @@ _TORCH_NAMES = {"decoupled": "decoupled_weight_decay"}  # where torch.optim has 
 
 LeafTest = Callable[[Leaf], bool]
 Schedule = Callable[[int], float]
-
-
-@record
-class OptimizerState:
-    """What an optimizer carries: as this rank holds it, parallel to the list it was made for."""
-
-    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates; never reset
-    moments: tuple[tuple[Tensor, ...], ...]  # one tuple for each moment of the rule
-    masters: tuple[Tensor, ...]  # fp32 copies of 16-bit parameters; of others, empty
-    steps: tuple[Tensor, ...] = ()  # updates of the leaves that are apart, as `count` is
-    apart: Apart = static(default=())  # (path, 1 + index in `steps`); all others took every update
-
-    def counted(self, path: str) -> Tensor:
-        """Return how many updates the leaf at `path` took."""
-        return (self.count, *self.steps)[dict(self.apart).get(path, 0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +114,7 @@ class Optimizer(Base):
         if not owned:
             params = [cloned(p) for p in params]
             state = copied(state)
-        after = _after(state, now, found_inf)
+        after = after_update(state, now, found_inf)
         # A skipped step does not use its number, so that it may be a wrong one then.
         numbers = [int(x) if found_inf is None else x for x in (after.count, *after.steps)]
         step_flats(
@@ -166,9 +153,27 @@ class Optimizer(Base):
         """Return the moments by the rule's names for them, and the masters."""
         return {**self._slots(state), MASTERS: state.masters}
 
-    def counters(self, state: OptimizerState, path: str) -> Mapping[str, Tensor]:
-        """Return how many updates the leaf at `path` took."""
-        return {"step": state.counted(path)}
+    @property
+    def counts_by_leaf(self) -> bool:
+        """Each leaf has the number of its updates."""
+        return True
+
+    def counted(self, state: OptimizerState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return how many updates the leaves at `paths` took."""
+        counts, numbers = (state.count, *state.steps), dict(state.apart)
+        return {"step": {path: counts[numbers.get(path, 0)] for path in paths}}
+
+    def recounted(
+        self,
+        state: OptimizerState,
+        paths: Sequence[str],
+        counters: Mapping[str, Mapping[str, Tensor]],
+        *,
+        count: int | None = None,
+        unstepped: Collection[str] = (),
+    ) -> OptimizerState:
+        """Return the state whose leaves took so many updates; itself it made as many at least."""
+        return with_steps(state, {p: int(counters["step"][p]) for p in paths}, count)
 
     def skips(self, params: Sequence[Tensor], state: OptimizerState) -> bool:
         """Whether `advance` takes `found_inf` and `grad_scale`: its kernels are fused ones."""
@@ -195,7 +200,7 @@ class Optimizer(Base):
             device=device,
             counts=counts,
         )
-        after = _after(state, now, None)
+        after = after_update(state, now, None)
         return new, replace(after, moments=moments, masters=masters)
 
     def _by_options(
@@ -262,14 +267,6 @@ class Optimizer(Base):
         shown = [f"{key}={_shown(value)}" for key, value in self.options]
         shown += [f"groups={len(self.overrides)}"] if self.overrides else []
         return f"{self.rule.name}({', '.join(shown)})"
-
-
-def _after(state: OptimizerState, now: Parted, found_inf: Tensor | None) -> OptimizerState:
-    """Return the state after an update, which `found_inf` may have skipped, by its counters."""
-    counts = [state.count, *state.steps]
-    counts += [counts[source].clone() for source in now.sources]
-    after = [x if k in now.still else counted(x, found_inf) for k, x in enumerate(counts)]
-    return replace(state, count=after[0], steps=tuple(after[1:]), apart=now.apart)
 
 
 def _at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""`from_torch`: a torch.optim optimizer steps this rank's flat shards of a state."""
+"""A torch.optim optimizer steps this rank's flat shards of a state."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,22 +14,23 @@ from fzero.errors import PhaseError
 from fzero.homes import cloned
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind
+from fzero.optim._held import Held, held_by, lines_of
 from fzero.optim._masters import Place, stay, work_tensors
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
-from fzero.optim._precision import Precision, precision_of
-from fzero.optim._recorded import lacks_value
+from fzero.optim._precision import Precision
+from fzero.optim._recount import counted_in, recounted_as
 from fzero.optim._rules import Scaled
+from fzero.optim._shown import shown
 from fzero.optim._step import Portions, numbers_of_group, skips
 from fzero.optim._stream import Flats, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, turn_of, units_of
 from fzero.optim._trial import as_kept
-from fzero.optim._usable import name_of, require_usable
+from fzero.optim._usable import name_of
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
 
 _SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
-_FEW = 64  # the elements of an option that is a tensor and is shown
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
@@ -46,6 +47,7 @@ class TorchOptimizer(Base):
     precision: Precision = field(default_factory=Precision)
     paths: tuple[tuple[str, int], ...] = ()  # (path, param group), once bound
     bound: Bound | None = field(default=None, compare=False, repr=False)
+    held: Held = field(default_factory=dict, compare=False, repr=False)  # see `taken_over`
 
     @property
     def instance(self) -> torch.optim.Optimizer:
@@ -71,18 +73,41 @@ class TorchOptimizer(Base):
         """Return the param group that has the leaf at `path`, -1 if none has: it is not stepped."""
         return self._bound().group_at.get(path, -1)
 
+    @property
+    def members(self) -> Sequence[Sequence[str]]:
+        """The paths of the parameters of each param group, in its order."""
+        return self._bound().members
+
     def bind(self, params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> TorchOptimizer:
         """Return the optimizer of these parameters: {path: tensor}, tied ones at each path.
 
-        A class or a factory has one param group, of all that learn.
+        A class or a factory is called with those that learn, as `nn.Parameter`s, in a list that
+        also has `named_parameters()`; its param groups are kept.
 
         Raises:
-            LayoutError: for a parameter of an instance that is not among `params`, or is in two
+            LayoutError: for a parameter of the optimizer that is not among `params`, or is in two
                 groups; for a rule that cannot be tried.
-            PhaseError: for an instance that has made steps.
         """
-        bound = bind(self.source, dict(params), precision=self.precision)
-        return replace(self, bound=bound, paths=tuple(bound.group_at.items()))
+        named = dict(params)
+        bound = bind(self.source, named, precision=self.precision)
+        return replace(
+            self, bound=bound, paths=tuple(bound.group_at.items()), held=held_by(bound, named)
+        )
+
+    def begin(self, leaf: Leaf, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return with what a slot of a leaf begins: what the instance has, or its first values."""
+        kept = self._bound().kept_for(leaf)
+        if leaf.path in self.held:
+            return self.held[leaf.path][name].detach().to(device, dtype)
+        fill = 0.0 if kept is None or name not in kept.slots else kept.slots[name].item()
+        return torch.full(leaf.shape, fill, dtype=dtype, device=device)
+
+    def let_go(self, paths: Sequence[str]) -> None:
+        """Forget what the instance had for these parameters: a train state has it now."""
+        taken = [self.held[path] for path in paths if path in self.held]
+        for path in [path for path, own in self.held.items() if any(own is x for x in taken)]:
+            del self.held[path]
+        self.instance.state.clear()
 
     @property
     def divides(self) -> bool:
@@ -169,14 +194,45 @@ class TorchOptimizer(Base):
         """The slots of a rule that needs whole leaves, each of which is a flat of its own then."""
         return frozenset(name for kept in self._bound().kept.values() for name in kept.odd)
 
-    def counters(self, state: TorchState, path: str) -> Mapping[str, Tensor]:
-        """Return the counters of the leaf at `path`, and those of its param group."""
-        bound, group = self._bound(), self.group_of(path)
-        number, shared = state.number(path, group), bound.shared[group].begin
-        return {
-            name: state.counters[name][group if name in shared else number]
-            for name in bound.begin_of(group)
-        }
+    @property
+    def counts_by_leaf(self) -> bool:
+        """Each leaf has counters of its own, as in torch.optim."""
+        return True
+
+    def counted(self, state: TorchState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return {name: {path: counter}} of leaves; among them those of their param groups."""
+        return counted_in(self._bound(), state, paths)
+
+    def shares(self, path: str, name: str) -> bool:
+        """Whether the rule keeps a counter in the param group of the leaf at `path`."""
+        return name in self._bound().shared[self.group_of(path)].begin
+
+    def recounted(
+        self,
+        state: TorchState,
+        paths: Sequence[str],
+        counters: Mapping[str, Mapping[str, Tensor]],
+        *,
+        count: int | None = None,
+        unstepped: Collection[str] = (),
+    ) -> TorchState:
+        """Return the state with these counters. Raises `LayoutError` if a param group has two."""
+        made = recounted_as(self._bound(), state, paths, counters, unstepped)
+        return made if count is None else replace(made, count=torch.full_like(made.count, count))
+
+    def unstepped(self, state: TorchState) -> Sequence[str]:
+        """Return the paths of leaves that took no step yet, where others did."""
+        return state.unstepped
+
+    def begun(self, state: TorchState, paths: Sequence[str], path: str) -> TorchState:
+        """Return the state in which the leaf at `path` took a step, and so the whole state did."""
+        count = int(state.count)
+        if count and path not in state.unstepped:
+            return state
+        before = state.unstepped if count else paths
+        left = [other for other in before if other != path]
+        counters = self.counted(state, paths)
+        return self.recounted(state, paths, counters, count=max(count, 1), unstepped=left)
 
     def own_state(self, leaf: Leaf, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return whole slots and counters of a leaf as the instance itself keeps them."""
@@ -204,29 +260,20 @@ class TorchOptimizer(Base):
         sizes = Counter(bound.group_at.get(leaf.path, -1) for leaf in leaves)
         lines = [f"optimizer {self!r}"]
         for number, group in enumerate(bound.instance.param_groups):
-            options = {name: _shown(x) for name, x in group.items() if name not in NO_OPTIONS}
-            shown = ", ".join(f"{name}={x}" for name, x in options.items())
+            options = {name: shown(x) for name, x in group.items() if name not in NO_OPTIONS}
+            text = ", ".join(f"{name}={x}" for name, x in options.items())
             of = f" of {sizes[number]} leaves" if leaves else ""
-            lines.append(f"param group {number}{of}: {shown}")
-        return lines
+            lines.append(f"param group {number}{of}: {text}")
+        return [*lines, *(lines_of(self.held) if leaves else ())]
 
     def saved_names(self, state: TorchState, leaves: Sequence[Leaf]) -> SavedNames:
         """What a checkpoint calls the class, and by torch.optim's own names its state.
 
-        A counter is one number for all param groups, which may be others when it is loaded.
+        Counters are saved by leaf: param groups may be others when they are loaded.
         """
         name = type(self.instance).__name__.lower()
-        learning = {self.group_of(leaf.path) for leaf in leaves if leaf.trainable}
         parts = {f"slots['{slot}']": slot for slot in state.slots}
-        idle: set[str] = set()
-        for counter, numbers in state.counters.items():
-            for group in range(len(numbers)):
-                part = f"counters['{counter}'][{group}]"
-                parts[part] = counter
-                if group not in learning or counter not in self._bound().begin_of(group):
-                    idle.add(part)
-        rule = _SAME_RULE.get(name, name)
-        return SavedNames(rule=rule, parts=parts, idle=frozenset(idle))
+        return SavedNames(rule=_SAME_RULE.get(name, name), parts=parts)
 
     def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
         """Return the instance's own groups, with their options as they are at any `step`."""
@@ -257,66 +304,6 @@ class TorchOptimizer(Base):
 
     def __repr__(self) -> str:
         return f"from_torch({name_of(self.source)})"
-
-
-def from_torch(
-    optimizer: Any,
-    *,
-    master_weights: bool = True,
-    state_dtype: torch.dtype | None = None,
-    stochastic_rounding: bool = False,
-) -> TorchOptimizer:
-    """torch.optim on shards: p', s' = optimizer.step() on this rank's [l] of each flat [W l].
-
-    The numbers are those of the optimizer on whole parameters, if its rule is elementwise: this
-    is tried on a few elements when a state is made. Options are read from the optimizer at each
-    update, so a scheduler made for an instance goes on working.
-
-    Args:
-        optimizer: a `torch.optim` class; a factory, parameters -> optimizer, such as
-            `functools.partial(torch.optim.AdamW, lr=3e-4)`; or an instance made from the
-            parameters that the state is made of (a module's own, if they were functionalized;
-            by `named_parameters()` on the meta device), in any param groups. A parameter that no
-            group has is not stepped.
-        master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
-        state_dtype: as in `fzero.optim.adamw`.
-        stochastic_rounding: as in `fzero.optim.adamw`.
-
-    Returns:
-        An optimizer for `fzero.init`, `shard(...).init` and `Engine`. An update by it cannot be
-        differentiated; those of `fzero.optim.adamw` and its like can.
-
-    Raises:
-        LayoutError: for what is no such thing, and for LBFGS and SparseAdam.
-
-    Example:
-        >>> import functools, torch
-        >>> opt = from_torch(functools.partial(torch.optim.SGD, lr=0.5)).bind({"w": torch.ones(2)})
-        >>> leaf = Leaf(path="w", shape=(2,), dtype=torch.float32, trainable=True)
-        >>> flats, pieces = [torch.tensor([1.0, 1.0])], [Piece(0, leaf, 0, 2)]
-        >>> opt.advance(flats, [torch.tensor([2.0, 4.0])], opt.init(flats, pieces), pieces)[0]
-        [tensor([ 0., -1.])]
-    """
-    require_usable(optimizer)
-    precision = precision_of("from_torch", master_weights, state_dtype, stochastic_rounding)
-    return TorchOptimizer(source=optimizer, precision=precision)
-
-
-def _shown(value: Any) -> str:
-    """An option as ranks can compare it. Of an object only the class: its text may be an address.
-
-    A number on a device is read from there: the host waits.
-    """
-    if isinstance(value, bool | int | float | str | complex | None | torch.dtype):
-        return repr(value)
-    if isinstance(value, Tensor):
-        read = not (value.is_meta or lacks_value(value)) and value.numel() <= _FEW
-        return f"tensor({value.tolist()})" if read else f"tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_shown(x)}' for key, x in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_shown, value))})"
-    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _not_differentiable(optimizer: TorchOptimizer) -> PhaseError:

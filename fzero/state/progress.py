@@ -71,8 +71,10 @@ def of_all_ranks(progress: Progress, backwards: int, used: int) -> Progress:
 
     backwards: of the rank that made the most. used: leaves that count as used here, too.
     """
-    backwards = max(progress.backwards, backwards, 1)
-    return replace(progress, backwards=backwards, used=progress.used | used)
+    backwards, used = max(progress.backwards, backwards, 1), progress.used | used
+    if (backwards, used) == (progress.backwards, progress.used):
+        return progress
+    return replace(progress, backwards=backwards, used=used)
 
 
 def saw_nonfinite(progress: Progress, found: NonFinite | None) -> Progress:

@@ -110,10 +110,12 @@ def reduce_agreed(state: TrainState, said: Agreed, used: int = progress.ALL) -> 
     something that waits.
     """
     after = progress.of_all_ranks(state.progress, said.backwards, used)
-    state = state.replace(progress=after)
+    if after is not state.progress:
+        state = state.replace(progress=after)
     if said.waits:
         return reduce_window(state)
-    state = state.replace(window=window.pop(state.window)[0])
+    if state.window.gathered:
+        state = state.replace(window=window.pop(state.window)[0])
     if state.gradients.held:
         return state
     return accumulate(state, filled(state, {}, state.setup.gradients))

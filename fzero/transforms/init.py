@@ -44,6 +44,7 @@ from fzero.transforms._options import (
 )
 from fzero.transforms._pieces import pieces_of
 from fzero.transforms._plan import COMPARED, plan
+from fzero.transforms._taken import taken_over
 
 Initializer = Callable[[str, Tensor], Tensor]
 OneOptimizer = (
@@ -267,4 +268,4 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
         progress=Progress(),
         setup=setup,
     )
-    return state.replace(window=replace(CLOSED, residual=residual_of(state)))
+    return taken_over(state.replace(window=replace(CLOSED, residual=residual_of(state))))

@@ -31,6 +31,8 @@ from fzero.homes import add_to, lent, placed
 from fzero.mesh import Axis, Runtime
 from fzero.quantize import ErrorFeedback
 from fzero.state.buffers import Placement
+from fzero.state.layout import as_bits
+from fzero.state.progress import ALL
 from fzero.state.setup import Setup
 
 IN_FLIGHT = 1
@@ -53,6 +55,7 @@ class Reducer:
         self.on_full: Callable[[int], None] = self.start  # set by the sequencer of a pass
         self.means: list[dict[int, Tensor]] = [{} for _ in setups]
         self.received = 0  # gradients of leaves since `begin`
+        self._used: list[set[int]] = [set() for _ in setups]  # those leaves
         self._buckets: list[dict[int, Bucket]] = []
         self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
         self._where: list[dict[int, tuple[int, Bucket, int]]] = []
@@ -95,12 +98,14 @@ class Reducer:
         """Add `p.grad`, the gradient of one leaf of a state, and take it away from `p`."""
         unit, bucket, position = self._where[state][leaf]
         bucket.add(position, _popped(p))
+        self._used[state].add(leaf)
         self._received(unit, bucket)
 
     def add(self, state: int, leaf: int, gradient: Tensor) -> None:
         """Add the gradient of one leaf of a state."""
         unit, bucket, position = self._where[state][leaf]
         bucket.add(position, gradient)
+        self._used[state].add(leaf)
         self._received(unit, bucket)
 
     def _received(self, unit: int, bucket: Bucket) -> None:
@@ -252,6 +257,11 @@ class Reducer:
         means, self.means[state] = self.means[state], {}
         return means
 
+    def pop_used(self, state: int) -> int:
+        """Return, and forget, the leaves of a state that got a gradient, as bits; `ALL` if all."""
+        used, self._used[state] = self._used[state], set()
+        return ALL if len(used) == len(self._where[state]) else as_bits(used)
+
     def begin(self, keeps: Sequence[bool]) -> None:
         """A backward begins: gradients of the states that `keeps` stay on this rank."""
         self.keeps, self.received = list(keeps), 0
@@ -266,6 +276,7 @@ class Reducer:
         self.received = 0
         for state in range(len(self.setups)):
             self.pop_local(state)
+            self._used[state].clear()
 
     def discard(self) -> None:
         """Discard what this backward has brought. Waits for what was started."""

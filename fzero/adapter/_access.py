@@ -14,7 +14,8 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.homes import lent
 from fzero.packing import unpack
 from fzero.placeholder import LazyParam
-from fzero.state import TrainState
+from fzero.state import TrainState, progress
+from fzero.state.layout import as_bits
 from fzero.transforms._receive import filled
 from fzero.transforms._scaled import times_scale, without_scale
 from fzero.transforms.update import norm_of_state, share
@@ -74,6 +75,7 @@ class Access:
         state = with_gradients(self._driver, "set_full_gradient()", path)
         value = _held(state, value)
         parts.write(state, index, position, state.gradients.flats[number], value)
+        _saw_use(self._driver, index, position)
 
     def local_gradient(self, path: str) -> Tensor:
         """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
@@ -103,6 +105,7 @@ class Access:
             )
         value = _held(state, value)
         parts.write_piece(state, index, position, state.gradients.flats[number], value)
+        _saw_use(self._driver, index, position)
 
     @property
     def global_grad_norm(self) -> Tensor | None:
@@ -191,7 +194,7 @@ class Access:
 
         A scalar ("step") as it is.
         """
-        index, position, held, alone = parts.named_state(self._driver, path, name)
+        index, position, held, alone, _ = parts.named_state(self._driver, path, name)
         piece = held if alone else parts.piece_of(self._driver.state, index, position, held)
         return piece.clone()
 
@@ -201,17 +204,19 @@ class Access:
 
         At stage 0, and of a scalar, every rank has to set the same.
         """
-        index, position, held, alone = parts.named_state(self._driver, path, name)
-        state = self._driver.state
-        if alone:
+        index, position, held, alone, counts = parts.named_state(self._driver, path, name)
+        if counts:
+            parts.count(self._driver, path, name, value)
+        elif alone:
             parts.write_whole(path, held, value)
         else:
+            state = self._driver.state
             parts.write_piece(state, index, position, held, torch.as_tensor(value))
-        state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
+        parts.begin(self._driver, path)
 
     def full_optimizer_state(self, path: str, name: str) -> Tensor:
         """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-        index, position, held, alone = parts.named_state(self._driver, path, name)
+        index, position, held, alone, _ = parts.named_state(self._driver, path, name)
         call(self._driver, f"full_optimizer_state() {path} {name}")
         whole = held if alone else parts.leaves_of(self._driver.state, index, held)[position]
         return whole.clone()
@@ -229,16 +234,25 @@ class Access:
     def set_full_optimizer_state(self, path: str, name: str, value: Tensor | float) -> None:
         """Make `value` (the same on every rank) state `name` of the parameter at `path`.
 
-        A scalar state is one for all parameters of a param group.
+        A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
+        keeps in its param group, which is that of all parameters of the group.
         """
-        index, position, held, alone = parts.named_state(self._driver, path, name)
+        index, position, held, alone, counts = parts.named_state(self._driver, path, name)
         call(self._driver, f"set_full_optimizer_state() {path} {name}")
-        state = self._driver.state
-        if alone:
+        if counts:
+            parts.count(self._driver, path, name, value)
+        elif alone:
             parts.write_whole(path, held, value)
         else:
-            parts.write(state, index, position, held, torch.as_tensor(value))
-        state.optimizer.count.clamp_(min=1)  # what was written counts from the first step on
+            parts.write(self._driver.state, index, position, held, torch.as_tensor(value))
+        parts.begin(self._driver, path)
+
+
+def _saw_use(driver: Driver, index: int, position: int) -> None:
+    """A parameter has a gradient that was written: an update steps it."""
+    state = driver.state
+    leaf = state.setup.layout.groups[index].leaves[position]
+    driver.put(state.replace(progress=progress.saw_use(state.progress, as_bits([leaf]))))
 
 
 def _used(state: TrainState, gradient: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from fzero.errors import PhaseError
 from fzero.optim import NoOptimizer, no_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
-from fzero.transforms._finite import first_of, report_of
-from fzero.transforms._receive import accumulate, filled, reduce_window
+from fzero.transforms._agree import Agreed, agree, nonfinite, raises_together, reduce_agreed
+from fzero.transforms._scaled import with_value
 from fzero.transforms.update import clip_factor, norm_of_state, scaled, share, update
 
 
@@ -42,43 +42,41 @@ def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
 
     Raises `PhaseError` if no rank holds any.
     """
-    require_no_window(driver, name)
-    driver.wait()
-    driver.drop_if_user_did()
-    state, waits, _ = _agreed(driver, f"{name} {path}".strip())
-    driver.put(_reduced(state, waits))
-    return driver.state
-
-
-def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool, bool]:
-    """Return what all ranks know, and raise `PhaseError` if none of them holds gradients.
-
-    The state, with the backwards of the rank that made the most; whether gradients of any rank
-    wait; whether a gradient or loss of any rank is not finite.
-    """
-    state = driver.state
-    held = int(state.window.pending.held) + 2 * int(state.gradients.held)
-    bad = 4 * int(state.progress.nonfinite is not None)
-    codes = call(driver, name, held + bad + 8 * state.progress.backwards)
-    if not any(code & 3 for code in codes):
+    if not _reduced(driver, name, path):
         raise PhaseError(
-            f"{name}: there are no gradients; {int(state.step)} updates so far.",
+            f"{name}: there are no gradients; {int(driver.state.step)} updates so far.",
             cause="no backward ran since the last step() or zero_grad(), or it ran on "
             "another model, or none of this model's parameters took part in the loss.",
             fix="run loss.backward() or engine.backward(loss) before it.",
         )
-    state, backwards = driver.state, max(max(code >> 3 for code in codes), 1)
-    agreed = state.replace(progress=replace(state.progress, backwards=backwards))
-    return agreed, any(code & 1 for code in codes), any(code & 4 for code in codes)
+    return driver.state
 
 
-def _reduced(state: TrainState, waits: bool) -> TrainState:
-    """Reduce what `waits` on any rank. A collective if something does."""
-    if waits:
-        return reduce_window(state)
-    if state.gradients.held:
-        return state
-    return accumulate(state, filled(state, {}, state.setup.gradients))  # zeros
+def _reduced(driver: Driver, name: str, path: str = "") -> bool:
+    """Reduce what waits on any rank; return whether any rank holds gradients."""
+    require_no_window(driver, name)
+    _drop_what_user_dropped(driver)
+    said = _agreed(driver, f"{name} {path}".strip())
+    if said.held:
+        driver.put(reduce_agreed(driver.state, said, used=0))
+    return said.held
+
+
+def _drop_what_user_dropped(driver: Driver) -> None:
+    driver.wait()
+    with raises_together(driver.axis):
+        driver.drop_if_user_did()
+
+
+def _agreed(driver: Driver, name: str, *, updates: bool = False) -> Agreed:
+    """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
+
+    def now() -> list[TrainState]:
+        driver.running.take_served()
+        return driver.running.states
+
+    name = f"{name} of engine {driver.number}"
+    return agree(name, now(), updates=updates, uses=updates, now=now)[0]
 
 
 def call_step(driver: Driver, every: int) -> bool:
@@ -87,8 +85,7 @@ def call_step(driver: Driver, every: int) -> bool:
     require_no_window(driver, "step()")
     if isinstance(driver.state.setup.optimizer, NoOptimizer):
         raise no_optimizer()
-    driver.wait()
-    driver.drop_if_user_did()
+    _drop_what_user_dropped(driver)
     counted, due = progress.call_step(driver.state.progress, every)
     if due:
         _step(driver)
@@ -99,15 +96,18 @@ def call_step(driver: Driver, every: int) -> bool:
 
 def _step(driver: Driver) -> None:
     """Update the parameters from the gradients, and clear those."""
-    driver.params.require_same()
-    state, waits, bad = _agreed(driver, "step()")
-    if bad and (error := first_of(driver.running.channel, report_of([driver.state]))) is not None:
+    with raises_together(driver.axis):
+        driver.params.require_same()
+        driver.gradients.require_taken()
+        driver.put(with_value(driver.state))
+    said = _agreed(driver, "step()", updates=True)
+    if error := nonfinite([driver.state], None, [said]):
         raise error
-    driver.masters.follow(state)
-    state = _reduced(state, waits)
+    driver.masters.follow(driver.state)
+    state = reduce_agreed(driver.state, said, used=0)
     driver.put(state)  # if the optimizer raises, this is what the engine has
     with driver.guard.stepping():
-        new, driver.norm = update(state)
+        new, driver.norm = update(state, said.unused)
     driver.gradients.drop()
     driver.put(new)
     driver.published()
@@ -117,8 +117,11 @@ def clip(driver: Driver, max_norm: float) -> Tensor:
     """Scale the gradients to a global norm of at most `max_norm`; return that before."""
     good = max_norm == float("inf") or (is_number(max_norm) and max_norm >= 0)
     require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
-    state = with_gradients(driver, f"clip_grad_norm_({max_norm})")
+    held = _reduced(driver, f"clip_grad_norm_({max_norm})")
+    state = driver.state
     norm = norm_of_state(state, state.gradients) * share(state)
+    if not held:  # as torch.nn.utils.clip_grad_norm_: nothing to scale
+        return norm
     gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
     driver.put(state.replace(gradients=gradients))
     return norm
@@ -174,9 +177,9 @@ def window(driver: Driver, name: str) -> Iterator[None]:
 
 def reduce_what_waits(driver: Driver, name: str) -> None:
     """Reduce what waits, if there is anything on any rank."""
-    waits = any(call(driver, name, int(driver.state.window.pending.held)))
-    if waits:
-        driver.put(_reduced(driver.state, waits))
+    said = _agreed(driver, name)
+    if said.waits:
+        driver.put(reduce_agreed(driver.state, said, used=0))
         driver.show_gradients()
 
 

@@ -34,6 +34,9 @@ def give_back(driver: Driver) -> None:
     stepped = rule if isinstance(rule, TorchOptimizer) and int(state.optimizer.count) else None
     if stepped is not None:
         stepped.give_numbers(state.optimizer)
+    if isinstance(rule, TorchOptimizer):
+        for path, own in rule.held.items():  # of parameters that were frozen meanwhile
+            rule.instance.state[driver.params.at(path)] = own
     with free_to_swap(driver.module):
         for index in range(len(state.setup.layout.groups)):
             _give_parameters(driver, index)
@@ -59,9 +62,10 @@ def _give_states(driver: Driver, rule: TorchOptimizer, index: int) -> None:
     """Give torch's optimizer its states of a group's parameters."""
     leaves = {leaf.path: leaf for leaf in driver.state.setup.layout.leaves}
     stepped = {id(p) for group in rule.instance.param_groups for p in group["params"]}
+    unstepped = set(rule.unstepped(driver.state.optimizer))
     for path, slots in parts.states_of_group(driver, index).items():
         p = driver.params.at(path)
-        if id(p) in stepped:
+        if id(p) in stepped and path not in unstepped:
             own = rule.own_state(leaves[path], slots)
             rule.instance.state[p] = {name: _laid_as(p, x) for name, x in own.items()}
 

@@ -61,6 +61,7 @@ class Driver:
             [state],
             number=self.number,
             served=True,
+            uses=True,
         )
         self.losses = Losses(self.running)
         self.running.gatherer.on_written = self._hears_of_writes()
@@ -83,7 +84,7 @@ class Driver:
         lower, device = setup.policy.autocast, state.device
         self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
-        self.optimizer = optimizer_of(setup, [p for p, _ in learning])
+        self.optimizer = optimizer_of(setup, self.params.at)
         self.guard = Guard(self.optimizer)
         OWNERS.update((id(p), self) for p in self._every)
 

@@ -50,6 +50,9 @@ class Engine(Access, Scaling):
     `TrainState` that a functional step carries; `engine.step()` uses up a state that was taken from
     it before.
 
+    A parameter that no rank has used since the last update is not stepped, as in PyTorch, where its
+    gradient is None; a gradient of zero that a backward brought is one.
+
     While the engine holds gradients, `p.grad` is a stand-in that says where they are; `p.grad =
     None` (module.zero_grad(), optimizer.zero_grad()) drops them.
 
@@ -66,7 +69,7 @@ class Engine(Access, Scaling):
         whole_parameters: as in `fzero.init`.
         contiguous_gradients: copy each gradient into its bucket as it comes.
         overlap: reduce beside the backward.
-        ordered: sum in rank order on every backend.
+        ordered: each reduction sums in rank order on every backend, as in `fzero.init`.
         accumulate_dtype: in which gradients add up; default fp32 for 16-bit parameters.
         communication_dtype: in which gradients cross ranks; default the parameters'.
         reduce_op, gradient_predivide_factor, quantized_weights, quantized_gradients: as in
@@ -234,14 +237,18 @@ class Engine(Access, Scaling):
     def step(self) -> bool:
         """Update the parameters from the gradients, and clear those. A collective.
 
+        What no rank has used since the last update stays as it is, with its optimizer state.
+
         Returns:
             Whether the update was due: with `gradient_accumulation_steps=n` it is at every n-th
             call. One that an overflow skipped was due as well.
 
         Raises:
-            PhaseError: without gradients, inside a window or a backward, and for an engine without
-                optimizer; everything is then as before.
+            PhaseError: inside a window or a backward, and for an engine without optimizer;
+                everything is then as before.
             LayoutError: when a parameter was replaced, moved or unfrozen, or `p.grad` written.
+            MismatchError: on every rank, when the options of the optimizer differ by rank, or some
+                ranks have thrown their gradients away. Nothing was changed.
             NonFiniteError: with `check_finite`, on every rank; `zero_grad()` drops what raises it.
         """
         every = self.options.updating.gradient_accumulation_steps

@@ -121,6 +121,17 @@ class Gradients:
             )
         return bool(others)
 
+    def require_taken(self) -> None:
+        """Raise `LayoutError` for a `p.grad` that no backward has brought: it would be lost."""
+        for p, held in () if self._standing else self._learning:
+            if p.grad is not None:
+                raise LayoutError(
+                    f"p.grad of {held.path} is a tensor that the engine has not got by a backward.",
+                    cause="a gradient written by hand, or one from before the engine was made.",
+                    fix="write engine.set_full_gradient(path, value) after a backward, the same on "
+                    "every rank; engine.zero_grad() throws this one away.",
+                )
+
     @property
     def gone(self) -> bool:
         """Whether every `p.grad` is None where stand-ins were."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,14 +73,15 @@ def _refuse_load(optimizer: Optimizer, _: Any) -> None:
     )
 
 
-def optimizer_of(setup: Setup, learning: Sequence[Tensor]) -> Optimizer | None:
+def optimizer_of(setup: Setup, at: Callable[[str], Tensor]) -> Optimizer | None:
     """Return the torch.optim optimizer of a state, if it has one.
 
-    One that was made of a class or a factory gets the parameters that learn.
+    One that was made by a class or a factory gets its parameters back, by their paths: `at`.
     """
     chosen: Any = setup.optimizer
     if not isinstance(chosen, TorchOptimizer):
         return None
     if chosen.instance is not chosen.source:
-        chosen.instance.param_groups[0]["params"] = list({id(p): p for p in learning}.values())
+        for group, paths in zip(chosen.instance.param_groups, chosen.members, strict=True):
+            group["params"] = [at(path) for path in paths]
     return chosen.instance

@@ -163,14 +163,22 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Ten
         )
     index = find_learning(driver, path)[1]
     empty = not state.setup.numel(index, state.setup.optimizer_state)
-    rule, odd = state.setup.optimizer, state.setup.optimizer.odd_slots
+    rule: Any = state.setup.optimizer
+    odd = rule.odd_slots
     slots = {
         name: flat
         for name, flat in slots_of_group(state, index).items()
         if name != MASTERS and (flat.numel() or empty)
     }
     scalars = {name: slots.pop(name) for name in odd.intersection(slots)}
-    return slots, {**rule.counters(state.optimizer, path), **scalars}
+    return slots, {**rule.counters(state.optimizer, _leaf(driver, path)), **scalars}
+
+
+def _leaf(driver: Driver, path: str) -> str:
+    """Return the path by which the layout knows a parameter that may have several."""
+    index, position = find(driver, path)
+    layout = driver.state.setup.layout
+    return layout.leaves[layout.groups[index].leaves[position]].path
 
 
 def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
@@ -179,13 +187,45 @@ def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
     paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
     if index not in layout.trainable or not steps(state, paths[0]):
         return {}
-    slots, scalars = optimizer_states(driver, paths[0])
-    found = {path: {name: value.clone() for name, value in scalars.items()} for path in paths}
+    slots = optimizer_states(driver, paths[0])[0]
+    found = {
+        path: {name: value.clone() for name, value in optimizer_states(driver, path)[1].items()}
+        for path in paths
+    }
     for name, flat in slots.items():
         leaves = leaves_of(state, index, flat)
         for path, leaf in zip(paths, leaves, strict=True):
             found[path][name] = leaf.clone()
     return found
+
+
+def count(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` counter `name` of one parameter; of its param group, if it is kept there."""
+    state, leaf = driver.state, _leaf(driver, path)
+    rule: Any = state.setup.optimizer
+    if rule.shares(leaf, name):
+        write_whole(path, rule.counters(state.optimizer, leaf)[name], value)
+        return
+    paths = _learning(state)
+    counters = rule.counted(state.optimizer, paths)
+    own = counters[name][leaf].clone()
+    write_whole(path, own, value)
+    counters[name][leaf] = own
+    fresh = rule.unstepped(state.optimizer)
+    made = rule.recounted(state.optimizer, paths, counters, unstepped=fresh)
+    driver.put(state.replace(optimizer=made))
+
+
+def begin(driver: Driver, path: str) -> None:
+    """Note that the optimizer has a state of a parameter: its first step does not make it."""
+    state = driver.state
+    rule: Any = state.setup.optimizer
+    made = rule.begun(state.optimizer, _learning(state), _leaf(driver, path))
+    driver.put(state.replace(optimizer=made))
+
+
+def _learning(state: TrainState) -> list[str]:
+    return [leaf.path for leaf in state.setup.layout.leaves if leaf.trainable]
 
 
 class Named(NamedTuple):
@@ -195,6 +235,7 @@ class Named(NamedTuple):
     position: int
     held: Tensor  # of its whole group, or of it alone where it has another shape: "step"
     alone: bool
+    counts: bool  # whether it is a counter
 
 
 def named_state(driver: Driver, path: str, name: str) -> Named:
@@ -208,4 +249,5 @@ def named_state(driver: Driver, path: str, name: str) -> Named:
             fix="use one of those.",
         )
     alone = name in scalars
-    return Named(index, position, scalars[name] if alone else slots[name], alone)
+    counts = alone and name not in driver.state.setup.optimizer.odd_slots
+    return Named(index, position, scalars[name] if alone else slots[name], alone, counts)

@@ -79,6 +79,11 @@ def _updates(value: Any) -> bool:
     return type(value) is not bool and _number(value) and math.isfinite(value) and value >= 0
 
 
+def _counts(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A number for all leaves, or one for each, by its name."""
+    return lambda value: all(map(good, value.values())) if type(value) is dict else good(value)
+
+
 _NATURAL = _integer(0, 2**63)
 _ANYTHING = Named(others=_any)
 _TEXTS = Named(others=_text)
@@ -98,15 +103,19 @@ MANIFEST_FORM = Named(
         "counters": Named(
             must={
                 "step": _NATURAL,
-                "optimizer": Named(may={"step": _updates, "count": _updates}, others=_number),
+                "optimizer": Named(
+                    may={"step": _counts(_updates), "count": _updates}, others=_counts(_number)
+                ),
                 "scale": Named(
                     may={
                         "scale": lambda x: type(x) is float and 0 < x < 3.5e38,  # as fp32 holds it
                         "good_updates": _integer(0, 2**31),
                         "hysteresis_left": _integer(0, 2**31),
+                        "hysteresis": _integer(1, 2**31),
                     }
                 ),
-            }
+            },
+            may={"unstepped": [_text]},
         ),
         "module": Named(
             must={

@@ -60,7 +60,8 @@ def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
 
     The random generators of this process are set to those of the same rank that saved; of a rank
     that did not save, they stay. A state with a loss scale that adapts itself goes on with the
-    saved one, and begins anew if none was saved; a state without one stays without.
+    saved one, within the bounds of its own policy, and begins anew if none was saved; a state
+    without one stays without.
 
     Everything is checked before a value is read: the manifest field by field, names, shapes,
     dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Frozen

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
+from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, counters_of, unstepped_of
 from fzero.checkpoint._disk import put_text
 from fzero.checkpoint._everywhere import CheckpointError, damaged
 from fzero.checkpoint._form import MANIFEST_FORM, problems
 from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import counters_of, slots_of
+from fzero.checkpoint._slots import slots_of
 from fzero.errors import LayoutError
 from fzero.state import TrainState
 from fzero.state.scale import as_numbers
 
 MANIFEST, FORMAT = "checkpoint.json", 3
-COUNT, STEP = "count", "step"  # updates made; what Adam counts: the same number, unless it was set
 LEFT_OUT = ", left out"  # what a manifest says at the end of a frozen leaf that was not saved
 _SHOWN = 8  # differences that an error lists
 
@@ -48,7 +48,7 @@ def describe(state: TrainState, *, frozen: bool = True) -> Manifest:
     """
     unlearned = "frozen" if frozen else "frozen" + LEFT_OUT
     setup, layout = state.setup, state.setup.layout
-    names = leaf_names(layout)
+    names, unstepped = leaf_names(layout), unstepped_of(state)
     slots: dict[str, dict[str, str]] = {}
     for slot, group, flat in slots_of(state):
         held = [names[i] for i in layout.groups[group].leaves if layout.leaves[i].numel]
@@ -69,6 +69,7 @@ def describe(state: TrainState, *, frozen: bool = True) -> Manifest:
             "step": int(state.step),
             "optimizer": counters_of(state),
             "scale": as_numbers(state.scale),
+            **({UNSTEPPED: unstepped} if unstepped else {}),
         },
         module={"buffers": {}, "options": []},
     )
@@ -107,14 +108,29 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
 
 
 def _counted_differently(saved: Manifest, wanted: Manifest) -> Iterator[str]:
-    """Say which counters one has and the other has not, but for a step that is the count."""
+    """Say which counters one has and the other has not.
+
+    But for a step: without one, each leaf took every update.
+    """
     theirs, ours = (one.counters["optimizer"] for one in (saved, wanted))
-    implied = COUNT in theirs and COUNT in ours and theirs.get(STEP, theirs[COUNT]) == theirs[COUNT]
-    names = [
-        [f"optimizer/{name}" for name in one if not (implied and name == STEP)]
+    implied = COUNT in theirs and COUNT in ours
+    named = [
+        {f"optimizer/{name}": "a number" for name in one if not (implied and name == STEP)}
         for one in (theirs, ours)
     ]
-    return _differences(*(dict.fromkeys(some, "a number") for some in names))
+    yield from _differences(*named)
+    for name, count in theirs.items():
+        if isinstance(count, dict) and name in ours:
+            own = ours[name]
+            learning = own if isinstance(own, dict) else _stepped(wanted)
+            for leaf in learning:
+                if leaf not in count:
+                    yield f"optimizer/{name} of {leaf}: nothing in the checkpoint"
+
+
+def _stepped(wanted: Manifest) -> set[str]:
+    """Return the leaves for which an optimizer keeps something."""
+    return {leaf for slot in wanted.slots.values() for leaf in slot}
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:

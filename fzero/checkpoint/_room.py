@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, with_counters
 from fzero.checkpoint._held import Held
-from fzero.checkpoint._manifest import COUNT, STEP
 from fzero.checkpoint._pieces import shards_of
-from fzero.checkpoint._slots import Slot, optimizer_with, slots_across
+from fzero.checkpoint._slots import Slot, slots_across
 from fzero.collectives import gather_parts_in_place
 from fzero.homes import empty_where
 from fzero.packing import leaf_ranges, part_of, shard_of
@@ -32,7 +32,8 @@ def room(
     """
     counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
-    made = with_room(state, counters, optimizer=optimizer)
+    unstepped = saved.get(UNSTEPPED, ())
+    made = with_room(state, counters, unstepped, optimizer=optimizer)
     if not frozen:
         for index, flat in enumerate(state.params.flats):
             if index not in state.setup.layout.trainable:
@@ -47,11 +48,16 @@ def room(
 
 
 def with_room(
-    state: TrainState, counters: Mapping[str, Any] | None = None, *, optimizer: bool = False
+    state: TrainState,
+    counters: Mapping[str, Any] | None = None,
+    unstepped: Sequence[str] = (),
+    *,
+    optimizer: bool = False,
 ) -> TrainState:
     """Return a state like `state` with zeros for its parameters and masters, to be filled.
 
-    counters: of the optimizer; None: they stay. optimizer: whether its other slots are zeros, too.
+    counters: of the optimizer; None: they stay. unstepped: the leaves that took no step yet.
+    optimizer: whether its other slots are zeros, too.
     """
 
     def made(slot: Slot) -> Tensor:
@@ -61,7 +67,7 @@ def with_room(
     flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
     return state.replace(
         params=Buffers(flats=flats, placement=state.params.placement),
-        optimizer=optimizer_with(state, made, counters),
+        optimizer=with_counters(state, made, counters, unstepped),
     )
 
 

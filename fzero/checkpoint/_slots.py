@@ -34,7 +34,6 @@ class Role:
 
     name: str  # of the slot or the counter: the same in every layout
     position: int | None = None  # of a slot: which trainable group; None: a counter
-    idle: bool = False  # a counter of parameters that never learn: its value says nothing
 
 
 class Slot(NamedTuple):
@@ -64,11 +63,11 @@ def slots_across(states: Sequence[TrainState]) -> Iterator[tuple[str, int, list[
         yield same[0].name, same[0].group, [slot.flat for slot in same]
 
 
-def counters_of(state: TrainState) -> dict[str, int | float | bool]:
-    """Return the value of every counter. Raises `LayoutError` if two of one name differ."""
+def counters_in(state: TrainState) -> dict[str, int | float | bool]:
+    """Return what a foreign state counts. Raises `LayoutError` if two of one name differ."""
     found: dict[str, int | float | bool] = {}
     for role, leaf in _pairs(state):
-        if role.position is not None or role.idle:
+        if role.position is not None:
             continue
         value = leaf.item() if isinstance(leaf, Tensor) else leaf
         if found.setdefault(role.name, value) != value:
@@ -84,11 +83,11 @@ def counters_of(state: TrainState) -> dict[str, int | float | bool]:
 def optimizer_with(
     state: TrainState,
     made: Callable[[Slot], Tensor],
-    counters: Mapping[str, int | float | bool] | None = None,
+    counters: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return the optimizer state with made(slot) for each slot, and these counters; None: its own.
+    """Return the optimizer state with made(slot) for each slot, and a foreign one's counters.
 
-    Raises `CheckpointError` for a counter that the state cannot hold.
+    None: it keeps its own. Raises `CheckpointError` for a counter that the state cannot hold.
     """
     trainable = state.setup.layout.trainable
 
@@ -123,7 +122,7 @@ def _pairs(state: TrainState) -> Iterator[tuple[Role, Any]]:
         roles, optree.tree_leaves(state.optimizer, namespace=NAMESPACE), strict=True
     ):
         name = names.parts.get(role.name, role.name)
-        yield replace(role, name=name, idle=role.name in names.idle), leaf
+        yield replace(role, name=name), leaf
 
 
 def roles_of(optimizer: Any, numels: Sequence[int]) -> list[Role]:

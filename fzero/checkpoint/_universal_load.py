@@ -46,8 +46,8 @@ def load_universal(
 
     `state` says what is wanted, as for `load`; its stage and number of ranks may be any. Masters
     take the fp32 values, and parameters those, rounded to their dtype. What the optimizer keeps is
-    taken by torch.optim's names; what it does not keep is left out. All parameters must have made
-    the same number of steps: it becomes the state's step, and the optimizer's. Options of param
+    taken by torch.optim's names; what it does not keep is left out. Each parameter goes on from the
+    number of steps that it took; the most of them becomes the state's step. Options of param
     groups (lr, betas, ...) are set in the torch.optim optimizer of an engine or of `from_torch`;
     those of a rule of `fzero.optim` are fixed by code, and a warning says which are others. A loss
     scale that adapts itself takes the saved one. Of an engine's module the buffers are set.

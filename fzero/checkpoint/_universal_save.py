@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._counters import COUNT, counters_of
 from fzero.checkpoint._disk import put_text, sync, sync_files
 from fzero.checkpoint._driven import Buffers, Driven, plain_options
 from fzero.checkpoint._everywhere import written_by_first
 from fzero.checkpoint._folders import PathLike, require_path
 from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
-from fzero.checkpoint._manifest import COUNT
 from fzero.checkpoint._pickles import write
 from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import counters_of, slots_across
+from fzero.checkpoint._slots import slots_across
 from fzero.checkpoint._universal import (
     FP32,
     LATEST,
@@ -142,11 +142,14 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
     leaves, updates = layout.leaves, int(state.step)
     groups = setup.optimizer.param_groups(leaves, updates)
     counted = counters_of(state)
-    step = torch.tensor(float(counted.get(STEP, counted.get(COUNT, updates))), dtype=torch.float32)
+    steps: Any = counted.get(STEP, counted.get(COUNT, updates))
+    numbers = range(len(groups.options))
+    of_group = dict.fromkeys(numbers, 0.0)  # the most that one of its parameters took
     for name, number in zip(leaf_names(layout), groups.of_leaf, strict=True):
         if number >= 0:
-            write(partial / ZERO / name / f"{STEP}.pt", step)
-    numbers = range(len(groups.options))
+            own = float(steps[name] if isinstance(steps, dict) else steps)
+            of_group[number] = max(of_group[number], own)
+            write(partial / ZERO / name / f"{STEP}.pt", torch.tensor(own, dtype=torch.float32))
     options = [
         {**plain_options(one), "params": [i for i, k in enumerate(groups.of_leaf) if k == number]}
         for number, one in zip(numbers, groups.options, strict=True)
@@ -158,7 +161,7 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
         "param_groups": options,
         # Where stage 3 of DeepSpeed looks for the step and the options.
         "optimizer_state_dict": {
-            "state": {number: {"step": step} for number in numbers},
+            "state": {k: {"step": torch.tensor(n)} for k, n in of_group.items()},
             "param_groups": options,
         },
     }

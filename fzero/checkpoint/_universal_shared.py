@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fzero.checkpoint._counters import COUNT, UNSTEPPED
 from fzero.checkpoint._driven import Buffers, Driven, buffers_of
-from fzero.checkpoint._everywhere import damaged
-from fzero.checkpoint._manifest import COUNT, describe
+from fzero.checkpoint._everywhere import CheckpointError, damaged
+from fzero.checkpoint._manifest import describe
 from fzero.checkpoint._options import options_for
 from fzero.checkpoint._pickles import require_plain
-from fzero.checkpoint._pieces import paths_of
+from fzero.checkpoint._pieces import leaf_names, paths_of
 from fzero.checkpoint._universal import (
     OPTIMIZER,
     STATES,
@@ -63,30 +64,43 @@ def shared_of(
         for name, number in zip(names_in(source, state), groups.of_leaf, strict=True)
         if number >= 0
     ]
-    step = _step(source, stepped, found)
+    names = leaf_names(setup.layout)
+    own = [name for name, number in zip(names, groups.of_leaf, strict=True) if number >= 0]
+    step, steps = _steps(source, stepped, found)
+    by_leaf = dict(zip(own, steps, strict=True))
     counters = {
         "step": step,
-        "optimizer": {COUNT: step, STEP: step},
+        "optimizer": {COUNT: step, STEP: by_leaf},
         "scale": _scale(file, found),
+        UNSTEPPED: [name for name, taken in by_leaf.items() if not taken],
     }
     now = setup.optimizer.param_groups(setup.layout.leaves, step)
     options, differing = options_for(file, found, now)
     return Shared(counters=counters, options=options, differing=differing, buffers=buffers)
 
 
-def _step(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> int:
-    """Return how many updates every parameter has made. Raises `CheckpointError` if they differ."""
+def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """Return how many updates were made, and how many each parameter took.
+
+    Raises `CheckpointError` for files that contradict each other.
+    """
     told = {f"{ZERO}/{name}/{STEP}.pt": source.step(name) for name in names}
     silent = [place for place, step in told.items() if step is None]
-    steps = {place: step for place, step in told.items() if step is not None}
-    if silent and steps:
-        raise damaged(source.root / silent[0], f"is missing, and {next(iter(steps))} is there")
+    taken = {place: step for place, step in told.items() if step is not None}
+    if silent and taken:
+        raise damaged(source.root / silent[0], f"is missing, and {next(iter(taken))} is there")
+    steps: dict[str, Any] = {}
     inner = found.get("optimizer_state_dict")  # of stage 3, which has no step for a parameter
     each = inner.get("state") if isinstance(inner, dict) else None
     for number, one in each.items() if isinstance(each, dict) else ():
         if isinstance(one, dict) and STEP in one:
             place = f"{ZERO}/{OPTIMIZER}, group {number}"
             steps[place] = as_step(source.root / place, one[STEP])
+    if taken:
+        for place, step in steps.items():
+            if step not in taken.values():
+                raise _contradict(source, next(iter(taken.items())), (place, step))
+        return int(max(taken.values())), [int(step) for step in taken.values()]
     if not steps and source.states():  # of an optimizer that counts no steps
         one = source.states()[0]
         made, skipped = one.get("global_steps"), one.get("skipped_steps", 0)
@@ -97,11 +111,17 @@ def _step(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> int
     first, step = next(iter(steps.items()))
     for place, other in steps.items():
         if other != step:
-            raise damaged(
-                source.root,
-                f"has parameters of two steps: {step:g} by {first}, {other:g} by {place}",
-            )
-    return int(step)
+            raise _contradict(source, (first, step), (place, other))
+    return int(step), [int(step)] * len(names)
+
+
+def _contradict(
+    source: Folder, one: tuple[str, float], other: tuple[str, float]
+) -> CheckpointError:
+    return damaged(
+        source.root,
+        f"has parameters of two steps: {one[1]:g} by {one[0]}, {other[1]:g} by {other[0]}",
+    )
 
 
 def _scale(file: Path, found: Mapping[str, Any]) -> dict[str, float]:

@@ -230,15 +230,22 @@ class Channel:
         Ranks that are in a pass are served until they come here. Raises `MismatchError` on every
         rank if the ranks make calls that differ, naming them.
         """
+        return frozenset(values[0] for values in self.call_with(text, lambda: [value]))
+
+    def call_with(self, text: str, values: Callable[[], Sequence[int]]) -> list[tuple[int, ...]]:
+        """As `call`, with up to `CODES` numbers of 0 or more; return those of each rank.
+
+        They are asked for before each round: what this rank holds changes while it serves others.
+        """
         self.drop_raised()
         while True:
-            said = self.exchange(Kind.CALL, text, codes=[1 + value])
+            said = self.exchange(Kind.CALL, text, codes=[1 + value for value in values()])
             if said.kinds <= {Kind.PASS, Kind.CALL}:
                 everybody = said.kinds == {Kind.CALL}
                 if not said.is_same and (everybody or not said.is_served):
                     self._raise_mismatch()
                 if everybody:
-                    return frozenset(code - 1 for code in said.first_codes)
+                    return said.values
             self._serve(said)
             if said.is_over:
                 self._wait_all()

@@ -86,9 +86,9 @@ class Round:
         return sorted({c for m in self._messages if m.kind is Kind.ASK for c in m.codes})
 
     @cached_property
-    def first_codes(self) -> frozenset[int]:
-        """The first code of each rank."""
-        return frozenset(message.codes[0] for message in self._messages)
+    def values(self) -> list[tuple[int, ...]]:
+        """The numbers that each rank gives with its call, in rank order."""
+        return [tuple(code - 1 for code in message.codes) for message in self._messages]
 
     @cached_property
     def is_over(self) -> bool:

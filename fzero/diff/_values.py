@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._counters import counters_of, with_counters
 from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import Slot, counters_of, optimizer_with, slots_across
+from fzero.checkpoint._slots import Slot, slots_across
 from fzero.packing import leaf_ranges, pack, part_of
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.setup import MASTERS
@@ -89,7 +90,10 @@ def slots_of(states: Sequence[TrainState]) -> dict[tuple[str, str], Spread]:
 
 def counters(state: TrainState) -> dict[str, float]:
     """What a state of one rank counts."""
-    own = {k: float(v) for k, v in counters_of(state).items()}
+    own: dict[str, float] = {}
+    for name, value in counters_of(state).items():
+        by_leaf = value if isinstance(value, dict) else {"": value}
+        own |= {f"{name} of {leaf}" if leaf else name: float(x) for leaf, x in by_leaf.items()}
     waiting = state.progress.backwards
     return {"updates": float(state.step), **own, "backwards since the update": float(waiting)}
 
@@ -133,7 +137,7 @@ def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
     scale = values.state.scale
     return state.replace(
         params=Buffers(flats=tuple(params), placement=setup.params),
-        optimizer=optimizer_with(state, made, counted),
+        optimizer=with_counters(state, made, counted),
         step=values.state.step.to(state.step, copy=True),
         scale=scale if scale is not None and _same_policy(state, values.state) else state.scale,
     )

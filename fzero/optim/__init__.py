@@ -3,6 +3,7 @@
 from fzero.optim import schedules as schedules
 from fzero.optim._elementwise import require_elementwise as require_elementwise
 from fzero.optim._elementwise import require_leafwise as require_leafwise
+from fzero.optim._from_torch import from_torch as from_torch
 from fzero.optim._make import adam as adam
 from fzero.optim._make import adamw as adamw
 from fzero.optim._make import lion as lion
@@ -16,6 +17,6 @@ from fzero.optim._pair import as_optimizer as as_optimizer
 from fzero.optim._piece import Piece as Piece
 from fzero.optim._precision import Precision as Precision
 from fzero.optim._precision import require_precision as require_precision
+from fzero.optim._recorded import lacks_value as lacks_value
 from fzero.optim._torch import TorchOptimizer as TorchOptimizer
-from fzero.optim._torch import from_torch as from_torch
 from fzero.optim._torch_state import TorchState as TorchState

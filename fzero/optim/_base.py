@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor
@@ -47,9 +47,48 @@ class Base:
         """The slots that have another shape than their parameters: the row means of Adafactor."""
         return frozenset()
 
-    def counters(self, state: Any, path: str) -> Mapping[str, Tensor]:
-        """Return what counts the updates of the leaf at `path`, by torch.optim's names."""
+    @property
+    def counts_by_leaf(self) -> bool:
+        """Whether `counted` and `recounted` know what each leaf counts."""
+        return False
+
+    def counted(self, state: Any, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return {name: {path: what it counts of a leaf's updates}}, by torch.optim's names.
+
+        Of the leaves at `paths`, those that it steps. A state's own tensors.
+        """
         return {}
+
+    def counters(self, state: Any, path: str) -> dict[str, Tensor]:
+        """Return `counted` of one leaf."""
+        return {name: some[path] for name, some in self.counted(state, [path]).items()}
+
+    def shares(self, path: str, name: str) -> bool:
+        """Whether a counter of the leaf at `path` is one for its whole param group."""
+        return False
+
+    def recounted(
+        self,
+        state: Any,
+        paths: Sequence[str],
+        counters: Mapping[str, Mapping[str, Tensor]],
+        *,
+        count: int | None = None,
+        unstepped: Collection[str] = (),
+    ) -> Any:
+        """Return the state with other counters: what `counted` gives for all leaves that learn.
+
+        count: the number of updates; None: as it is. unstepped: leaves that took no step yet.
+        """
+        return state
+
+    def unstepped(self, state: Any) -> Sequence[str]:
+        """Return the paths of the leaves that took no step yet, where that makes a difference."""
+        return ()
+
+    def begun(self, state: Any, paths: Sequence[str], path: str) -> Any:
+        """Return the state in which what it keeps for the leaf at `path` is no first state."""
+        return state
 
     def skips(self, params: Sequence[Tensor], state: Any) -> bool:
         """Whether `advance` takes `found_inf` and `grad_scale`: for updates that may be skipped."""

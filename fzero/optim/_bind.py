@@ -7,30 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError
 from fzero.optim._elementwise import LARGE, Rule, is_elementwise, is_leafwise, small_shape
+from fzero.optim._named import Named, given_to
 from fzero.optim._precision import Precision
 from fzero.optim._small import Begin
-from fzero.optim._trial import (
-    Kept,
-    Shared,
-    early_of,
-    early_of_group,
-    learn,
-    rule_of,
-    small_parameter,
-)
-from fzero.optim._usable import name_of, no_optimizer, require_new, require_plain
+from fzero.optim._trial import Kept, Shared, early_of_group, learn, rule_of
+from fzero.optim._usable import has_steps, name_of, no_optimizer, require_plain
 from fzero.partition import identity
 from fzero.state.layout import Leaf, learns
 from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
 Key = tuple[int, torch.dtype, Shape]  # param group, dtype, shape of the trial
-Factory = Callable[[list[nn.Parameter]], Optimizer]
+Factory = Callable[[Named], Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +33,7 @@ class Bound:
     instance: Optimizer
     precision: Precision
     group_at: Mapping[str, int]  # of every path that a param group has, tied ones too
+    members: Sequence[Sequence[str]]  # of each group: the path of each of its parameters
     elementwise: Sequence[bool]  # of each group: whether it may update a part of a leaf
     kept: Mapping[Key, Kept]
     shared: Sequence[Shared]  # of each group
@@ -80,15 +74,12 @@ class Bound:
 
 def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> Bound:
     """Make the optimizer if there is none yet, find its parameters, and try its rule."""
-    if isinstance(source, Optimizer):
-        instance = source
-        require_new(instance)
-        group_at = _group_at(instance, params)
-        earlies = [early_of_group(instance, g) for g in range(len(instance.param_groups))]
-    else:
-        instance, early = _made_by(source, params)
-        group_at = {path: 0 for path, p in params.items() if learns(p)}
-        earlies = [early]
+    made = not isinstance(source, Optimizer)
+    given = given_to(params) if made else Named({})
+    instance = _made_by(source, given) if made else source
+    group_at, members = _group_at(instance, params, given)
+    used, numbers = not made and has_steps(instance), range(len(instance.param_groups))
+    earlies = [early_of_group(instance, g, used=used) for g in numbers]
     devices = _devices(instance, params, group_at)
     learning = {path: params[path] for path in group_at if learns(params[path])}
     several = [set[Shape]() for _ in instance.param_groups]
@@ -101,11 +92,15 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
         shape = _tried_shape(instance, p.shape, elementwise=elementwise[group_at[path]])
         keys[group_at[path], precision.stepped(p.dtype), shape] = None
     kept, shared = _learned(instance, keys, elementwise, earlies, devices)
-    instance.state.clear()  # what the constructor made; it is made again for the shards
+    if not used:
+        instance.state.clear()  # what the constructor made; it is made again for the shards
+    for group in instance.param_groups if made else ():
+        group["params"] = []  # lets go of the whole values
     return Bound(
         instance=instance,
         precision=precision,
         group_at=group_at,
+        members=members,
         elementwise=elementwise,
         kept=kept,
         shared=shared,
@@ -150,47 +145,36 @@ def _tried_shape(instance: Optimizer, shape: Shape, *, elementwise: bool) -> Sha
     return small_shape(shape, 6 if own else LARGE)
 
 
-def _made_by(factory: Factory, params: Mapping[str, Tensor]) -> tuple[Optimizer, Begin]:
-    """Call the factory with one small parameter: errors in it come before anything is moved."""
-    device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
-    small = small_parameter(device)
-    made: Any = factory([small])
+def _made_by(factory: Factory, given: Named) -> Optimizer:
+    """Call the factory: errors in it come before anything is moved."""
+    made: Any = factory(given)
     if not isinstance(made, Optimizer):
         raise no_optimizer(f"{name_of(factory)}, which gives a {type(made).__name__}")
     require_plain(type(made))
-    if len(made.param_groups) != 1:
-        raise LayoutError(
-            f"{name_of(factory)} makes {len(made.param_groups)} param groups of one parameter.",
-            cause="a factory that sorts parameters by their shape or name.",
-            fix="make the optimizer from module.parameters() yourself, and pass it: its "
-            "param groups are kept.",
-        )
-    early = early_of(made, small)
-    made.param_groups[0]["params"] = []
-    return made, early
+    return made
 
 
-def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, int]:
+def _group_at(
+    instance: Optimizer, params: Mapping[str, Tensor], given: Named
+) -> tuple[dict[str, int], list[list[str]]]:
+    """Return the param group of each path, and the paths of each param group, in its order."""
     paths: dict[Any, list[str]] = {}
     for path, p in params.items():
         paths.setdefault(identity(p), []).append(path)
     # Those without memory to be known by: in a plan, on the meta device, and empty ones.
     named = {path: tied for key, tied in paths.items() if type(key) is int for path in tied}
+    stand_ins = {id(p): path for path, p in given.named_parameters()}
     found: dict[str, int] = {}
+    members: list[list[str]] = []
     for number, group in enumerate(instance.param_groups):
         names = group.get("param_names", [None] * len(group["params"]))
+        own: list[str] = []
         for name, p in zip(names, group["params"], strict=True):
-            mine = paths.get(identity(p)) or named.get(name)
+            known = stand_ins.get(id(p))
+            key = identity(p) if known is None else identity(params[known])
+            mine = paths.get(key) or named.get(name)
             if mine is None:
-                raise LayoutError(
-                    f"the optimizer's group {number} has a parameter of shape "
-                    f"{tuple(p.shape)} that is not the module's.",
-                    cause="the optimizer was made for another model, or before the module "
-                    "was converted or wrapped; or there are no values to know it by: a plan, a "
-                    "functionalized module on the meta device, an empty parameter.",
-                    fix="make the optimizer right before the state or the engine is made, from "
-                    "module.parameters(), or from module.named_parameters(): names will do.",
-                )
+                raise _not_the_modules(number, p)
             if mine[0] in found:
                 raise LayoutError(
                     f"{mine[0]} is in the optimizer's groups {found[mine[0]]} and {number}.",
@@ -198,7 +182,23 @@ def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, in
                     fix="list every parameter once.",
                 )
             found.update(dict.fromkeys(mine, number))
-    return found
+            own.append(mine[0])
+        members.append(own)
+    return found, members
+
+
+def _not_the_modules(group: int, p: Tensor) -> LayoutError:
+    return LayoutError(
+        f"the optimizer's group {group} has a parameter of shape {tuple(p.shape)} that is not the "
+        "module's.",
+        cause="the optimizer was made for another model, or before the module was converted or "
+        "wrapped; a factory that does not use the parameters that it is given; or there are no "
+        "values to know it by: a plan, a functionalized module on the meta device, an empty "
+        "parameter.",
+        fix="make the optimizer right before the state or the engine is made, from "
+        "module.parameters(), or from module.named_parameters(): names will do. A factory makes it "
+        "of what it is given.",
+    )
 
 
 def _devices(

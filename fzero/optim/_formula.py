@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,21 +17,33 @@ from fzero.optim._stream import Flats
 Span = tuple[int, int, int]
 """(number of a flat, start, stop)."""
 
+
+class Chosen(NamedTuple):
+    """What is updated by the same options."""
+
+    options: dict[str, Any]
+    spans: list[Span]
+    counted_by: list[int]  # of each span: the number of its counter
+
+
 Moments = tuple[tuple[Tensor, ...], ...]
+
+_Part = tuple[int, Tensor, tuple[Tensor, ...]]
+"""(start, values, those of each moment): of one flat."""
 
 
 def step_by_formula(
     rule: Rule,
     flats: Flats,
-    by_options: Sequence[tuple[dict[str, Any], Sequence[Span]]],
+    by_options: Sequence[Chosen],
     *,
     precision: Precision,
     device: torch.device | None,
-    count: Tensor,
+    counts: Sequence[Tensor],
 ) -> tuple[list[Tensor], Moments, tuple[Tensor, ...]]:
     """Return (params', moments', masters'), each where, and in the dtype in which, it was.
 
-    by_options: the options, and what is updated by them. count: updates before this one.
+    by_options: what is updated; all else stays. counts: by number, the updates before this one.
     """
     stepped = [precision.stepped(p.dtype) for p in flats.params]
 
@@ -42,15 +54,16 @@ def step_by_formula(
     work = here([flats.steps(i) for i in range(len(flats.params))])
     grads, moments = here(flats.grads), [here(some) for some in flats.slots.values()]
     update = update_by_op if is_one_op(rule, [*work, *grads]) else _update_each
-    parts: list[list[tuple[int, Tensor, tuple[Tensor, ...]]]] = [[] for _ in work]
-    for options, spans in by_options:
-        every = (work, grads, *moments)
-        ps, gs, *ms = (cut(some, spans) for some in every)
-        new_ps, new_ms = update(rule, ps, gs, ms, count, options)
-        for k, (i, start, _) in enumerate(spans):
-            parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
+    parts: list[list[_Part]] = [[] for _ in work]
+    for options, spans, counted_by in by_options:
+        for number in dict.fromkeys(counted_by):
+            own = [span for span, k in zip(spans, counted_by, strict=True) if k == number]
+            ps, gs, *ms = (cut(some, own) for some in (work, grads, *moments))
+            new_ps, new_ms = update(rule, ps, gs, ms, counts[number], options)
+            for k, (i, start, _) in enumerate(own):
+                parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
     joined = [
-        _join(part) if part else (w, tuple(some[i] for some in moments))
+        _join(_filled(part, w, [some[i] for some in moments]))
         for i, (part, w) in enumerate(zip(parts, work, strict=True))
     ]
     new = [n.to(p.device, p.dtype) for p, (n, _) in zip(flats.params, joined, strict=True)]
@@ -89,9 +102,26 @@ def cut(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
     ]
 
 
-def _join(parts: list[tuple[int, Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Put the pieces of one tensor together again, in order."""
-    parts = sorted(parts, key=lambda part: part[0])
+def _filled(parts: list[_Part], work: Tensor, moments: Sequence[Tensor]) -> list[_Part]:
+    """Return the parts of one flat in order, with what this update leaves as it is."""
+    if not parts:
+        return [(0, work, tuple(moments))]
+
+    def kept(start: int, stop: int) -> _Part:
+        held, *more = (x.view(-1)[start:stop] for x in (work, *moments))
+        return start, held, tuple(more)
+
+    found: list[_Part] = []
+    at = 0
+    for part in sorted(parts, key=lambda part: part[0]):
+        found += [kept(at, part[0])] if at < part[0] else []
+        found.append(part)
+        at = part[0] + part[1].numel()
+    return [*found, kept(at, work.numel())] if at < work.numel() else found
+
+
+def _join(parts: list[_Part]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Put the pieces of one tensor together again."""
     if len(parts) == 1:
         return parts[0][1], parts[0][2]
     moments = zip(*(part[2] for part in parts), strict=True)

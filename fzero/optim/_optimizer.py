@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,16 +13,19 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.homes import cloned
+from fzero.optim._apart import Parted, parted
 from fzero.optim._base import Base
-from fzero.optim._formula import Span, cut, step_by_formula
+from fzero.optim._formula import Chosen, Span, cut, step_by_formula
 from fzero.optim._masters import Place, make_masters, stay, work_tensors
+from fzero.optim._optimizer_state import OptimizerState as OptimizerState
+from fzero.optim._optimizer_state import after_update, with_steps
 from fzero.optim._piece import Piece, pieces_in
 from fzero.optim._precision import Precision
 from fzero.optim._recorded import lacks_value, lr_by_op
 from fzero.optim._rules import Rule, Scaled, has_kernel
-from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
+from fzero.optim._stream import Flats, Portion, Slots, step_flats
 from fzero.partition import named_leaves
-from fzero.state._record import NAMESPACE, record
+from fzero.state._record import NAMESPACE
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 
@@ -30,15 +33,6 @@ _TORCH_NAMES = {"decoupled": "decoupled_weight_decay"}  # where torch.optim has 
 
 LeafTest = Callable[[Leaf], bool]
 Schedule = Callable[[int], float]
-
-
-@record
-class OptimizerState:
-    """What an optimizer carries: as this rank holds it, parallel to the list it was made for."""
-
-    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates; never reset
-    moments: tuple[tuple[Tensor, ...], ...]  # one tuple for each moment of the rule
-    masters: tuple[Tensor, ...]  # fp32 copies of 16-bit parameters; of others, empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,25 +98,28 @@ class Optimizer(Base):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
         device: torch.device | None = None,
+        unused: frozenset[str] = frozenset(),
     ) -> tuple[list[Tensor], OptimizerState]:
         """Return (params', state').
 
         `pieces` says which elements belong to which leaf; it is needed only where options differ
         by leaf, and to round by chance. With `owned`, params and state are overwritten; else they
         stay as they are. `found_inf` and `grad_scale`: see `skips`. `device`: where to compute, if
-        anything lives elsewhere; by default where the parameters are.
+        anything lives elsewhere; by default where the parameters are. `unused`: paths of leaves
+        that stay as they are, with all that is kept for them.
         """
+        now = parted(state.apart, unused, lambda path: 0, 1 + len(state.steps))
         if differentiable or not has_kernel(params):
-            return self._by_formula(params, grads, state, pieces, device)
-        count = counted(state.count, found_inf)
+            return self._by_formula(params, grads, state, pieces, device, now)
         if not owned:
             params = [cloned(p) for p in params]
             state = copied(state)
+        after = after_update(state, now, found_inf)
         # A skipped step does not use its number, so that it may be a wrong one then.
-        number = int(count) if found_inf is None else count
+        numbers = [int(x) if found_inf is None else x for x in (after.count, *after.steps)]
         step_flats(
             Flats(params, grads, state.masters, self._slots(state)),
-            partial(self._by_kernel, pieces, state.count, number),
+            partial(self._by_kernel, pieces, state.count, numbers, now),
             precision=self.precision,
             device=device,
             scaled=Scaled(found_inf, grad_scale),
@@ -130,17 +127,22 @@ class Optimizer(Base):
             pieces=pieces,
             count=state.count,
         )
-        return list(params), OptimizerState(
-            count=count, moments=state.moments, masters=state.masters
-        )
+        return list(params), after
 
     def _by_kernel(
-        self, pieces: Sequence[Piece], count: Tensor, number: Any, portion: Portion
+        self,
+        pieces: Sequence[Piece],
+        count: Tensor,
+        numbers: Sequence[Any],
+        now: Parted,
+        portion: Portion,
     ) -> Slots:
         own = pieces_in(pieces, portion.indices)
-        for options, chosen in self._by_options(portion.work, own, count):
+        for options, spans, counted_by in self._by_options(portion.work, own, count, now):
             every = (portion.work, portion.grads, *portion.slots.values())
-            work, gs, *slots = (cut(some, chosen) for some in every)
+            work, gs, *slots = (cut(some, spans) for some in every)
+            alike = len(set(counted_by)) == 1
+            number = numbers[counted_by[0]] if alike else [numbers[k] for k in counted_by]
             self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)
         return portion.slots
 
@@ -151,9 +153,27 @@ class Optimizer(Base):
         """Return the moments by the rule's names for them, and the masters."""
         return {**self._slots(state), MASTERS: state.masters}
 
-    def counters(self, state: OptimizerState, path: str) -> Mapping[str, Tensor]:
-        """Return the one count, which all leaves share."""
-        return {"step": state.count}
+    @property
+    def counts_by_leaf(self) -> bool:
+        """Each leaf has the number of its updates."""
+        return True
+
+    def counted(self, state: OptimizerState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return how many updates the leaves at `paths` took."""
+        counts, numbers = (state.count, *state.steps), dict(state.apart)
+        return {"step": {path: counts[numbers.get(path, 0)] for path in paths}}
+
+    def recounted(
+        self,
+        state: OptimizerState,
+        paths: Sequence[str],
+        counters: Mapping[str, Mapping[str, Tensor]],
+        *,
+        count: int | None = None,
+        unstepped: Collection[str] = (),
+    ) -> OptimizerState:
+        """Return the state whose leaves took so many updates; itself it made as many at least."""
+        return with_steps(state, {p: int(counters["step"][p]) for p in paths}, count)
 
     def skips(self, params: Sequence[Tensor], state: OptimizerState) -> bool:
         """Whether `advance` takes `found_inf` and `grad_scale`: its kernels are fused ones."""
@@ -166,34 +186,41 @@ class Optimizer(Base):
         state: OptimizerState,
         pieces: Sequence[Piece],
         device: torch.device | None,
+        now: Parted,
     ) -> tuple[list[Tensor], OptimizerState]:
         if self.precision.stochastic_rounding:
             raise _not_rounded(self)
+        counts = [state.count, *state.steps]
+        counts += [counts[source] for source in now.sources]
         new, moments, masters = step_by_formula(
             self.rule,
             Flats(params, grads, state.masters, self._slots(state)),
-            self._by_options(params, pieces, state.count),
+            self._by_options(params, pieces, state.count, now),
             precision=self.precision,
             device=device,
-            count=state.count,
+            counts=counts,
         )
-        return new, OptimizerState(count=state.count + 1, moments=moments, masters=masters)
+        after = after_update(state, now, None)
+        return new, replace(after, moments=moments, masters=masters)
 
     def _by_options(
-        self, work: Sequence[Tensor], pieces: Sequence[Piece], count: Tensor
-    ) -> list[tuple[dict[str, Any], list[Span]]]:
-        """Group what is to be updated by its options: (options, [(index, start, stop)])."""
-        if not (self.overrides and pieces):
+        self, work: Sequence[Tensor], pieces: Sequence[Piece], count: Tensor, now: Parted
+    ) -> list[Chosen]:
+        """Group what is to be updated by its options, and say by which counter each part is."""
+        if not (self.overrides and pieces) and not now.apart:
             everything = [(i, 0, w.numel()) for i, w in enumerate(work)]
-            return [(_at(dict(self.options), count), everything)] if everything else []
-        chosen: dict[int, list[Span]] = {}
+            options = _at(dict(self.options), count)
+            return [Chosen(options, everything, [0] * len(everything))] if everything else []
+        spans: dict[int, list[Span]] = {}
+        counted_by: dict[int, list[int]] = {}
+        numbers = dict(now.apart)
         for piece in pieces:
-            which = self._override_of(piece.leaf)
-            chosen.setdefault(which, []).append((piece.index, piece.start, piece.stop))
-        found = []
-        for which, spans in chosen.items():
-            found.append((_at({**dict(self.options), **self._changes(which)}, count), spans))
-        return found
+            number, which = numbers.get(piece.leaf.path, 0), self._override_of(piece.leaf)
+            if number not in now.still:
+                spans.setdefault(which, []).append((piece.index, piece.start, piece.stop))
+                counted_by.setdefault(which, []).append(number)
+        options = {k: _at({**dict(self.options), **self._changes(k)}, count) for k in spans}
+        return [Chosen(options[k], spans[k], counted_by[k]) for k in spans]
 
     def describe(self, leaves: Sequence[Leaf], step: Tensor | int | None = None) -> list[str]:
         """What ranks compare: the options, and of each leaf that has other ones, those.
@@ -201,6 +228,9 @@ class Optimizer(Base):
         Of a schedule they compare what it gives at `step`.
         """
         lines = [f"optimizer {self!r}"]
+        for number, (_, changes) in enumerate(self.overrides):
+            shown = ", ".join(f"{key}={_shown(value)}" for key, value in changes)
+            lines.append(f"options {number} of some leaves: {shown}")
         if step is not None and not lacks_value(step):
             given = [dict(self.options), *(dict(changes) for _, changes in self.overrides)]
             schedules = [options for options in given if callable(options.get("lr"))]

@@ -15,6 +15,7 @@ from fzero.errors import FzeroError, LayoutError
 from fzero.homes import give_back, lent
 from fzero.optim._base import Base
 from fzero.optim._elementwise import is_elementwise, small_shape
+from fzero.optim._left import Left
 from fzero.optim._masters import Place, stay
 from fzero.optim._none import NoOptimizer
 from fzero.optim._optimizer import Optimizer
@@ -111,15 +112,18 @@ class Pair(Base):
         differentiable: bool = False,
         owned: bool = False,
         device: torch.device | None = None,
+        unused: frozenset[str] = frozenset(),
     ) -> tuple[list[Tensor], Any]:
         """Return (params + updates, state'); with `owned`, the parameters are overwritten.
 
-        It is computed on `device`, by default where the parameters are.
+        It is computed on `device`, by default where the parameters are. `unused`: paths of leaves
+        that stay as they are, with what the state has for their elements; what it counts for all
+        leaves together goes on.
         """
         if device is not None:
             homes, params = params, [lent(p, device) for p in params]
             grads = [lent(g, device) for g in grads]
-            new, state = self.advance(params, grads, state, pieces, owned=owned)
+            new, state = self.advance(params, grads, state, pieces, owned=owned, unused=unused)
             for home, p in zip(homes, new, strict=True):
                 if owned:
                     give_back(home, p)
@@ -128,9 +132,11 @@ class Pair(Base):
         leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
         held = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
         before = [x._version for x in held]
+        left = Left(state, params, pieces, unused)
         updates, state = self._updates(list(grads), state, list(params), pieces)
         if not owned and before != [x._version for x in held]:
             raise self._wrong("it wrote to the parameters or the state that it was given", "pure")
+        updates, state = left.updates(updates), left.state(state)
         if owned:
             for p, u in zip(params, updates, strict=True):
                 p.add_(u)

@@ -39,7 +39,8 @@ class Rule:
 
     formula(p, g, moments, count, options) -> (p', moments'), elementwise and pure;
     kernel(ps, gs, slots, count, options, scaled) does the same in place on lists.
-    `count` is the number of this update, from 1; a tensor if there is a `found_inf`.
+    `count` is the number of this update, from 1; a tensor if there is a `found_inf`. The kernel
+    also takes a list of them, one for each tensor.
     """
 
     name: str
@@ -126,6 +127,9 @@ def _adam_kernel(
 
 def _steps_before(count: Any, ps: Sequence[Tensor]) -> list[Tensor]:
     """A counter of its own for each tensor: the kernel counts in place."""
+    if isinstance(count, list):
+        pairs = zip(count, ps, strict=True)
+        return [step for one, p in pairs for step in _steps_before(one, [p])]
     if isinstance(count, Tensor):
         before = (count - 1).to(torch.float32).expand(len(ps)).clone()
         return [x.to(p.device) for x, p in zip(before.unbind(), ps, strict=True)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import LayoutError
+from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
 from fzero.optim._elementwise import not_streamed
 from fzero.optim._rules import Scaled
@@ -24,7 +25,8 @@ class Unit(NamedTuple):
     """What torch.optim sees as one parameter: a flat, or a whole leaf of a flat."""
 
     index: int  # of the flat; -1: of none, see `_idle`
-    group: int  # the param group, with whose others it shares its counters
+    group: int  # the param group
+    number: int  # of its counters, which it shares with all units of this number
     span: tuple[int, int] | None  # None: all of the flat
     shape: tuple[int, ...]
     kept: Kept
@@ -41,6 +43,15 @@ class _Loan(NamedTuple):
     given: dict[str, Any]
 
 
+class Turn(NamedTuple):
+    """Who is stepped with whom in one update."""
+
+    now: Parted
+    first: bool = False  # the first update of a rule that makes its state in it
+    fresh: frozenset[int] = frozenset()  # in a later one: the numbers of those that it is first for
+    unstepped: tuple[str, ...] = ()  # paths of leaves that took no step yet, after this update
+
+
 Slots = Mapping[str, Sequence[Tensor]]
 Counters = Mapping[str, tuple[Tensor, ...]]
 
@@ -49,14 +60,17 @@ class Portions:
     """One `step()` of the optimizer for each portion; `counters` are those after all of them."""
 
     def __init__(
-        self, bound: Bound, units: Sequence[Unit], counters: Counters, *, count: Tensor, flats: int
+        self, bound: Bound, units: Sequence[Unit], counters: Counters, turn: Turn, *, flats: int
     ) -> None:
-        self._bound, self._units, self._before, self._flats = bound, units, counters, flats
-        self._idle = _idle(bound, units)  # stepped with the first portion
-        self._fresh = _makes_state_later(bound) and not int(count)
+        self._bound, self._units, self._flats, self._turn = bound, units, flats, turn
+        self._idle = _idle(bound, units, turn.now)  # stepped with the first portion
+        self._before: Counters = {
+            name: (*some, *(some[source] for source in turn.now.sources))
+            for name, some in counters.items()
+        }
         # Flats share the counters of their group: each portion counts on from those before.
         self.counters: Counters = {
-            name: tuple(x.clone() for x in some) for name, some in counters.items()
+            name: tuple(x.clone() for x in some) for name, some in self._before.items()
         }
 
     def __call__(self, portion: Portion) -> Slots:
@@ -68,7 +82,7 @@ class Portions:
         units = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
         units, self._idle = [*units, *self._idle], []
         loans = self._loans(units, portion)
-        lent = _lent(bound, loans, self._before, fresh=self._fresh)
+        lent = _lent(bound, loans, self._before, fresh=self._turn.first)
         with lent, _told(bound.instance, portion.scaled):
             bound.instance.step()
             for group in {unit.group for unit in units}:
@@ -92,15 +106,16 @@ class Portions:
             parameter = nn.Parameter(values)
             parameter.grad = gradient
             given: dict[str, Any] = {}
-            if not (self._fresh and kept.late):
+            fresh = self._turn.first or unit.number in self._turn.fresh
+            if not (kept.late and fresh):
                 given = _slots_of(unit, portion.slots) if here else begin_state(kept, values)
                 for name in kept.counters:
-                    given[name] = as_kept(kept.numbers, name, next(counters[name][unit.group]))
+                    given[name] = as_kept(kept.numbers, name, next(counters[name][unit.number]))
             loans.append(_Loan(unit, values, parameter, given))
         return loans
 
 
-def _makes_state_later(bound: Bound) -> bool:
+def makes_state_later(bound: Bound) -> bool:
     """Whether a rule gets less before its first step than it keeps after it."""
     return any(one.late for one in [*bound.shared, *bound.kept.values()])
 
@@ -112,7 +127,7 @@ def skips(bound: Bound, work: Sequence[Tensor]) -> bool:
     leaves a momentum that a skipped first step has made as the memory was.
     """
     instance = bound.instance
-    if _makes_state_later(bound) or not type(instance).__module__.startswith("torch.optim."):
+    if makes_state_later(bound) or not type(instance).__module__.startswith("torch.optim."):
         return False
     return all(bool(g.get("fused")) or fuses(instance, g, work) for g in instance.param_groups)
 
@@ -140,10 +155,13 @@ def _lent(
     """
     instance, groups = bound.instance, bound.instance.param_groups
     lent: list[dict[str, Any]] = [{"params": []} for _ in groups]
+    begun: list[set[bool]] = [set() for _ in groups]
     for loan in loans:
         lent[loan.unit.group]["params"].append(loan.parameter)
+        begun[loan.unit.group].add(bool(loan.given))
     for number, (group, given) in enumerate(zip(groups, lent, strict=True)):
-        if fuses(instance, group, given["params"]):
+        # The fused SGD takes no list of which some have a momentum already, and others do not.
+        if len(begun[number]) < 2 and fuses(instance, group, given["params"]):
             given["fused"] = True
         if not fresh:
             given |= numbers_of_group(bound, counters, number)
@@ -180,9 +198,9 @@ def _taken(
         if state.keys() - kept.unread != kept.names:
             raise _other_state(instance, state, kept)
         for name in kept.counters:
-            if (unit.group, name) not in counted:
-                counted.add((unit.group, name))
-                _write(counters[name][unit.group], state[name])
+            if (unit.number, name) not in counted:
+                counted.add((unit.number, name))
+                _write(counters[name][unit.number], state[name])
         if unit.index < 0:
             continue
         if parameter.untyped_storage() is not values.untyped_storage():  # `p.data = ...` in it
@@ -203,23 +221,28 @@ def _slots_of(unit: Unit, slots: Slots) -> dict[str, Any]:
 
 
 def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, Iterator[Tensor]]]:
-    """A counter of its own for each unit, by name and param group: rules count in place."""
-    sizes = Counter(unit.group for unit in units)
+    """A counter of its own for each unit, by name and number: rules count in place."""
+    sizes = Counter(unit.number for unit in units)
     return {
         name: {k: iter(own[k].expand(n, *own[k].shape).clone().unbind()) for k, n in sizes.items()}
         for name, own in counters.items()
     }
 
 
-def _idle(bound: Bound, units: Sequence[Unit]) -> list[Unit]:
-    """One element for each param group whose counters no unit of this rank has: they go on too."""
-    here = {unit.group for unit in units}
-    counting = {unit.group for unit in units if unit.kept.counters}
+def _idle(bound: Bound, units: Sequence[Unit], now: Parted) -> list[Unit]:
+    """One element for each number whose counters no unit of this rank has: they go on too."""
+    here = {unit.number for unit in units}
+    counting = {unit.number for unit in units if unit.kept.counters}
+    apart = {bound.group_at[path]: set[int]() for path, _ in now.apart}
+    for path, number in now.apart:
+        apart[bound.group_at[path]].add(number)
     found: dict[int, Unit] = {}
     for (group, _, shape), kept in bound.kept.items():
-        missing = group not in (counting if kept.counters else here)
-        if missing and bound.begin_of(group) and not kept.odd:
-            found[group] = Unit(-1, group, None, shape, kept)
+        if kept.odd or not bound.begin_of(group):
+            continue
+        for number in {group} | apart.get(group, set()) - now.still:
+            if number not in (counting if kept.counters else here):
+                found[number] = Unit(-1, group, number, None, shape, kept)
     return list(found.values())
 
 

@@ -1,9 +1,9 @@
-"""`from_torch`: a torch.optim optimizer steps this rank's flat shards of a state."""
+"""A torch.optim optimizer steps this rank's flat shards of a state."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,16 +14,19 @@ from fzero.errors import PhaseError
 from fzero.homes import cloned
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind
+from fzero.optim._held import Held, held_by, lines_of
 from fzero.optim._masters import Place, stay, work_tensors
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
-from fzero.optim._precision import Precision, precision_of
+from fzero.optim._precision import Precision
+from fzero.optim._recount import counted_in, recounted_as
 from fzero.optim._rules import Scaled
+from fzero.optim._shown import shown
 from fzero.optim._step import Portions, numbers_of_group, skips
 from fzero.optim._stream import Flats, counted, step_flats
-from fzero.optim._torch_state import TorchState, new_state, units_of
+from fzero.optim._torch_state import TorchState, new_state, turn_of, units_of
 from fzero.optim._trial import as_kept
-from fzero.optim._usable import name_of, require_usable
+from fzero.optim._usable import name_of
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
 
@@ -44,6 +47,7 @@ class TorchOptimizer(Base):
     precision: Precision = field(default_factory=Precision)
     paths: tuple[tuple[str, int], ...] = ()  # (path, param group), once bound
     bound: Bound | None = field(default=None, compare=False, repr=False)
+    held: Held = field(default_factory=dict, compare=False, repr=False)  # see `taken_over`
 
     @property
     def instance(self) -> torch.optim.Optimizer:
@@ -69,18 +73,41 @@ class TorchOptimizer(Base):
         """Return the param group that has the leaf at `path`, -1 if none has: it is not stepped."""
         return self._bound().group_at.get(path, -1)
 
+    @property
+    def members(self) -> Sequence[Sequence[str]]:
+        """The paths of the parameters of each param group, in its order."""
+        return self._bound().members
+
     def bind(self, params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> TorchOptimizer:
         """Return the optimizer of these parameters: {path: tensor}, tied ones at each path.
 
-        A class or a factory has one param group, of all that learn.
+        A class or a factory is called with those that learn, as `nn.Parameter`s, in a list that
+        also has `named_parameters()`; its param groups are kept.
 
         Raises:
-            LayoutError: for a parameter of an instance that is not among `params`, or is in two
+            LayoutError: for a parameter of the optimizer that is not among `params`, or is in two
                 groups; for a rule that cannot be tried.
-            PhaseError: for an instance that has made steps.
         """
-        bound = bind(self.source, dict(params), precision=self.precision)
-        return replace(self, bound=bound, paths=tuple(bound.group_at.items()))
+        named = dict(params)
+        bound = bind(self.source, named, precision=self.precision)
+        return replace(
+            self, bound=bound, paths=tuple(bound.group_at.items()), held=held_by(bound, named)
+        )
+
+    def begin(self, leaf: Leaf, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return with what a slot of a leaf begins: what the instance has, or its first values."""
+        kept = self._bound().kept_for(leaf)
+        if leaf.path in self.held:
+            return self.held[leaf.path][name].detach().to(device, dtype)
+        fill = 0.0 if kept is None or name not in kept.slots else kept.slots[name].item()
+        return torch.full(leaf.shape, fill, dtype=dtype, device=device)
+
+    def let_go(self, paths: Sequence[str]) -> None:
+        """Forget what the instance had for these parameters: a train state has it now."""
+        taken = [self.held[path] for path in paths if path in self.held]
+        for path in [path for path, own in self.held.items() if any(own is x for x in taken)]:
+            del self.held[path]
+        self.instance.state.clear()
 
     @property
     def divides(self) -> bool:
@@ -92,7 +119,8 @@ class TorchOptimizer(Base):
     ) -> TorchState:
         """Return the state for flats [l]: slots as long as the flats, counters, fp32 masters.
 
-        Counters are one for each param group, for all of whose flats they are alike.
+        Counters are one for each param group: all its leaves count alike, as long as no update
+        leaves one out.
 
         Args:
             params: this rank's flats of the groups that learn, each of one param group.
@@ -114,6 +142,7 @@ class TorchOptimizer(Base):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
         device: torch.device | None = None,
+        unused: frozenset[str] = frozenset(),
     ) -> tuple[list[Tensor], TorchState]:
         """Return (params', state') after one `step()` of the optimizer.
 
@@ -121,6 +150,7 @@ class TorchOptimizer(Base):
         else they, and the gradients, stay as they are. `found_inf`, `grad_scale`: see `skips`.
         `device`: where to compute, by default where the parameters are. What lives elsewhere, or
         in other dtypes than it is stepped in, takes one `step()` of the optimizer for each flat.
+        `unused`: paths of leaves that stay as they are, with all that is kept for them.
 
         Raises:
             PhaseError: if the update is to be differentiated, or if the optimizer got param
@@ -133,8 +163,9 @@ class TorchOptimizer(Base):
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            units = units_of(bound, pieces)
-            steps = Portions(bound, units, state.counters, count=state.count, flats=len(params))
+            turn = turn_of(bound, state, unused)
+            units = units_of(bound, pieces, turn.now)
+            steps = Portions(bound, units, state.counters, turn, flats=len(params))
             slots = step_flats(
                 Flats(params, grads, state.masters, state.slots),
                 steps,
@@ -150,6 +181,8 @@ class TorchOptimizer(Base):
             slots={name: tuple(some) for name, some in slots.items()},
             counters=dict(steps.counters),
             masters=state.masters,
+            apart=turn.now.apart,
+            unstepped=turn.unstepped,
         )
 
     def slots(self, state: TorchState) -> Mapping[str, Sequence[Tensor]]:
@@ -161,10 +194,45 @@ class TorchOptimizer(Base):
         """The slots of a rule that needs whole leaves, each of which is a flat of its own then."""
         return frozenset(name for kept in self._bound().kept.values() for name in kept.odd)
 
-    def counters(self, state: TorchState, path: str) -> Mapping[str, Tensor]:
-        """Return the counters of the param group that has the leaf at `path`."""
-        group = self.group_of(path)
-        return {name: state.counters[name][group] for name in self._bound().begin_of(group)}
+    @property
+    def counts_by_leaf(self) -> bool:
+        """Each leaf has counters of its own, as in torch.optim."""
+        return True
+
+    def counted(self, state: TorchState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return {name: {path: counter}} of leaves; among them those of their param groups."""
+        return counted_in(self._bound(), state, paths)
+
+    def shares(self, path: str, name: str) -> bool:
+        """Whether the rule keeps a counter in the param group of the leaf at `path`."""
+        return name in self._bound().shared[self.group_of(path)].begin
+
+    def recounted(
+        self,
+        state: TorchState,
+        paths: Sequence[str],
+        counters: Mapping[str, Mapping[str, Tensor]],
+        *,
+        count: int | None = None,
+        unstepped: Collection[str] = (),
+    ) -> TorchState:
+        """Return the state with these counters. Raises `LayoutError` if a param group has two."""
+        made = recounted_as(self._bound(), state, paths, counters, unstepped)
+        return made if count is None else replace(made, count=torch.full_like(made.count, count))
+
+    def unstepped(self, state: TorchState) -> Sequence[str]:
+        """Return the paths of leaves that took no step yet, where others did."""
+        return state.unstepped
+
+    def begun(self, state: TorchState, paths: Sequence[str], path: str) -> TorchState:
+        """Return the state in which the leaf at `path` took a step, and so the whole state did."""
+        count = int(state.count)
+        if count and path not in state.unstepped:
+            return state
+        before = state.unstepped if count else paths
+        left = [other for other in before if other != path]
+        counters = self.counted(state, paths)
+        return self.recounted(state, paths, counters, count=max(count, 1), unstepped=left)
 
     def own_state(self, leaf: Leaf, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return whole slots and counters of a leaf as the instance itself keeps them."""
@@ -192,28 +260,20 @@ class TorchOptimizer(Base):
         sizes = Counter(bound.group_at.get(leaf.path, -1) for leaf in leaves)
         lines = [f"optimizer {self!r}"]
         for number, group in enumerate(bound.instance.param_groups):
-            options = {name: _shown(x) for name, x in group.items() if name not in NO_OPTIONS}
-            shown = ", ".join(f"{name}={x}" for name, x in options.items() if x)
-            lines.append(f"param group {number} of {sizes[number]} leaves: {shown}")
-        return lines
+            options = {name: shown(x) for name, x in group.items() if name not in NO_OPTIONS}
+            text = ", ".join(f"{name}={x}" for name, x in options.items())
+            of = f" of {sizes[number]} leaves" if leaves else ""
+            lines.append(f"param group {number}{of}: {text}")
+        return [*lines, *(lines_of(self.held) if leaves else ())]
 
     def saved_names(self, state: TorchState, leaves: Sequence[Leaf]) -> SavedNames:
         """What a checkpoint calls the class, and by torch.optim's own names its state.
 
-        A counter is one number for all param groups, which may be others when it is loaded.
+        Counters are saved by leaf: param groups may be others when they are loaded.
         """
         name = type(self.instance).__name__.lower()
-        learning = {self.group_of(leaf.path) for leaf in leaves if leaf.trainable}
         parts = {f"slots['{slot}']": slot for slot in state.slots}
-        idle: set[str] = set()
-        for counter, numbers in state.counters.items():
-            for group in range(len(numbers)):
-                part = f"counters['{counter}'][{group}]"
-                parts[part] = counter
-                if group not in learning or counter not in self._bound().begin_of(group):
-                    idle.add(part)
-        rule = _SAME_RULE.get(name, name)
-        return SavedNames(rule=rule, parts=parts, idle=frozenset(idle))
+        return SavedNames(rule=_SAME_RULE.get(name, name), parts=parts)
 
     def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
         """Return the instance's own groups, with their options as they are at any `step`."""
@@ -244,57 +304,6 @@ class TorchOptimizer(Base):
 
     def __repr__(self) -> str:
         return f"from_torch({name_of(self.source)})"
-
-
-def from_torch(
-    optimizer: Any,
-    *,
-    master_weights: bool = True,
-    state_dtype: torch.dtype | None = None,
-    stochastic_rounding: bool = False,
-) -> TorchOptimizer:
-    """torch.optim on shards: p', s' = optimizer.step() on this rank's [l] of each flat [W l].
-
-    The numbers are those of the optimizer on whole parameters, if its rule is elementwise: this
-    is tried on a few elements when a state is made. Options are read from the optimizer at each
-    update, so a scheduler made for an instance goes on working.
-
-    Args:
-        optimizer: a `torch.optim` class; a factory, parameters -> optimizer, such as
-            `functools.partial(torch.optim.AdamW, lr=3e-4)`; or an instance made from the
-            parameters that the state is made of (a module's own, if they were functionalized;
-            by `named_parameters()` on the meta device), in any param groups. A parameter that no
-            group has is not stepped.
-        master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
-        state_dtype: as in `fzero.optim.adamw`.
-        stochastic_rounding: as in `fzero.optim.adamw`.
-
-    Returns:
-        An optimizer for `fzero.init`, `shard(...).init` and `Engine`. An update by it cannot be
-        differentiated; those of `fzero.optim.adamw` and its like can.
-
-    Raises:
-        LayoutError: for what is no such thing, and for LBFGS and SparseAdam.
-
-    Example:
-        >>> import functools, torch
-        >>> opt = from_torch(functools.partial(torch.optim.SGD, lr=0.5)).bind({"w": torch.ones(2)})
-        >>> leaf = Leaf(path="w", shape=(2,), dtype=torch.float32, trainable=True)
-        >>> flats, pieces = [torch.tensor([1.0, 1.0])], [Piece(0, leaf, 0, 2)]
-        >>> opt.advance(flats, [torch.tensor([2.0, 4.0])], opt.init(flats, pieces), pieces)[0]
-        [tensor([ 0., -1.])]
-    """
-    require_usable(optimizer)
-    precision = precision_of("from_torch", master_weights, state_dtype, stochastic_rounding)
-    return TorchOptimizer(source=optimizer, precision=precision)
-
-
-def _shown(value: Any) -> str:
-    """An option that ranks can compare; nothing for one that has no text of its own."""
-    if isinstance(value, Tensor) and value.device.type == "cpu":
-        return f"tensor({value.tolist()})"
-    plain = (bool, int, float, str, tuple, type(None))
-    return repr(value) if isinstance(value, plain) else ""
 
 
 def _not_differentiable(optimizer: TorchOptimizer) -> PhaseError:

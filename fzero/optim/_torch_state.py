@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fzero.optim._apart import Apart, Parted, parted
 from fzero.optim._bind import Bound
 from fzero.optim._masters import Place, make_masters
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
-from fzero.optim._step import Unit
+from fzero.optim._step import Turn, Unit, makes_state_later
 from fzero.optim._trial import Kept
-from fzero.state._record import record
+from fzero.state._record import record, static
 
 
 @record
@@ -22,26 +23,68 @@ class TorchState:
 
     count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates made
     slots: dict[str, tuple[Tensor, ...]]  # by name; of a flat that has no such slot, empty
-    counters: dict[str, tuple[Tensor, ...]]  # by name, one for each param group
+    # By name, one for each param group, and then those of leaves that are apart.
+    counters: dict[str, tuple[Tensor, ...]]
     masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
+    # (path, index of its counters), of leaves that do not count with their group.
+    apart: Apart = static(default=())
+    # Paths of leaves that took no step yet, where others did; see `Kept.late`.
+    unstepped: tuple[str, ...] = static(default=())
+
+    def number(self, path: str, group: int) -> int:
+        """Return the index of the counters of the leaf at `path`, in this param group."""
+        return dict(self.apart).get(path, group)
 
 
-def units_of(bound: Bound, pieces: Sequence[Piece]) -> list[Unit]:
-    """Return what the optimizer steps as one parameter each: flats, or the leaves in them."""
+def turn_of(bound: Bound, state: TorchState, unused: frozenset[str]) -> Turn:
+    """Return who is stepped with whom in an update that leaves `unused` leaves out."""
+    left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
+    size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
+    now = parted(state.apart, left, lambda path: bound.group_at[path], size)
+    if not makes_state_later(bound):
+        return Turn(now)
+    if not int(state.count):
+        return Turn(now, first=True, unstepped=tuple(sorted(left)))
+    numbers = dict(now.apart)
+    fresh = frozenset(numbers.get(path, bound.group_at[path]) for path in state.unstepped)
+    return Turn(now, fresh=fresh, unstepped=tuple(x for x in state.unstepped if x in left))
+
+
+def units_of(bound: Bound, pieces: Sequence[Piece], now: Parted) -> list[Unit]:
+    """Return what the optimizer steps as one parameter each: flats, or the leaves in them.
+
+    A flat with leaves that count apart from each other, or are not stepped, is cut at them.
+    """
     units: list[Unit] = []
-    seen: set[int] = set()
+    numbers, seen, cuts = dict(now.apart), set[int](), _cuts(pieces, now)
     for index, leaf, start, stop, first in pieces:
         kept = bound.kept_for(leaf)
         if kept is None or start >= stop:
             continue
         group = bound.group_at[leaf.path]
+        number = numbers.get(leaf.path, group)
+        if number in now.still:
+            continue
         if not bound.elementwise[group]:
             if first < leaf.numel:  # else it is padding behind the leaf
-                units.append(Unit(index, group, (start, start + leaf.numel), leaf.shape, kept))
+                span = (start, start + leaf.numel)
+                units.append(Unit(index, group, number, span, leaf.shape, kept))
+        elif index in cuts:
+            units.append(Unit(index, group, number, (start, stop), (stop - start,), kept))
         elif index not in seen:
-            units.append(Unit(index, group, None, (), kept))
+            units.append(Unit(index, group, number, None, (), kept))
         seen.add(index)
     return units
+
+
+def _cuts(pieces: Sequence[Piece], now: Parted) -> set[int]:
+    """Return the flats whose leaves do not all count together."""
+    if not now.apart:
+        return set()
+    numbers, found = dict(now.apart), dict[int, set[int]]()
+    for piece in pieces:
+        found.setdefault(piece.index, set()).add(numbers.get(piece.leaf.path, -1))
+    return {index for index, some in found.items() if len(some) > 1}
 
 
 def new_state(

@@ -97,50 +97,73 @@ def learn(
     return kept._replace(late=late), shared, {name: numbers[name] for name in kept.counters}
 
 
-def early_of(optimizer: Optimizer, small: Tensor) -> Begin:
-    """Return parameter -> the state that a constructor makes for it, as it has for `small` [2, 3].
+def early_of_group(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
+    """Return parameter -> the state that the constructor makes for it, in a param group.
+
+    used: whether the optimizer has the state of a run, and not what its constructor has made.
+    """
+    known: dict[torch.dtype, Begin] = {}
+
+    def begin(p: Tensor) -> dict[str, Any]:
+        if p.dtype not in known:
+            known[p.dtype] = _early_in(optimizer, number, p.dtype, used)
+        return known[p.dtype](p)
+
+    return begin
+
+
+def _early_in(optimizer: Optimizer, number: int, dtype: torch.dtype, used: bool) -> Begin:
+    """Return what the constructor makes for parameters of a dtype.
+
+    As it has made it for those of the group; else by making another optimizer for one. Where that
+    is not possible (a constructor with other arguments), as for a parameter of another dtype;
+    and if there is nothing, the rule is taken for one that makes its state in its first step.
+    """
+    group = optimizer.param_groups[number]
+    own = [p for p in group["params"] if p.ndim and p.numel() and not p.is_meta]
+    has = [] if used else [p for p in own if optimizer.state.get(p)]
+    if same := [p for p in has if p.dtype is dtype]:
+        return _early_of(optimizer, same)
+    names = inspect.signature(type(optimizer)).parameters
+    options = {key: x for key, x in group.items() if key in names and key != "params"}
+    device = next((p.device for p in own), torch.device("cpu"))
+    small = nn.Parameter(numbers_of((2, 3), 0).to(device, dtype))
+    try:
+        return _early_of(type(optimizer)([small], **options), [small])
+    except Exception:
+        return _early_of(optimizer, has) if has else lambda p: {}
+
+
+def _early_of(optimizer: Optimizer, like: Sequence[Tensor]) -> Begin:
+    """Return parameter -> the state that a constructor makes for it, as it has for some.
 
     Raises `LayoutError` for a slot with other values for other elements.
     """
-    made = optimizer.state.get(small, {})
+    first = like[0]
+    made = optimizer.state.get(first, {})
     for name, value in made.items():
-        if isinstance(value, Tensor) and value.shape == small.shape and value.unique().numel() > 1:
-            raise LayoutError(
-                f"{type(optimizer).__name__} makes {name} in its constructor, with other values "
-                "for other elements.",
-                cause="a copy of the parameters from which training begins, or a mask of them.",
-                fix="make it in the first step(), where there is none yet: there it is made of the "
-                "shards.",
-            )
+        slots = [optimizer.state[p].get(name) for p in like] if _fits(value, first) else []
+        for p, slot in zip(like, slots, strict=False):
+            if not _fits(slot, p) or bool((slot != value.flatten()[0]).any()):
+                raise LayoutError(
+                    f"{type(optimizer).__name__} makes {name} in its constructor, with other "
+                    "values for other elements.",
+                    cause="a copy of the parameters from which training begins, or a mask of them.",
+                    fix="make it in the first step(), where there is none yet: there it is made of "
+                    "the shards.",
+                )
 
     def made_for(p: Tensor, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != small.shape:
+        if not _fits(value, first):
             return copy.deepcopy(value)
-        dtype = p.dtype if value.dtype == small.dtype else value.dtype
-        return torch.full_like(p, value[0, 0].item(), dtype=dtype, requires_grad=False)
+        dtype = p.dtype if value.dtype == first.dtype else value.dtype
+        return torch.full_like(p, value.flatten()[0].item(), dtype=dtype, requires_grad=False)
 
     return lambda p: {name: made_for(p, value) for name, value in made.items()}
 
 
-def early_of_group(optimizer: Optimizer, number: int) -> Begin:
-    """Return parameter -> the state that the constructor makes for it, in a param group.
-
-    By making another one. Where that is not possible (a constructor with other arguments), the
-    rule is taken for one that makes its state in its first step, as most do.
-    """
-    group = optimizer.param_groups[number]
-    names = inspect.signature(type(optimizer)).parameters
-    options = {key: x for key, x in group.items() if key in names and key != "params"}
-    small = small_parameter(next((p.device for p in group["params"] if not p.is_meta), None))
-    try:
-        return early_of(type(optimizer)([small], **options), small)
-    except Exception:
-        return lambda p: {}
-
-
-def small_parameter(device: torch.device | None) -> nn.Parameter:
-    """Return a parameter [2, 3] for constructors to look at."""
-    return nn.Parameter(numbers_of((2, 3), 0).to(device, torch.get_default_dtype()))
+def _fits(value: Any, p: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == p.shape
 
 
 def begin_state(kept: Kept, p: Tensor) -> dict[str, Any]:

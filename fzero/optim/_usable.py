@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import LayoutError
 
 CLOSURE = "it evaluates the loss several times in a step, by a closure"
 REFUSED = {
@@ -45,15 +45,9 @@ def require_plain(kind: type[Optimizer]) -> None:
         )
 
 
-def require_new(instance: Optimizer) -> None:
-    """Raise `PhaseError` for an instance that has made steps."""
-    if any(state.get("step", 1) != 0 for state in instance.state.values() if state):
-        raise PhaseError(
-            f"the optimizer has state for {len(instance.state)} parameters already.",
-            cause="it made steps, or loaded a state_dict, before it was given to fzero.",
-            fix="give a new optimizer, and then load the state: with an engine, "
-            "engine.set_full_optimizer_state(path, name, value).",
-        )
+def has_steps(instance: Optimizer) -> bool:
+    """Whether an instance has state of a run: it made steps, or a state_dict was loaded into it."""
+    return any(state.get("step", 1) != 0 for state in instance.state.values() if state)
 
 
 def no_optimizer(seen: str) -> LayoutError:

@@ -44,13 +44,32 @@ def as_flats(tree: Any, flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Any
     return _mapped(tree, is_leaves, padded)
 
 
+def flats_in(tree: Any, flats: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return each list in a tree that has a tensor as long as each flat.
+
+    Example:
+        >>> import torch
+        >>> flats_in({"mu": [torch.ones(2)], "count": torch.tensor(3)}, [torch.zeros(2)])
+        [[tensor([1., 1.])]]
+    """
+    are_flats = _are_flats(flats)
+    nodes: Any = optree.tree_leaves(tree, is_leaf=are_flats, namespace=NAMESPACE)
+    return [list(node) for node in nodes if are_flats(node)]
+
+
+def with_flats(tree: Any, flats: Sequence[Tensor], new: Sequence[Sequence[Tensor]]) -> Any:
+    """Return a tree with other lists in the place of those of `flats_in`, in their order."""
+    own = iter(new)
+    return _mapped(tree, _are_flats(flats), lambda node: type(node)(next(own)))
+
+
 def as_leaves(tree: Any, flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Any:
     """Return what `as_flats` was given."""
+    return _mapped(tree, _are_flats(flats), lambda node: type(node)(leaves_in(node, pieces)))
 
-    def are_flats(node: Any) -> bool:
-        return _fits(node, [(flat.numel(),) for flat in flats])
 
-    return _mapped(tree, are_flats, lambda node: type(node)(leaves_in(node, pieces)))
+def _are_flats(flats: Sequence[Tensor]) -> Callable[[Any], bool]:
+    return lambda node: _fits(node, [(flat.numel(),) for flat in flats])
 
 
 def _fits(node: Any, shapes: Sequence[Sequence[int]]) -> bool:

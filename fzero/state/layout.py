@@ -54,6 +54,32 @@ def learns(p: Tensor) -> bool:
     return p.is_floating_point() and (p.requires_grad or not isinstance(p, Parameter))
 
 
+def as_bits(indices: Iterable[int]) -> int:
+    """Return a number whose bit i says whether i is among the indices.
+
+    Example:
+        >>> as_bits([0, 3])
+        9
+    """
+    bits = bytearray()
+    for i in indices:
+        byte = i >> 3
+        if byte >= len(bits):
+            bits.extend(bytes(byte + 1 - len(bits)))
+        bits[byte] |= 1 << (i & 7)
+    return int.from_bytes(bits, "little")
+
+
+def from_bits(bits: int) -> tuple[int, ...]:
+    """Return the indices that `as_bits` has made a number of, in ascending order.
+
+    Example:
+        >>> from_bits(9)
+        (0, 3)
+    """
+    return tuple(i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
+
+
 class Part(NamedTuple):
     """Part `index` of the `count` equal parts of a flat: what a rank holds of it."""
 
@@ -81,6 +107,9 @@ class Layout:
     trainable: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Indices of the groups that have gradients and optimizer state."""
 
+    learning: int = field(init=False, repr=False, compare=False)
+    """The leaves in those, bit by bit: bit i is leaf i."""
+
     def __post_init__(self) -> None:
         """Note what every step asks for."""
         found: dict[str, list[int]] = {}
@@ -89,6 +118,8 @@ class Layout:
         object.__setattr__(self, "units", tuple(map(tuple, found.values())))
         learning = tuple(i for i, group in enumerate(self.groups) if group.trainable)
         object.__setattr__(self, "trainable", learning)
+        leaves = (leaf for i in learning for leaf in self.groups[i].leaves)
+        object.__setattr__(self, "learning", as_bits(leaves))
 
     def __hash__(self) -> int:
         """Hash a few fields only: every step looks up what was computed of this layout once."""

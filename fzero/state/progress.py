@@ -27,19 +27,28 @@ class NonFinite:
     backward: int = 0  # how many came before since the update
 
 
+ALL = -1
+"""Every leaf, as a number whose bit i says whether leaf i is meant."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Counters of one step; all reset to 0 by an update, by nothing else."""
+    """Counters of one step; all reset to 0 by an update, by nothing else.
+
+    `used`: bit i is set if leaf i has got a gradient on this rank. What a functional step adds
+    counts for all leaves: there a zero gradient is a gradient, as in JAX.
+    """
 
     backwards: int = 0  # grad_and_reduce calls
     reductions: int = 0  # times that gradients crossed ranks
     calls: int = 0  # step() calls of an engine
     deferred: bool = False  # an update waits for the last micro-batch; see `next_part`
     nonfinite: NonFinite | None = None  # the first that was found, if somebody looks for it
+    used: int = 0  # leaves, bit by bit
 
 
-def saw_backward(progress: Progress, *, reduced: bool) -> Progress:
-    """Count one gradient, and its reduction unless it was left local.
+def saw_backward(progress: Progress, *, reduced: bool, used: int = ALL) -> Progress:
+    """Count one gradient, of the leaves that are `used`, and its reduction unless it stays local.
 
     Raises `PhaseError` after a deferred update: the gradient would be mixed into that update.
     """
@@ -48,7 +57,24 @@ def saw_backward(progress: Progress, *, reduced: bool) -> Progress:
         progress,
         backwards=progress.backwards + 1,
         reductions=progress.reductions + int(reduced),
+        used=progress.used | used,
     )
+
+
+def saw_use(progress: Progress, used: int) -> Progress:
+    """Note leaves that have got a gradient in another way than by a backward that is counted."""
+    return replace(progress, used=progress.used | used)
+
+
+def of_all_ranks(progress: Progress, backwards: int, used: int) -> Progress:
+    """Return the progress of a rank that goes on with the gradients of all ranks.
+
+    backwards: of the rank that made the most. used: leaves that count as used here, too.
+    """
+    backwards, used = max(progress.backwards, backwards, 1), progress.used | used
+    if (backwards, used) == (progress.backwards, progress.used):
+        return progress
+    return replace(progress, backwards=backwards, used=used)
 
 
 def saw_nonfinite(progress: Progress, found: NonFinite | None) -> Progress:

@@ -99,6 +99,7 @@ class ExternalScale:
 
 
 _SAVED = ("scale", "good_updates", "hysteresis_left")
+_HYSTERESIS = "hysteresis"  # of the policy that `hysteresis_left` was counted under
 
 ScalePolicy = DynamicScale | StaticScale | ExternalScale
 
@@ -236,16 +237,16 @@ def after_update(scale: LossScale, found_inf: Tensor) -> LossScale:
 def carried(own: LossScale | None, other: LossScale | None) -> LossScale | None:
     """Return the scale of a state that takes the values of another one.
 
-    Its policy is its own. The numbers are those of the other if both are dynamic, or have one
-    policy; else it begins anew.
+    Its policy is its own. If both are dynamic, the numbers are those of the other, checked against
+    that policy as in `from_numbers`; if both have one policy, they are the other's as they are.
+    Else it begins anew.
     """
-    if own is None:
-        return None
-    dynamics = isinstance(own.policy, DynamicScale) and isinstance(
-        other and other.policy, DynamicScale
-    )
-    if other is not None and (dynamics or other.policy == own.policy):
+    if own is None or other is None:
+        return own and begin(own.policy, own.scale.device)
+    if other.policy == own.policy:
         return dataclasses.replace(other, policy=own.policy)
+    if isinstance(own.policy, DynamicScale) and isinstance(other.policy, DynamicScale):
+        return _under(own.policy, other, other.policy.hysteresis)
     return begin(own.policy, own.scale.device)
 
 
@@ -253,21 +254,45 @@ def as_numbers(scale: LossScale | None) -> dict[str, float]:
     """Return what a checkpoint keeps of a scale: nothing of one that does not adapt itself."""
     if scale is None or not isinstance(scale.policy, DynamicScale):
         return {}
-    return {name: getattr(scale, name).item() for name in _SAVED}
+    numbers = {name: getattr(scale, name).item() for name in _SAVED}
+    return {**numbers, _HYSTERESIS: scale.policy.hysteresis}
 
 
 def from_numbers(own: LossScale | None, numbers: Mapping[str, float]) -> LossScale | None:
     """Return the scale of a state that is loaded: of its own policy, with the saved numbers.
 
-    Without numbers, and for one that does not adapt itself, it begins anew.
+    What was counted goes on, as far as that policy has it: the overflows since the last growth are
+    taken from its `hysteresis`, the good updates end below its `growth_interval`, the scale is its
+    `min_scale` at least. Without numbers, and for one that does not adapt itself, it begins anew.
     """
     if own is None:
         return None
     new = begin(own.policy, own.scale.device)
     if not isinstance(own.policy, DynamicScale):
         return new
+    known = {
+        name: torch.full_like(getattr(new, name), numbers[name])
+        for name in _SAVED
+        if name in numbers
+    }
+    saved = dataclasses.replace(new, **known)
+    return _under(own.policy, saved, numbers.get(_HYSTERESIS))
+
+
+def _under(policy: DynamicScale, scale: LossScale, hysteresis: float | None) -> LossScale:
+    """Return a scale whose numbers were counted under another policy, with that `hysteresis`.
+
+    None: it is not known (a checkpoint from before it was saved).
+    """
+    left = scale.hysteresis_left
+    if hysteresis is not None:
+        left = left + (policy.hysteresis - int(hysteresis))
     return dataclasses.replace(
-        new, **{name: torch.full_like(getattr(new, name), x) for name, x in numbers.items()}
+        scale,
+        scale=scale.scale.clamp(min=policy.min_scale),
+        good_updates=scale.good_updates.clamp(max=policy.growth_interval - 1),
+        hysteresis_left=left.clamp(min=1, max=policy.hysteresis),
+        policy=policy,
     )
 
 
@@ -279,7 +304,7 @@ def _adapted(scale: LossScale, policy: DynamicScale, bad: Tensor) -> LossScale:
     higher = (wide * policy.growth_factor).to(old.dtype)
     higher = torch.where(torch.isfinite(higher), higher, old)
     good = scale.good_updates + 1
-    grows = good >= policy.growth_interval  # more, where a checkpoint had a longer one
+    grows = good >= policy.growth_interval
     return dataclasses.replace(
         scale,
         scale=torch.where(bad, torch.where(left <= 1, lower, old), torch.where(grows, higher, old)),

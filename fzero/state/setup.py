@@ -72,7 +72,6 @@ class SavedNames:
 
     rule: str  # without options, which may change from run to run
     parts: Mapping[str, str] = field(default_factory=dict)  # "moments[0]": "exp_avg"; else its own
-    idle: frozenset[str] = frozenset()  # counters of parameters that never learn: they say nothing
 
 
 NO_OPTIONS = frozenset({"params", "param_names"})
@@ -125,8 +124,23 @@ class StatefulUpdate(Protocol):
         ...
 
     @property
-    def counters(self) -> Callable[[Any, str], Mapping[str, Tensor]]:
-        """(optimizer state, path) -> what counts the updates of a leaf, by name."""
+    def counts_by_leaf(self) -> bool:
+        """Whether each leaf has counters of its own, which these three know."""
+        ...
+
+    @property
+    def counted(self) -> Callable[[Any, Sequence[str]], dict[str, dict[str, Tensor]]]:
+        """(optimizer state, paths) -> {name: {path: what counts the updates of a leaf}}."""
+        ...
+
+    @property
+    def recounted(self) -> Callable[..., Any]:
+        """(optimizer state, paths, counters, count=, unstepped=) -> it with other counters."""
+        ...
+
+    @property
+    def unstepped(self) -> Callable[[Any], Sequence[str]]:
+        """(optimizer state) -> the paths of leaves that took no step yet."""
         ...
 
     @property

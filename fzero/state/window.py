@@ -28,6 +28,7 @@ class Window:
     residual_before: Buffers = Buffers(placement=Placement.PARTIAL)
     gathered: tuple[Tensor, ...] = ()
     is_open: bool = static(default=False)
+    is_settled: bool = static(default=False)  # all ranks have made an update since it was opened
 
 
 CLOSED = Window(pending=Buffers(placement=Placement.PARTIAL))
@@ -54,7 +55,7 @@ def pop(window: Window) -> tuple[Window, Buffers]:
 
 def close(window: Window) -> Window:
     """Close a window whose gradients were taken."""
-    return replace(window, gathered=(), is_open=False)
+    return replace(window, gathered=(), is_open=False, is_settled=False)
 
 
 # What quantized reductions have lost.
@@ -72,7 +73,9 @@ def after_update(window: Window, skipped: Tensor | None = None) -> Window:
     if skipped is not None and before.held:
         pairs = zip(before.flats, now.flats, strict=True)
         now = replace(now, flats=tuple(torch.where(skipped != 0, x, y) for x, y in pairs))
-    return replace(window, residual=now, residual_before=CLOSED.residual_before)
+    settled = window.is_open
+    residual = {"residual": now, "residual_before": CLOSED.residual_before}
+    return replace(window, **residual, is_settled=settled)
 
 
 def forget(window: Window) -> Window:

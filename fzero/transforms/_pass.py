@@ -19,7 +19,7 @@ from fzero.errors import AxisError
 from fzero.gather import Gatherer
 from fzero.reduce import Reducer
 from fzero.sequence import Sequencer
-from fzero.state import Placement, TrainState, pass_state, schedule, window
+from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
 from fzero.state.effects import AnnouncePhase, EndPhase
 from fzero.state.pass_state import PassState
 from fzero.transforms._finite import FiniteCheck, with_found
@@ -41,7 +41,8 @@ class Pass:
 
     name: what the other ranks are told that runs. states: on the same ranks, each on a mesh of its
     own. number: of the sequencer among those of the channel; None for the next one. served: ranks
-    that make a call while others are in this pass take part in it (stage 3).
+    that make a call while others are in this pass take part in it (stage 3). uses: note which
+    leaves get a gradient; else all count as used.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Pass:
         *,
         number: int | None = None,
         served: bool = False,
+        uses: bool = False,
     ) -> None:
         self.states = list(states)
-        self._name, self._served = name, served
+        self._name, self._served, self._uses = name, served, uses
         self._carries = number == FUNCTIONAL  # what a window keeps goes with the state
         setups = [state.setup for state in states]
         self.channel = channel_of(setups[0].axis)
@@ -167,6 +169,8 @@ class Pass:
             if found:
                 flats = filled(state, found, Placement.PARTIAL)
                 state = with_found(state, bad[number])
+                used = progress.saw_use(state.progress, self._used(number))
+                state = state.replace(progress=used)
                 self.states[number] = put(state, part_of_update(state, flats))
         self.reducer.received = 0
 
@@ -188,14 +192,20 @@ class Pass:
             if state.window.pending.held and not waits:
                 state = state.replace(window=window.pop(state.window)[0])
             state = with_lost(state, self.reducer.feedback[number])
-            state = with_found(state, bad[number])
+            state, used = with_found(state, bad[number]), self._used(number)
             if means:
-                new.append(receive(state, filled(state, means, state.setup.gradients)))
+                flats = filled(state, means, state.setup.gradients)
+                new.append(receive(state, flats, used=used))
             else:  # on one rank, or in a window
-                new.append(receive_local(state, self.reducer, number))
+                new.append(receive_local(state, self.reducer, number, used=used))
         self.states = new
         self.reducer.received = 0
         return new
+
+    def _used(self, number: int) -> int:
+        """Return, and forget, which leaves of a state got a gradient, bit by bit."""
+        used = self.reducer.pop_used(number)
+        return used if self._uses else progress.ALL
 
     def take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""

@@ -10,28 +10,31 @@ from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded, needs_func
 from fzero.collectives import channel_of, sum_parts
-from fzero.errors import NonFiniteError, PhaseError
+from fzero.errors import PhaseError
 from fzero.homes import lent, placed
-from fzero.mesh import Axis, Runtime
+from fzero.mesh import Runtime
 from fzero.quantize import ErrorFeedback, residual_of
 from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
-from fzero.transforms._finite import first_of
 
 
-def receive(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
+def receive(state: TrainState, flats: Sequence[Tensor], *, used: int = progress.ALL) -> TrainState:
     """Count one backward, and add the gradient of each group that learns.
 
     `flats` are means over ranks, [l] (at stage 0 [W l]); in a window this rank's own, [W l].
+    `used`: the leaves that this rank has one of, bit by bit.
     """
     waits = state.window.is_open
-    state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
+    counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
+    state = state.replace(progress=counted)
     flats = part_of_update(state, flats)
     return put(state, flats) if waits else accumulate(state, flats)
 
 
-def receive_local(state: TrainState, reducer: Reducer, number: int) -> TrainState:
+def receive_local(
+    state: TrainState, reducer: Reducer, number: int, *, used: int = progress.ALL
+) -> TrainState:
     """Count one backward, and add this rank's own gradients of state `number` of a reducer.
 
     A state that donates has them added in the memory of those before, with no copy between.
@@ -41,11 +44,12 @@ def receive_local(state: TrainState, reducer: Reducer, number: int) -> TrainStat
     if not old.held or not donated or state.setup.offload.gradients is not None:
         found = reducer.pop_local(number, to_write=donated and not old.held)
         placement = Placement.PARTIAL if waits else state.setup.gradients
-        return receive(state, filled(state, found, placement))
+        return receive(state, filled(state, found, placement), used=used)
     total: Buffers = take_over(old)
     totals = dict(zip(state.setup.layout.trainable, total.flats, strict=True))
     reducer.pop_local_into(number, totals, state.setup.policy.grad_scale)
-    state = state.replace(progress=progress.saw_backward(state.progress, reduced=not waits))
+    counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
+    state = state.replace(progress=counted)
     if waits:
         return state.replace(window=dataclasses.replace(state.window, pending=total))
     return state.replace(gradients=total)
@@ -84,16 +88,6 @@ def _added(state: TrainState, old: Buffers, new: Buffers) -> Buffers:
     added = buffers.add(Buffers(flats=here, placement=old.placement), new)
     flats = tuple(placed(offload.gradients, flat, offload) for flat in added.flats)
     return Buffers(flats=flats, placement=added.placement)
-
-
-def reduce_pending(state: TrainState) -> TrainState:
-    """Reduce what waits in the window of a state, if anything, and add it to its gradients.
-
-    A collective if it does.
-    """
-    if state.window.pending.held:
-        return reduce_window(state)
-    return state.replace(window=window.pop(state.window)[0])
 
 
 def reduce_window(state: TrainState) -> TrainState:
@@ -184,43 +178,6 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
         x.to(setup.accumulate_dtype(i)) / setup.divisor
         for i, x in zip(learning, summed, strict=True)
     ]
-
-
-def boundary(
-    name: str,
-    states: Sequence[TrainState],
-    *,
-    updates: bool = False,
-    bad: NonFiniteError | None = None,
-) -> NonFiniteError | None:
-    """Wait until every rank makes this call, with the same options, on states that stand alike.
-
-    If it `updates`, the optimizers and their learning rates must be the same, too. Returns the
-    first that any rank reports of what is not finite: `bad` is what this one does.
-
-    Raises `MismatchError` on every rank otherwise, before anything was changed. Nothing happens
-    under a torch.func transform or a trace, where ranks are not asked.
-    """
-    by_axis: dict[Axis, list[str]] = {}
-    for state in states:
-        flats = state.params.flats
-        if state.setup.axis.runtime is Runtime.LOCAL or needs_func(flats):
-            continue
-        lines = by_axis.setdefault(state.setup.axis, [name])
-        policy, counted = state.setup.policy, state.progress
-        lines += [
-            f"stage {state.setup.stage}",
-            *policy.options,
-            f"{counted.reductions} reductions since the update",
-            f"loss scale {state.scale and state.scale.policy}",
-        ]
-        if updates:
-            lines += state.setup.optimizer.describe((), state.step)
-    for axis, lines in by_axis.items():
-        channel = channel_of(axis)
-        if channel is not None and any(channel.call("\n".join(lines), int(bad is not None))):
-            bad = first_of(channel, bad)
-    return bad
 
 
 def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement) -> list[Tensor]:

@@ -12,9 +12,9 @@ from fzero.collectives import gather_parts
 from fzero.homes import lent
 from fzero.packing import unpack_groups
 from fzero.partition import assemble
-from fzero.state import Placement, TrainState, buffers, progress
+from fzero.state import Placement, TrainState, buffers
+from fzero.transforms._agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms._donate import check_alive, without_donation
-from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._scaled import without_scale
 from fzero.transforms._states import flatten_states
 
@@ -49,7 +49,7 @@ def full_params(state: Any) -> Any:
     states, treespec = flatten_states("full_params", state)
     for one in states:
         check_alive(one)
-    boundary("full_params", [one for one in states if _is_gathered(one)])
+    agree("full_params", [one for one in states if _is_gathered(one)])
     return optree.tree_unflatten(treespec, [_full_params(one) for one in states])
 
 
@@ -88,9 +88,10 @@ def gradients(state: Any) -> Any:
     states, treespec = flatten_states("gradients", state)
     for one in states:
         check_alive(one)
-        progress.require_gradients(one.progress, "gradients")
-    boundary("gradients", states)
-    return optree.tree_unflatten(treespec, [_gradients(one) for one in states])
+    said = agree("gradients", states)
+    require_held(said, "gradients")
+    found = [_gradients(one, all_say) for one, all_say in zip(states, said, strict=True)]
+    return optree.tree_unflatten(treespec, found)
 
 
 full_gradients = gradients
@@ -115,9 +116,9 @@ def _full_params(state: TrainState) -> Any:
     return assemble(layout, found)
 
 
-def _gradients(state: TrainState) -> Any:
+def _gradients(state: TrainState, said: Agreed) -> Any:
     setup, layout = state.setup, state.setup.layout
-    held = buffers.require_reduced(reduce_pending(without_donation(state)).gradients)
+    held = buffers.require_reduced(reduce_agreed(without_donation(state), said).gradients)
     here = [lent(flat, state.device) for flat in held.flats]
     whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)
     unscaled = (without_scale(state, flat) for flat in whole)

@@ -12,9 +12,10 @@ from fzero.collectives import cut
 from fzero.errors import LayoutError
 from fzero.packing import pack
 from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.transforms._agree import agree
 from fzero.transforms._donate import check_alive
 from fzero.transforms._observe import tell_added
-from fzero.transforms._receive import boundary, mean_of, receive
+from fzero.transforms._receive import mean_of, receive
 from fzero.transforms._scaled import times_scale, with_value
 
 
@@ -61,7 +62,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     times = times_scale(state, given)
     local: Any = [x.to(flat.dtype) for x, flat in zip(times, given, strict=True)]
     if not waits:
-        boundary(f"add_gradients(reduced={reduced})", [state])
+        agree(f"add_gradients(reduced={reduced})", [state])
     if not waits and not reduced:
         local = mean_of(setup, local)
     elif not waits:

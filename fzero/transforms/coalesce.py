@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
+import optree
+
 from fzero.state import TrainState, window
+from fzero.transforms._agree import agree, reduce_agreed
 from fzero.transforms._donate import check_alive
 from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
-from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._states import flatten_states, map_states
 
 
@@ -57,9 +59,7 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         state = map_states("coalesce", _open, state)
         state, aux = returned_pair("coalesce", inner, inner(state, *args, **kwargs))
-        waiting = [one for one in flatten_states("coalesce", state)[0] if one.window.pending.held]
-        boundary("the end of coalesce", waiting)
-        return map_states("coalesce", _close, state), aux
+        return _close(state), aux
 
     return transform(
         "coalesce",
@@ -76,6 +76,22 @@ def _open(state: TrainState) -> TrainState:
     return state.replace(window=window.open_window(state.window))
 
 
-def _close(state: TrainState) -> TrainState:
-    state = reduce_pending(state)
-    return state.replace(window=window.close(state.window))
+def _close(tree: Any) -> Any:
+    """Reduce what waits on any rank, and close the windows.
+
+    Nobody is asked after an update, which has left nothing on any rank. A rank that has gradients
+    since then asks, and the others make another call: all of them raise.
+    """
+    states, treespec = flatten_states("coalesce", tree)
+    if not all(_is_settled(one.window) for one in states):
+        said = agree("the end of coalesce", states)
+        states = [
+            reduce_agreed(one, all_say) if all_say.waits else one
+            for one, all_say in zip(states, said, strict=True)
+        ]
+    closed = [one.replace(window=window.close(one.window)) for one in states]
+    return optree.tree_unflatten(treespec, closed)
+
+
+def _is_settled(one: window.Window) -> bool:
+    return one.is_settled and not one.pending.held

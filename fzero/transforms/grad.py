@@ -23,6 +23,7 @@ from fzero.packing import input_shape, unpack, unpack_groups
 from fzero.partition import assemble
 from fzero.placeholder import placeholders
 from fzero.state import NAMESPACE, TrainState
+from fzero.transforms._agree import agree
 from fzero.transforms._differentiate import (
     LossOf,
     Result,
@@ -50,7 +51,8 @@ def grad_and_reduce(
     (state', (value, aux)), the tensors of the pytree aux detached (one in an object that optree
     does not know is not seen, and stays as it is). Calls add up. While a coalescing window is open
     the gradient stays local; otherwise it is reduced beside the backward that makes it:
-    all-reduced at stage 0, reduce-scattered at stages 1 to 3.
+    all-reduced at stage 0, reduce-scattered at stages 1 to 3. A leaf that fn does not use has a
+    gradient of zero, which the update steps, as in JAX.
 
     state: a `TrainState`, or a pytree of them (several models under one loss): then fn is given
         the matching pytree of params, and the pytree of states comes back. With a loss scale
@@ -260,6 +262,9 @@ def _by_func(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
     require_values(states)
+    # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
+    crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
+    agree("grad_and_reduce of arguments that require grad", crosses)
     held = [_with_full(state) for state in states]
     scale, rest = scales_of(states)
     result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux, scale=scale)

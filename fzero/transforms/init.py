@@ -44,6 +44,7 @@ from fzero.transforms._options import (
 )
 from fzero.transforms._pieces import pieces_of
 from fzero.transforms._plan import COMPARED, plan
+from fzero.transforms._taken import taken_over
 
 Initializer = Callable[[str, Tensor], Tensor]
 OneOptimizer = (
@@ -130,7 +131,9 @@ def init(
             parameters of such a rule, by its param groups, are each whole on one rank. What ranks
             have of a bucket or unit is padded to the most that one of them has; the default bucket
             grows to W of the largest such parameter.
-        ordered: sum in rank order everywhere: bits then do not depend on the bucketing.
+        ordered: each reduction sums in rank order, on every backend: bits then do not depend on
+            the bucketing. (At stage 3 a rank that uses units in another order than all expect
+            may bring a part of a gradient by itself, which is added to the sum of the others.)
         accumulate_dtype: in which gradients add up, and are held; default fp32 for 16-bit
             parameters, else their own.
         communication_dtype: in which gradients cross ranks; default the parameters'.
@@ -265,4 +268,4 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
         progress=Progress(),
         setup=setup,
     )
-    return state.replace(window=replace(CLOSED, residual=residual_of(state)))
+    return taken_over(state.replace(window=replace(CLOSED, residual=residual_of(state))))

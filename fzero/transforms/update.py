@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
 from fzero.state.view import require_state
+from fzero.transforms._agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms._donate import (
     check_alive,
     donates,
@@ -24,10 +25,8 @@ from fzero.transforms._donate import (
     take_over,
     without_donation,
 )
-from fzero.transforms._finite import report_of
 from fzero.transforms._observe import tell
 from fzero.transforms._pieces import pieces_of
-from fzero.transforms._receive import boundary, reduce_pending
 from fzero.transforms._scaled import after_update, chosen, found_inf, with_value, without_scale
 from fzero.transforms._states import S, flatten_states
 
@@ -38,14 +37,17 @@ def apply_gradients(state: S) -> S:
 
     A pending window is reduced first (once) and stays open if it was; gradients are clipped as
     an enclosing `fzero.clip` asks; then they are cleared. Inside `fzero.accumulate` the update
-    waits for the last micro-batch. `state` may be a pytree of states.
+    waits for the last micro-batch. `state` may be a pytree of states. A gradient of zero is a
+    gradient, as in JAX: weight decay and momentum act on a leaf that no loss has used. A rank that
+    holds nothing in a window counts as zero in the mean; gradients of any rank are enough.
 
     With a loss scale (`fzero.scale_loss`) gradients are divided by it first. An infinity or a NaN
     in them, on any rank, skips the update on every one: parameters, optimizer and `step` stay as
     they are, bit for bit, gradients are cleared, and the scale falls as its policy says. Each state
     of a pytree is skipped, or not, by its own gradients.
 
-    Raises `PhaseError` if the state holds no gradients (also on a second call), `DonatedError`
+    Raises `MismatchError` on every rank if the ranks differ in options, optimizers or their rates,
+    `PhaseError` if the state holds no gradients (also on a second call), `DonatedError`
     if it was used up, `NonFiniteError` on every rank if `fzero.check_finite` found any. With
     donation the update is made in the state's own buffers, which uses the state up; before that
     moment an error leaves it whole.
@@ -60,13 +62,14 @@ def apply_gradients(state: S) -> S:
     states, treespec = flatten_states("apply_gradients", state)
     for one in states:
         check_alive(one)
+    states = [with_value(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
-    for one in due:
-        progress.saw_update(one.progress)
-    bad = boundary("apply_gradients", due, updates=True, bad=report_of(states, treespec))
-    if bad is not None:
+    said = agree("apply_gradients", due, updates=True)
+    require_held(said, "apply_gradients")
+    if bad := nonfinite(states, treespec, said):
         raise bad
-    new: Any = optree.tree_unflatten(treespec, [_apply(one) for one in states])
+    rest = iter(said)
+    new: Any = optree.tree_unflatten(treespec, [_apply(one, rest) for one in states])
     return new
 
 
@@ -87,15 +90,15 @@ def global_norm(state: TrainState) -> Tensor:
     """
     require_state("global_norm", state)
     check_alive(state)
-    progress.require_gradients(state.progress, "global_norm")
-    boundary("global_norm", [state])
-    return norm_of_state(state, reduce_pending(without_donation(state)).gradients)
+    said = agree("global_norm", [state])
+    require_held(said, "global_norm")
+    return norm_of_state(state, reduce_agreed(without_donation(state), said[0]).gradients)
 
 
-def _apply(state: TrainState) -> TrainState:
+def _apply(state: TrainState, said: Iterator[Agreed]) -> TrainState:
     if state.setup.policy.defer_update:
         return state.replace(progress=progress.defer_update(state.progress))
-    return update(reduce_pending(state))[0]
+    return update(reduce_agreed(state, next(said)))[0]
 
 
 class _Ready(NamedTuple):
@@ -108,8 +111,11 @@ class _Ready(NamedTuple):
     grad_scale: Tensor | None = None  # what the optimizer has still to divide by
 
 
-def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
+def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, Tensor | None]:
     """Return the state after one update from its reduced gradients, and their norm if clipped.
+
+    unused: leaves of the layout that are left as they are, with all that the optimizer keeps for
+    them: the same on every rank. `step` and the optimizer's number of updates go on.
 
     Both drivers come here: no rank is asked, what waited is reduced. Raises `PhaseError` if there
     are no gradients. If the optimizer raises, the state is as it was.
@@ -126,16 +132,17 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
     skips = found is not None and not general and _skips(state)
     ready = _prepared(state, reduced, divides=skips)
     tell("prepared", state, ready)
+    advance = partial(_advance, state, ready.gradients.flats, unused=unused)
     try:
         if found is None or skips:
             told = (found, ready.grad_scale) if skips else None
-            params, optimizer = _advance(state, ready.gradients.flats, general=general, told=told)
+            params, optimizer = advance(general=general, told=told)
         elif general:
             params, optimizer = _where_finite(state, ready.gradients.flats, found)
         elif bool(found):
             params, optimizer = _kept(state)
         else:
-            params, optimizer = _advance(state, ready.gradients.flats, general=False)
+            params, optimizer = advance(general=False)
     except BaseException:
         if ready.in_place and donates(state):
             give_back(state.gradients, scaled(state, ready.gradients, 1 / ready.factor))
@@ -193,6 +200,7 @@ def _advance(
     *,
     general: bool,
     told: tuple[Tensor | None, Tensor | None] | None = None,
+    unused: Sequence[int] = (),
 ) -> tuple[Buffers, Any]:
     """Run the optimizer on this rank's shards, and make the parameters whole again.
 
@@ -210,6 +218,8 @@ def _advance(
     options: dict[str, Any] = {"differentiable": general, "owned": owned}
     if not setup.offload.neutral:
         options["device"] = state.device
+    if unused:
+        options["unused"] = frozenset(layout.leaves[i].path for i in unused)
     if told is not None:
         options["found_inf"], options["grad_scale"] = told
     try:

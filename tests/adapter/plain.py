@@ -109,6 +109,7 @@ class Reference:
     def __init__(self, make: Make, world_size: int, optimizer_of: OptimizerOf = sgd_of) -> None:
         self.module, self.world_size = seeded(make), world_size
         self.optimizer = optimizer_of(self.module)
+        self.used: set[str] = set()  # what got a gradient, on any rank, since the last step
 
     def run(self, program: Program, number: int) -> Gradients:
         """Run it with the data of each rank; return the mean over ranks of the gradients."""
@@ -121,9 +122,11 @@ class Reference:
         return nn.utils.clip_grad_norm_(learning(self.module).values(), max_norm)
 
     def step(self, gradients: Gradients) -> dict[str, Tensor]:
-        """Update from these gradients; return all parameters."""
+        """Update from these gradients, which are None where nothing came; return all parameters."""
         for path, p in learning(self.module).items():
-            p.grad = gradients[path].clone()
+            has = path in self.used or bool(gradients[path].any())
+            p.grad = gradients[path].clone() if has else None
+        self.used = set()
         if self.optimizer is not None:
             self.optimizer.step()
         self.module.zero_grad()
@@ -144,6 +147,8 @@ def run_together(
         program([Plain(reference.module) for reference in references], Draw(rank, number))
         for own, reference in zip(found, references, strict=True):
             own.append(gradients_of(reference.module))
+            named = learning(reference.module).items()
+            reference.used |= {path for path, p in named if p.grad is not None}
     return [mean(own) for own in found]
 
 

@@ -22,13 +22,13 @@ FROM_TORCH = {**CLASSES, **WHOLE}
 
 class Tied(nn.Module):
     """Names out of order, sizes that do not divide; a weight that is used twice, one that is
-    frozen, one that even ranks alone use, one that nobody uses."""
+    frozen, one that even ranks alone use; a frozen one that nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.inner = nn.Embedding(IDS, 5), nn.Linear(5, 5)
         self.blocks = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5, bias=False))
-        self.even, self.unused = nn.Linear(5, 5), nn.Linear(3, 1)
+        self.even, self.unused = nn.Linear(5, 5), nn.Linear(3, 1).requires_grad_(False)
         self.inner.bias.requires_grad_(False)
 
     def forward(self, ids: Tensor, rank: int) -> Tensor:

@@ -187,7 +187,7 @@ def test_one_rank_raises_in_its_backward_and_the_others_in_theirs(rank: int, sta
     with pytest.raises(PeerFailedError if rank else ZeroDivisionError):
         engine.backward(loss)
     with pytest.raises(PhaseError, match="there are no gradients"):
-        engine.step()
+        engine.full_gradients()
     engine(Draw(rank, 1)(2, 3)).sum().backward()
     assert engine.step()
     engine.close()

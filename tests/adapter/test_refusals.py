@@ -34,18 +34,17 @@ def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(
 ) -> None:
     e, plain = engine_of(Net, stage), Reference(Net, world_size)
     optimizer: Any = e.optimizer
-    refused(e.step, PhaseError, "step(): there are no gradients; 0 updates so far")
     refused(e.full_gradients, PhaseError, "full_gradients(): there are no gradients")
     refused(optimizer.step, PhaseError, "optimizer.step() of an optimizer that an engine runs")
     given, loads = sgd_of(Net()).state_dict(), optimizer.load_state_dict
     refused(optimizer.state_dict, PhaseError, "optimizer.state_dict() of an optimizer that an e")
     refused(lambda: loads(given), PhaseError, "optimizer.load_state_dict() of an optimizer that")
     update(e, plain, rank, 0)
-    refused(e.step, PhaseError, "step(): there are no gradients; 1 updates so far")
+    refused(e.full_gradients, PhaseError, "there are no gradients; 1 updates so far")
     back(e, Draw(rank, 1))
     refused(optimizer.step, PhaseError, "optimizer.step() of an optimizer that an engine runs")
     e.zero_grad()
-    refused(e.step, PhaseError, "no gradients")
+    refused(e.full_gradients, PhaseError, "no gradients")
     assert "Net, stage=" in repr(e) and "1 updates" in repr(e)
     e.close()
     e.close()

@@ -121,9 +121,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sparse": (_with(FP32, W.to_sparse()), r"weight/fp32.pt holds no plain tensor"),
     "meta": (_with(FP32, torch.empty(5, 3, device="meta")), r"weight/fp32.pt"),
     "a dtype": (_with(FP32, {"param": W.long()}), r"has weight as torch.int64, torch.float32 in"),
-    "other steps": (
-        _with(STEP, 3), r"two steps: 2 by zero/weight/step.pt, 3 by zero/bias/step.pt",
-    ),
     "half a step": (_with(STEP, 2.5), r"bias/step.pt has the step 2.5, which is no number of up"),
     "no number": (_with(STEP, torch.tensor(torch.nan)), r"bias/step.pt has the step nan"),
     "too many steps": (_with(STEP, 10**400), r"bias/step.pt has the step 1000"),

@@ -46,8 +46,11 @@ def doubled(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [p.detach()]} for p in [params["b"], params["b"]]], lr=0.1)
 
 
-def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": params}, {"params": []}], lr=0.1)
+def with_a_momentum(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params.values(), momentum=0.5)
+    for p in params.values():
+        optimizer.state[p] = {"momentum_buffer": torch.ones_like(p), "more": torch.ones_like(p)}
+    return optimizer
 
 
 class Broken(torch.optim.SGD):
@@ -74,15 +77,18 @@ def itself(params: list[nn.Parameter]) -> Any:
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda _: "adam", LayoutError, r"the optimizer is 'adam'"),
     (lambda _: nn.Linear, LayoutError, r"the optimizer is <class"),
-    (lambda _: itself, LayoutError, r"itself, which gives a list"),
+    (lambda _: itself, LayoutError, r"itself, which gives a Named"),
     (lambda _: two_rates, KeyError, "lr of the second group"),
-    (lambda _: two_groups, LayoutError, "two_groups makes 2 param groups"),
     (lambda _: torch.optim.LBFGS, LayoutError, r"LBFGS cannot step[\s\S]*closure"),
     (lambda p: torch.optim.LBFGS(p.values()), LayoutError, "LBFGS cannot step"),
     (lambda _: functools.partial(torch.optim.SparseAdam, lr=1.0), LayoutError, "SparseAdam cannot"),
     (lambda _: torch.optim.SGD(parameters().values()), LayoutError, "is not the module's"),
     (doubled, LayoutError, "b is in the optimizer's groups 0 and 1"),
-    (used, PhaseError, "has state for 4 parameters already"),
+    (
+        with_a_momentum,
+        LayoutError,
+        r"has \['momentum_buffer', 'more'\] for a.bias; its rule",
+    ),
     (lambda _: Remembers, LayoutError, "Remembers keeps history = list"),
     (
         lambda p: Broken(p.values()),

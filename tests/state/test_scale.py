@@ -201,15 +201,56 @@ def used(policy: DynamicScale) -> LossScale:
     return held
 
 
+def both_ways(own: LossScale, saved: LossScale) -> list[LossScale]:
+    """A scale that takes the numbers of another one: from a checkpoint, and from a state."""
+    found = scale.from_numbers(own, scale.as_numbers(saved)), scale.carried(own, saved)
+    return [one for one in found if one is not None]
+
+
 def test_the_numbers_of_a_dynamic_scale_come_back_under_the_policy_of_the_state() -> None:
-    saved = used(DynamicScale(init_scale=64.0, hysteresis=2, growth_interval=3))
-    own = scale.begin(DynamicScale(init_scale=2.0, hysteresis=3, growth_interval=2), CPU)
-    for loaded in (scale.from_numbers(own, scale.as_numbers(saved)), scale.carried(own, saved)):
-        assert loaded is not None and loaded.policy is own.policy
+    saved = used(DynamicScale(init_scale=64.0, hysteresis=2, growth_interval=4))
+    own = scale.begin(DynamicScale(init_scale=2.0, hysteresis=2, growth_interval=3), CPU)
+    for loaded in both_ways(own, saved):
+        assert loaded.policy is own.policy
         assert numbers(loaded) == numbers(saved) == (64.0, 2, 1)
         assert loaded.scale.dtype is torch.float32 and loaded.good_updates.dtype is torch.int32
-        after = scale.after_update(loaded, FINITE)  # the interval is shorter than what was counted
-        assert numbers(after) == (128.0, 0, 3)
+        after = scale.after_update(loaded, FINITE)
+        assert numbers(after) == (128.0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "overflows", "now", "left"),
+    [(4, 0, 1, 1), (4, 0, 2, 2), (4, 3, 2, 1), (4, 1, 3, 2), (1, 0, 4, 4), (2, 1, 4, 3)],
+)
+def test_the_overflow_that_lowers_a_loaded_scale_is_that_of_its_own_policy(
+    before: int, overflows: int, now: int, left: int
+) -> None:
+    saved = scale.begin(DynamicScale(init_scale=64.0, hysteresis=before), CPU)
+    for _ in range(overflows):
+        saved = scale.after_update(saved, INFINITE)
+    own = scale.begin(DynamicScale(init_scale=64.0, hysteresis=now), CPU)
+    for loaded in both_ways(own, saved):
+        for _ in range(left):
+            assert loaded.scale.item() == 64.0
+            loaded = scale.after_update(loaded, INFINITE)
+        assert loaded.scale.item() == 32.0
+
+
+def test_a_loaded_scale_is_within_the_bounds_of_its_own_policy() -> None:
+    saved = used(DynamicScale(init_scale=4.0, growth_interval=9))  # lowered to 2, then 2 good ones
+    own = scale.begin(DynamicScale(init_scale=64.0, growth_interval=2, min_scale=16.0), CPU)
+    for loaded in both_ways(own, saved):
+        assert numbers(loaded) == (16.0, 1, 1)  # one more good update, and it grows
+        assert numbers(scale.after_update(loaded, INFINITE)) == (16.0, 0, 1)
+        assert numbers(scale.after_update(loaded, FINITE)) == (32.0, 0, 1)
+
+
+def test_of_a_checkpoint_that_does_not_say_the_hysteresis_no_more_is_left_than_the_policy_has() -> (
+    None
+):
+    own = scale.begin(DynamicScale(init_scale=64.0, hysteresis=2), CPU)
+    old = {"scale": 64.0, "good_updates": 0, "hysteresis_left": 4}
+    assert numbers(scale.from_numbers(own, old)) == (64.0, 0, 2)
 
 
 @pytest.mark.parametrize("other", [None, StaticScale(2.0)])

@@ -201,7 +201,8 @@ def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(
             assert deepspeed.safe_get_local_optimizer_state(mine, "exp_avg") is None
             continue
         same({path: deepspeed.safe_get_full_fp32_param(mine)}, {path: p.detach()}, 1e-9)
-        state = reference.optimizer.state[p]["exp_avg"]
+        own = reference.optimizer.state[p]  # of what was not used there is none
+        state = own.get("exp_avg", torch.zeros_like(p))
         found = {
             "gradient": pieces(deepspeed.safe_get_local_grad(mine), world_size, stage),
             "values": pieces(local, world_size, stage),
@@ -217,7 +218,7 @@ def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(
         expected = dict(zip(found, wholes, strict=True))
         same(found, expected, 1e-9, path)
         count = has(deepspeed.safe_get_local_optimizer_state(mine, "step"))
-        assert count.item() == 1
+        assert count.item() == len(own) // 3
 
 
 @on_ranks(1, 3)

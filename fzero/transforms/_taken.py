@@ -1,0 +1,66 @@
+"""What a torch.optim optimizer has from a run goes into the train state that is made with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import broadcast, cut
+from fzero.homes import give_back
+from fzero.optim import TorchOptimizer
+from fzero.packing import pack
+from fzero.state import Placement, TrainState
+
+
+@torch.no_grad()
+def taken_over(state: TrainState) -> TrainState:
+    """Return the state that goes on from what its optimizer has; the optimizer lets go of it.
+
+    Values are rank 0's on every rank, as those of parameters are. A collective if there are any,
+    of which all ranks have said the same.
+    """
+    rule, layout = state.setup.optimizer, state.setup.layout
+    if not (isinstance(rule, TorchOptimizer) and rule.held):
+        return state
+    paths = [
+        leaf.path for leaf in layout.leaves if leaf.trainable and rule.group_of(leaf.path) >= 0
+    ]
+    slots = {name: list(flats) for name, flats in state.optimizer.slots.items()}
+    for number, index in enumerate(layout.trainable):
+        leaves = [layout.leaves[i] for i in layout.groups[index].leaves]
+        for name, flats in slots.items():
+            if name in rule.odd_slots:
+                own = rule.held.get(leaves[0].path, {}).get(name)
+                flats[number] = flats[number] if own is None else _sent(state, torch.as_tensor(own))
+            elif flats[number].numel():
+                values = [
+                    rule.begin(leaf, name, flats[number].dtype, state.device) for leaf in leaves
+                ]
+                whole = _sent(state, pack(layout, index, values))
+                part = cut(state.setup, whole, Placement.REPLICATED, state.setup.optimizer_state)
+                give_back(flats[number], part)
+    optimizer = replace(state.optimizer, slots={k: tuple(x) for k, x in slots.items()})
+    optimizer = _counted(rule, optimizer, paths)
+    rule.let_go(paths)
+    return state.replace(optimizer=optimizer)
+
+
+def _sent(state: TrainState, value: Tensor) -> Tensor:
+    return broadcast([value.detach().to(state.device)], state.setup.axis, 0)[0]
+
+
+def _counted(rule: TorchOptimizer, optimizer: Any, paths: Sequence[str]) -> Any:
+    """Return the optimizer state with the counters that each leaf has in a run."""
+    counters = rule.counted(optimizer, paths)
+    most = 1
+    for name, some in counters.items():
+        for path, like in some.items():
+            if path in rule.held and not rule.shares(path, name):
+                some[path] = torch.full_like(like, float(rule.held[path][name]))
+                most = max(most, int(some[path])) if name == "step" else most
+    fresh = [path for path in paths if path not in rule.held]
+    return rule.recounted(optimizer, paths, counters, count=most, unstepped=fresh)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from fzero._memory import require_own_memory
 from fzero.adapter._module import in_place_of
 from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
@@ -41,10 +42,11 @@ class _Unowned(Gatherer):
 
     def take(self, module: nn.Module) -> None:
         """Shard the parameters of a module, and of those in it, that are whole."""
+        if any(_is_whole(p) for p in module.parameters()):
+            require_own_memory(module)
         for part in module.modules():
             for name, p in list(part._parameters.items()):
-                sharded = isinstance(p, LazyParam | nn.UninitializedParameter)
-                if p is not None and not sharded and not p.is_meta:
+                if p is not None and _is_whole(p):
                     setattr(part, name, self._sharded(name, p))
 
     @torch.no_grad()
@@ -75,6 +77,11 @@ class _Unowned(Gatherer):
         if placeholder.where[0] in self._written:
             self._written.remove(placeholder.where[0])
             self.let_go([placeholder.where[0]], 0)
+
+
+def _is_whole(p: Tensor) -> bool:
+    """Whether a parameter has all of its values on this rank."""
+    return not (isinstance(p, LazyParam | nn.UninitializedParameter) or p.is_meta)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fzero._check import check_flags, is_count, is_positive, require
+from fzero._memory import require_own_memory
 from fzero._modes import require_autograd
 from fzero.adapter._driver import OWNERS
 from fzero.collectives import assert_same_everywhere, told_everywhere
@@ -85,6 +86,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         check_stage(stage)
         _require_plain(module)
         _require_one_device(module)
+        require_own_memory(module)
         autocast = as_autocast(options.autocast)
         unit, warning = _units(module, options.leaf_modules)
         chosen = _as_optimizer(optimizer, options)

@@ -177,6 +177,7 @@ def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, in
     # Those without memory to be known by: in a plan, on the meta device, and empty ones.
     named = {path: tied for key, tied in paths.items() if type(key) is int for path in tied}
     found: dict[str, int] = {}
+    objects: set[int] = set()
     for number, group in enumerate(instance.param_groups):
         names = group.get("param_names", [None] * len(group["params"]))
         for name, p in zip(names, group["params"], strict=True):
@@ -191,13 +192,15 @@ def _group_at(instance: Optimizer, params: Mapping[str, Tensor]) -> dict[str, in
                     fix="make the optimizer right before the state or the engine is made, from "
                     "module.parameters(), or from module.named_parameters(): names will do.",
                 )
-            if mine[0] in found:
+            # Several parameter objects on one memory are one parameter, of one group.
+            if found.get(mine[0], number) != number or id(p) in objects:
                 raise LayoutError(
                     f"{mine[0]} is in the optimizer's groups {found[mine[0]]} and {number}.",
                     cause="tied weights listed twice, or overlapping group filters.",
                     fix="list every parameter once.",
                 )
             found.update(dict.fromkeys(mine, number))
+            objects.add(id(p))
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fzero._check import is_number, require
 from fzero.adapter._driver import Driver
 from fzero.adapter._events import in_backward
-from fzero.errors import PhaseError
+from fzero.errors import FzeroError, PhaseError
 from fzero.optim import NoOptimizer, no_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
@@ -45,21 +45,23 @@ def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
     require_no_window(driver, name)
     driver.wait()
     driver.drop_if_user_did()
-    state, waits, _ = _agreed(driver, f"{name} {path}".strip())
+    state, waits, *_ = _agreed(driver, f"{name} {path}".strip())
     driver.put(_reduced(state, waits))
     return driver.state
 
 
-def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool, bool]:
+def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool, bool, bool]:
     """Return what all ranks know, and raise `PhaseError` if none of them holds gradients.
 
     The state, with the backwards of the rank that made the most; whether gradients of any rank
-    wait; whether a gradient or loss of any rank is not finite.
+    wait; whether a gradient or loss of any rank is not finite; whether parameters of any rank were
+    written since the last update.
     """
     state = driver.state
     held = int(state.window.pending.held) + 2 * int(state.gradients.held)
     bad = 4 * int(state.progress.nonfinite is not None)
-    codes = call(driver, name, held + bad + 8 * state.progress.backwards)
+    written = 8 * bool(driver.writes.since())
+    codes = call(driver, name, held + bad + written + 16 * state.progress.backwards)
     if not any(code & 3 for code in codes):
         raise PhaseError(
             f"{name}: there are no gradients; {int(state.step)} updates so far.",
@@ -67,9 +69,10 @@ def _agreed(driver: Driver, name: str) -> tuple[TrainState, bool, bool]:
             "another model, or none of this model's parameters took part in the loss.",
             fix="run loss.backward() or engine.backward(loss) before it.",
         )
-    state, backwards = driver.state, max(max(code >> 3 for code in codes), 1)
+    state, backwards = driver.state, max(max(code >> 4 for code in codes), 1)
     agreed = state.replace(progress=replace(state.progress, backwards=backwards))
-    return agreed, any(code & 1 for code in codes), any(code & 4 for code in codes)
+    waits, bad, written = (any(code & bit for code in codes) for bit in (1, 4, 8))
+    return agreed, waits, bad, written
 
 
 def _reduced(state: TrainState, waits: bool) -> TrainState:
@@ -99,8 +102,10 @@ def call_step(driver: Driver, every: int) -> bool:
 
 def _step(driver: Driver) -> None:
     """Update the parameters from the gradients, and clear those."""
-    driver.params.require_same()
-    state, waits, bad = _agreed(driver, "step()")
+    _require_own_parameters(driver)
+    state, waits, bad, written = _agreed(driver, "step()")
+    if written and driver.running.channel is not None:
+        driver.writes.compare(driver.running.channel)
     if bad and (error := first_of(driver.running.channel, report_of([driver.state]))) is not None:
         raise error
     driver.masters.follow(state)
@@ -111,6 +116,21 @@ def _step(driver: Driver) -> None:
     driver.gradients.drop()
     driver.put(new)
     driver.published()
+
+
+def _require_own_parameters(driver: Driver) -> None:
+    """Raise if an update would not be of the module's parameters, or not the same on all ranks.
+
+    The other ranks are told: they wait in the call that this one does not make.
+    """
+    try:
+        driver.params.require_same()
+        if (error := driver.writes.error()) is not None:
+            raise error
+    except FzeroError:
+        if driver.running.channel is not None:
+            driver.running.channel.fail()
+        raise
 
 
 def clip(driver: Driver, max_norm: float) -> Tensor:

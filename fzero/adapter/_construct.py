@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from fzero._memory import require_own_memory
+from fzero.adapter._driver import OWNERS
 from fzero.adapter._module import in_place_of
 from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
@@ -215,6 +216,9 @@ def gathered(
             with torch.no_grad():  # `copy_` tells the engine that they were written
                 for p, value in zip(whole, broadcast(whole, axis, from_rank), strict=True):
                     p.copy_(value)
+            for p in whole:
+                if (driver := OWNERS.get(id(p))) is not None:
+                    driver.writes.agree([p])
     if written and not modify:
         raise PhaseError(
             f"gathered: parameter {written[0]} of {len(full)} was written, without modify.",

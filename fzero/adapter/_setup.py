@@ -148,6 +148,16 @@ def _require_plain(module: Any) -> None:
                 fix="run the module once, without gradient, then make the engine.",
             )
     for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise LayoutError(
+                f"{name or 'the module'} has max_norm={part.max_norm}: its forward writes to its "
+                "weight.",
+                cause=f"nn.{type(part).__name__}(..., max_norm=). Each rank would shorten the rows "
+                "that its own data use, and ranks would train other weights.",
+                fix="leave max_norm out, and shorten all rows after each step on every rank: "
+                "torch.renorm of the weight, in `with gathered(module, modify=True):`; or those "
+                "that are used, out of place, in the forward.",
+            )
         if isinstance(part, DistributedDataParallel):
             raise LayoutError(
                 f"{name or 'the module'} is wrapped by DistributedDataParallel.",

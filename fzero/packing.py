@@ -215,6 +215,25 @@ def input_shape(layout: Layout, index: int) -> tuple[int, ...]:
     return leaf.shape if whole else (layout.full_numel(index),)
 
 
+def with_own_storage(x: Tensor) -> Tensor:
+    """Return a contiguous view as a tensor with a storage of its own on the same memory.
+
+    What writes a storage (torch.save, pickle, copy.deepcopy, safetensors) writes the elements of
+    `x` then, and not the flat around them. The flat lives as long as what is returned. A tensor
+    without values is returned as it is.
+
+    Example:
+        >>> flat = torch.arange(8.0)
+        >>> own = with_own_storage(flat[2:5])
+        >>> _ = flat.mul_(2)
+        >>> own, own.untyped_storage().nbytes()
+        (tensor([4., 6., 8.]), 12)
+    """
+    if type(x) is not Tensor or x.is_meta or not x.numel():
+        return x
+    return torch.from_dlpack(x.detach().view(-1).view(torch.uint8)).view(x.dtype).view(x.shape)
+
+
 _CHUNK = 2**22  # elements of which a digest is made at once: 64 MB beside them
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

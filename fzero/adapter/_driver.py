@@ -162,6 +162,7 @@ class Driver:
     def forward_begins(self) -> None:
         """A root forward begins."""
         self.writes.begin_forward()
+        self.params.require_same_memory()
         self.running.begin_forward()
 
     def forward_ends(self, *, trains: bool, raised: BaseException | None) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fzero._modes import for_training, in_transform
+from fzero.adapter._loading import refuse_load
 from fzero.errors import PhaseError
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
@@ -67,6 +68,10 @@ class Events:
         self._handles = [
             module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
             module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
+            *[
+                part.register_load_state_dict_pre_hook(ModuleHook(refuse_load))
+                for part in module.modules()
+            ],
             *[_first_hook(p, self._hook_of(leaf)) for p, leaf in learning],
         ]
 

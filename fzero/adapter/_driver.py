@@ -84,7 +84,8 @@ class Driver:
         lower, device = setup.policy.autocast, state.device
         self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
-        self.writes = Writes(self.params, watched=not self.sharded)
+        alone = self.running.channel is None
+        self.writes = Writes(self.params, watched=not self.sharded, alone=alone)
         self.optimizer = optimizer_of(setup, [p for p, _ in learning])
         self.guard = Guard(self.optimizer)
         OWNERS.update((id(p), self) for p in self._every)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import eq, is_
 from typing import Any
 
 import torch
@@ -99,30 +100,23 @@ class ModuleParameters:
         ]
         self._objects: list[Any] = [held[name] for held, name, _ in self._slots]
         self._frozen = [i for i, p in enumerate(self._objects) if not p.requires_grad]
-        self._places = self._found()
-
-    def _found(self) -> tuple[list[int], list[int]]:
-        """Which objects are in the places of the parameters, and where their memory is."""
-        there = [held.get(name) for held, name, _ in self._slots]
-        return list(map(id, there)), list(map(Tensor.data_ptr, self._objects))
+        self._pointers = list(map(Tensor.data_ptr, self._objects))
 
     def require_same_memory(self) -> None:
         """Raise for a parameter that was replaced or moved: it would not be trained."""
-        found = self._found()
-        if found == self._places:
+        there = [held.get(name) for held, name, _ in self._slots]
+        pointers = list(map(Tensor.data_ptr, self._objects))
+        same = list(map(is_, there, self._objects))
+        if all(same) and pointers == self._pointers:
             return
-        objects, pointers = (
-            [now != before for now, before in zip(*lists, strict=True)]
-            for lists in zip(found, self._places, strict=True)
-        )
-        if True in objects:
+        if not all(same):
             raise self._refused(
-                objects.index(True),
+                same.index(False),
                 "is another tensor now than when",
                 'an assignment, module.to("meta") or load_state_dict(assign=True)',
             )
         raise self._refused(
-            pointers.index(True),
+            list(map(eq, pointers, self._pointers)).index(False),
             "has other memory now than when",
             "`p.data = x`, module.half(), .to(...) or share_memory()",
         )

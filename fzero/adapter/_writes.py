@@ -25,10 +25,10 @@ _version = attrgetter("_version")
 class Writes:
     """What was written to the parameters of an engine, frozen ones too.
 
-    watched: whether ranks hold whole parameters.
+    watched: whether ranks hold whole parameters. alone: whether there is one rank.
     """
 
-    def __init__(self, params: ModuleParameters, *, watched: bool) -> None:
+    def __init__(self, params: ModuleParameters, *, watched: bool, alone: bool) -> None:
         pairs = [
             (params.paths[leaf][0], p)
             for leaf in (params.paths if watched else ())
@@ -37,11 +37,12 @@ class Writes:
         self._paths, self._watched = [path for path, _ in pairs], [p for _, p in pairs]
         self._by_forward: dict[int, str] = {}  # parameters that a forward wrote, by id
         self._begun: list[int] = []
+        self._alone = alone
         self.settle()
 
     def settle(self) -> None:
         """All ranks have equal parameters now."""
-        self._settled = self._counted()
+        self._settled = [] if self._alone else self._counted()
 
     def agree(self, params: list[Tensor]) -> None:
         """These parameters have equal values on all ranks again."""
@@ -67,7 +68,7 @@ class Writes:
 
     def since(self) -> list[str]:
         """Return the paths of the parameters that were written since all ranks had them equal."""
-        now = self._counted()
+        now = [] if self._alone else self._counted()
         if now == self._settled:
             return []
         rows = zip(self._paths, self._settled, now, strict=True)

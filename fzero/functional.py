@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from fzero._memory import require_own_memory
 from fzero._module_copy import Template, update_error
 from fzero.errors import LayoutError
 from fzero.partition import is_dtensor, unit_of
@@ -156,7 +157,9 @@ def functionalize(
     Raises:
         LayoutError: not a module, or one that is lazy, wrapped, compiled, cannot be copied, writes
             to its weights in the forward (`max_norm`), has sparse gradients, or updates buffers
-            while `buffers` is False.
+            while `buffers` is False; one that holds views of its parameters or buffers (`b.data =
+            a.data.t()`, a buffer made by p.detach(), a slice kept as an attribute), which would no
+            longer be views.
 
     Source: PyTorch, `torch.func.functional_call`, on a copy; Babuschkin et al., Haiku,
     `haiku.transform`: a module as a pure function and its parameters.
@@ -179,6 +182,7 @@ def functionalize(
             fix="pass the module; a pure function of a pytree needs no functionalize.",
         )
     _refuse(module)
+    require_own_memory(module, buffers=buffers, attributes=True)
     given = dict(module.named_buffers())
     picked = (n for n, m in module.named_modules() if units is not None and units(n, m))
     options: dict[str, Any] = {

@@ -58,6 +58,7 @@ class Gatherer:
         self.holds: Counter[int] = Counter()  # how many blocks hold a unit now
         self.writable: Counter[int] = Counter()  # how many of them write to it
         self._sources: dict[int, int] = {}  # whose values count in the last one that did
+        self.refused = 0  # how many writes
         self.on_gathered: Callable[[int, Tensor], None] = lambda *_: None  # (group, its full flat)
         self.on_hold: Callable[[Sequence[int]], None] = self._fetch_all
         self.on_written: Callable[[Sequence[int]], None] = lambda _: None
@@ -114,6 +115,7 @@ class Gatherer:
         """Refuse: a write would reach the gathered copy only, and be forgotten."""
         if self.writable[self._unit_of[placeholder.where[0]]]:
             return
+        self.refused += 1
         raise LayoutError(
             f"{placeholder!r} is written in place ({func}); this rank holds a shard of it.",
             cause="an in-place method (add_, copy_, ...), an initializer, or an optimizer of "

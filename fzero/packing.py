@@ -213,3 +213,62 @@ def input_shape(layout: Layout, index: int) -> tuple[int, ...]:
     leaf = layout.leaves[group.leaves[0]]
     whole = len(group.leaves) == 1 and leaf.numel == layout.full_numel(index)
     return leaf.shape if whole else (layout.full_numel(index),)
+
+
+def with_own_storage(x: Tensor) -> Tensor:
+    """Return a contiguous view as a tensor with a storage of its own on the same memory.
+
+    What writes a storage (torch.save, pickle, copy.deepcopy, safetensors) writes the elements of
+    `x` then, and not the flat around them. The flat lives as long as what is returned. A tensor
+    without values is returned as it is.
+
+    Example:
+        >>> flat = torch.arange(8.0)
+        >>> own = with_own_storage(flat[2:5])
+        >>> _ = flat.mul_(2)
+        >>> own, own.untyped_storage().nbytes()
+        (tensor([4., 6., 8.]), 12)
+    """
+    if type(x) is not Tensor or x.is_meta or not x.numel():
+        return x
+    return torch.from_dlpack(x.detach().view(-1).view(torch.uint8)).view(x.dtype).view(x.shape)
+
+
+_CHUNK = 2**22  # elements of which a digest is made at once: 64 MB beside them
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(x: Tensor) -> int:
+    """Return 64 bits that are equal for equal bits of `x`, and nearly never for others.
+
+    sum_i (1 + x_i) k_i modulo 2^64, x_i the bits of an element as an integer and k_i an odd number
+    for its place: computed where `x` is, in any order.
+
+    Example:
+        >>> x = torch.arange(4.0)
+        >>> digest(x) == digest(x.clone()), digest(x) == digest(x.flip(0))
+        (True, False)
+    """
+    real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    bits = real.contiguous().view(-1).view(_BITS[real.element_size()])
+    total = 0
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), device=part.device)
+        total += int(((part + 1) * (places * 0x5851F42D4C957F2D * 2 + 1)).sum())
+    return total % 2**64
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return of each tensor the sum of the bits of its elements as integers: one pass over it.
+
+    Example:
+        >>> checksums([torch.tensor([1, 2]), torch.tensor([1, 3])])
+        [3, 4]
+    """
+    sums = []
+    for x in tensors:
+        real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+        bits = real.contiguous().view(-1).view(_BITS[real.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack(sums).tolist() if sums else []  # one read from the device

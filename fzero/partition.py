@@ -15,10 +15,10 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from fzero._check import require
+from fzero._memory import identity as identity
 from fzero.errors import LayoutError
 from fzero.packing import ALIGNMENT_BYTES, apart, in_order
 from fzero.packing import shard_of as shard_of
@@ -233,19 +233,6 @@ def _unique_leaves(
             )
         slots[position] = index
     return tuple(leaves), tuple(slots)
-
-
-def identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for tensors that are one parameter: one object, or one memory.
-
-    An int for those that can be known as an object only.
-    """
-    if type(tensor) not in (Tensor, Parameter) or not tensor.numel() or tensor.is_meta:
-        return id(tensor)
-    if is_functorch_wrapped_tensor(tensor):  # it has no memory of its own to compare
-        return id(tensor)
-    shape = (tuple(tensor.shape), tensor.stride())
-    return (tensor.data_ptr(), *shape, tensor.dtype, tensor.device)
 
 
 def _nothing(path: str) -> None:

@@ -119,6 +119,13 @@ class LazyParam(torch.Tensor):
                 cause="module.half(), .to(...) or a resized embedding of a module of stage 3.",
                 fix="convert, move and resize the module first, then make the engine.",
             )
+        if isinstance(value, LazyParam):  # of another parameter, or turned
+            raise LayoutError(
+                f"{self!r} was given the data of {value!r}: two handles on one memory.",
+                cause="`p.data = q.data`, or a view of it, to tie two parameters.",
+                fix="assign the parameter itself, `b.weight = a.weight`, and transpose it in the "
+                "forward; or write its values, p.copy_(q.clone()), where it may be written.",
+            )
         with torch.no_grad():
             self.copy_(value)
 

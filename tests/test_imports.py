@@ -24,6 +24,7 @@ LEVELS = (
     ("mesh",),
     ("state",),
     ("homes", "packing", "placeholder", "quantize"),
+    ("_memory",),
     ("bucket", "collectives", "group_shard", "partition"),
     ("gather", "reduce", "functional", "optim"),
     ("sequence",),

@@ -1,8 +1,8 @@
 """ZeRO for an nn.Module, a torch.optim optimizer and loss.backward()."""
 
-from fzero.adapter._construct import gathered as gathered
 from fzero.adapter._construct import sharded_init as sharded_init
 from fzero.adapter._engine import Engine as Engine
+from fzero.adapter._gathered import gathered as gathered
 from fzero.adapter._report import MemoryReport as MemoryReport
 from fzero.adapter.deepspeed import initialize as initialize
 from fzero.state import DynamicScale as DynamicScale

@@ -13,6 +13,7 @@ from fzero.adapter._driver import Driver
 from fzero.errors import LayoutError, PhaseError
 from fzero.homes import lent
 from fzero.packing import unpack
+from fzero.partition import identity
 from fzero.placeholder import LazyParam
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
@@ -139,7 +140,11 @@ class Access:
         """
         call(self._driver, "full_state_dict()")
         held = self._driver.module.state_dict()
-        return {name: _whole_copy(value) for name, value in held.items()}
+        made: dict[Any, Any] = {}
+        for value in held.values():  # what is tied stays tied, and is saved once
+            if (key := _memory_of(value)) not in made:
+                made[key] = _whole_copy(value)
+        return {name: made[_memory_of(value)] for name, value in held.items()}
 
     def full_parameter(self, path: str) -> Tensor:
         """`full_parameters()[path]`, gathering only its group."""
@@ -266,6 +271,13 @@ def _held(state: TrainState, gradient: Any) -> Any:
         return gradient
     factor = 1 / share(state)
     return times_scale(state, [gradient if factor == 1.0 else gradient * factor])[0]
+
+
+def _memory_of(value: Any) -> Any:
+    """What is equal for values of one memory."""
+    if isinstance(value, LazyParam) and not value.views:
+        return id(value.gatherer), value.where
+    return identity(value) if isinstance(value, Tensor) else id(value)
 
 
 def _whole_copy(value: Any) -> Any:

@@ -76,7 +76,8 @@ def _agreed(driver: Driver, name: str, *, updates: bool = False) -> Agreed:
         return driver.running.states
 
     name = f"{name} of engine {driver.number}"
-    return agree(name, now(), updates=updates, uses=updates, now=now)[0]
+    written = driver.writes.since if updates else bool
+    return agree(name, now(), updates=updates, uses=updates, now=now, written=written)[0]
 
 
 def call_step(driver: Driver, every: int) -> bool:
@@ -98,9 +99,13 @@ def _step(driver: Driver) -> None:
     """Update the parameters from the gradients, and clear those."""
     with raises_together(driver.axis):
         driver.params.require_same()
+        if (error := driver.writes.error()) is not None:
+            raise error
         driver.gradients.require_taken()
         driver.put(with_value(driver.state))
     said = _agreed(driver, "step()", updates=True)
+    if said.written and driver.running.channel is not None:
+        driver.writes.compare(driver.running.channel)
     if error := nonfinite([driver.state], None, [said]):
         raise error
     driver.masters.follow(driver.state)

@@ -1,9 +1,9 @@
-"""Models that no rank holds whole: sharded as they are made, and gathered for a while."""
+"""Models that no rank holds whole: sharded as they are made."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,9 +16,9 @@ from torch.nn.modules.module import (
 )
 
 from fzero._check import require
+from fzero._memory import require_own_memory
 from fzero.adapter._module import in_place_of
-from fzero.collectives import broadcast, channel_of
-from fzero.errors import LayoutError, PhaseError
+from fzero.collectives import broadcast
 from fzero.gather import Gatherer
 from fzero.group_shard import GroupShard
 from fzero.mesh import Axis, MeshLike, Runtime, axis_of
@@ -45,10 +45,11 @@ class _Unowned(Gatherer):
 
         On one rank they are converted and nothing else.
         """
+        if any(_is_whole(p) for p in module.parameters()):
+            require_own_memory(module)
         for part in module.modules():
             for name, p in list(part._parameters.items()):
-                sharded = isinstance(p, LazyParam | nn.UninitializedParameter)
-                if p is not None and not sharded and not p.is_meta:
+                if p is not None and _is_whole(p):
                     if self.dtype is not None and p.is_floating_point():
                         p.data = p.data.to(self.dtype)
                     if self.axis.shards.runtime is not Runtime.LOCAL:
@@ -72,8 +73,11 @@ class _Unowned(Gatherer):
         return values
 
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
-        """Gather the parameter for one write."""
-        if not self.writable[placeholder.where[0]]:
+        """Gather the parameter for one write; refuse it where `gathered` reads."""
+        unit = placeholder.where[0]
+        if self.holds[unit] and not self.writable[unit]:
+            super().begin_write(placeholder, func)
+        if not self.writable[unit]:
             self._written.add(placeholder.where[0])
             self.hold([placeholder.where[0]], 0)
 
@@ -82,6 +86,11 @@ class _Unowned(Gatherer):
         if placeholder.where[0] in self._written:
             self._written.remove(placeholder.where[0])
             self.let_go([placeholder.where[0]], 0)
+
+
+def _is_whole(p: Tensor) -> bool:
+    """Whether a parameter has all of its values on this rank."""
+    return not (isinstance(p, LazyParam | nn.UninitializedParameter) or p.is_meta)
 
 
 @contextmanager
@@ -161,97 +170,3 @@ def _on_module(module: nn.Module, name: str, child: Any) -> None:
     block = _HERE.get()
     if block is not None and isinstance(child, nn.Module):
         block.take(child)
-
-
-@contextmanager
-def gathered(
-    params: nn.Module | Tensor | Iterable[Tensor],
-    *,
-    modify: bool = False,
-    from_rank: int = 0,
-    mesh: MeshLike = None,
-) -> Iterator[list[Tensor]]:
-    """Full parameters for a while, at every stage: yields them, in the order given. A collective.
-
-    Args:
-        params: a module (all of its parameters), a parameter, or several.
-        modify: they may be written, in the yielded tensors or through the module; when the block
-            ends, the values of rank `from_rank` become those of all ranks, also if the block
-            raises.
-        from_rank: whose values count.
-        mesh: whose ranks, for parameters that are whole (stages 0 to 2); default the world.
-
-    Raises:
-        PhaseError: at the end of the block, if a parameter was written without `modify`; for a
-            block inside another one that has other values of `from_rank` for one unit (stage 3).
-        MismatchError: on every rank, if some make another call instead.
-        LayoutError: for what is no parameter, or a rank that is not there.
-
-    Example:
-        >>> import torch
-        >>> from fzero.adapter import gathered
-        >>> model = torch.nn.Linear(2, 1)
-        >>> with gathered(model, modify=True) as (weight, bias):
-        ...     _ = weight.fill_(1.0)
-        >>> model.weight.data
-        tensor([[1., 1.]])
-    """
-    wanted = _listed(params)
-    axis = axis_of(mesh)
-    if not 0 <= from_rank < axis.size:
-        raise LayoutError(
-            f"gathered: from_rank={from_rank}, and there are {axis.size} ranks.",
-            cause="a global rank, or one of another mesh.",
-            fix=f"give a rank of the mesh, in range({axis.size}).",
-        )
-    whole = [p for p in wanted if not isinstance(p, LazyParam)]
-    channel = channel_of(axis) if modify and whole else None
-    if channel is not None:
-        channel.call(f"gathered(modify=True, from_rank={from_rank}) of {len(whole)} parameters")
-    source = from_rank if modify else None
-    held = _hold([p for p in wanted if isinstance(p, LazyParam)], source)
-    full = [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
-    before = [x._version for x in full]
-    try:
-        yield full
-    finally:
-        written = [i for i, x in enumerate(full) if x._version != before[i]]
-        for owner, units in held:
-            owner.let_go(units, source)
-        if modify and whole:
-            with torch.no_grad():  # `copy_` tells the engine that they were written
-                for p, value in zip(whole, broadcast(whole, axis, from_rank), strict=True):
-                    p.copy_(value)
-    if written and not modify:
-        raise PhaseError(
-            f"gathered: parameter {written[0]} of {len(full)} was written, without modify.",
-            cause="an initializer or a load inside `with gathered(params):`.",
-            fix="write `with gathered(params, modify=True):`; what was written here is lost at "
-            "stage 3, and is on this rank alone below.",
-        )
-
-
-def _hold(lazy: Sequence[LazyParam], source: int | None) -> list[tuple[Any, Sequence[int]]]:
-    """Gather the units of placeholders; return those that are held, by their gatherers."""
-    units: dict[int, tuple[Any, list[int]]] = {}
-    for p in lazy:
-        owner, ids = units.setdefault(id(p.gatherer), (p.gatherer, []))
-        unit = owner.unit_of(p.where[0])
-        if unit not in ids:
-            ids.append(unit)
-    return [(owner, owner.hold(ids, source)) for owner, ids in units.values()]
-
-
-def _listed(params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(params, nn.Module):
-        return list(params.parameters())
-    several = isinstance(params, Iterable) and not isinstance(params, Tensor)
-    listed: list[Any] = list(params) if several else [params]
-    for p in listed:
-        if not isinstance(p, Tensor):
-            raise LayoutError(
-                f"gathered: expected parameters, got a {type(p).__name__}.",
-                cause="names, named_parameters(), which has pairs, or an engine.",
-                fix="pass a module (engine.module), a parameter, or a list of parameters.",
-            )
-    return listed

@@ -25,6 +25,7 @@ from fzero.adapter._losses import Losses
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
+from fzero.adapter._writes import Writes
 from fzero.collectives import broadcast, channel_of
 from fzero.errors import LayoutError, PhaseError
 from fzero.packing import unpack
@@ -84,6 +85,8 @@ class Driver:
         lower, device = setup.policy.autocast, state.device
         self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
+        alone = self.running.channel is None
+        self.writes = Writes(self.params, watched=not self.sharded, alone=alone)
         self.optimizer = optimizer_of(setup, self.params.at)
         self.guard = Guard(self.optimizer)
         OWNERS.update((id(p), self) for p in self._every)
@@ -131,6 +134,7 @@ class Driver:
         self.gradients.drop()
         scale = carried(own.scale, state.scale)
         self.put(state.replace(params=own.params, setup=own.setup, scale=scale))
+        self.writes.agree(self._every)
         self.published()
 
     def published(self) -> None:
@@ -140,6 +144,7 @@ class Driver:
         # then says so, as it does for an optimizer that writes to the parameters themselves.
         torch.autograd.graph.increment_version(self._every)
         self.masters.published()
+        self.writes.settle()
 
     def _hears_of_writes(self) -> Callable[[Sequence[int]], None]:
         """Return what stage 3 calls with the units that `gathered(modify=True)` has written."""
@@ -156,8 +161,27 @@ class Driver:
 
     # What the events lead to.
 
-    def forward_ends(self, *, trains: bool) -> None:
-        """A root forward is over."""
+    def forward_begins(self) -> None:
+        """A root forward begins."""
+        self.writes.begin_forward()
+        self.params.require_same_memory()
+        self.running.begin_forward()
+
+    def forward_ends(self, *, trains: bool, raised: BaseException | None) -> None:
+        """A root forward is over, or has `raised`: ranks that gather with this one are told.
+
+        Raises `PhaseError`, after the other ranks were told, if it wrote to a parameter.
+        """
+        error = self.writes.end_forward()
+        if raised is not None and self.running.phase.gathered:
+            self.failed(raised)
+            return
+        if error is not None and raised is None:
+            told, channel = self.running.phase.crosses, self.running.channel
+            self.failed(error)
+            if channel is not None and not told:  # in a window: the others hear it at its end
+                channel.fail()
+            raise error
         self.running.end_forward()
         if not trains:
             self.running.finish_forward()

@@ -96,7 +96,8 @@ class Engine(Access, Scaling):
         offload: what lives in host memory or on disk, and where; see `fzero.offload`.
 
     Raises:
-        LayoutError: for wrong arguments, before the module is touched.
+        LayoutError: for wrong arguments, for a module with `max_norm` or a second handle on the
+            memory of a parameter, before the module is touched.
         AxisError: when the ranks' models, optimizers or options differ.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054.

@@ -13,6 +13,7 @@ never comes.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fzero._modes import for_training, in_transform
+from fzero.adapter._loading import refuse_load
 from fzero.errors import PhaseError
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
@@ -59,12 +61,17 @@ class Events:
         self._nodes = [get_gradient_edge(p).node for p, _ in learning]
         self._depth = 0  # of root forwards that are running
         self._own = False  # the one that runs is no recompute, and not under torch.func
+        self._handled: BaseException | None = None  # what was being handled when it began
         self._nested = -1  # a graph task that ran while another one's backward is open
         self._apart = False  # that task ended, and nothing came of the one that is open since
         self._stands_in = _stands_in(module)
         self._handles = [
             module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
             module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
+            *[
+                part.register_load_state_dict_pre_hook(ModuleHook(refuse_load))
+                for part in module.modules()
+            ],
             *[_first_hook(p, self._hook_of(leaf)) for p, leaf in learning],
         ]
 
@@ -80,11 +87,12 @@ class Events:
         if self._depth > 1:
             return
         self._own = not (in_transform() or self._stands_in() or in_backward())
+        self._handled = sys.exc_info()[1]
         if self._own:
             with torch.inference_mode(False), torch.no_grad():  # what waits is for training
                 self._driver.drop_unfinished()
                 self._apply(hooks.reset_for_new_step)
-                self._driver.running.begin_forward()
+                self._driver.forward_begins()
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -92,7 +100,10 @@ class Events:
             return
         self._own = False
         trains = torch.is_grad_enabled() and self._watch(tensors_in(output, {}))
-        for_training(self._driver.forward_ends, trains=trains)
+        error = sys.exc_info()[1]  # torch calls this hook while it handles what the forward raised
+        raised = error if output is None and error is not self._handled else None
+        self._handled = None
+        for_training(self._driver.forward_ends, trains=trains, raised=raised)
 
     def _watch(self, outputs: Iterable[Tensor]) -> bool:
         """Watch the outputs of a root forward: True if a backward can come from them."""

@@ -1,6 +1,7 @@
 """A module's parameters, moved onto the buffers of a state, and moved back.
 
-below stage 3   every parameter is a view of its group's flat
+below stage 3   every parameter has the memory of a part of its group's flat, as a storage of its
+                own: what is saved or copied of it is that part
 at stage 3      every parameter is a placeholder; this rank has a shard of its group
 """
 
@@ -9,12 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import eq, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fzero.errors import LayoutError
+from fzero.packing import with_own_storage
 from fzero.placeholder import LazyParam
 from fzero.state import Layout
 
@@ -28,7 +31,6 @@ class ModuleParameters:
         names = dict(module.named_parameters(remove_duplicate=False))
         for path, leaf in zip(names, layout.slots, strict=True):
             self.paths.setdefault(leaf, []).append(path)
-        self._known: list[tuple[dict[str, Any], str, Tensor, int, str, bool]] = []
 
     def objects(self, leaf: int) -> list[Tensor]:
         """Every parameter object that is this leaf: one, or several on the same memory."""
@@ -48,12 +50,13 @@ class ModuleParameters:
     def have(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Let a group's parameters, which are whole, have the values and memory of `tensors`."""
         for leaf, view in zip(self.layout.groups[index].leaves, tensors, strict=True):
+            own = with_own_storage(view)
             for path in self.paths[leaf]:
                 p = self.at(path)
-                if type(p.data) is Tensor:
-                    p.data = view
-                else:  # made under sharded_init
-                    self._assign(path, in_place_of(p, view))
+                if type(p.data) is Tensor and p.device == own.device:
+                    p.data = own
+                else:  # made under sharded_init; or somebody moved it
+                    self._assign(path, in_place_of(p, own))
 
     @torch.no_grad()
     def let_go(self, index: int) -> None:
@@ -89,38 +92,50 @@ class ModuleParameters:
 
     def remember(self) -> None:
         """Note where every parameter is, for `require_same`."""
-        self._known = [
-            (
-                owner._parameters,
-                name,
-                p,
-                Tensor.data_ptr(p),
-                f"{prefix}.{name}".lstrip("."),
-                p.requires_grad,
-            )
+        self._slots = [
+            (owner._parameters, name, f"{prefix}.{name}".lstrip("."))
             for prefix, owner in self.module.named_modules()
             for name, p in owner._parameters.items()
             if p is not None
         ]
+        self._objects: list[Any] = [held[name] for held, name, _ in self._slots]
+        self._frozen = [i for i, p in enumerate(self._objects) if not p.requires_grad]
+        self._pointers = list(map(Tensor.data_ptr, self._objects))
+
+    def require_same_memory(self) -> None:
+        """Raise for a parameter that was replaced or moved: it would not be trained."""
+        there = [held.get(name) for held, name, _ in self._slots]
+        pointers = list(map(Tensor.data_ptr, self._objects))
+        same = list(map(is_, there, self._objects))
+        if all(same) and pointers == self._pointers:
+            return
+        if not all(same):
+            raise self._refused(
+                same.index(False),
+                "is another tensor now than when",
+                'an assignment, module.to("meta") or load_state_dict(assign=True)',
+            )
+        raise self._refused(
+            list(map(eq, pointers, self._pointers)).index(False),
+            "has other memory now than when",
+            "`p.data = x`, module.half(), .to(...) or share_memory()",
+        )
 
     def require_same(self) -> None:
         """Raise for a parameter that was replaced, moved or unfrozen: it would not be trained."""
-        for held, name, p, pointer, path, learns in self._known:
-            if held.get(name) is not p:
-                seen, cause = "is another tensor now than", "an assignment after Engine(...)"
-            elif Tensor.data_ptr(p) != pointer:
-                seen, cause = "has other memory now than", "`p.data = x` after Engine(...)"
-            elif not learns and p.requires_grad:
-                seen, cause = "requires grad now, unlike", "requires_grad_(True) after Engine(...)"
-            else:
-                continue
-            raise LayoutError(
-                f"{path} {seen} when the engine was made.",
-                cause=f"{cause}: the engine's buffers know nothing of it.",
-                fix="make the engine when the module is as it will be, or close() it and make "
-                "another; write values with p.copy_(x) under no_grad, or at stage 3 with "
-                "fzero.adapter.gathered(module, modify=True).",
-            )
+        self.require_same_memory()
+        for i in self._frozen:
+            if self._objects[i].requires_grad:
+                raise self._refused(i, "requires grad now, unlike when", "requires_grad_(True)")
+
+    def _refused(self, index: int, seen: str, cause: str) -> LayoutError:
+        return LayoutError(
+            f"{self._slots[index][2]} {seen} the engine was made.",
+            cause=f"{cause} after Engine(...): the engine's buffers know nothing of it.",
+            fix="make the engine when the module is as it will be, or close() it and make "
+            "another; write values with p.copy_(x) under no_grad, or at stage 3 with "
+            "fzero.adapter.gathered(module, modify=True).",
+        )
 
     @property
     def all_objects(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fzero._check import check_flags, is_count, is_positive, require
+from fzero._memory import require_own_memory
 from fzero._modes import require_autograd
 from fzero.adapter._driver import OWNERS
 from fzero.collectives import assert_same_everywhere, told_everywhere
@@ -85,6 +86,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         check_stage(stage)
         _require_plain(module)
         _require_one_device(module)
+        require_own_memory(module)
         autocast = as_autocast(options.autocast)
         unit, warning = _units(module, options.leaf_modules)
         chosen = _as_optimizer(optimizer, options)
@@ -146,6 +148,16 @@ def _require_plain(module: Any) -> None:
                 fix="run the module once, without gradient, then make the engine.",
             )
     for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise LayoutError(
+                f"{name or 'the module'} has max_norm={part.max_norm}: its forward writes to its "
+                "weight.",
+                cause=f"nn.{type(part).__name__}(..., max_norm=). Each rank would shorten the rows "
+                "that its own data use, and ranks would train other weights.",
+                fix="leave max_norm out, and shorten all rows after each step on every rank: "
+                "torch.renorm of the weight, in `with gathered(module, modify=True):`; or those "
+                "that are used, out of place, in the forward.",
+            )
         if isinstance(part, DistributedDataParallel):
             raise LayoutError(
                 f"{name or 'the module'} is wrapped by DistributedDataParallel.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from fzero.certify._reference import (
 from fzero.certify._report import CellResult, Report
 from fzero.certify._subject import Loss, Subject, subject_of
 from fzero.errors import LayoutError
+from fzero.packing import digest
+from fzero.transforms.replicas import unequal
 from fzero.virtual import run_ranks
 
 STRENGTH = 3  # every combination of the values of so many axes occurs
@@ -54,7 +56,7 @@ def certify(
     batches, with torch.autograd and torch.optim alone: the losses, the gradient that the optimizer
     is given (the mean over ranks and micro-batches, or W times it where the cell sums; clipped
     where the cell clips), its norm before clipping, and the parameters. Unused parameters have
-    gradient zero.
+    gradient zero. After an update all ranks have the same bits.
 
     What is compared bit for bit is read from the bits of the numbers: where each sum over ranks and
     micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound is what
@@ -202,7 +204,7 @@ class _Matrix:
             wanted.check("norm", trained),
             wanted.check("update", trained),
         )
-        return CellResult(at=cell.at, checks=checks)
+        return CellResult(at=cell.at, checks=checks, error=_parted(trained))
 
     def _seen(self, job: Job, optimizer: OptimizerOf) -> list[list[Seen]]:
         run = functools.partial(run_on_rank, job, optimizer)
@@ -227,6 +229,15 @@ class _Matrix:
 def _first_update(job: Job) -> Job:
     """The job up to its first update: what is left of that one is seen in the parameters."""
     return replace(job, task=replace(job.task, updates=1))
+
+
+def _parted(ranks: Sequence[Sequence[Seen]]) -> str:
+    """Say which rank has other bits of a parameter than another one after an update, if one has."""
+    for seen in zip(*ranks, strict=True):  # of one update
+        told = [[(f"parameter {p}", digest(x)) for p, x in one.params.items()] for one in seen]
+        if (error := unequal(told)) is not None:
+            return _said(error)
+    return ""
 
 
 def _said(error: Exception) -> str:

@@ -18,7 +18,8 @@ class CellResult:
     """One cell: its value on each axis, and what was found in it.
 
     It has `checks`, or an `error` (what a rank raised), or it is `unsupported` (the factory raised
-    NotImplementedError: its message).
+    NotImplementedError: its message). With `checks`, the `error` says that ranks have other bits of
+    one parameter.
     """
 
     at: dict[str, str]  # axis -> value
@@ -50,12 +51,12 @@ class CellResult:
     def verdict(self, what: str) -> str:
         """The check in a few characters: "=", the bound it is within, "DIFFERS" or "-"."""
         check = {check.what: check for check in self.checks}.get(what)
+        if check is not None and check.difference:
+            return "DIFFERS"
         if self.error:
             return "ERROR"
         if check is None or not check.compared:
             return "-"
-        if check.difference:
-            return "DIFFERS"
         return f"{check.bound:.0e}" if check.bound else "="
 
     def describe(self) -> str:

@@ -166,6 +166,7 @@ def _group_at(
     stand_ins = {id(p): path for path, p in given.named_parameters()}
     found: dict[str, int] = {}
     members: list[list[str]] = []
+    objects: set[int] = set()
     for number, group in enumerate(instance.param_groups):
         names = group.get("param_names", [None] * len(group["params"]))
         own: list[str] = []
@@ -175,7 +176,8 @@ def _group_at(
             mine = paths.get(key) or named.get(name)
             if mine is None:
                 raise _not_the_modules(number, p)
-            if mine[0] in found:
+            # Several parameter objects on one memory are one parameter, of one group.
+            if found.get(mine[0], number) != number or id(p) in objects:
                 raise LayoutError(
                     f"{mine[0]} is in the optimizer's groups {found[mine[0]]} and {number}.",
                     cause="tied weights listed twice, or overlapping group filters.",
@@ -183,7 +185,8 @@ def _group_at(
                 )
             found.update(dict.fromkeys(mine, number))
             own.append(mine[0])
-        members.append(own)
+            objects.add(id(p))
+        members.append(list(dict.fromkeys(own)))
     return found, members
 
 

@@ -13,6 +13,7 @@ from fzero.transforms.grad import grad_and_reduce as grad_and_reduce
 from fzero.transforms.init import init as init
 from fzero.transforms.offload import offload as offload
 from fzero.transforms.remat import remat as remat
+from fzero.transforms.replicas import check_replicas as check_replicas
 from fzero.transforms.scale_loss import scale_loss as scale_loss
 from fzero.transforms.shard import shard as shard
 from fzero.transforms.simulate import simulate as simulate

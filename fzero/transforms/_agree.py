@@ -34,7 +34,7 @@ from fzero.transforms._receive import accumulate, filled, reduce_window
 Row = Sequence[int]
 """What one rank says of a state: (flags and backwards, digest of the leaves that it left out)."""
 
-_WAITS, _REDUCED, _BAD, _BACKWARDS = 1, 2, 4, 8
+_WAITS, _REDUCED, _BAD, _WRITTEN, _BACKWARDS = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Agreed:
     waits: bool  # some of any rank wait to be reduced
     reduced: bool  # reduced ones are held
     bad: bool  # a loss or a gradient of any rank is not finite
+    written: bool  # parameters of any rank were written since all ranks had them equal
     backwards: int  # of the rank that made the most
     unused: tuple[int, ...] = ()  # leaves that no rank has used, where that was asked for
 
@@ -60,6 +61,7 @@ def agree(
     updates: bool = False,
     uses: bool = False,
     now: Callable[[], Sequence[TrainState]] | None = None,
+    written: Callable[[], object] = bool,
 ) -> list[Agreed]:
     """Wait until every rank makes this call, with the same options, on states that stand alike.
 
@@ -70,6 +72,7 @@ def agree(
         updates: optimizers, rates and the number of the update must be equal, too.
         uses: find the leaves that no rank has used since the last update.
         now: the states of an engine as they are now: they change while it serves other ranks.
+        written: whether this rank's parameters were written, of an engine.
 
     Returns:
         What is true of each state on all ranks. On one rank, under a torch.func transform and in a
@@ -87,13 +90,15 @@ def agree(
         text, width = "\n".join(lines), 1 + uses
         for begin in range(0, len(chosen), CODES // width):
             some = chosen[begin : begin + CODES // width]
-            said = channel.call_with(text, partial(_numbers, here, some, uses=uses))
+            numbers = partial(_numbers, here, some, uses=uses, written=written)
+            said = channel.call_with(text, numbers)
             for k, i in enumerate(some):
                 rows = [row[width * k : width * (k + 1)] for row in said]
                 found[i] = _together(here()[i], rows, channel)
     for i in range(len(states)):
         if i not in found:
-            found[i] = _together(here()[i], [_numbers(here, [i], uses=uses)], None)
+            own = _numbers(here, [i], uses=uses, written=written)
+            found[i] = _together(here()[i], [own], None)
     return [found[i] for i in range(len(states))]
 
 
@@ -204,14 +209,18 @@ def _is_on_host(x: Tensor) -> bool:
 
 
 def _numbers(
-    now: Callable[[], Sequence[TrainState]], some: Sequence[int], *, uses: bool
+    now: Callable[[], Sequence[TrainState]],
+    some: Sequence[int],
+    *,
+    uses: bool,
+    written: Callable[[], object],
 ) -> list[int]:
     """Return what this rank says of some states: one number each, and another if it `uses`."""
     states, numbers = now(), []
     for i in some:
         state = states[i]
         flags = _WAITS * state.window.pending.held + _REDUCED * state.gradients.held
-        flags += _BAD * (state.progress.nonfinite is not None)
+        flags += _BAD * (state.progress.nonfinite is not None) + _WRITTEN * bool(written())
         numbers.append(flags + _BACKWARDS * state.progress.backwards)
         if uses:
             numbers.append(_digest(_unused(state)))
@@ -244,6 +253,7 @@ def _together(state: TrainState, rows: Sequence[Row], channel: Channel | None) -
         waits=any(flag & _WAITS for flag in flags),
         reduced=bool(flags[0] & _REDUCED),
         bad=any(flag & _BAD for flag in flags),
+        written=any(flag & _WRITTEN for flag in flags),
         backwards=max(flag // _BACKWARDS for flag in flags),
         unused=_unused_by_all(state, [row[1] for row in rows if len(row) > 1], channel),
     )

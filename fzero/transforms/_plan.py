@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero._memory import Held, require_apart
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.homes import require_folder
 from fzero.mesh import Axis, Runtime
@@ -46,6 +47,7 @@ def plan(
     with told_everywhere(axis, what=COMPARED):
         autocast = as_autocast(options.autocast)
         named = dict(zip(*named_leaves(params)[:2], strict=True))
+        require_apart([Held(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
         whole = parts and options.whole_parameters
         chosen = _bound(optimizer, named, parts=parts, whole=whole)

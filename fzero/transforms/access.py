@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+from torch import Tensor
 from torch.nn import Parameter
 
 from fzero._modes import in_transform
 from fzero.collectives import gather_parts
 from fzero.homes import lent
-from fzero.packing import unpack_groups
+from fzero.packing import unpack, unpack_groups
 from fzero.partition import assemble
-from fzero.state import Placement, TrainState, buffers
+from fzero.state import Layout, Placement, TrainState, buffers
 from fzero.transforms._agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms._donate import check_alive, without_donation
 from fzero.transforms._scaled import without_scale
@@ -106,14 +107,25 @@ def _full_params(state: TrainState) -> Any:
     flats = [lent(flat, state.device) for flat in held]
     if _is_gathered(state):
         flats = gather_parts(state.setup, flats, state.params.placement, Placement.REPLICATED)
-    elif not in_transform():
-        flats = [x.clone() if x is flat else x for x, flat in zip(flats, held, strict=True)]
     layout = state.setup.layout
-    found = unpack_groups(layout, dict(enumerate(flats)))
+    whole = dict(enumerate(flats))
+    del flats
+    found = _leaves_apart(layout, whole)
     for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
         if leaf.dtype.is_floating_point and not leaf.trainable:  # it comes back as it came
             found[i] = Parameter(found[i], requires_grad=False)
     return assemble(layout, found)
+
+
+def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the leaves of full flats: copies, so that what is saved of one is that leaf alone."""
+    if in_transform():
+        return unpack_groups(layout, flats)
+    found: dict[int, Tensor] = {}
+    for index in list(flats):  # no flat lives longer than its copy is made
+        leaves = unpack(layout, index, flats.pop(index))
+        found.update(zip(layout.groups[index].leaves, [x.clone() for x in leaves], strict=True))
+    return found
 
 
 def _gradients(state: TrainState, said: Agreed) -> Any:
@@ -121,7 +133,7 @@ def _gradients(state: TrainState, said: Agreed) -> Any:
     held = buffers.require_reduced(reduce_agreed(without_donation(state), said).gradients)
     here = [lent(flat, state.device) for flat in held.flats]
     whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)
-    unscaled = (without_scale(state, flat) for flat in whole)
-    flats = [flat if in_transform() else flat.clone() for flat in unscaled]
-    found = unpack_groups(layout, dict(zip(layout.trainable, flats, strict=True)))
+    unscaled = {i: without_scale(state, x) for i, x in zip(layout.trainable, whole, strict=True)}
+    del whole
+    found = _leaves_apart(layout, unscaled)
     return assemble(layout, found)

@@ -123,7 +123,8 @@ def _by_autograd(
     passes, places = _passes_of(states)
     for one in passes:
         one.gatherer.casts = states[0].setup.policy.autocast
-    versions = _versions(states)
+    flats = [x for state in states for x in state.window.gathered or state.params.flats]
+    versions = _versions(flats)
     try:
         for one in passes:
             one.begin_forward()
@@ -137,7 +138,7 @@ def _by_autograd(
         scale, rest = scales_of(states)
         for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
             _listen(leaves, passes[number], position, factor)
-        if _versions(states) != versions:
+        if _versions(flats) != versions:
             raise PhaseError(_WROTE)
         learning = any(leaves for _, leaves in made)
         if loss.requires_grad:
@@ -152,7 +153,7 @@ def _by_autograd(
     except BaseException as error:
         for one in passes:
             one.fail(error)
-        if isinstance(error, RuntimeError) and _versions(states) != versions:
+        if isinstance(error, RuntimeError) and _versions(flats) != versions:
             raise PhaseError(_WROTE) from error
         raise
     return [new[number][position] for number, position in places], result
@@ -217,9 +218,8 @@ def _listen(
         leaf.register_post_accumulate_grad_hook(one.hook(number, index))
 
 
-def _versions(states: Sequence[TrainState]) -> list[int]:
+def _versions(flats: Sequence[Tensor]) -> list[int]:
     """How often each buffer was written to, as torch counts it."""
-    flats = [x for state in states for x in state.window.gathered or state.params.flats]
     return [0 if flat.is_inference() else flat._version for flat in flats]
 
 
@@ -267,7 +267,16 @@ def _by_func(
     agree("grad_and_reduce of arguments that require grad", crosses)
     held = [_with_full(state) for state in states]
     scale, rest = scales_of(states)
-    result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux, scale=scale)
+    fulls = [flat for _, some in held for flat in some]
+    versions = _versions(fulls)
+    try:
+        result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux, scale=scale)
+    except RuntimeError as error:
+        if _versions(fulls) != versions:
+            raise PhaseError(_WROTE) from error
+        raise
+    if _versions(fulls) != versions:
+        raise PhaseError(_WROTE)
     made = zip(held, found_at_once(states, result), result.grads, rest, strict=True)
     new = [_received(with_found(one, bad), grads, by) for (one, _), bad, grads, by in made]
     return new, result

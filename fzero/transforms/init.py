@@ -150,8 +150,9 @@ def init(
         A `TrainState`, or a pytree of them. A collective: every rank must call it.
 
     Raises:
-        LayoutError: for bad options, for parameters that are no tensors (by path), and for trees of
-            stages, optimizers and parameters that do not fit each other (by key).
+        LayoutError: for bad options, for parameters that are no tensors or have elements in common
+            without being the same view (by path), and for trees of stages, optimizers and
+            parameters that do not fit each other (by key).
         AxisError: when the ranks disagree about the layout (the first rank and line that differ).
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.

@@ -1,0 +1,205 @@
+"""`gathered`: full parameters for a while, to read or to write, at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.adapter._driver import OWNERS, Driver
+from fzero.collectives import Channel, broadcast, channel_of
+from fzero.errors import AxisError, LayoutError, PhaseError
+from fzero.mesh import Axis, MeshLike, axis_of
+from fzero.packing import checksums
+from fzero.placeholder import LazyParam
+
+
+@contextmanager
+def gathered(
+    params: nn.Module | Tensor | Iterable[Tensor],
+    *,
+    modify: bool = False,
+    from_rank: int = 0,
+    mesh: MeshLike = None,
+) -> Iterator[list[Tensor]]:
+    """Full parameters for a while, at every stage: yields them, in the order given. A collective.
+
+    Args:
+        params: a module (all of its parameters), a parameter, or several.
+        modify: they may be written, in the yielded tensors or through the module; when the block
+            ends, the values of rank `from_rank` become those of all ranks, also if the block
+            raises.
+        from_rank: whose values count.
+        mesh: whose ranks, for parameters that are whole (stages 0 to 2); default the world.
+
+    Raises:
+        PhaseError: at the end of the block, on every rank, if a parameter was written without
+            `modify` on any of them (in a forward or backward on this one; the others hear of it as
+            of any error there); for a block inside another one that has other values of `from_rank`
+            for one unit (stage 3).
+        MismatchError: on every rank, if some make another call instead.
+        LayoutError: for what is no parameter, or a rank that is not there.
+
+    Example:
+        >>> import torch
+        >>> from fzero.adapter import gathered
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with gathered(model, modify=True) as (weight, bias):
+        ...     _ = weight.fill_(1.0)
+        >>> model.weight.data
+        tensor([[1., 1.]])
+    """
+    wanted = _listed(params)
+    axis = axis_of(mesh)
+    if not 0 <= from_rank < axis.size:
+        raise LayoutError(
+            f"gathered: from_rank={from_rank}, and there are {axis.size} ranks.",
+            cause="a global rank, or one of another mesh.",
+            fix=f"give a rank of the mesh, in range({axis.size}).",
+        )
+    with _written(wanted, axis, from_rank) if modify else _read(wanted, axis) as full:
+        yield full
+
+
+@contextmanager
+def _written(wanted: Sequence[Tensor], axis: Axis, source: int) -> Iterator[list[Tensor]]:
+    """Full parameters that may be written; the values of rank `source` become those of all."""
+    whole = [p for p in wanted if not isinstance(p, LazyParam)]
+    channel = channel_of(axis) if whole else None
+    if channel is not None:
+        channel.call(f"gathered(modify=True, from_rank={source}) of {len(whole)} parameters")
+    held = _hold(wanted, source)
+    try:
+        yield _full(wanted)
+    finally:
+        for owner, units in held:
+            owner.let_go(units, source)
+        if whole:
+            with torch.no_grad():  # `copy_` tells the engine that they were written
+                for p, value in zip(whole, broadcast(whole, axis, source), strict=True):
+                    p.copy_(value)
+            for p in whole:
+                if (driver := OWNERS.get(id(p))) is not None:
+                    driver.writes.agree([p])
+
+
+@contextmanager
+def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
+    """Full parameters that nobody may write: at the end all ranks raise if one of them did."""
+    held = _hold(wanted, None)
+    owners: list[Any] = list(
+        {id(p.gatherer): p.gatherer for p in wanted if isinstance(p, LazyParam)}.values()
+    )
+    drivers = list({id(one): one for one in map(_driver_of, wanted) if one is not None}.values())
+    inside = any(driver.running.phase.runs for driver in drivers)  # of a forward or a backward
+    full = _full(wanted)
+    before, refused = _seen(full, sums=not inside), _refused(owners)
+    error: BaseException | None = None
+    try:
+        yield full
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        wrote = _seen(full, sums=not inside) != before
+        wrote = wrote or (
+            error is not None and _refused(owners) != refused
+        )  # not one that was caught
+        for owner, units in held:
+            owner.let_go(units, None)
+        ranks = [0] if wrote else []
+        if not inside and not isinstance(error, AxisError):
+            with suppress(*[AxisError] if error is not None else []):
+                ranks = _ranks_that_wrote(_channels(wanted, axis), wrote)
+        kept = any(owner.writable[unit] for owner, units in held for unit in units)
+        if ranks and not (inside or kept):  # what was gathered is dropped, on every rank
+            for owner in owners:
+                owner.release(all_of_them=True)
+            for driver in drivers:
+                driver.running.changed()
+    if ranks:
+        raise PhaseError(
+            f"gathered, of {len(full)} parameters: one was written without modify, on ranks "
+            f"{ranks}.",
+            cause="an initializer or a load inside `with gathered(params):`.",
+            fix="write `with gathered(params, modify=True):`. What was written here is lost where "
+            "parameters are sharded; elsewhere it is in the parameters of those ranks, and such a "
+            "block gives them rank 0's again.",
+        )
+
+
+def _ranks_that_wrote(channels: Sequence[Channel], wrote: bool) -> list[int]:
+    """Return which ranks wrote, the same on every one of them. A collective."""
+    found = set[int]()
+    for channel in channels:
+        mine = 1 + channel.axis.rank if wrote else 0
+        found |= {rank - 1 for rank in channel.call("the end of gathered(...)", mine) if rank}
+    return sorted(found) if channels else [0] * wrote
+
+
+def _channels(wanted: Sequence[Tensor], axis: Axis) -> list[Channel]:
+    """Return over what the ranks that have these parameters agree, in one order."""
+    found: dict[int, Channel] = {}
+    for p in wanted:
+        driver = _driver_of(p)
+        if driver is not None:
+            channel = driver.running.channel
+        else:  # between `sharded_init` and an engine, or before there is any
+            channel = channel_of(
+                getattr(p.gatherer, "axis", axis) if isinstance(p, LazyParam) else axis
+            )
+        if channel is not None:
+            found.setdefault(id(channel), channel)
+    return list(found.values())
+
+
+def _driver_of(p: Tensor) -> Driver | None:
+    return OWNERS.get(id(p))
+
+
+def _full(wanted: Sequence[Tensor]) -> list[Tensor]:
+    return [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
+
+
+def _refused(owners: Sequence[Any]) -> int:
+    """How many writes placeholders have refused."""
+    return sum(owner.refused for owner in owners)
+
+
+def _seen(full: Sequence[Tensor], *, sums: bool) -> list[int]:
+    """What changes if one of these tensors is written.
+
+    sums: also through `.data` or NumPy, which torch does not count.
+    """
+    counts = [0 if x.is_inference() else x._version for x in full]
+    bits = checksums([x for x in full if not x.is_meta]) if sums else []
+    return [*counts, *bits]
+
+
+def _hold(wanted: Sequence[Tensor], source: int | None) -> list[tuple[Any, Sequence[int]]]:
+    """Gather the units of placeholders; return those that are held, by their gatherers."""
+    units: dict[int, tuple[Any, list[int]]] = {}
+    for p in (p for p in wanted if isinstance(p, LazyParam)):
+        owner, ids = units.setdefault(id(p.gatherer), (p.gatherer, []))
+        unit = owner.unit_of(p.where[0])
+        if unit not in ids:
+            ids.append(unit)
+    return [(owner, owner.hold(ids, source)) for owner, ids in units.values()]
+
+
+def _listed(params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    several = isinstance(params, Iterable) and not isinstance(params, Tensor)
+    listed: list[Any] = list(params) if several else [params]
+    for p in listed:
+        if not isinstance(p, Tensor):
+            raise LayoutError(
+                f"gathered: expected parameters, got a {type(p).__name__}.",
+                cause="names, named_parameters(), which has pairs, or an engine.",
+                fix="pass a module (engine.module), a parameter, or a list of parameters.",
+            )
+    return listed

@@ -59,6 +59,7 @@ class Access:
         state = with_gradients(self._driver, "set_full_gradient()", path)
         value = _held(state, value)
         parts.write(state, index, position, state.gradients.flats[number], value)
+        self._driver.gradients.changed()
 
     def local_gradient(self, path: str) -> Tensor:
         """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
@@ -88,6 +89,7 @@ class Access:
             )
         value = _held(state, value)
         parts.write_piece(state, index, position, state.gradients.flats[number], value)
+        self._driver.gradients.changed()
 
     @property
     def global_grad_norm(self) -> Tensor | None:

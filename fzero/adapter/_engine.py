@@ -143,7 +143,7 @@ class Engine(Access, Scaling):
         self.options = options_of(locals() | options)
         setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
         self.module, self.stage = module, setup.stage
-        self._driver = Driver(module, setup, scale_of(loss_scale, setup))
+        self._driver = Driver(module, setup, scale_of(loss_scale, setup), boundary.with_gradients)
 
     @property
     def axis(self) -> Axis:
@@ -266,6 +266,13 @@ class Engine(Access, Scaling):
         same at every update.
         """
         return boundary.clip(self._driver, max_norm)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Bound each element of the reduced gradients: g <- max(-clip_value, min(g, clip_value)).
+
+        What torch.nn.utils.clip_grad_value_ does to the gradients of one process: that works, too.
+        """
+        boundary.clip_value(self._driver, clip_value)
 
     # As a module has them.
 

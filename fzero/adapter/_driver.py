@@ -78,12 +78,7 @@ class Driver:
                     self.params.place(index, placeholders(self.running.gatherer, index))
         self.params.remember()
         self._every = self.params.all_objects
-        learning = [
-            (p, leaf)
-            for leaf, one in enumerate(setup.layout.leaves)
-            if one.trainable
-            for p in self.params.objects(leaf)
-        ]
+        learning = self.params.learning
         self.gradients = Gradients(self, learning, reduced)
         self.events = Events(module, learning, self)
         self.running.drop_if_raised = self.events.drop_unfinished

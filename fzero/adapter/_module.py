@@ -123,6 +123,12 @@ class ModuleParameters:
             )
 
     @property
+    def learning(self) -> list[tuple[Tensor, int]]:
+        """Every parameter object that learns, and the leaf that it is."""
+        leaves = enumerate(self.layout.leaves)
+        return [(p, i) for i, leaf in leaves if leaf.trainable for p in self.objects(i)]
+
+    @property
     def all_objects(self) -> list[Tensor]:
         """Every parameter object."""
         return [p for leaf in self.paths for p in self.objects(leaf)]

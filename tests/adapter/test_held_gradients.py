@@ -44,7 +44,7 @@ def add(e: Engine) -> None:
 REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "GradScaler": (unscale, r"engine\.scale\(loss\)"),
     "written in place": (add, r"engine\.set_full_gradient\(path, g\)"),
-    "a row": (lambda e: params(e)[0].grad[0].zero_(), "set_full_gradient"),
+    "a row": (lambda e: [p.grad[0].zero_() for p in params(e) if p.grad is not None], "set_full"),
 }
 # At stage 0 every rank has all elements.
 SHARDED: dict[str, tuple[Callable[[Engine], Any], str]] = {
@@ -53,7 +53,7 @@ SHARDED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         r"engine\.step\(\) runs the optimizer",
     ),
     "read": (lambda e: [p.grad.tolist() for p in params(e) if p.grad is not None], "full_gradient"),
-    "reduced": (lambda e: [p.grad.abs().max() for p in params(e)], "full_gradient"),
+    "reduced": (lambda e: [abs(p.grad) for p in params(e) if p.grad is not None], "full_gradient"),
 }
 
 

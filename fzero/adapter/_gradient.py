@@ -16,6 +16,7 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.homes import change
 from fzero.packing import LeafRange, leaf_ranges
 from fzero.state import Setup, TrainState
+from fzero.state.layout import as_complex, stored_dtype
 from fzero.transforms._scaled import times_scale, without_scale
 from fzero.transforms.update import share
 
@@ -198,10 +199,9 @@ class Gradients:
             state = self._open.state if self.at_hand else self._reduced("reading p.grad")
             number, _, where = self._range(state.setup, self._leaves[held.number])
             piece = where.of(state.gradients.flats[number])
-            used = (without_scale(state, piece) * share(state)).to(held.dtype)
             leaf = state.setup.layout.leaves[self._leaves[held.number]]
-            whole = used.view(leaf.shape)
-            return whole if self._leads(held) else torch.zeros_like(whole)
+            whole = leaf.of(without_scale(state, piece) * share(state))
+            return (whole if self._leads(held) else torch.zeros_like(whole)).to(held.dtype)
 
     @property
     def at_hand(self) -> bool:
@@ -239,9 +239,11 @@ class Gradients:
         found: dict[int, Tensor] = {}
         for number, index in enumerate(layout.trainable):
             flat = without_scale(state, state.gradients.flats[number])
-            wide = torch.promote_types(flat.dtype, torch.float32)
+            wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
             for one in leaf_ranges(layout, index, setup.part(setup.gradients, setup.axis.rank)):
-                found[one.leaf] = torch.linalg.vector_norm(one.of(flat), order, dtype=wide)
+                own = one.of(wide)
+                own = as_complex(own) if layout.leaves[one.leaf].dtype.is_complex else own
+                found[one.leaf] = torch.linalg.vector_norm(own, order)
         nothing = torch.tensor(0.0 if order >= 0 else float("inf"), device=state.device)
         learning = [leaf for index in layout.trainable for leaf in layout.groups[index].leaves]
         row = torch.stack([found.get(leaf, nothing).double() for leaf in learning])
@@ -251,7 +253,8 @@ class Gradients:
             total = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
         if order != 0:
             total = total * share(state)
-        dtypes = [torch.promote_types(layout.leaves[i].dtype, torch.float32) for i in learning]
+        stored = [stored_dtype(layout.leaves[i].dtype) for i in learning]
+        dtypes = [torch.promote_types(dtype, torch.float32) for dtype in stored]
         return {
             leaf: norm.to(dtype) for leaf, norm, dtype in zip(learning, total, dtypes, strict=True)
         }

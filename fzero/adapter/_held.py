@@ -231,7 +231,8 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     some = dims is not None and len({dim % max(held.ndim, 1) for dim in dims}) < held.ndim
     if some or not _are_whole(given):
         return None
-    dtype = kwargs.get("dtype") or torch.promote_types(held.dtype, torch.float32)
+    real = (kwargs.get("dtype") or held.dtype).to_real()
+    dtype = real if kwargs.get("dtype") else torch.promote_types(real, torch.float32)
     found = [x.by.norm(x, float(order)).to(dtype) for x in given]
     if given is args[0]:
         return found

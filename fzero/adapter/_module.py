@@ -64,7 +64,8 @@ class ModuleParameters:
         for leaf in self.layout.groups[index].leaves:
             for p in self.objects(leaf):
                 if type(p.data) is Tensor:
-                    nothing = float("nan") if p.is_floating_point() else 0
+                    has_nan = p.is_floating_point() or p.is_complex()
+                    nothing = float("nan") if has_nan else 0
                     p.data = p.data.new_full((), nothing).expand(p.shape)
 
     def place(self, index: int, tensors: Sequence[Tensor]) -> None:

@@ -25,7 +25,7 @@ from fzero.optim._trial import (
 )
 from fzero.optim._usable import name_of, no_optimizer, require_new, require_plain
 from fzero.partition import identity
-from fzero.state.layout import Leaf, learns
+from fzero.state.layout import Leaf, learns, stored_dtype
 from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
@@ -53,7 +53,7 @@ class Bound:
             return None
         elementwise = self.elementwise[group]
         shape = _tried_shape(self.instance, leaf.shape, elementwise=elementwise)
-        return self.kept.get((group, self.precision.stepped(leaf.dtype), shape))
+        return self.kept.get((group, self.precision.stepped(stored_dtype(leaf.dtype)), shape))
 
     def begin_of(self, group: int) -> dict[str, Tensor]:
         """Return the counters of a param group before the first step."""
@@ -99,7 +99,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
     keys: dict[Key, None] = {}  # in the order of the parameters
     for path, p in learning.items():
         shape = _tried_shape(instance, p.shape, elementwise=elementwise[group_at[path]])
-        keys[group_at[path], precision.stepped(p.dtype), shape] = None
+        keys[group_at[path], precision.stepped(stored_dtype(p.dtype)), shape] = None
     kept, shared = _learned(instance, keys, elementwise, earlies, devices)
     instance.state.clear()  # what the constructor made; it is made again for the shards
     return Bound(

@@ -20,7 +20,7 @@ from fzero.adapter._events import in_backward
 from fzero.adapter._gradient import as_held
 from fzero.errors import PhaseError
 from fzero.homes import change
-from fzero.optim import NoOptimizer, no_optimizer
+from fzero.optim import NoOptimizer, no_optimizer, require_ordered
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms._finite import first_of, report_of
@@ -139,6 +139,7 @@ def clip_value(driver: Driver, clip_value: float) -> None:
     good = is_number(clip_value) and clip_value >= 0
     name = "clip_grad_value_(): clip_value"
     require(name, clip_value, lambda _: good, "a number of 0 or more")
+    require_ordered("clip_grad_value_()", driver.state.setup.layout.leaves)
     state = with_gradients(driver, f"clip_grad_value_({clip_value})")
     for index, flat in zip(state.setup.layout.trainable, state.gradients.flats, strict=True):
         low, high = (as_held(state, index, bound) for bound in (-clip_value, clip_value))

@@ -250,6 +250,8 @@ def _written(name: str, args: Any, kwargs: Any) -> Any:
     """Let each gradient be changed by the numbers: one for all, or one for each."""
     held, *numbers = args
     every = held if isinstance(held, list | tuple) else [held]
+    if name.startswith("clamp") and any(x.is_complex() for x in every):
+        raise every[0].refusal(f"{name} of complex numbers, which torch has not, either", _WRITE)
     if name == "clamp_":
         low, high = [*numbers, None, None][:2]
         numbers = [kwargs.get("min", low), kwargs.get("max", high)]

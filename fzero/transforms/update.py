@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero._modes import in_transform, is_recorded, wants_graph
 from fzero.collectives import about, cut, gather_parts, gather_parts_in_place, reduce_many
 from fzero.homes import at_home, change, lent, placed
+from fzero.optim import require_ordered
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
@@ -256,6 +257,7 @@ def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
             gradients = Buffers(flats=flats, placement=held.placement)
     rest: Any = share(state)
     if max_value is not None:
+        require_ordered("clip: max_value", state.setup.layout.leaves)
         gradients, in_place = _bounded(state, gradients, max_value / rest), False
     if max_norm is not None:
         norm = _norm(state, gradients.flats, gradients.placement) * rest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fzero._compiled import DISABLED_FRAMES
 from fzero.adapter import _boundary as boundary
-from fzero.adapter._access import Access
+from fzero.adapter._as_module import AsModule
 from fzero.adapter._close import give_back
 from fzero.adapter._driver import Driver
 from fzero.adapter._events import in_backward
@@ -33,7 +33,7 @@ from fzero.transforms._options import WireOptions
 from fzero.transforms.scale_loss import Scale
 
 
-class Engine(Access, Scaling):
+class Engine(AsModule, Scaling):
     """ZeRO stage 0 to 3 for a module whose loss is made and differentiated in the usual way.
 
     `loss.backward()` leaves each rank its part of mean_r(g_r), the mean of the ranks' gradients;
@@ -274,29 +274,6 @@ class Engine(Access, Scaling):
         """
         boundary.clip_value(self._driver, clip_value)
 
-    # As a module has them.
-
-    def train(self, mode: bool = True) -> Engine:
-        """Set the module's mode, as `module.train` does."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Set the module to evaluation, as `module.eval` does."""
-        return self.train(False)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return `module.parameters()`; at stage 3 they are placeholders."""
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return `module.named_parameters()`."""
-        return self.module.named_parameters()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return `full_state_dict()`: whole values, of every rank. A collective at stage 3."""
-        return self.full_state_dict()
-
     def __repr__(self) -> str:
         if self.closed:
             return "Engine(closed)"
@@ -327,3 +304,15 @@ class Engine(Access, Scaling):
         self._driver.wait()
         boundary.call(self._driver, "close()")
         give_back(self._driver)
+
+    def __enter__(self) -> Self:
+        """`with Engine(...) as engine:`, which is closed when the block ends."""
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Close the engine. After an error on several ranks it stays open.
+
+        For `close()` is a collective, to which the other ranks may not come.
+        """
+        if kind is None or self.axis.size == 1:
+            self.close()

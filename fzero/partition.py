@@ -155,7 +155,7 @@ def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpe
                 f"parameter {path} is {problem}.",
                 cause="fully_shard or parallelize_module was called on the module."
                 if is_dtensor(leaf)
-                else "something that is not a dense real tensor is among the parameters.",
+                else "something that is not a dense tensor is among the parameters.",
                 fix=_fix_for(leaf),
             )
     return paths, leaves, treespec

@@ -50,8 +50,8 @@ class Engine(AsModule, Scaling):
     `TrainState` that a functional step carries; `engine.step()` uses up a state that was taken from
     it before.
 
-    While the engine holds gradients, `p.grad` is a stand-in that says where they are; `p.grad =
-    None` (module.zero_grad(), optimizer.zero_grad()) drops them.
+    While the engine holds gradients, `p.grad` stands for them: clipping and norms by torch's own
+    functions work, and `p.grad = None` (module.zero_grad(), optimizer.zero_grad()) drops them.
 
     Args:
         module: any nn.Module; its parameters become views of the engine's buffers. All ranks get

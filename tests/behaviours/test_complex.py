@@ -22,6 +22,8 @@ from tests.adapter.on_ranks import STAGES, on_ranks
 class Spectral(nn.Module):
     """A Fourier layer: real and complex parameters, a frozen and a 0-dim one, conj, a buffer."""
 
+    turn: Tensor
+
     def __init__(self, dtype: torch.dtype = torch.complex128) -> None:
         super().__init__()
         real = dtype.to_real()

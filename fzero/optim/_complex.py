@@ -26,6 +26,17 @@ def require_real_views(optimizer: Any, named: Mapping[str, Tensor]) -> None:
     Args:
         optimizer: of any kind that `as_optimizer` gives, bound to its parameters.
         named: {path: tensor}.
+
+    Raises:
+        LayoutError: naming the parameter, for a rule that was tried and does something else.
+
+    Example:
+        >>> from fzero.optim import from_torch
+        >>> named = {"w": torch.ones(2, 3, dtype=torch.complex64)}
+        >>> require_real_views(from_torch(torch.optim.AdamW).bind(named), named)
+        >>> require_real_views(from_torch(torch.optim.Adafactor).bind(named), named)
+        Traceback (most recent call last):
+        fzero.errors.LayoutError: w is complex, and from_torch(Adafactor) needs whole ...
     """
     tried: set[int] = set()
     for path, p in named.items():
@@ -41,7 +52,21 @@ def require_real_views(optimizer: Any, named: Mapping[str, Tensor]) -> None:
 
 
 def require_ordered(name: str, leaves: Iterable[Leaf]) -> None:
-    """Raise `LayoutError` where elements of gradients are to be bounded, and one is complex."""
+    """Raise `LayoutError` where elements of gradients are to be bounded, and one is complex.
+
+    Args:
+        name: of the option or call that bounds them.
+        leaves: of a state.
+
+    Raises:
+        LayoutError: naming the first complex leaf that learns.
+
+    Example:
+        >>> leaf = Leaf(path="w", shape=(2,), dtype=torch.complex64, trainable=True)
+        >>> require_ordered("clip", [leaf])
+        Traceback (most recent call last):
+        fzero.errors.LayoutError: clip with the complex parameter w. ...
+    """
     for leaf in leaves:
         if leaf.trainable and leaf.dtype.is_complex:
             raise LayoutError(

@@ -75,7 +75,7 @@ def clip(
         around,
         never_around=("simulate",),
         right="fzero.simulate(fzero.clip(step, max_norm=...), world_size=...)",
-        options=bounds,
+        options=bounds if max_value is not None else {"max_norm": max_norm},
     )
 
 

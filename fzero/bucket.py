@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fzero.homes import lent
 from fzero.packing import pack_copied, unpack
-from fzero.state.layout import Layout
+from fzero.state.layout import Layout, as_real
 
 
 class Bucket:
@@ -44,7 +44,7 @@ class Bucket:
     def _copied(self, position: int, gradient: Tensor) -> Tensor:
         """Copy it to its place in one buffer, so that autograd's own tensor can go at once."""
         if self._flat is None:
-            self._flat = gradient.new_zeros(self.layout.full_numel(self.index))
+            self._flat = as_real(gradient).new_zeros(self.layout.full_numel(self.index))
             self._views = unpack(self.layout, self.index, self._flat)
         return self._views[position].add_(gradient)
 
@@ -89,7 +89,7 @@ class Bucket:
                 unpack(self.layout, self.index, total), gradients, strict=True
             ):
                 if gradient is not None:
-                    place.add_(_times(gradient, total.dtype, factor))
+                    place.add_(_times(gradient, place.dtype, factor))
 
     def pop_owned(self, divisor: float) -> Tensor | None:
         """Return [W l] / divisor, and forget it: in memory of its own, which may be written to.

@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero._modes import is_recorded
-from fzero.state.layout import Layout, Part
+from fzero.state.layout import Layout, Part, as_real
 
 ALIGNMENT_BYTES = 16
 """Where leaves and shards may start in a flat: vectorized CUDA kernels load 16 bytes at once, and
@@ -63,12 +63,13 @@ def _rounded_up(numel: int, alignment: int) -> int:
 
 
 def pack(layout: Layout, index: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate the leaves of group `index` into its flat [W l] buffer.
+    """Concatenate the leaves of group `index` into its flat [W l] buffer, complex ones as real.
 
     A group of one leaf without padding is only reshaped, not copied.
     """
     group = layout.groups[index]
     pieces, end = [], 0
+    tensors = [as_real(tensor) for tensor in tensors]
     for tensor, offset in zip(tensors, group.offsets, strict=True):
         if offset > end:
             pieces.append(tensor.new_zeros(offset - end))
@@ -87,8 +88,8 @@ def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     group = layout.groups[index]
     leaves = [layout.leaves[i] for i in group.leaves]
     if len(leaves) == 1 and leaves[0].numel == layout.full_numel(index):
-        same = tuple(flat.shape) == leaves[0].shape  # a view of it would cost a copy in backward
-        return [flat if same else flat.view(leaves[0].shape)]
+        same = tuple(flat.shape) == leaves[0].shape and not leaves[0].dtype.is_complex
+        return [flat if same else leaves[0].of(flat)]  # a view would cost a copy in backward
     return _cut(layout, index, flat)[0]
 
 
@@ -118,8 +119,7 @@ def _cut(layout: Layout, index: int, flat: Tensor) -> tuple[list[Tensor], list[T
     pieces = flat.split(sizes)
     parts = [piece for piece, kept in zip(pieces, is_leaf, strict=True) if kept]
     padding = [piece for piece, kept in zip(pieces, is_leaf, strict=True) if not kept]
-    shapes = (layout.leaves[leaf].shape for leaf in group.leaves)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], padding
+    return [layout.leaves[i].of(x) for i, x in zip(group.leaves, parts, strict=True)], padding
 
 
 def shard_of(full: Tensor, ranks: int, rank: int) -> Tensor:
@@ -182,12 +182,12 @@ def pack_copied(
     like = next(t for t in tensors if t is not None)
     alone = len(tensors) == 1 and like.numel() == layout.full_numel(index)
     if alone and divisor is None:
-        return like.reshape(-1)
+        return as_real(like).reshape(-1)
     recorded = is_recorded([like])  # whoever compiles that makes one pass of it
     given = [t for t in tensors if t is not None and (recorded or t.is_contiguous())]
     if len(given) == len(tensors) and divisor in (None, 1.0) and not alone:
         return pack(layout, index, given)
-    flat = like.new_empty(layout.full_numel(index))
+    flat = as_real(like).new_empty(layout.full_numel(index))
     leaves, padding = _cut(layout, index, flat)
     for piece in padding:
         piece.zero_()
@@ -212,7 +212,7 @@ def input_shape(layout: Layout, index: int) -> tuple[int, ...]:
     group = layout.groups[index]
     leaf = layout.leaves[group.leaves[0]]
     whole = len(group.leaves) == 1 and leaf.numel == layout.full_numel(index)
-    return leaf.shape if whole else (layout.full_numel(index),)
+    return leaf.stored_shape if whole else (layout.full_numel(index),)
 
 
 def with_own_storage(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from fzero.errors import LayoutError
 from fzero.packing import ALIGNMENT_BYTES, apart, in_order
 from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
-from fzero.state.layout import Group, Layout, Leaf, learns
+from fzero.state.layout import Group, Layout, Leaf, learns, stored_dtype
 
 
 def unit_of(path: str) -> str:
@@ -72,8 +72,10 @@ def plan_layout(
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
 
-    Raises `LayoutError`, naming the path, for a leaf that is not a (dense, real) tensor, and for
-    leaves that are one tensor of which one is frozen.
+    A complex leaf is stored by its real view, in a group without real ones.
+
+    Raises `LayoutError`, naming the path, for a leaf that is not a (dense) tensor, and for leaves
+    that are one tensor of which one is frozen.
 
     Example:
         >>> params = {"a": torch.ones(3), "b": torch.ones(2, 2)}
@@ -153,7 +155,7 @@ def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpe
                 f"parameter {path} is {problem}.",
                 cause="fully_shard or parallelize_module was called on the module."
                 if is_dtensor(leaf)
-                else "something that is not a dense real tensor is among the parameters.",
+                else "something that is not a dense tensor is among the parameters.",
                 fix=_fix_for(leaf),
             )
     return paths, leaves, treespec
@@ -193,7 +195,7 @@ def _problem_with(leaf: object) -> str:
         return f"a {leaf.layout} tensor"
     if is_dtensor(leaf):
         return "a DTensor, sharded already"
-    return "a complex tensor" if leaf.is_complex() else ""
+    return "a complex tensor of 16 bits" if leaf.dtype is torch.complex32 else ""
 
 
 def _in_order(tree: Any) -> list[Any]:
@@ -255,7 +257,7 @@ def _by_size(
         bucket: list[int] = []
         held = 0
         for i in ids:
-            size = leaves[i].numel * dtype.itemsize
+            size = leaves[i].numel * stored_dtype(dtype).itemsize
             if bucket and held + size > bucket_bytes:
                 yield bucket
                 bucket, held = [], 0
@@ -283,7 +285,8 @@ def _group(
 ) -> Group:
     first = members[0][1]
     numels = [leaf.numel for _, leaf in members]
-    alignment = ALIGNMENT_BYTES // first.dtype.itemsize
+    dtype = stored_dtype(first.dtype)
+    alignment = ALIGNMENT_BYTES // dtype.itemsize
     parts = whole(first.path) if first.trainable else 1
     if parts > 1:  # which are cut on, to as many as there are in all
         offsets, part_numel = apart(numels, parts, alignment * prod(cuts) // parts)
@@ -293,7 +296,7 @@ def _group(
     placed = sorted(zip(offsets, [i for i, _ in members], strict=True))
     return Group(
         name=name,
-        dtype=first.dtype,
+        dtype=dtype,
         trainable=first.trainable,
         leaves=tuple(i for _, i in placed),
         offsets=tuple(offset for offset, _ in placed),

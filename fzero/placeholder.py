@@ -199,6 +199,7 @@ class LazyParam(torch.Tensor):
             if isinstance(meta, list | tuple):  # split, unbind, chunk
                 return [first._seen(x, _Replay(func, rest, kwargs, i)) for i, x in enumerate(meta)]
             same = func is torch.ops.aten.detach.default  # of values that have no graph
+            func = _PHYSICAL.get(func, func)
             return first._seen(meta, *(() if same else (_Replay(func, rest, kwargs),)))
         if func is torch.ops.aten._to_copy.default and _by_autocast(args[0], kwargs):
             cast = _Cast(args[0].gatherer, kwargs["dtype"])
@@ -208,6 +209,13 @@ class LazyParam(torch.Tensor):
         for placeholder in written:
             placeholder.gatherer.end_write(placeholder)
         return result
+
+
+_PHYSICAL = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+"""What makes the values that torch would make of a mark, which a kernel does not see from here."""
 
 
 class _Unflatten:

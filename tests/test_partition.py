@@ -241,13 +241,41 @@ def test_a_layout_is_equal_on_every_rank_and_hashable(tree: Any, ranks: int) -> 
     ("leaf", "seen"),
     [
         (3.0, "is a float, not a tensor"),
-        (torch.ones(2, dtype=torch.complex64), "is a complex tensor"),
         (torch.eye(2).to_sparse(), "is a torch.sparse_coo tensor"),
     ],
 )
-def test_a_leaf_that_is_no_dense_real_tensor_is_named(leaf: Any, seen: str) -> None:
+def test_a_leaf_that_is_no_dense_tensor_is_named(leaf: Any, seen: str) -> None:
     with pytest.raises(LayoutError, match=rf"layers\.1 {seen}[\s\S]*Fix: give it to the loss"):
         plan_layout({"layers": [torch.ones(1), leaf]}, ranks=2)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_complex_numbers_of_16_bits_are_refused() -> None:
+    with pytest.raises(LayoutError, match="w is a complex tensor of 16 bits"):
+        plan_layout({"w": torch.ones(2, dtype=torch.complex32)}, ranks=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [None, 40])
+def test_complex_leaves_are_packed_by_their_real_views_and_come_back(
+    ranks: int, bucket_bytes: int | None
+) -> None:
+    z = torch.randn(3, 5, dtype=torch.complex64)
+    tree = {
+        "a": z.conj(),
+        "b": torch.randn(4),
+        "c": torch.randn((), dtype=torch.complex128),
+        "d": z.mT,
+        "e": torch.zeros(0, 2, dtype=torch.complex64),
+    }
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
+    given = leaves_of(layout, tree)
+    for index, group in enumerate(layout.groups):
+        flat = pack(layout, index, [given[i] for i in group.leaves])
+        assert flat.dtype is group.dtype and not flat.is_complex()
+        assert group.shard_numel % (16 // flat.itemsize) == 0 or ranks == 1
+        for i, leaf in zip(group.leaves, unpack(layout, index, flat), strict=True):
+            assert leaf.dtype is given[i].dtype and torch.equal(leaf, given[i])
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ class Access:
         value = _held(state, value)
         parts.write(state, index, position, state.gradients.flats[number], value)
         _saw_use(self._driver, index, position)
+        self._driver.gradients.changed()
 
     def local_gradient(self, path: str) -> Tensor:
         """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
@@ -107,6 +108,7 @@ class Access:
         value = _held(state, value)
         parts.write_piece(state, index, position, state.gradients.flats[number], value)
         _saw_use(self._driver, index, position)
+        self._driver.gradients.changed()
 
     @property
     def global_grad_norm(self) -> Tensor | None:

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from fzero._check import is_number, require
 from fzero.adapter._driver import Driver
 from fzero.adapter._events import in_backward
+from fzero.adapter._gradient import as_held
 from fzero.errors import PhaseError
-from fzero.optim import NoOptimizer, no_optimizer
+from fzero.homes import change
+from fzero.optim import NoOptimizer, no_optimizer, require_ordered
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms._agree import Agreed, agree, nonfinite, raises_together, reduce_agreed
@@ -24,13 +28,16 @@ from fzero.transforms._scaled import with_value
 from fzero.transforms.update import clip_factor, norm_of_state, scaled, share, update
 
 
-def call(driver: Driver, name: str, value: int = 0) -> frozenset[int]:
-    """Wait until every rank makes this call; return the values that they give, each once."""
+def call(driver: Driver, name: str, value: int = 0, more: str = "") -> frozenset[int]:
+    """Wait until every rank makes this call; return the values that they give, each once.
+
+    `more`: what must be the same on every rank besides.
+    """
     driver.require_not_closed()
     channel = driver.running.channel
     if channel is None:
         return frozenset([value])
-    values = channel.call(f"{name} of engine {driver.number}", value)
+    values = channel.call(f"{name} of engine {driver.number}{more}", value)
     driver.running.take_served()
     return values
 
@@ -75,7 +82,7 @@ def _agreed(driver: Driver, name: str, *, updates: bool = False) -> Agreed:
         driver.running.take_served()
         return driver.running.states
 
-    name = f"{name} of engine {driver.number}"
+    name = f"{name} of engine {driver.number}{driver.gradients.said}"
     written = driver.writes.since if updates else bool
     return agree(name, now(), updates=updates, uses=updates, now=now, written=written)[0]
 
@@ -129,7 +136,22 @@ def clip(driver: Driver, max_norm: float) -> Tensor:
         return norm
     gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
     driver.put(state.replace(gradients=gradients))
+    driver.gradients.changed()
     return norm
+
+
+@torch.no_grad()
+def clip_value(driver: Driver, clip_value: float) -> None:
+    """Bound each element of the gradients by `clip_value`, in place."""
+    good = is_number(clip_value) and clip_value >= 0
+    name = "clip_grad_value_(): clip_value"
+    require(name, clip_value, lambda _: good, "a number of 0 or more")
+    require_ordered("clip_grad_value_()", driver.state.setup.layout.leaves)
+    state = with_gradients(driver, f"clip_grad_value_({clip_value})")
+    for index, flat in zip(state.setup.layout.trainable, state.gradients.flats, strict=True):
+        low, high = (as_held(state, index, bound) for bound in (-clip_value, clip_value))
+        change(flat, state.device, partial(Tensor.clamp_, min=low, max=high))
+    driver.gradients.changed()
 
 
 def zero_grad(driver: Driver) -> progress.Progress:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter._events import Events, in_backward
-from fzero.adapter._gradient import Gradients, HeldGradient
+from fzero.adapter._gradient import Gradients
 from fzero.adapter._guard import Guard, optimizer_of
+from fzero.adapter._held import HeldGradient
 from fzero.adapter._losses import Losses
 from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
@@ -44,9 +45,16 @@ class Driver:
     """One state, one module, and the pass between them.
 
     outside: inside of a window, the state before it. norm: of the last update, if it clipped.
+    reduced: (driver, name of a call) -> the state, with all gradients reduced: a collective.
     """
 
-    def __init__(self, module: nn.Module, setup: Setup, scale: ScalePolicy | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        setup: Setup,
+        scale: ScalePolicy | None,
+        reduced: Callable[[Driver, str], TrainState],
+    ) -> None:
         channel = channel_of(setup.axis)
         if channel is not None:  # the engines of an axis share one group: their order is one
             setup = replace(setup, axis=channel.over(setup.axis))
@@ -72,14 +80,8 @@ class Driver:
                     self.params.place(index, placeholders(self.running.gatherer, index))
         self.params.remember()
         self._every = self.params.all_objects
-        learning = [
-            (p, leaf)
-            for leaf, one in enumerate(setup.layout.leaves)
-            if one.trainable
-            for p in self.params.objects(leaf)
-        ]
-        paths = [leaf.path for leaf in setup.layout.leaves]
-        self.gradients = Gradients([(p, paths[leaf]) for p, leaf in learning])
+        learning = self.params.learning
+        self.gradients = Gradients(self, learning, reduced)
         self.events = Events(module, learning, self)
         self.running.drop_if_raised = self.events.drop_unfinished
         lower, device = setup.policy.autocast, state.device

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fzero._compiled import DISABLED_FRAMES
 from fzero.adapter import _boundary as boundary
-from fzero.adapter._access import Access
+from fzero.adapter._as_module import AsModule
 from fzero.adapter._close import give_back
 from fzero.adapter._driver import Driver
 from fzero.adapter._events import in_backward
@@ -33,7 +33,7 @@ from fzero.transforms._options import WireOptions
 from fzero.transforms.scale_loss import Scale
 
 
-class Engine(Access, Scaling):
+class Engine(AsModule, Scaling):
     """ZeRO stage 0 to 3 for a module whose loss is made and differentiated in the usual way.
 
     `loss.backward()` leaves each rank its part of mean_r(g_r), the mean of the ranks' gradients;
@@ -53,8 +53,8 @@ class Engine(Access, Scaling):
     A parameter that no rank has used since the last update is not stepped, as in PyTorch, where its
     gradient is None; a gradient of zero that a backward brought is one.
 
-    While the engine holds gradients, `p.grad` is a stand-in that says where they are; `p.grad =
-    None` (module.zero_grad(), optimizer.zero_grad()) drops them.
+    While the engine holds gradients, `p.grad` stands for them: clipping and norms by torch's own
+    functions work, and `p.grad = None` (module.zero_grad(), optimizer.zero_grad()) drops them.
 
     Args:
         module: any nn.Module; its parameters become views of the engine's buffers. All ranks get
@@ -147,7 +147,7 @@ class Engine(Access, Scaling):
         self.options = options_of(locals() | options)
         setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
         self.module, self.stage = module, setup.stage
-        self._driver = Driver(module, setup, scale_of(loss_scale, setup))
+        self._driver = Driver(module, setup, scale_of(loss_scale, setup), boundary.with_gradients)
 
     @property
     def axis(self) -> Axis:
@@ -275,28 +275,12 @@ class Engine(Access, Scaling):
         """
         return boundary.clip(self._driver, max_norm)
 
-    # As a module has them.
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Bound each element of the reduced gradients: g <- max(-clip_value, min(g, clip_value)).
 
-    def train(self, mode: bool = True) -> Engine:
-        """Set the module's mode, as `module.train` does."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Set the module to evaluation, as `module.eval` does."""
-        return self.train(False)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return `module.parameters()`; at stage 3 they are placeholders."""
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return `module.named_parameters()`."""
-        return self.module.named_parameters()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return `full_state_dict()`: whole values, of every rank. A collective at stage 3."""
-        return self.full_state_dict()
+        What torch.nn.utils.clip_grad_value_ does to the gradients of one process: that works, too.
+        """
+        boundary.clip_value(self._driver, clip_value)
 
     def __repr__(self) -> str:
         if self.closed:
@@ -328,3 +312,15 @@ class Engine(Access, Scaling):
         self._driver.wait()
         boundary.call(self._driver, "close()")
         give_back(self._driver)
+
+    def __enter__(self) -> Self:
+        """`with Engine(...) as engine:`, which is closed when the block ends."""
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Close the engine. After an error on several ranks it stays open.
+
+        For `close()` is a collective, to which the other ranks may not come.
+        """
+        if kind is None or self.axis.size == 1:
+            self.close()

@@ -1,100 +1,68 @@
-"""What stands in `p.grad` while an engine holds the gradient: a tensor that says where it is."""
+"""The gradients of an engine as its user has them in `p.grad`: stand-ins, and what they answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fzero.adapter._events import current_graph_task
+from fzero.adapter._held import HeldGradient
+from fzero.collectives import gather_many
 from fzero.errors import LayoutError, PhaseError
+from fzero.homes import change
+from fzero.packing import LeafRange, leaf_ranges
+from fzero.state import Setup, TrainState, progress
+from fzero.state.layout import as_bits, as_complex, stored_dtype
+from fzero.transforms._scaled import times_scale, without_scale
+from fzero.transforms.update import share
 
-_WAYS = {
-    "norm": "engine.clip_grad_norm_(max_norm), or max_norm= of Engine; the norm is "
-    "engine.global_grad_norm",
-    "_amp_": "loss_scale= of Engine and engine.scale(loss), in the place of a GradScaler",
-    "clamp": "a hook on the parameter, p.register_hook(lambda g: g.clamp(-1, 1)), which runs "
-    "before the gradient is reduced",
-    "_to_copy": "module.to(...), .half() and the like before the Engine is made",
-    "zero_": "engine.zero_grad(), or module.zero_grad()",
-}
-
-
-class HeldGradient(Tensor):
-    """Stands in `p.grad`: it has the parameter's shape, and no values of its own."""
-
-    path: str
-    arrived: Tensor | None
-    task: int  # the graph task that brought the last gradient: what writes in it is a user's hook
-
-    @staticmethod
-    def __new__(cls, p: Tensor, path: str) -> HeldGradient:
-        """Make the stand-in for the gradient of `p`."""
-        made = Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
-        made.path, made.arrived, made.task = path, None, -1
-        return made
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take what a backward adds; refuse everything else, with the engine's way."""
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        held = next(x for x in _flat(args) if isinstance(x, HeldGradient))
-        comes = current_graph_task() not in (-1, held.task)
-        if func is torch.ops.aten.add_.Tensor and args[0] is held and comes:
-            held.arrived = args[1]
-            return held
-        if func is torch.ops.aten.add.Tensor and args[0] is held and comes:  # create_graph
-            return args[1]
-        raise held._refusal(str(func))
-
-    def _refusal(self, name: str) -> PhaseError:
-        way = next((text for key, text in _WAYS.items() if key in name), "")
-        return PhaseError(
-            f"the gradient of {self.path} was read or written through p.grad ({name}).",
-            cause="code that works on p.grad: clipping, a GradScaler, an optimizer that was "
-            "made after the engine or steps in a gradient hook, or an all-reduce by hand. The "
-            "engine holds gradients reduced, and sharded over the ranks.",
-            fix=f"use {way or 'engine.full_gradient(path), engine.set_full_gradient(path, g)'}"
-            "; engine.step() runs the optimizer that the engine was made with.",
-        )
-
-    def tolist(self) -> Any:
-        """Raise `PhaseError`: there are no values here."""
-        raise self._refusal("tolist")
-
-    def numpy(self, **_: Any) -> Any:
-        """Raise `PhaseError`: there are no values here."""
-        raise self._refusal("numpy")
-
-    def __repr__(self) -> str:
-        return f"HeldGradient({self.path}, shape={tuple(self.shape)})"
-
-    def taken(self) -> Tensor | None:
-        """Return what a backward has added, and forget it."""
-        arrived, self.arrived = self.arrived, None
-        return arrived
+if TYPE_CHECKING:
+    from fzero.adapter._driver import Driver
 
 
 class Gradients:
-    """The stand-ins of an engine's parameters, and whether somebody touched `p.grad`.
+    """The stand-ins of an engine's parameters, and what somebody does to them.
 
     A stand-in stays in `p.grad` while a backward runs: autograd adds the new gradient to it, and
     the engine takes that. So it is still there after a backward that raised, and zero_grad() then
     drops the gradients that the engine held before.
+
+    learning: the parameter objects that learn, each with the leaf that it is. reduced: (driver,
+    name of a call) -> the state, with all gradients reduced; a collective.
     """
 
-    def __init__(self, learning: Sequence[tuple[Tensor, str]]) -> None:
-        self._learning = [(p, HeldGradient(p, path)) for p, path in learning]
+    def __init__(
+        self,
+        driver: Driver,
+        learning: Sequence[tuple[Tensor, int]],
+        reduced: Callable[[Driver, str], TrainState],
+    ) -> None:
+        setup = driver.state.setup
+        self.device, self.shows = driver.state.device, setup.stage == 0
+        # A stand-in lives where the garbage collector does not look: it leads to no engine.
+        self._driver, self._call = weakref.ref(driver), reduced
+        self._leaves = [leaf for _, leaf in learning]
+        paths = [setup.layout.leaves[leaf].path for leaf in self._leaves]
+        self._learning = [
+            (p, HeldGradient(p, number, paths[number], self))
+            for number, (p, _) in enumerate(learning)
+        ]
         self._of = {id(p): held for p, held in self._learning}
+        # Several objects on one memory are one leaf: the first one has its gradient.
+        self._leading = {leaf: i for i, leaf in reversed([*enumerate(self._leaves)])}
         self._standing = False
+        self._zeroed: set[int] = set()
+        self._written: list[tuple[str, str, Sequence[Any]]] = []
+        self._norms: dict[float, dict[int, Tensor]] = {}
+        self._are_reduced = False
+        self._ranges: dict[int, tuple[int, int, LeafRange]] = {}
 
     def dropped(self, first: Tensor | None = None) -> bool:
-        """Whether the user has set every `p.grad` to None.
+        """Whether the user has set every `p.grad` to None, or to zero.
 
         `first` is a parameter that autograd has written to since: it counts as one set to None.
         Raises `LayoutError`, until that is mended, if some were replaced (a gradient written by
@@ -111,15 +79,18 @@ class Gradients:
                     fix="write engine.set_full_gradient(path, value), the same on every rank; "
                     "engine.zero_grad() throws all gradients away, this one, too.",
                 )
-        if others and len(others) < len(self._learning):
+        if not others:
+            return len(self._zeroed) == len(self._learning) > 0
+        replaced = {id(p) for p, _, _ in others}
+        if any(id(p) not in replaced and h.number not in self._zeroed for p, h in self._learning):
             raise LayoutError(
                 f"p.grad of {others[0][2].path} was set to None, and those of other parameters "
                 "were not.",
                 cause="an optimizer's zero_grad() of some of the parameters.",
-                fix="drop all of them with engine.zero_grad(), or freeze a part with "
-                "requires_grad_(False) before the backward.",
+                fix="drop all of them with engine.zero_grad(), set some to zero with "
+                "p.grad.zero_(), or freeze a part with requires_grad_(False) before the backward.",
             )
-        return bool(others)
+        return True
 
     def require_taken(self) -> None:
         """Raise `LayoutError` for a `p.grad` that no backward has brought: it would be lost."""
@@ -134,8 +105,11 @@ class Gradients:
 
     @property
     def gone(self) -> bool:
-        """Whether every `p.grad` is None where stand-ins were."""
-        return self._standing and all(p.grad is None for p, _ in self._learning)
+        """Whether every `p.grad` is None, or zero, where stand-ins were."""
+        zeroed = self._zeroed
+        return self._standing and all(
+            p.grad is None or h.number in zeroed for p, h in self._learning
+        )
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there."""
@@ -146,6 +120,8 @@ class Gradients:
     def forget(self) -> None:
         """The user has taken the stand-ins away."""
         self._standing = False
+        self._written = []
+        self.changed()
 
     def stand_for(self, p: Tensor, task: int) -> None:
         """Put the stand-in of one parameter in its place: its gradient was taken, or refused.
@@ -157,10 +133,177 @@ class Gradients:
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""
-        self._standing = True
+        self._standing, self._are_reduced = True, False
+        self.changed()
         for p, held in self._learning:
             p.grad = held
 
+    def changed(self) -> None:
+        """The gradients are others now: what is known of them holds no more."""
+        self._norms = {}
+        self._zeroed = set()
 
-def _flat(args: Any) -> list[Any]:
-    return [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,))]
+    @property
+    def said(self) -> str:
+        """What was written to `p.grad` since the update, for ranks to compare; usually nothing.
+
+        Factors are compared to three digits: other hardware may sum a norm in another order.
+        """
+        if not self._written:
+            return ""
+        read: dict[int, str] = {}
+        digest = 0
+        for path, name, numbers in self._written:
+            for x in numbers:
+                if id(x) not in read:  # one factor is that of all parameters: it is read once
+                    read[id(x)] = f"{x.item():.3g}" if isinstance(x, Tensor) else f"{x}"
+            text = f"{path} {name} {[read[id(x)] for x in numbers]}"
+            digest = zlib.crc32(text.encode(), digest)
+        path, name, numbers = self._written[-1]
+        last = f"{name}({', '.join(read[id(x)] for x in numbers)}) of {path}"
+        return f", p.grad written {len(self._written)} times, last by {last} ({digest:08x})"
+
+    # What stand-ins answer.
+
+    def norm(self, held: HeldGradient, order: float) -> Tensor:
+        """Return the norm of a gradient: that of all of them is computed at the first request."""
+        if order not in self._norms:
+            with torch.inference_mode(False), torch.no_grad():
+                self._norms[order] = self._norms_of(self._reduced(f"p.grad.norm({order:g})"), order)
+        norm = self._norms[order][self._leaves[held.number]].clone()
+        return norm if self._leads(held) else torch.zeros_like(norm)
+
+    def write(self, held: HeldGradient, name: str, numbers: Sequence[Any]) -> None:
+        """Change this rank's part of a gradient by numbers, which must be those of all ranks."""
+        with torch.inference_mode(False), torch.no_grad():
+            state = self._open.state
+            if not self._are_reduced or state.window.is_open:
+                state = self._reduced(f"p.grad.{name}")
+            number, index, where = self._range(state.setup, self._leaves[held.number])
+            self._written.append((held.path, name, tuple(numbers)))
+            self._norms = {}
+            self._zeroed.discard(held.number)
+            if not self._leads(held) or where.start == where.stop:
+                return
+            used = numbers
+            if name.startswith("clamp"):
+                used = [as_held(state, index, x) for x in numbers]
+            piece = where.of(state.gradients.flats[number])
+            write = getattr(Tensor, name)
+            change(piece, state.device, lambda x: write(x, *used))
+
+    def zero(self, held: HeldGradient) -> None:
+        """Set a gradient to zero; where all of them are, the engine drops them."""
+        driver = self._open
+        self._written.append((held.path, "zero_", ()))
+        self._norms = {}
+        self._zeroed.add(held.number)
+        if not self._leads(held):
+            return
+        leaf = self._leaves[held.number]
+
+        def zeroed(state: TrainState) -> TrainState:
+            for piece in self._pieces(state, leaf):
+                piece.zero_()
+            return state.replace(progress=progress.saw_zero(state.progress, as_bits([leaf])))
+
+        with torch.inference_mode(False), torch.no_grad():
+            driver.put(zeroed(driver.state))
+            driver.outside = driver.outside and zeroed(driver.outside)
+
+    def values(self, held: HeldGradient) -> Tensor:
+        """Return a gradient as an update would use it, in the dtype of the parameter."""
+        with torch.inference_mode(False), torch.no_grad():
+            state = self._open.state if self.at_hand else self._reduced("reading p.grad")
+            number, _, where = self._range(state.setup, self._leaves[held.number])
+            piece = where.of(state.gradients.flats[number])
+            leaf = state.setup.layout.leaves[self._leaves[held.number]]
+            whole = leaf.of(without_scale(state, piece) * share(state))
+            return (whole if self._leads(held) else torch.zeros_like(whole)).to(held.dtype)
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether this rank has all of the gradients, and nothing waits to be reduced."""
+        driver = self._driver()
+        if driver is None or driver.closed or not self.shows:
+            return False
+        waits = driver.state.window.is_open or driver.state.window.pending.held
+        return driver.state.gradients.held and not waits
+
+    @property
+    def _open(self) -> Driver:
+        driver = self._driver()
+        if driver is None:
+            raise PhaseError(
+                "p.grad is the stand-in of an engine that is gone.",
+                cause="the engine was made in a function, and nothing holds it any more.",
+                fix="keep the engine for as long as its module is used, or close() it.",
+            )
+        driver.require_not_closed()
+        return driver
+
+    def _reduced(self, name: str) -> TrainState:
+        state = self._call(self._open, name)
+        self._are_reduced = True
+        return state
+
+    def _leads(self, held: HeldGradient) -> bool:
+        """Whether it has the gradient of its leaf: of several objects on one memory the first."""
+        return self._leading[self._leaves[held.number]] == held.number
+
+    def _norms_of(self, state: TrainState, order: float) -> dict[int, Tensor]:
+        """The norm of the gradient of every leaf, on every rank. One collective."""
+        setup, layout = state.setup, state.setup.layout
+        found: dict[int, Tensor] = {}
+        for number, index in enumerate(layout.trainable):
+            flat = without_scale(state, state.gradients.flats[number])
+            wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            for one in leaf_ranges(layout, index, setup.part(setup.gradients, setup.axis.rank)):
+                own = one.of(wide)
+                own = as_complex(own) if layout.leaves[one.leaf].dtype.is_complex else own
+                found[one.leaf] = torch.linalg.vector_norm(own, order)
+        nothing = torch.tensor(0.0 if order >= 0 else float("inf"), device=state.device)
+        learning = [leaf for index in layout.trainable for leaf in layout.groups[index].leaves]
+        row = torch.stack([found.get(leaf, nothing).double() for leaf in learning])
+        rows = gather_many([row], setup.over(setup.gradients))[0].view(-1, len(learning))
+        total = row
+        if len(rows) > 1:
+            total = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
+        if order != 0:
+            total = total * share(state)
+        stored = [stored_dtype(layout.leaves[i].dtype) for i in learning]
+        dtypes = [torch.promote_types(dtype, torch.float32) for dtype in stored]
+        return {
+            leaf: norm.to(dtype) for leaf, norm, dtype in zip(learning, total, dtypes, strict=True)
+        }
+
+    def _range(self, setup: Setup, leaf: int) -> tuple[int, int, LeafRange]:
+        """Return the number of a leaf's group, the group, and what this rank's part has of it."""
+        if not self._ranges:
+            layout, part = setup.layout, setup.part(setup.gradients, setup.axis.rank)
+            for number, index in enumerate(layout.trainable):
+                nothing = {i: LeafRange(0, i, 0, 0, 0) for i in layout.groups[index].leaves}
+                here = {one.leaf: one for one in leaf_ranges(layout, index, part)}
+                for i, one in (nothing | here).items():
+                    self._ranges[i] = (number, index, one)
+        return self._ranges[leaf]
+
+    def _pieces(self, state: TrainState, leaf: int) -> Iterator[Tensor]:
+        """What this rank holds of the gradient of a leaf: reduced, and not yet."""
+        number, index, where = self._range(state.setup, leaf)
+        if state.gradients.held:
+            yield where.of(state.gradients.flats[number])
+        pending, group = state.window.pending, state.setup.layout.groups[index]
+        if pending.held:
+            begin = group.offsets[group.leaves.index(leaf)]
+            yield pending.flats[number][begin : begin + state.setup.layout.leaves[leaf].numel]
+
+
+def as_held(state: TrainState, index: int, bound: Any) -> Any:
+    """A bound of what an update uses, as one of what the state holds of a group."""
+    factor = 1 / share(state)
+    if bound is None or (state.scale is None and factor == 1.0):
+        return bound
+    dtype = state.setup.accumulate_dtype(index)
+    given = torch.as_tensor(bound, dtype=dtype, device=state.device) * factor
+    return times_scale(state, [given])[0]

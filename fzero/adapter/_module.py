@@ -67,7 +67,8 @@ class ModuleParameters:
         for leaf in self.layout.groups[index].leaves:
             for p in self.objects(leaf):
                 if type(p.data) is Tensor:
-                    nothing = float("nan") if p.is_floating_point() else 0
+                    has_nan = p.is_floating_point() or p.is_complex()
+                    nothing = float("nan") if has_nan else 0
                     p.data = p.data.new_full((), nothing).expand(p.shape)
 
     def place(self, index: int, tensors: Sequence[Tensor]) -> None:
@@ -136,6 +137,12 @@ class ModuleParameters:
             "another; write values with p.copy_(x) under no_grad, or at stage 3 with "
             "fzero.adapter.gathered(module, modify=True).",
         )
+
+    @property
+    def learning(self) -> list[tuple[Tensor, int]]:
+        """Every parameter object that learns, and the leaf that it is."""
+        leaves = enumerate(self.layout.leaves)
+        return [(p, i) for i, leaf in leaves if leaf.trainable for p in self.objects(i)]
 
     @property
     def all_objects(self) -> list[Tensor]:

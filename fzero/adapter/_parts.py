@@ -15,6 +15,7 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.homes import lent
 from fzero.packing import LeafRange, leaf_ranges, unpack
 from fzero.state import Placement, TrainState
+from fzero.state.layout import Leaf, as_complex, as_real
 from fzero.state.setup import MASTERS
 
 Slots = dict[str, Tensor]
@@ -58,14 +59,13 @@ def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
 
 def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
     """Return what this rank's part of a group has of one leaf: 1-D."""
-    return lent(_leaf_range(state, index, position, part).of(part.detach()), state.device)
+    piece = lent(_leaf_range(state, index, position, part).of(part.detach()), state.device)
+    return as_complex(piece) if _leaf(state, index, position).dtype.is_complex else piece
 
 
 def write(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
     """Write the full `value` of one leaf into what this rank holds of its group."""
-    layout = state.setup.layout
-    group = layout.groups[index]
-    leaf = layout.leaves[group.leaves[position]]
+    leaf = _leaf(state, index, position)
     if not isinstance(value, Tensor) or tuple(value.shape) != leaf.shape:
         seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise LayoutError(
@@ -75,23 +75,22 @@ def write(state: TrainState, index: int, position: int, part: Tensor, value: Ten
         )
     here = _leaf_range(state, index, position, part)
     with torch.no_grad():
-        here.of(part).copy_(value.detach().reshape(-1)[here.start : here.stop])
+        here.of(part).copy_(_stored(leaf, value)[here.start : here.stop])
 
 
 def write_piece(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
     """Write what this rank has of one leaf, 1-D, into its part of a group."""
-    held = _leaf_range(state, index, position, part).of(part)
-    if not isinstance(value, Tensor) or value.numel() != held.numel():
-        layout = state.setup.layout
-        path = layout.leaves[layout.groups[index].leaves[position]].path
+    held, leaf = _leaf_range(state, index, position, part).of(part), _leaf(state, index, position)
+    numel = held.numel() // (2 if leaf.dtype.is_complex else 1)
+    if not isinstance(value, Tensor) or value.numel() != numel:
         seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise LayoutError(
-            f"this rank has {held.numel()} elements of {path}, the new value {seen}.",
+            f"this rank has {numel} elements of {leaf.path}, the new value {seen}.",
             cause="the full value, or the piece of another rank.",
             fix="give as many elements as the getter of the same name returns here.",
         )
     with torch.no_grad():
-        held.copy_(value.detach().reshape(-1))
+        held.copy_(_stored(leaf, value))
 
 
 def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
@@ -106,6 +105,19 @@ def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
         )
     with torch.no_grad():
         held.copy_(given.detach().reshape(held.shape))
+
+
+def _leaf(state: TrainState, index: int, position: int) -> Leaf:
+    layout = state.setup.layout
+    return layout.leaves[layout.groups[index].leaves[position]]
+
+
+def _stored(leaf: Leaf, value: Tensor) -> Tensor:
+    """The elements of a value as a flat has them."""
+    value = value.detach()
+    if not leaf.dtype.is_complex:
+        return value.reshape(-1)
+    return as_real(value.to(torch.promote_types(value.dtype, leaf.dtype))).reshape(-1)
 
 
 def _leaf_range(state: TrainState, index: int, position: int, part: Tensor) -> LeafRange:

@@ -58,6 +58,16 @@ def subject_of(model: Any, loss: Loss, batches: Any) -> Subject:
             fix="certify(model, loss, batches) with loss(model, batch) -> a scalar tensor.",
         )
     subject = Subject(model=model, loss=loss, batches=_numbered(batches))
+    for path, tensor in tensors_of(model).items():
+        if tensor.is_complex():
+            raise LayoutError(
+                f"certify: {path} is complex; its cells are tried in real numbers, of 64 to 16 "
+                "bits.",
+                cause="a model with complex parameters, which fzero trains, and certify does not "
+                "examine.",
+                fix="compare two runs with fzero.diff; or give a model with real parameters, "
+                "[*, 2], that uses torch.view_as_complex(p).",
+            )
     if not any(learns(tensor) for tensor in tensors_of(model).values()):
         raise LayoutError(
             "certify: nothing in the model learns.",

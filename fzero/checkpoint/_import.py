@@ -128,8 +128,9 @@ def _found(places: Mapping[str, Place], paths: list[str], wanted: Form) -> Place
             fix="pass the files of this model.",
         )
     form = place.form
-    floating = form.dtype.is_floating_point and wanted.dtype.is_floating_point
-    if form.shape != wanted.shape or not (floating or form.dtype is wanted.dtype):
+    alike = all(dtype.is_floating_point for dtype in (form.dtype, wanted.dtype))
+    alike = alike or all(dtype.is_complex for dtype in (form.dtype, wanted.dtype))
+    if form.shape != wanted.shape or not (alike or form.dtype is wanted.dtype):
         raise LayoutError(
             f"{paths[0]} is {form.shape} {form.dtype} in {place.file.name}, "
             f"{wanted.shape} {wanted.dtype} in the model.",

@@ -85,7 +85,7 @@ def write(file: Path, value: Any) -> None:
 def require_plain(file: Path, value: Any) -> Tensor:
     """Return a dense tensor in memory. Raises `CheckpointError` for anything else."""
     dense = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
-    if not dense or value.device.type != "cpu" or value.is_quantized or value.is_complex():
+    if not dense or value.device.type != "cpu" or value.is_quantized:
         raise damaged(file, f"holds no plain tensor, but a {type(value).__name__}")
     return value.detach()
 

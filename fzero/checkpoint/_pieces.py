@@ -24,6 +24,7 @@ from fzero.checkpoint._slots import slots_of
 from fzero.packing import leaf_ranges, part_of
 from fzero.partition import named_leaves
 from fzero.state import Layout, Part, Placement, TrainState
+from fzero.state.layout import as_complex
 
 BLOCK_NUMEL = 2**24
 
@@ -102,10 +103,12 @@ def pieces_of(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[Piece]:
     names = leaf_names(layout)
     for prefix, index, part, values in shards:
         for held in leaf_ranges(layout, index, part):
-            name, numel = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf].numel
-            here = held.of(values)
-            for start, stop in _blocks(held.start, held.stop, BLOCK_NUMEL):
-                block = here[start - held.start : stop - held.start]
+            name, leaf = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf]
+            here, first, last, numel = held.of(values), held.start, held.stop, leaf.numel
+            if leaf.dtype.is_complex and here.dtype.itemsize >= 4:  # as its user has it
+                here, first, last, numel = as_complex(here), first // 2, last // 2, numel // 2
+            for start, stop in _blocks(first, last, BLOCK_NUMEL):
+                block = here[start - first : stop - first]
                 yield Piece(name=name, start=start, numel=numel, values=block)
 
 

@@ -16,6 +16,7 @@ from fzero.collectives import gather_parts_in_place
 from fzero.homes import empty_where
 from fzero.packing import leaf_ranges, part_of, shard_of
 from fzero.state import Buffers, Placement, Progress, Setup, TrainState
+from fzero.state.layout import as_real
 from fzero.state.scale import from_numbers
 from fzero.state.setup import MASTERS
 from fzero.state.window import CLOSED
@@ -83,7 +84,8 @@ def fill(
             for own in leaf_ranges(state.setup.layout, index, part):
                 found = values(own.leaf, prefix.removeprefix("optimizer/"))
                 if found is not None:
-                    own.of(shard).copy_(found.reshape(-1)[own.start : own.stop])
+                    whole = as_real(found).reshape(-1)
+                    own.of(shard).copy_(whole[own.start : own.stop])
 
 
 def make_whole(held: Held, states: Sequence[TrainState], *, optimizer: bool = True) -> None:

@@ -32,6 +32,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -206,6 +207,6 @@ def _name_of(name: str, dtype: torch.dtype) -> str:
         return _NAMES[dtype]
     raise LayoutError(
         f"export_safetensors: {name} is {dtype}, for which the format has no name.",
-        cause="a complex or quantized parameter or buffer.",
+        cause="a parameter or buffer that is quantized, or complex of 128 bits.",
         fix="save it with fzero.checkpoint.save, or convert it before.",
     )

@@ -160,8 +160,9 @@ def _filled(
             return None
         leaf, name = leaves[number], names[number]
         found = source.values(name, key, leaf.shape)
-        floats = found.is_floating_point() and leaf.dtype.is_floating_point
-        if not floats and found.dtype is not leaf.dtype:
+        alike = found.is_floating_point() and leaf.dtype.is_floating_point
+        alike = alike or (found.is_complex() and leaf.dtype.is_complex)
+        if not alike and found.dtype is not leaf.dtype:
             seen = f"has {name} as {found.dtype}, {leaf.dtype} in the state"
             raise damaged(source.root / ZERO / name, seen)
         return found

@@ -34,7 +34,7 @@ def _gathers(side: Side, unit: float) -> Iterator[Apart]:
                 if not layout.leaves[leaf].numel:
                     continue
                 own = Copy(rank, 0, flat[offset : offset + layout.leaves[leaf].numel].cpu())
-                read = Spread(shape=layout.leaves[leaf].shape, copies=(own,))
+                read = Spread(shape=layout.leaves[leaf].stored_shape, copies=(own,))
                 wanted = held[names[leaf]]
                 bound = TERMS * unit * wanted.full.double().abs().max()
                 found = first_apart(wanted, read, bound)
@@ -92,7 +92,7 @@ def _terms_at(side: Side, path: str, backward: int) -> list[Tensor]:
     """One term of each rank: of the loss, or of the gradient of a leaf; zero where it has none."""
     layout = side.setup.layout
     leaf = leaf_names(layout).index(path) if path else -1
-    zeros = torch.zeros(layout.leaves[leaf].shape if path else (), dtype=torch.float64)
+    zeros = torch.zeros(layout.leaves[leaf].stored_shape if path else (), dtype=torch.float64)
     found = []
     for seen in side.seen:
         one = seen.backwards[backward] if backward < len(seen.backwards) else None

@@ -36,7 +36,7 @@ class Pair:
             layout = side.setup.layout
             for path, leaf in zip(leaf_names(layout), layout.leaves, strict=True):
                 if leaf.trainable and leaf.numel:
-                    found[path] = leaf.shape
+                    found[path] = leaf.stored_shape
         return found
 
     def of_terms(self, terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

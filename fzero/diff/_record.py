@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.state import NAMESPACE, Buffers, TrainState
+from fzero.state.layout import as_real
 from fzero.virtual import current_ranks
 
 Flats = tuple[Tensor, ...]
@@ -98,7 +99,8 @@ class Recording:
     def _add(self, seen: Seen, leaf: int, gradient: Tensor, weight: float) -> None:
         if not seen.backwards:  # of a loss that was differentiated before the update
             seen.backwards.append(Backward(weight=0.0, loss=None))
-        own, new = seen.backwards[-1].gradients, gradient.detach().double().cpu() * weight
+        own = seen.backwards[-1].gradients
+        new = as_real(gradient.detach()).double().cpu() * weight
         own[leaf] = own[leaf] + new if leaf in own else new
 
     def _reduced(self, seen: Seen, state: TrainState, held: Buffers) -> None:

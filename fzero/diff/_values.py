@@ -66,7 +66,7 @@ def spread(
                     values = found.of(some[k]).detach().cpu()
                     copies.setdefault(found.leaf, []).append(Copy(rank, found.start, values))
     return {
-        names[leaf]: Spread(shape=layout.leaves[leaf].shape, copies=tuple(some))
+        names[leaf]: Spread(shape=layout.leaves[leaf].stored_shape, copies=tuple(some))
         for leaf, some in copies.items()
     }
 

@@ -74,9 +74,9 @@ def _refuse_to_learn(model: nn.Module, _: Any) -> None:
 
 
 def clip(engine: Engine, max_norm: float, norm_type: float) -> Tensor:
-    """`engine.clip_grad_norm_`. A collective."""
+    """`engine.clip_grad_norm_`, or torch's function for another norm. A collective."""
     if float(norm_type) != 2.0:
-        raise refused(f"clipping with norm_type={norm_type}", "clip the 2-norm")
+        return nn.utils.clip_grad_norm_(engine.parameters(), max_norm, norm_type)
     return engine.clip_grad_norm_(max_norm)
 
 

@@ -218,17 +218,18 @@ class FzeroAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """`engine.clip_grad_norm_` of the model that has all of these parameters. A collective."""
-        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        """`engine.clip_grad_norm_` of the model that has all of these parameters. A collective.
+
+        torch's own function for a part of a model, or for several.
+        """
+        some = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        given = {id(p) for p in some}
         for engine in self.engines:
             every = list(engine.parameters())
             learning = {id(p) for p in every if p.requires_grad}
             if learning <= given <= set(map(id, every)):
                 return shared.clip(engine, max_norm, norm_type)
-        raise shared.refused(
-            f"clip_grad_norm_ of {len(given)} parameters that are not those of one model",
-            "pass model.parameters(), of each model in a call of its own",
-        )
+        return nn.utils.clip_grad_norm_(some, max_norm, norm_type)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing: gradients and norms that an engine gives are without the loss scale."""

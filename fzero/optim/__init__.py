@@ -1,6 +1,8 @@
 """Optimizers on shards: pure (init, update) pairs over torch's own fused kernels."""
 
 from fzero.optim import schedules as schedules
+from fzero.optim._complex import require_ordered as require_ordered
+from fzero.optim._complex import require_real_views as require_real_views
 from fzero.optim._elementwise import require_elementwise as require_elementwise
 from fzero.optim._elementwise import require_leafwise as require_leafwise
 from fzero.optim._from_torch import from_torch as from_torch

@@ -18,7 +18,7 @@ from fzero.optim._small import Begin
 from fzero.optim._trial import Kept, Shared, early_of_group, learn, rule_of
 from fzero.optim._usable import has_steps, name_of, no_optimizer, require_plain
 from fzero.partition import identity
-from fzero.state.layout import Leaf, learns
+from fzero.state.layout import Leaf, learns, stored_dtype
 from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
@@ -47,7 +47,7 @@ class Bound:
             return None
         elementwise = self.elementwise[group]
         shape = _tried_shape(self.instance, leaf.shape, elementwise=elementwise)
-        return self.kept.get((group, self.precision.stepped(leaf.dtype), shape))
+        return self.kept.get((group, self.precision.stepped(stored_dtype(leaf.dtype)), shape))
 
     def begin_of(self, group: int) -> dict[str, Tensor]:
         """Return the counters of a param group before the first step."""
@@ -90,7 +90,7 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
     keys: dict[Key, None] = {}  # in the order of the parameters
     for path, p in learning.items():
         shape = _tried_shape(instance, p.shape, elementwise=elementwise[group_at[path]])
-        keys[group_at[path], precision.stepped(p.dtype), shape] = None
+        keys[group_at[path], precision.stepped(stored_dtype(p.dtype)), shape] = None
     kept, shared = _learned(instance, keys, elementwise, earlies, devices)
     if not used:
         instance.state.clear()  # what the constructor made; it is made again for the shards

@@ -61,6 +61,12 @@ class Optimizer(Base):
         `place` takes each of these tensors, as soon as it is made, to where it is to live.
         """
         flats = optree.tree_leaves(params, namespace=NAMESPACE)
+        if any(p.is_complex() for p in flats):
+            raise LayoutError(
+                f"{self!r}: init() got a complex parameter.",
+                cause="the rule used by itself: in a state complex parameters are real views.",
+                fix="give torch.view_as_real(p) and torch.view_as_real(g).",
+            )
         masters = make_masters(flats, [self.precision.master_weights] * len(flats), place)
         kept = [self.precision.kept(p.dtype) if p.numel() else p.dtype for p in flats]
         moments = tuple(

@@ -11,7 +11,7 @@ import torch
 from fzero._check import check_flags, require
 from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.layout import Leaf
+from fzero.state.layout import Leaf, stored_dtype
 from fzero.state.setup import Reduction
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -149,10 +149,10 @@ def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reducti
     precision = getattr(optimizer, "precision", None)
     if precision is None:
         return
-    learning = {leaf.dtype: leaf for leaf in leaves if leaf.trainable}
-    for leaf in learning.values():
+    learning = {stored_dtype(leaf.dtype): leaf for leaf in leaves if leaf.trainable}
+    for dtype, leaf in learning.items():
         numbers = Numbers(
-            param=leaf.dtype,
+            param=dtype,
             precision=precision,
             divides=optimizer.divides,
             accumulate=reduction.accumulate_dtype,

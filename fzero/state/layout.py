@@ -19,13 +19,27 @@ class Leaf:
 
     path: str  # the first path it was seen at, dict keys joined by "."
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # as its user has it: a complex leaf is in a flat by its real view
     trainable: bool
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
+        """Number of elements in a flat: two, real and imaginary part, for a complex one."""
+        return prod(self.stored_shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of its real view."""
+        return (*self.shape, 2) if self.dtype.is_complex else self.shape
+
+    def of(self, part: Tensor) -> Tensor:
+        """Return its elements in a flat in its own shape; in the precision of the flat: a view.
+
+        Complex numbers of 16 bits are made in fp32: a copy.
+        """
+        if not self.dtype.is_complex:
+            return part.view(self.shape)
+        return as_complex(part).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +65,34 @@ class Group:
 
 def learns(p: Tensor) -> bool:
     """Whether a tensor is trained if nobody says otherwise: a frozen `nn.Parameter` is not."""
-    return p.is_floating_point() and (p.requires_grad or not isinstance(p, Parameter))
+    differs = p.is_floating_point() or p.is_complex()
+    return differs and (p.requires_grad or not isinstance(p, Parameter))
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Return the real view of a complex tensor, [*, 2]; another tensor as it is.
+
+    Example:
+        >>> as_real(torch.tensor([1 + 2j]))
+        tensor([[1., 2.]])
+    """
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def as_complex(part: Tensor) -> Tensor:
+    """Return the complex numbers [n] whose real view is `part` [2 n]."""
+    wide = part.float() if part.dtype.itemsize < 4 else part  # torch has none of 16 bits
+    return torch.view_as_complex(wide.view(-1, 2))
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a flat has leaves of a dtype: that of their real view.
+
+    Example:
+        >>> stored_dtype(torch.complex128), stored_dtype(torch.bfloat16)
+        (torch.float64, torch.bfloat16)
+    """
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def as_bits(indices: Iterable[int]) -> int:

@@ -163,6 +163,7 @@ class Policy:
     """What the transforms around the running step asked for; neutral between steps."""
 
     max_norm: float | None = None  # clip: bound of the global gradient norm
+    max_value: float | None = None  # clip: bound of each element of the gradient, before the norm
     grad_scale: float = 1.0  # accumulate: 1 / micro-batches
     defer_update: bool = False  # accumulate: not the last micro-batch
     donate: bool = False  # shard: buffers may be overwritten

@@ -11,11 +11,19 @@ from torch import Tensor
 
 from fzero._memory import Held, require_apart
 from fzero.collectives import assert_same_everywhere, told_everywhere
+from fzero.errors import LayoutError
 from fzero.homes import require_folder
 from fzero.mesh import Axis, Runtime
-from fzero.optim import as_optimizer, require_elementwise, require_leafwise, require_precision
+from fzero.optim import (
+    as_optimizer,
+    require_elementwise,
+    require_leafwise,
+    require_precision,
+    require_real_views,
+)
 from fzero.partition import named_leaves, plan_layout, unit_of
 from fzero.state import Layout, Setup
+from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, as_autocast, owners_of
 from fzero.transforms._options import SharedOptions, bucket_at, check_quantized
@@ -83,6 +91,14 @@ def plan(
 def _checked(setup: Setup) -> Setup:
     require_folder(setup.offload)
     require_precision(setup.optimizer, setup.layout.leaves, setup.reduction)
+    for leaf in setup.layout.leaves:
+        wanted = setup.reduction.accumulate_dtype
+        if leaf.dtype.is_complex and leaf.trainable and wanted in SIXTEEN_BIT:
+            raise LayoutError(
+                f"accumulate_dtype={wanted} with the complex parameter {leaf.path}.",
+                cause="an option for a model of 16 bits; there are no complex numbers of 16 bits.",
+                fix="leave accumulate_dtype out: gradients add up in the parameter's precision.",
+            )
     return setup
 
 
@@ -107,6 +123,7 @@ def _travels(axis: Axis, offload: Offload | None) -> bool:
 def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: bool) -> Any:
     """The optimizer for these parameters: it must be one that may update `parts` of them."""
     chosen = as_optimizer(optimizer).bind(named)
+    require_real_views(chosen, named)
     if whole:
         require_leafwise(chosen)
     elif parts:

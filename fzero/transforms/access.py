@@ -112,7 +112,8 @@ def _full_params(state: TrainState) -> Any:
     del flats
     found = _leaves_apart(layout, whole)
     for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
-        if leaf.dtype.is_floating_point and not leaf.trainable:  # it comes back as it came
+        differs = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        if differs and not leaf.trainable:  # it comes back as it came
             found[i] = Parameter(found[i], requires_grad=False)
     return assemble(layout, found)
 

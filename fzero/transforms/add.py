@@ -81,7 +81,8 @@ def _flats(state: TrainState, grads: Any) -> list[Any]:
         parts = []
         for leaf in group.leaves:
             one, like = given[leaf], layout.leaves[leaf]
-            zeros = torch.zeros(like.shape, dtype=dtype, device=device)
+            own = dtype.to_complex() if like.dtype.is_complex else dtype
+            zeros = torch.zeros(like.shape, dtype=own, device=device)
             if one is not None and tuple(one.shape) != like.shape:
                 raise LayoutError(
                     f"add_gradients: the gradient of {like.path} has shape "
@@ -89,7 +90,7 @@ def _flats(state: TrainState, grads: Any) -> list[Any]:
                     cause="per-sample gradients that were not summed, or another model's.",
                     fix="give one gradient for each parameter, e.g. g.mean(0).",
                 )
-            parts.append(zeros if one is None else one.to(device=device, dtype=dtype))
+            parts.append(zeros if one is None else one.to(device=device, dtype=own))
         flat = pack(layout, index, parts)
         found.append(flat if in_transform() else flat.detach().clone())
     return found

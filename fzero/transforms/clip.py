@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any, overload
 
 from fzero._check import is_positive, require
@@ -11,19 +12,29 @@ from fzero.transforms._states import flatten_states, under_policy
 
 
 @overload
-def clip(fn: Callable[P, R], /, *, max_norm: float | None) -> Step[P, R]: ...
+def clip(
+    fn: Callable[P, R], /, *, max_norm: float | None = None, max_value: float | None = None
+) -> Step[P, R]: ...
 @overload
-def clip(*, max_norm: float | None) -> Transform: ...
-def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> Any:
+def clip(*, max_norm: float | None = None, max_value: float | None = None) -> Transform: ...
+def clip(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+) -> Any:
     """Let every `apply_gradients` in `fn(state, *args)` use g min(1, max_norm / (|g| + 1e-6)).
 
     |g| is the true norm (`fzero.global_norm`): over all shards, each element once. The factor is
-    torch.nn.utils.clip_grad_norm_'s. `max_norm=None` or infinity is the identity. Of two clips
-    the smaller bound holds, in either order.
+    torch.nn.utils.clip_grad_norm_'s. With `max_value`, g is max(-max_value, min(g, max_value)) of
+    the mean gradient first, as torch.nn.utils.clip_grad_value_ bounds the gradient of one process.
+    None or infinity is the identity. Of two clips the smaller bound holds, in either order.
 
     Args:
         fn: the step. If its state is a pytree of states, each has a norm of its own.
         max_norm: the bound, in the unit of the mean gradient after all scales; None for none.
+        max_value: the bound of each element, in the same unit; None for none.
 
     Returns:
         A step that is called as `fn` is. Without `fn`, a decorator.
@@ -44,15 +55,19 @@ def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> 
         >>> fzero.full_params(fzero.clip(step_fn, max_norm=1.0)(state)[0])
         tensor([-1.0000])
     """
-    bound = None if max_norm == float("inf") else max_norm
-    if bound is not None:
-        wanted = "None to switch it off, else a positive bound"
-        require("clip: max_norm", bound, is_positive, wanted)
+    bounds = {"max_norm": max_norm, "max_value": max_value}
+    for name, bound in bounds.items():
+        if bound is not None:
+            wanted = "None to switch it off, else a positive bound"
+            require(f"clip: {name}", bound, lambda x: x == inf or is_positive(x), wanted)
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        before = flatten_states("clip", state)[0][0].setup.policy.max_norm
-        smaller = _smaller(before, bound)
-        return under_policy("clip", inner, state, (args, kwargs), max_norm=smaller)
+        before = flatten_states("clip", state)[0][0].setup.policy
+        smaller = {
+            name: _smaller(getattr(before, name), None if bound == inf else bound)
+            for name, bound in bounds.items()
+        }
+        return under_policy("clip", inner, state, (args, kwargs), **smaller)
 
     return transform(
         "clip",
@@ -60,7 +75,7 @@ def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> 
         around,
         never_around=("simulate",),
         right="fzero.simulate(fzero.clip(step, max_norm=...), world_size=...)",
-        options={"max_norm": max_norm},
+        options=bounds if max_value is not None else {"max_norm": max_norm},
     )
 
 

@@ -19,6 +19,7 @@ from fzero._ambient import AutocastModes
 from fzero._module_copy import tracks
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
+from fzero.state.layout import as_real
 from fzero.transforms._pipeline import P, R, describe, require_function, require_order
 from fzero.transforms._watch import Watch
 
@@ -228,18 +229,19 @@ class _Remat(torch.autograd.Function):
         ctx.call = inputs[0]
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
-        ctx.mark_non_differentiable(*[y for y in output if not y.is_floating_point()])
+        ctx.mark_non_differentiable(*[y for y in output if not _smooth(y)])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
-        smooth = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+        smooth = [i for i, x in enumerate(tensors) if _smooth(x)]
 
-        # <y, dy>, and not torch.func.vjp: that runs backward after its level is gone, where the
-        # tensors that a remat inside has saved can no longer be used.
+        # <y, dy> of real views, and not torch.func.vjp: that runs backward after its level is gone,
+        # where the tensors that a remat inside has saved can no longer be used.
         def product(*xs: Tensor) -> Any:
             ys = ctx.call.again(*_replaced(tensors, smooth, xs))
-            return sum((y * dy).sum() for y, dy in zip(ys, dys, strict=True) if _smooth(y))
+            pairs = ((y, dy) for y, dy in zip(ys, dys, strict=True) if _smooth(y))
+            return sum((as_real(y) * as_real(dy)).sum() for y, dy in pairs)
 
         by = tuple(range(len(smooth)))
         found: Any = torch.func.grad(product, by)(*(tensors[i] for i in smooth)) if by else ()
@@ -277,7 +279,7 @@ def _refuse_updates(module: nn.Module) -> None:
 
 
 def _smooth(y: Tensor) -> bool:
-    return y.is_floating_point()
+    return y.is_floating_point() or y.is_complex()
 
 
 def _replaced(

@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero._modes import in_transform, is_recorded, wants_graph
 from fzero.collectives import about, cut, gather_parts, gather_parts_in_place, reduce_many
 from fzero.homes import at_home, change, lent, placed
+from fzero.optim import require_ordered
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
@@ -246,24 +247,28 @@ def _advance(
 def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
     """g factor, factor = share / scale min(1, max_norm / |g share / scale|); the norm if it clips.
 
-    In place where the gradients are used up anyway. If the optimizer `divides` and nothing is
-    clipped, the scale is left to it.
+    In place where the gradients are used up anyway, and no element is bounded. If the optimizer
+    `divides` and nothing is clipped, the scale is left to it.
     """
-    max_norm, norm = state.setup.policy.max_norm, None
+    max_norm, max_value = state.setup.policy.max_norm, state.setup.policy.max_value
+    norm = None
     gradients, in_place, grad_scale = held, True, None
     factor: Any = 1.0
     by = multiplier(state.scale)
-    if by is not None and divides and max_norm is None:
+    if by is not None and divides and max_norm is None and max_value is None:
         grad_scale = by.scale
     elif by is not None:
         factor = by.scale.double().reciprocal()
-        in_place = all(flat.dtype not in SIXTEEN_BIT for flat in held.flats)
+        in_place = max_value is None and all(x.dtype not in SIXTEEN_BIT for x in held.flats)
         if in_place:
             gradients = scaled(state, held, factor)
         else:  # 16 bits may not hold them without the scale
             flats = tuple(without_scale(state, flat) for flat in held.flats)
             gradients = Buffers(flats=flats, placement=held.placement)
     rest: Any = share(state)
+    if max_value is not None:
+        require_ordered("clip: max_value", state.setup.layout.leaves)
+        gradients, in_place = _bounded(state, gradients, max_value / rest), False
     if max_norm is not None:
         norm = _norm(state, gradients.flats, gradients.placement) * rest
         rest = rest * clip_factor(norm, max_norm)
@@ -271,6 +276,12 @@ def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
         gradients, factor = scaled(state, gradients, rest), factor * rest
     in_place = in_place and gradients is not held
     return _Ready(gradients, factor, in_place, norm, grad_scale)
+
+
+def _bounded(state: TrainState, gradients: Buffers, bound: float) -> Buffers:
+    """max(-bound, min(g, bound)), in new memory."""
+    flats = tuple(lent(flat, state.device).clamp(-bound, bound) for flat in gradients.flats)
+    return Buffers(flats=flats, placement=gradients.placement)
 
 
 def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buffers:

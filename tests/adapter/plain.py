@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine
-from fzero.adapter._gradient import HeldGradient
+from fzero.adapter._held import HeldGradient
 from tests.adapter.on_ranks import STAGES
 
 LR = 0.25

@@ -233,12 +233,12 @@ def test_a_backward_that_raised_leaves_the_gradients_of_those_before_it_in_p_gra
 ) -> None:
     e = engine_of(Net, stage)
     back(e, Draw(rank, 0))
+    before = e.global_grad_norm
     out = e(Draw(rank, 1)(2, 3))
     out.register_hook(raise_it)
     with pytest.raises((ValueError, FzeroError)):
         out.sum().backward()
-    with pytest.raises(PhaseError, match=r"through p\.grad"):
-        nn.utils.clip_grad_norm_(e.module.parameters(), 1.0)
+    assert nn.utils.clip_grad_norm_(e.module.parameters(), 1.0) == before
     e.module.zero_grad()
     with pytest.raises(PhaseError, match="there are no gradients"):
         e.full_gradients()

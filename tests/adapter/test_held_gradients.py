@@ -1,4 +1,7 @@
-"""`p.grad` while the engine holds the gradients: nothing that is done with it is silent."""
+"""`p.grad` while the engine holds the gradients: nothing that is done with it is silent.
+
+What works through it is in test_p_grad.py.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +34,26 @@ def unscale(e: Engine) -> None:
 
 
 @torch.no_grad()
-def halve(e: Engine) -> None:
+def add(e: Engine) -> None:
     for p in params(e):
         assert p.grad is not None
-        p.grad.mul_(0.5)
+        p.grad.add_(0.5)
 
 
 # What is done with p.grad, and what the error names as the engine's own way.
 REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
-    "clip_grad_norm_": (
-        lambda e: nn.utils.clip_grad_norm_(params(e), 1.0),
-        r"engine\.clip_grad_norm_\(max_norm\)",
-    ),
-    "clip_grad_value_": (lambda e: nn.utils.clip_grad_value_(params(e), 0.1), "register_hook"),
     "GradScaler": (unscale, r"engine\.scale\(loss\)"),
-    "zero_grad in place": (
-        lambda e: e.module.zero_grad(set_to_none=False),
-        r"engine\.zero_grad\(\)",
-    ),
+    "written in place": (add, r"engine\.set_full_gradient\(path, g\)"),
+    "a row": (lambda e: [p.grad[0].zero_() for p in params(e) if p.grad is not None], "set_full"),
+}
+# At stage 0 every rank has all elements.
+SHARDED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "another optimizer": (
         lambda e: torch.optim.Adam(params(e)).step(),
         r"engine\.step\(\) runs the optimizer",
     ),
-    "written in place": (halve, r"engine\.set_full_gradient\(path, g\)"),
     "read": (lambda e: [p.grad.tolist() for p in params(e) if p.grad is not None], "full_gradient"),
+    "reduced": (lambda e: [abs(p.grad) for p in params(e) if p.grad is not None], "full_gradient"),
 }
 
 
@@ -69,7 +68,7 @@ def test_reading_or_writing_a_gradient_through_p_grad_raises_and_names_the_engin
         back(e, draw)
         if not isinstance(e, Engine):
             return
-        for name, (do, way) in REFUSED.items():
+        for name, (do, way) in {**REFUSED, **(SHARDED if stage else {})}.items():
             with pytest.raises(FzeroError, match=f"(?s)Fix: .*{way}") as caught:
                 do(e)
             assert "a.weight" in str(caught.value), f"{name}: {caught.value}"
@@ -135,6 +134,8 @@ DROPPED: dict[str, Callable[[Engine], Any]] = {
     "optimizer.zero_grad()": lambda e: e.optimizer and e.optimizer.zero_grad(),
     "p.grad = None": set_to_none,
     "engine.zero_grad()": lambda e: e.zero_grad(),
+    "module.zero_grad(set_to_none=False)": lambda e: e.module.zero_grad(set_to_none=False),
+    "foreach": lambda e: torch.optim.SGD(params(e), foreach=True).zero_grad(set_to_none=False),
 }
 
 

@@ -201,12 +201,31 @@ def refusals(loop: Loop) -> dict[str, Any]:
         "optimizer was not set up": lambda: accelerator.prepare(other)(torch.ones(1, 2)),
         "are not all of one model, of the 2": lambda: accelerator.prepare(third, both),
         "are not all of one model": lambda: accelerator.prepare(type(both)(model.parameters())),
-        "not those of one model": lambda: accelerator.clip_grad_norm_(other.parameters(), 1.0),
-        "norm_type=1": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
         "gradient_accumulation": lambda: Loop(2, 1, engine={"gradient_accumulation_steps": 2}),
         "stage=4": lambda: Loop(4, 1),
         "closure": lambda: loop.optimizer.step(lambda: 1.0),
     }
+
+
+@on_ranks(2, timeout_s=200)
+def test_a_part_of_a_model_another_norm_and_values_are_clipped_as_torch_does(
+    rank: int, world_size: int
+) -> None:
+    from fzero.integrations.accelerate import FzeroAccelerator
+
+    with launched(rank, world_size):
+        accelerator, model = FzeroAccelerator(stage=2, cpu=True), nn.Linear(3, 2)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine = accelerator.engines[0]
+        accelerator.backward(model(torch.full((1, 3), 2.0 + rank)).sum())
+        assert accelerator.clip_grad_norm_(model.parameters(), 9.0, norm_type=1) == 17.0
+        before = engine.full_gradients()
+        assert accelerator.clip_grad_norm_([model.bias], 0.5) == before["bias"].norm()
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+        after = engine.full_gradients()
+        assert torch.equal(after["weight"], before["weight"].clamp(-1.0, 1.0))
+        assert torch.allclose(after["bias"].norm(), torch.tensor(0.5))
+        engine.close()
 
 
 @on_ranks(2, timeout_s=200)

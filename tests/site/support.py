@@ -13,7 +13,12 @@ from torch import nn
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.optim import from_torch, require_elementwise, require_leafwise
+from fzero.optim import (
+    from_torch,
+    require_elementwise,
+    require_leafwise,
+    require_real_views,
+)
 from tests.site.tables import ROOT, table
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,7 +85,10 @@ def tables() -> str:
             _precisions(),
         ),
         "Dtypes of gradients": ("`accumulate_dtype`, `communication_dtype`.", _gradients()),
-        "Optimizers of torch.optim": ("", _optimizers()),
+        "Optimizers of torch.optim": (
+            "The last column: parameters that are complex, by their real views.",
+            _optimizers(),
+        ),
     }
     return "\n".join(f"## {head}\n\n{text}\n\n{made}" for head, (text, made) in parts.items())
 
@@ -177,17 +185,24 @@ def _optimizers() -> str:
         cls = getattr(torch.optim, name)
         if isinstance(cls, type) and cls is not torch.optim.Optimizer:
             rows.append([f"`{name}`", *_tried(cls)])
-    return table(("optimizer", "stages 1 to 3 on several ranks", "one rank, or stage 0"), rows)
+    head = "optimizer", "stages 1 to 3 on several ranks", "one rank, or stage 0", "complex"
+    return table(head, rows)
 
 
-def _tried(cls: Any) -> tuple[str, str]:
+def _tried(cls: Any) -> tuple[str, str, str]:
     bound = functools.partial(from_torch(functools.partial(cls, lr=0.1)).bind, _matrix())
     if refused(bound) != "yes":
-        return "no", "no"
+        return "no", "no", "no"
+    rule, params = from_torch(functools.partial(cls, lr=0.1)), _complex()
+    by_parts = refused(lambda: require_real_views(rule.bind(params), params)).partition(":")[0]
     if refused(lambda: require_elementwise(bound())) == "yes":
-        return "yes", "yes"
+        return "yes", "yes", by_parts
     whole = refused(lambda: require_leafwise(bound())) == "yes"
-    return "with `whole_parameters=True`" if whole else "no", "yes"
+    return "with `whole_parameters=True`" if whole else "no", "yes", by_parts
+
+
+def _complex() -> dict[str, nn.Parameter]:
+    return {"w": nn.Parameter(torch.ones(3, 5, dtype=torch.complex64))}
 
 
 def _matrix() -> dict[str, nn.Parameter]:

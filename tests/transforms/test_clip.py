@@ -117,3 +117,54 @@ def test_leaves_that_nobody_used_add_nothing_to_the_norm() -> None:
     assert fzero.global_norm(state) == 0.0
     state, _ = fzero.grad_and_reduce(lambda p: 4 * p["used"][:1].sum(), state)()
     assert fzero.global_norm(state) == 4.0
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("inside", ["alone", "loss scale", "accumulate", "max_norm"])
+def test_max_value_bounds_each_element_of_the_mean_gradient_as_clip_grad_value_does(
+    stage: int, inside: str
+) -> None:
+    """Not of each rank's own gradient: those are 8 and -4 times the row, and would cancel."""
+    row, ranks = torch.tensor([0.5, -3.0, 0.0, 1.0, 4.0], dtype=torch.float64), 2
+    factors = torch.tensor([8.0, -4.0], dtype=torch.float64)
+
+    def one(state: Any, x: Tensor) -> Any:
+        state, loss = fzero.grad_and_reduce(lambda p, x: (p * row).sum() * x.sum(), state)(x)
+        return fzero.apply_gradients(state), loss
+
+    wraps: dict[str, Callable[[Any], Any]] = {
+        "alone": lambda fn: fn,
+        "loss scale": lambda fn: fzero.scale_loss(fn, scale=64.0),
+        "accumulate": lambda fn: fzero.accumulate(fn, steps=2),
+        "max_norm": lambda fn: fzero.clip(fn, max_norm=2.0, max_value=float("inf")),
+    }
+    step = fzero.clip(fzero.clip(wraps[inside](one), max_value=3.0), max_value=9.0)
+    run_on = fzero.simulate(fzero.shard(step, stage=stage), world_size=ranks)
+    state = run_on.init(torch.zeros(5, dtype=torch.float64), fzero.optim.sgd(1.0))
+    xs = factors[:, None] if inside != "accumulate" else factors[:, None].expand(2, 2)
+    state, _ = run_on(state, xs)
+    p = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    (p * row).sum().mul(factors.mean()).backward()
+    torch.nn.utils.clip_grad_value_([p], 3.0)
+    if inside == "max_norm":
+        torch.nn.utils.clip_grad_norm_([p], 2.0)
+    assert p.grad is not None
+    got = fzero.simulate(fzero.full_params, world_size=ranks)(state)
+    torch.testing.assert_close(got, -p.grad.expand(ranks, 5), rtol=1e-6, atol=0)
+
+
+def test_a_failed_update_leaves_gradients_that_were_to_be_bounded() -> None:
+    def fails(*_: Any) -> Any:
+        raise ArithmeticError("no update")
+
+    def one(state: Any) -> Any:
+        state, loss = fzero.grad_and_reduce(lambda p: 10 * p.sum(), state)()
+        with pytest.raises(ArithmeticError):
+            fzero.apply_gradients(state)
+        assert fzero.gradients(state).tolist() == [10.0]
+        return state, loss
+
+    state = fzero.init(torch.zeros(1), (lambda p: (), fails), stage=0)
+    fzero.shard(fzero.clip(fzero.scale_loss(one, scale=8.0), max_value=1.0), stage=0)(state)
+    with pytest.raises(LayoutError, match="clip: max_value=0"):
+        fzero.clip(one, max_value=0)

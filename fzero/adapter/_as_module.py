@@ -1,0 +1,188 @@
+"""What one calls on a wrapped module, as on DistributedDataParallel: served by the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fzero.adapter._access import Access
+from fzero.adapter._construct import gathered
+from fzero.errors import LayoutError
+
+_DTYPES = {
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
+_CONVERT = frozenset({"to", "cuda", "cpu", "xpu", "type", "to_empty", "share_memory", *_DTYPES})
+_OF_MODULE = frozenset(
+    {
+        "children",
+        "named_children",
+        "named_modules",
+        "buffers",
+        "named_buffers",
+        "get_parameter",
+        "get_submodule",
+        "get_buffer",
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    }
+)
+"""What is as well called on the module."""
+
+
+class AsModule(Access):
+    """The part of an engine that has the names of nn.Module."""
+
+    module: nn.Module
+
+    @property
+    def training(self) -> bool:
+        """The module's own mode."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module's mode, as `module.train` does."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the module to evaluation, as `module.eval` does."""
+        return self.train(False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, as `engine(...)` does."""
+        call: Any = self
+        return call(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return `module.parameters()`; at stage 3 they are placeholders."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return `module.named_parameters()`."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return `module.modules()`."""
+        return self.module.modules()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the module, as `module.requires_grad_` does, or let it learn again."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
+        with gathered(self.module, modify=True, mesh=self._driver.axis):
+            self.module.apply(fn)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `full_state_dict()`: whole values, of every rank. A collective at stage 3."""
+        return self.full_state_dict()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """`module.load_state_dict` with whole values, at every stage. A collective.
+
+        Parameters take the values that rank 0 has, buffers those of each rank. Masters in fp32
+        follow; what the optimizer keeps stays.
+
+        Raises:
+            LayoutError: with names or shapes that are not the module's, before anything changes;
+                for `assign`, which would put other tensors into the place of the engine's.
+
+        Example:
+            >>> import torch
+            >>> from fzero.adapter import Engine
+            >>> model = torch.nn.Linear(2, 1)
+            >>> engine = Engine(model, torch.optim.SGD(model.parameters()), stage=2)
+            >>> engine.load_state_dict(torch.nn.Linear(2, 1).state_dict())
+            <All keys matched successfully>
+        """
+        if assign:
+            raise LayoutError(
+                "engine.load_state_dict(assign=True).",
+                cause="a habit of large models, to spare a copy.",
+                fix="leave assign out: the values are copied into the engine's own memory.",
+            )
+        _require_fit(self.module, state_dict, strict=strict)
+        with gathered(self.module, modify=True, mesh=self._driver.axis):
+            return self.module.load_state_dict(state_dict, strict=strict)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else nn.Module has: names of its parts, hooks, conversions."""
+        if name.startswith("_") or "module" not in vars(self):
+            raise AttributeError(name)
+        if name in _OF_MODULE:
+            return getattr(self.module, name)
+        if name in _CONVERT:
+            return lambda *args, **kwargs: _converted(self, name, args, kwargs)
+        hint = f"; its module has: engine.module.{name}" if hasattr(self.module, name) else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name)
+
+
+def _converted(engine: AsModule, name: str, args: Any, kwargs: Any) -> Any:
+    """Return the engine if nothing is to be converted; raise `LayoutError` otherwise."""
+    held = [*engine.module.parameters(), *engine.module.buffers()]
+    here = {x.device for x in held}
+    device, dtype = None, None
+    if name == "to":
+        parse: Any = vars(torch._C)["_nn"]._parse_to  # as nn.Module.to reads its arguments
+        device, dtype, *_ = parse(*args, **kwargs)
+    elif name == "cpu":
+        device = torch.device("cpu")
+    elif name == "cuda":
+        index = args[0] if args else kwargs.get("device")
+        device = torch.device("cuda", index) if isinstance(index, int) else torch.device("cuda")
+    else:
+        dtype = _DTYPES.get(name)
+    moves = device is not None and any(_is_elsewhere(device, x) for x in here)
+    casts = dtype is not None and any(x.is_floating_point() and x.dtype != dtype for x in held)
+    if (device is not None or dtype is not None) and not moves and not casts:
+        return engine
+    raise LayoutError(
+        f"engine.{name}(): the parameters are {sorted({str(x.dtype) for x in held})} on "
+        f"{sorted(map(str, here))}.",
+        cause="a module that is moved or converted after the engine was made: its parameters are "
+        "in the engine's buffers.",
+        fix="call it on the module before Engine(module, ...); or engine.close(), convert, and "
+        "make another engine.",
+    )
+
+
+def _is_elsewhere(device: torch.device, held: torch.device) -> bool:
+    return device.type != held.type or (device.index is not None and device.index != held.index)
+
+
+def _require_fit(module: nn.Module, given: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise `LayoutError` for a state dict that is not this module's."""
+    if any(part._load_state_dict_pre_hooks for part in module.modules()):
+        return  # which give names and values their form: torch checks them then
+    held = module.state_dict()
+    wrong = [f"no {name}" for name in held if name not in given] if strict else []
+    wrong += [f"an unknown {name}" for name in given if name not in held] if strict else []
+    for name, value in given.items():
+        mine = held.get(name)
+        if isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape != value.shape:
+            wrong.append(f"{name} of shape {tuple(value.shape)}, {tuple(mine.shape)} here")
+    if wrong:
+        more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+        raise LayoutError(
+            f"engine.load_state_dict: the state dict has {', '.join(wrong[:6])}{more}.",
+            cause="another model; or names of a wrapped one (`module.` of DDP, `_orig_mod.`).",
+            fix="load what this model has saved; torch.nn.modules.utils."
+            'consume_prefix_in_state_dict_if_present(state_dict, "module.") takes a prefix off; '
+            "strict=False takes what fits.",
+        )

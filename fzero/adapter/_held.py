@@ -1,0 +1,310 @@
+"""What stands in `p.grad` while an engine holds the gradient: a tensor that asks the engine.
+
+    norm()                    of the whole gradient, over all ranks; of all parameters at once
+    mul_, div_, clamp_        done on what each rank holds
+    zero_()                   zero_grad(set_to_none=False), on all parameters: the gradients drop
+    what reads elements       at stage 0 the values; at stages 1 to 3 it raises
+    what else writes          raises
+
+So `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do what they do to ordinary gradients. A
+step in which nobody touches `p.grad` does nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fzero.adapter._events import current_graph_task
+from fzero.errors import PhaseError
+
+_ATEN = torch.ops.aten
+_NORMS = (_ATEN.linalg_vector_norm.default, _ATEN._foreach_norm.Scalar)
+_ZERO = (_ATEN.zero_, _ATEN._foreach_zero_)
+_BY_NUMBER = {
+    _ATEN.mul_: "mul_",
+    _ATEN._foreach_mul_: "mul_",
+    _ATEN.div_: "div_",
+    _ATEN._foreach_div_: "div_",
+    _ATEN.clamp_: "clamp_",
+    _ATEN.clamp_min_: "clamp_min_",
+    _ATEN._foreach_clamp_min_: "clamp_min_",
+    _ATEN.clamp_max_: "clamp_max_",
+    _ATEN._foreach_clamp_max_: "clamp_max_",
+}
+"""What may be written, by one number for all elements: then every rank can do it to its part."""
+
+_WAYS = {
+    "_amp_": "loss_scale= of Engine and engine.scale(loss), in the place of a GradScaler",
+    "set_data": "module.to(...), .half() and the like before the Engine is made",
+}
+_READ = (
+    "engine.full_gradient(path), a collective; p.grad.norm() and clip_grad_norm_ work as they are"
+)
+_WRITE = "engine.full_gradient(path), engine.set_full_gradient(path, g)"
+
+
+class Serves(Protocol):
+    """Whoever has the gradients that stand-ins stand for.
+
+    device: where they are. shows: whether every rank has all of them. at_hand: whether it shows
+    them now without a collective.
+    """
+
+    device: torch.device
+    shows: bool
+
+    @property
+    def at_hand(self) -> bool: ...
+
+    def norm(self, held: HeldGradient, order: float) -> Tensor:
+        """Return the norm of a whole gradient. A collective."""
+        ...
+
+    def write(self, held: HeldGradient, name: str, numbers: Sequence[Any]) -> None:
+        """Change a gradient in place, by one of `_BY_NUMBER`."""
+        ...
+
+    def zero(self, held: HeldGradient) -> None:
+        """Set a gradient to zero."""
+        ...
+
+    def values(self, held: HeldGradient) -> Tensor:
+        """Return the elements of a gradient, a copy. Only where this `shows` them."""
+        ...
+
+
+class HeldGradient(Tensor):
+    """Stands in `p.grad`: it has the parameter's shape, and no values of its own.
+
+    `views`: what was applied to it since: of a view, or of a copy in another dtype.
+    """
+
+    path: str
+    number: int  # of its parameter, among those that learn
+    by: Serves
+    arrived: Tensor | None
+    task: int  # the graph task that brought the last gradient: what writes in it is a user's hook
+    views: tuple[Callable[[Tensor], Tensor], ...]
+    whole: bool  # it has each element of the gradient once
+    copied: bool  # what is written to it does not reach the gradient
+
+    @staticmethod
+    def __new__(cls, like: Tensor, number: int, path: str, by: Serves) -> HeldGradient:
+        """Make the stand-in for a gradient in the shape of `like`."""
+        made = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=by.device
+        )
+        made.number, made.path, made.by = number, path, by
+        made.arrived, made.task, made.views = None, -1, ()
+        made.whole, made.copied = True, False
+        return made
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Take what a backward adds; else do what can be done with a gradient that ranks share."""
+        if func is _ATEN.detach.default:
+            return args[0]
+        kwargs = kwargs or {}
+        held = next(x for x in _flat((args, list(kwargs.values()))) if isinstance(x, cls))
+        task = current_graph_task()
+        if task != -1:
+            return held._in_backward(func, args, task)
+        if func in _NORMS and (norms := _norms(func, args, kwargs)) is not None:
+            return norms
+        packet = func._overloadpacket
+        if packet in _ZERO and _may_be_written(args[0]):
+            return _zeroed(args[0])
+        numbers = _are_numbers([*args[1:], *kwargs.values()])
+        if packet in _BY_NUMBER and numbers and _may_be_written(args[0]):
+            return _written(_BY_NUMBER[packet], args, kwargs)
+        copies = func is _ATEN._to_copy.default and not held.by.shows
+        if (func.is_view or copies) and isinstance(args[0], cls):
+            return held._seen(func, args[1:], kwargs)
+        if any(isinstance(x, cls) for x in _written_by(func, args, kwargs)):
+            raise held.refusal(str(func), _WRITE)
+        filled = {name: _filled(x) for name, x in kwargs.items()}
+        return func(*map(_filled, args), **filled)
+
+    def _in_backward(self, func: Any, args: Any, task: int) -> Any:
+        """What autograd adds is taken. A hook of the user's finds nothing that it may use yet."""
+        if task != self.task and args[0] is self:
+            if func is _ATEN.add_.Tensor:
+                self.arrived = args[1]
+                return self
+            if func is _ATEN.add.Tensor:  # create_graph
+                return args[1]
+        raise self.refusal(f"{func}, in a backward", _WRITE)
+
+    def _seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A view, or a copy in another dtype: its values are made when somebody reads them."""
+        meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        kept = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
+        shown = func(meta, *args, **kept)
+
+        def view(like: Tensor, at: int | None) -> HeldGradient:
+            made = HeldGradient(like, self.number, self.path, self.by)
+
+            def seen(x: Tensor) -> Tensor:
+                found = func(x, *args, **kwargs)
+                return found if at is None else found[at]
+
+            made.views = (*self.views, seen)
+            same = like.numel() == self.numel() and func is not _ATEN.as_strided.default
+            made.whole, made.copied = self.whole and same, self.copied or not func.is_view
+            return made
+
+        if isinstance(shown, list | tuple):
+            return [view(x, i) for i, x in enumerate(shown)]
+        return view(shown, None)
+
+    def values(self) -> Tensor:
+        """Return its elements, a copy. Raises `PhaseError` at stages 1 to 3."""
+        if current_graph_task() != -1:
+            raise self.refusal("its elements, in a backward", _READ)
+        if not self.by.shows:
+            raise self.refusal("its elements, of which a rank holds a part", _READ)
+        x = self.by.values(self)
+        for view in self.views:
+            x = view(x)
+        return x.to(self.dtype)
+
+    def refusal(self, name: str, way: str = _WRITE) -> PhaseError:
+        """Return the error for what cannot be done through p.grad."""
+        way = next((text for key, text in _WAYS.items() if key in name), way)
+        return PhaseError(
+            f"the gradient of {self.path} was read or written through p.grad ({name}).",
+            cause="code that works on the elements of p.grad: a GradScaler, an optimizer that was "
+            "made after the engine or steps in a gradient hook, or an all-reduce by hand. The "
+            "engine holds gradients reduced, and from stage 1 on sharded over the ranks.",
+            fix=f"use {way}; engine.step() runs the optimizer that the engine was made with.",
+        )
+
+    @property
+    def data(self) -> HeldGradient:
+        """The same: it has no graph."""
+        return self
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if value is not self:  # as after p.grad.data *= 0.5
+            raise self.refusal("set_data")
+
+    def tolist(self) -> Any:
+        """As of any tensor, at stage 0."""
+        return self.values().tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        """As of any tensor, at stage 0."""
+        return self.values().cpu().numpy()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.values()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:
+        shown = f"shape={tuple(self.shape)}"
+        if self.by.at_hand and current_graph_task() == -1:
+            shown = repr(self.values())
+        return f"HeldGradient({self.path}, {shown})"
+
+    def taken(self) -> Tensor | None:
+        """Return what a backward has added, and forget it."""
+        arrived, self.arrived = self.arrived, None
+        return arrived
+
+
+def _norms(func: Any, args: Any, kwargs: Any) -> Any:
+    """The norms that are asked for, or None if they are of parts of a gradient."""
+    given = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    held = given[0]
+    dims = args[2] if len(args) > 2 else kwargs.get("dim")
+    keeps = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+    some = dims is not None and len({dim % max(held.ndim, 1) for dim in dims}) < held.ndim
+    if some or not _are_whole(given):
+        return None
+    real = (kwargs.get("dtype") or held.dtype).to_real()
+    dtype = real if kwargs.get("dtype") else torch.promote_types(real, torch.float32)
+    found = [x.by.norm(x, float(order)).to(dtype) for x in given]
+    if given is args[0]:
+        return found
+    return found[0].reshape([1] * held.ndim) if keeps else found[0]
+
+
+def _zeroed(held: Any) -> Any:
+    every = held if isinstance(held, list | tuple) else [held]
+    for one in every:
+        one.by.zero(one)
+    return None if every is held else held  # an op on a list returns nothing
+
+
+def _written(name: str, args: Any, kwargs: Any) -> Any:
+    """Let each gradient be changed by the numbers: one for all, or one for each."""
+    held, *numbers = args
+    every = held if isinstance(held, list | tuple) else [held]
+    if name.startswith("clamp") and any(x.is_complex() for x in every):
+        raise every[0].refusal(f"{name} of complex numbers, which torch has not, either", _WRITE)
+    if name == "clamp_":
+        low, high = [*numbers, None, None][:2]
+        numbers = [kwargs.get("min", low), kwargs.get("max", high)]
+    elif not numbers:
+        numbers = list(kwargs.values())
+    for i, one in enumerate(every):
+        own = [x[i] if isinstance(x, list | tuple) else x for x in numbers]
+        one.by.write(one, name, own)
+    return None if every is held else held  # an op on a list returns nothing
+
+
+def _are_whole(held: Any) -> bool:
+    """Whether they are gradients as they stand in p.grad, or seen whole in another shape."""
+    every = held if isinstance(held, list | tuple) else [held]
+    return all(isinstance(x, HeldGradient) and x.whole for x in every)
+
+
+def _may_be_written(held: Any) -> bool:
+    every = held if isinstance(held, list | tuple) else [held]
+    return _are_whole(every) and not any(x.copied for x in every)
+
+
+def _are_numbers(given: Any) -> bool:
+    """Whether each of these is a number, or a tensor of one element that is no gradient."""
+
+    def is_number(x: Any) -> bool:
+        if isinstance(x, Tensor):
+            return x.numel() == 1 and not isinstance(x, HeldGradient)
+        return x is None or isinstance(x, int | float)
+
+    return all(is_number(x) for x in _flat(list(given)))
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What `func` writes to."""
+    found: list[Any] = []
+    if not func._schema.is_mutable:
+        return found
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _flat([value])
+    return found
+
+
+def _filled(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return [_filled(one) for one in x]
+    return x.values() if isinstance(x, HeldGradient) else x
+
+
+def _flat(args: Any) -> list[Any]:
+    found: list[Any] = []
+    for arg in args:
+        found += _flat(arg) if isinstance(arg, list | tuple) else [arg]
+    return found

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
 from fzero.collectives._log import CollectiveEvent
 from fzero.trace._alive import alive_at, inputs_of, is_item, is_op, kinds_of
+from fzero.trace._flops import flops_of
 from fzero.trace._program import BACKWARD, Program
 from fzero.trace._record import Op, Phase, Value
 
@@ -158,11 +158,8 @@ def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Pha
 
 
 def _flops(node: fx.Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
     args, kwargs, out = tree_map(_value, (node.args, node.kwargs, node))
-    return int(formula(*args, **kwargs, out_val=out))
+    return flops_of(node.target, args, kwargs, out)
 
 
 def _value(x: Any) -> Any:

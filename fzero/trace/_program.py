@@ -29,6 +29,7 @@ from fzero.errors import PhaseError
 from fzero.mesh import Axis
 from fzero.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
+from fzero.trace._recurrent import unfused_recurrence
 from fzero.transforms._states import flatten_states, is_state
 from fzero.virtual import abstract_rank
 
@@ -63,7 +64,7 @@ def record(step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, ran
     """
     faked = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with abstract_rank(rank, axis.size), _explained():
+        with abstract_rank(rank, axis.size), unfused_recurrence(), _explained():
             with faked:
                 arguments = _faked(faked, _on_abstract(arguments))
             return _recorded(step, _scheduled(step, arguments, rank), rank)
@@ -188,9 +189,15 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise PhaseError(
-            f"the step reads values of a tensor while it is traced ({error}).",
-            cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values "
-            "(x[mask], nonzero).",
-            fix="use torch.where, keep it a tensor, or pass the number as an argument of the step.",
-        ) from error
+        raise reads_values("traced", error) from error
+
+
+def reads_values(done: str, op: Any) -> PhaseError:
+    """Return the error for a step that needs the values of a tensor while it is `done`."""
+    return PhaseError(
+        f"the step reads values of a tensor while it is {done} ({op}).",
+        cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values (x[mask], "
+        "nonzero): experts that each take the rows which chose them, for one.",
+        fix="use torch.where, keep it a tensor, give each expert a number of rows that is known "
+        "(topk of the tokens, a capacity), or pass the number as an argument of the step.",
+    )

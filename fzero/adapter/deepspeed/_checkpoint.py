@@ -11,7 +11,7 @@ from typing import Any
 from fzero.adapter._engine import Engine
 from fzero.checkpoint import load_with_extra
 from fzero.checkpoint import save as save_to
-from fzero.checkpoint._disk import put_text
+from fzero.checkpoint._disk import is_there, put_text, read_text
 from fzero.checkpoint._driven import options_of, set_options
 from fzero.checkpoint._everywhere import Ranks, first_of
 
@@ -73,4 +73,4 @@ def _keep_optimizer(
 
 
 def _read(file: Path) -> str | None:
-    return file.read_text().strip() if file.is_file() else None
+    return read_text(file).strip() if is_there(file) else None

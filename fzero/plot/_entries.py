@@ -38,6 +38,7 @@ def entries_of(leaves: tuple[str, ...]) -> Entries:
     depth = max(map(len, parts))
     while len(_runs(numbers, parts, depth)) > COLOURS:
         depth -= 1
+    whole = {some[0]: some[-1] for some in _runs(numbers, parts, depth)}
     coarse = [_runs(some, parts, depth + 1) for some in _runs(numbers, parts, depth)]
     rest, more = COLOURS - len(coarse), sum(len(fine) - 1 for fine in coarse)
     bins: list[list[list[int]]] = []
@@ -49,7 +50,12 @@ def entries_of(leaves: tuple[str, ...]) -> Entries:
     for entry, some in enumerate(bins):
         for leaf in (leaf for run in some for leaf in run):
             of_leaf[leaf] = entry
-    return Entries(tuple(_label(some, leaves, parts, depth) for some in bins), tuple(of_leaf))
+    labels = [
+        # All leaves that begin with the same parts are called by these.
+        _label(some, leaves, parts, depth - (depth and whole.get(some[0][0]) == some[-1][-1]))
+        for some in bins
+    ]
+    return Entries(tuple(labels), tuple(of_leaf))
 
 
 def _runs(numbers: Sequence[int], parts: Sequence[tuple[str, ...]], depth: int) -> list[list[int]]:
@@ -69,4 +75,4 @@ def _label(
         return leaves[first]
     head, tail = (".".join(parts[leaf][: depth + 1]) for leaf in (first, last))
     count = sum(map(len, runs))
-    return f"{head} ({count} leaves)" if len(runs) == 1 else f"{head} to {tail} ({count} leaves)"
+    return f"{head} ({count} leaves)" if head == tail else f"{head} to {tail} ({count} leaves)"

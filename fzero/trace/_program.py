@@ -29,12 +29,15 @@ from fzero.errors import PhaseError
 from fzero.mesh import Axis
 from fzero.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
+from fzero.trace._modules import Modules, followed_modules
 from fzero.trace._recurrent import unfused_recurrence
 from fzero.transforms._states import flatten_states, is_state
 from fzero.virtual import abstract_rank
 
 BACKWARD = "backward"
-"""What the recorder notes on a node that autograd runs, under "custom" of its `meta`."""
+MODULE = "module"
+"""What the recorder notes on a node, under "custom" of its `meta`: whether autograd runs it, and in
+which module it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:
     def flat(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         filled = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
-        with _MarkBackward():
+        with followed_modules() as modules, _Mark(modules):
             returned = step(*optree.tree_unflatten(treespec, filled))
         outs, made["result"] = optree.tree_flatten(returned, namespace=NAMESPACE)
         made["others"] = tuple(None if isinstance(x, Tensor) else x for x in outs)
@@ -153,14 +156,19 @@ def _scheduled(step: Callable[..., Any], arguments: Any, rank: int) -> Any:
     return (known, *arguments[1:])
 
 
-class _MarkBackward(TorchDispatchMode):
-    """Notes on each op that is recorded whether autograd runs it."""
+class _Mark(TorchDispatchMode):
+    """Notes on each op that is recorded whether autograd runs it, and in which module it is."""
+
+    def __init__(self, modules: Modules) -> None:
+        super().__init__()
+        self._modules = modules
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, LazyParam) for kind in types):
             return NotImplemented  # a placeholder goes first; what it runs comes back here
         inside = torch._C._current_autograd_node() is not None
-        fx_traceback.current_meta["custom"] = {BACKWARD: inside}
+        noted = {BACKWARD: inside, MODULE: self._modules.here()}
+        fx_traceback.current_meta["custom"] = noted
         return func(*args, **(kwargs or {}))
 
 

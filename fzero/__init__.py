@@ -1,5 +1,7 @@
 """ZeRO as function transforms over explicit, immutable state."""
 
+import typing
+
 # Without this import, raw functional collectives in a user's loss would have zero gradients,
 # without an error.
 import torch.distributed._functional_collectives  # noqa: F401
@@ -16,7 +18,7 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
-from fzero.compile import compile, export
+from fzero.compile import compile
 from fzero.diff import Difference, Run, diff
 from fzero.errors import (
     AxisError,
@@ -97,7 +99,6 @@ __all__ = [
     "compile",
     "count_collectives",
     "diff",
-    "export",
     "full_gradients",
     "full_params",
     "functionalize",
@@ -127,3 +128,23 @@ __all__ = [
 def __dir__() -> list[str]:
     """List the public names: `dir(fzero)` and completion leave out the modules behind them."""
     return sorted([*__all__, "__version__"])
+
+
+if not typing.TYPE_CHECKING:  # a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> typing.NoReturn:
+        """Say what to do in the place of a public name that is gone."""
+        if name == "export":
+            from fzero.errors import explain
+
+            raise ImportError(
+                explain(
+                    "fzero.export is gone, and so is fzero.compile(step, exported=path).",
+                    cause="a file of graphs is a program: who can write to it runs code in every "
+                    "process that reads it.",
+                    fix="fzero.compile(step) at the start of each run: its first call traces and "
+                    "compiles, once for each rank.",
+                ),
+                name=__name__,
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

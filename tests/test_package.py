@@ -11,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import fzero
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,19 @@ def test_every_function_and_class_of_the_package_is_public() -> None:
     modules = {name for name in fzero.__all__ if isinstance(getattr(fzero, name), ModuleType)}
     assert held == set(fzero.__all__) - modules
     assert modules == {"adapter", "checkpoint", "optim", "plot", "state"}
+
+
+def test_a_file_of_graphs_is_gone_and_the_error_says_what_takes_its_place() -> None:
+    way = r"export is gone(.*)\nUsual cause: (.*)runs code(.*)\nFix: fzero.compile\(step\) at"
+    with pytest.raises(ImportError, match=way):
+        fzero.export  # noqa: B018
+    with pytest.raises(ImportError, match=way):
+        from fzero import export  # noqa: F401
+    with pytest.raises(TypeError, match="exported"):
+        fzero.compile(lambda state: (state, None), exported="step.json")  # type: ignore
+    with pytest.raises(AttributeError, match="module 'fzero' has no attribute 'exprot'"):
+        fzero.exprot  # noqa: B018
+    assert not hasattr(fzero, "exports")
 
 
 def test_the_parts_are_there_after_import_and_matplotlib_is_not() -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._disk import sync_files
+from fzero.checkpoint._disk import is_there, sync_files
 from fzero.checkpoint._driven import Driven, buffers_of
 from fzero.checkpoint._everywhere import written_by_first
-from fzero.checkpoint._folders import PathLike, require_path
+from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, whole_leaves
 from fzero.checkpoint._pieces import leaf_names, paths_of
 from fzero.checkpoint._safetensors import (
@@ -65,8 +65,9 @@ def export_safetensors(
                 [1., 1.]])
     """
     wait_for_earlier(raises=False)
-    held, where = held_by("export_safetensors", state), Path(folder)
+    held = held_by("export_safetensors", state)
     ranks, layout, buffers = held.processes, held.setup.layout, held.buffers
+    where = path_everywhere(ranks, "export_safetensors", folder)
     facts = [f"path {where}", f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
     assert_same_everywhere(facts, ranks.axis, what="the export")
     names = leaf_names(layout)
@@ -78,10 +79,13 @@ def export_safetensors(
     places: dict[str, Place] = {}
 
     def begin(partial: Path) -> None:
-        require_path("export_safetensors", folder)
         _require_bound(max_shard_bytes)
         if ranks.axis.rank == 0:
             places.update(_begun(partial, forms, max_shard_bytes))
+            for new in partial.iterdir():
+                is_there(where / new.name)
+            for old in where.glob("model*.safetensors"):
+                is_there(old)
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for number, value in _whole_leaves(held):

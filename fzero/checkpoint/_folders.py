@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fzero.checkpoint._everywhere import CheckpointError, damaged
+from fzero.checkpoint._disk import is_there, regular
+from fzero.checkpoint._everywhere import CheckpointError, Ranks, damaged, everywhere
 from fzero.checkpoint._form import DATA
 from fzero.checkpoint._manifest import MANIFEST, read_manifest
 from fzero.errors import LayoutError
@@ -27,14 +28,27 @@ LOCK = ".lock"
 _BLOCK_BYTES = 2**20
 
 
-def require_path(name: str, path: PathLike) -> None:
-    """Raise `LayoutError` for an empty path: as a folder, it would be the current one."""
-    if not os.fspath(path):
+def as_path(name: str, path: PathLike) -> Path:
+    """Return the path of a folder. Raises `LayoutError` for what is none. `name`: of the call.
+
+    An empty text is none: as a folder, it would be the current one.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not (isinstance(text, str) and text):
+        seen = "is empty" if text == "" else f"is a {type(path).__name__}"
         raise LayoutError(
-            f"{name}: the path is empty.",
-            cause="an option or a variable that was not set.",
-            fix='give the folder of the checkpoint; "." is the current one.',
+            f"{name}: the path {seen}.",
+            cause="an option or a variable that was not set, or the path and the state in the "
+            "place of each other.",
+            fix=f"fzero.checkpoint.{name}(path, ...) takes the folder of the checkpoint first, as "
+            'a text or a pathlib.Path; "." is the current one.',
         )
+    return Path(text)
+
+
+def path_everywhere(ranks: Ranks, name: str, path: PathLike) -> Path:
+    """Return `as_path` of every rank's own path; raise on all of them if one has none."""
+    return everywhere(ranks, lambda: as_path(name, path), what=f"{name}: look at the path")
 
 
 @contextmanager
@@ -42,10 +56,14 @@ def kept(path: Path, *, makes: bool = False) -> Iterator[None]:
     """Keep the data folders at a path from removal, by a shared lock, for the time of the block.
 
     makes: whether the path is made, and the lock in it, if they are not there.
+
+    Raises `CheckpointError` if the lock, or with `makes` the manifest, is no regular file.
     """
     if makes:
         path.mkdir(parents=True, exist_ok=True)
-        (path / LOCK).touch()
+        is_there(path / MANIFEST)  # before anything is written that would end in its place
+        with open(path / LOCK, "ab", opener=regular):
+            pass
     with _locked(path, alone=False):
         yield
 
@@ -60,7 +78,7 @@ def make_folder(path: Path) -> str:
 def digest(file: Path) -> list[int]:
     """Return [bytes, crc32] of a file. Plain sums: they find damage, not forgery."""
     crc = size = 0
-    with file.open("rb") as stream:
+    with open(file, "rb", opener=regular) as stream:
         while block := stream.read(_BLOCK_BYTES):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, crc]
@@ -73,11 +91,13 @@ def require_whole(folder: Path, files: dict[str, list[int]], rank: int, ranks: i
     """
     if folder.is_symlink():
         raise damaged(folder, "is a link: it would be read from elsewhere")
+    if folder.exists() and not folder.is_dir():
+        raise damaged(folder, "is no folder")
     for number, (name, wanted) in enumerate(files.items()):
         file = folder / name
         if file.is_symlink():
             raise damaged(file, "is a link: it would be read from elsewhere")
-        if not file.is_file():
+        if not is_there(file):
             raise damaged(file, "is missing")
         size = file.stat().st_size
         if size != wanted[0]:
@@ -106,10 +126,15 @@ def _locked(path: Path, *, alone: bool) -> Iterator[bool]:
     import fcntl  # not on Windows, where fzero can be imported all the same
 
     is_locked, held = False, None
-    with suppress(OSError):  # somebody else has it, it is not there, or the system has no locks
-        held = os.open(path / LOCK, os.O_RDWR if alone else os.O_RDONLY)
+    try:
+        held = regular(os.fspath(path / LOCK), os.O_RDWR if alone else os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
         is_locked = True
+    except CheckpointError:
+        if not alone:
+            raise
+    except OSError:
+        pass  # somebody else has it, it is not there, or the system has no locks
     try:
         yield is_locked
     finally:

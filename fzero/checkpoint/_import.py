@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint._everywhere import everywhere
-from fzero.checkpoint._folders import PathLike, require_path
+from fzero.checkpoint._folders import PathLike, as_path, path_everywhere
 from fzero.checkpoint._held import held_by, require_closed
 from fzero.checkpoint._pieces import paths_of
 from fzero.checkpoint._room import fill, make_whole, with_room
@@ -48,8 +47,7 @@ def safetensors_initializer(folder: PathLike) -> Callable[[str, Tensor], Tensor]
         >>> fzero.full_params(made)
         {'w': tensor([1., 1., 1.])}
     """
-    require_path("safetensors_initializer", folder)
-    places = places_in(Path(folder))
+    places = places_in(as_path("safetensors_initializer", folder))
 
     def initializer(path: str, leaf: Tensor) -> Tensor:
         place = _found(places, [path], Form(tuple(leaf.shape), leaf.dtype))
@@ -90,11 +88,11 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
         >>> fzero.full_params(two)
         [tensor([1., 1.])]
     """
-    held, where = held_by("import_safetensors", state), Path(folder)
+    held = held_by("import_safetensors", state)
+    where = path_everywhere(held.processes, "import_safetensors", folder)
     assert_same_everywhere([f"path {where}"], held.processes.axis, what="the import")
 
     def read() -> tuple[list[TrainState], dict[str, Tensor]]:
-        require_path("import_safetensors", folder)
         for one in held.states:
             require_closed(one)
         places = places_in(where)

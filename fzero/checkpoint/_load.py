@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._disk import read_text
 from fzero.checkpoint._driven import Buffers, blank_buffers, require_options, set_options
 from fzero.checkpoint._everywhere import everywhere, first_of
-from fzero.checkpoint._folders import PathLike, kept, require_path, require_whole
+from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._manifest import (
     Manifest,
@@ -123,10 +124,10 @@ def load_with_extra(
         {'samples_seen': 1024}
     """
     wait_for_earlier(raises=False)
-    held, where = held_by("load", state), Path(path)
+    held = held_by("load", state)
     ranks = held.processes
+    where = path_everywhere(ranks, "load", path)
     assert_same_everywhere([f"path {where}"], ranks.axis, what="the checkpoint")
-    require_path("load", path)
     with ExitStack() as until_read:
 
         def begin() -> Manifest:
@@ -169,9 +170,9 @@ def read_extra(path: PathLike) -> dict[str, Any]:
         ...     fzero.checkpoint.read_extra(folder)
         {'epoch': 3}
     """
-    require_path("read_extra", path)
+    where = as_path("read_extra", path)
     wait_for_earlier(raises=False)
-    return read_manifest(Path(path)).extra
+    return read_manifest(where).extra
 
 
 def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
@@ -189,7 +190,7 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         require_options(engine.optimizer, saved.module["options"])
     file = rng_file(axis.rank)
     has_rng = rng and file in saved.files
-    set_rng = rng_setter((folder / file).read_text(), folder / file) if has_rng else None
+    set_rng = rng_setter(read_text(folder / file), folder / file) if has_rng else None
     frozen = not leaves_out(saved)
     made: list[TrainState] = []
     sums: Sums = []

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, counters_of, unstepped_of
-from fzero.checkpoint._disk import put_text
+from fzero.checkpoint._disk import put_text, read_text
 from fzero.checkpoint._everywhere import CheckpointError, damaged
 from fzero.checkpoint._form import MANIFEST_FORM, problems
 from fzero.checkpoint._pieces import leaf_names
@@ -160,11 +160,13 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest at `path`. Raises `CheckpointError` if there is no good one."""
     file = path / MANIFEST
     try:
-        outer = json.loads(file.read_text(encoding="utf-8"))
+        outer = json.loads(read_text(file))
         body, crc = outer["checkpoint"], outer["crc32"]
         if _crc32(body) != crc:
             raise ValueError("its checksum is wrong")
         theirs = body.pop("format", None)
+    except CheckpointError:
+        raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"there is no checkpoint at {path}: no {MANIFEST} in it.",

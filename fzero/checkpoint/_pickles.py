@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.checkpoint._disk import is_there
 from fzero.checkpoint._everywhere import damaged
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
@@ -46,7 +47,7 @@ def require_own(file: Path, root: Path) -> None:
             break
         if part.is_symlink():
             raise damaged(part, "is a link: it would be read from elsewhere")
-    if not file.is_file():
+    if not is_there(file):
         raise damaged(file, "is missing")
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._disk import is_there, regular
 from fzero.checkpoint._everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
 
@@ -105,7 +106,7 @@ def begin_file(file: Path, forms: Mapping[str, Form]) -> dict[str, Place]:
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
+    with open(file, "wb", opener=regular) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + ends)
     first = 8 + len(text)
@@ -118,7 +119,7 @@ def begin_file(file: Path, forms: Mapping[str, Form]) -> dict[str, Place]:
 def write_values(place: Place, values: Tensor) -> None:
     """Write the values of one tensor to where they go."""
     flat = values.detach().to("cpu").contiguous().reshape(-1)
-    with place.file.open("r+b") as stream:
+    with open(place.file, "r+b", opener=regular) as stream:
         stream.seek(place.begin)
         if flat.numel():
             flat.view(torch.uint8).numpy().tofile(stream)
@@ -128,7 +129,7 @@ def read_values(place: Place) -> Tensor:
     """Read the values of one tensor; no other bytes of its file."""
     form = place.form
     data = bytearray(form.nbytes)
-    with place.file.open("rb") as stream:
+    with open(place.file, "rb", opener=regular) as stream:
         stream.seek(place.begin)
         if stream.readinto(data) != len(data):
             raise damaged(place.file, "is shorter than it was")
@@ -143,15 +144,16 @@ def places_in(folder: Path) -> dict[str, Place]:
     Raises `CheckpointError`, naming the file, for what is not as the format has it.
     """
     index = folder / INDEX
-    if not index.is_file():
-        if not (folder / SINGLE).is_file():
+    if not is_there(index):
+        if not is_there(folder / SINGLE):
             raise CheckpointError(
                 f"there are no weights at {folder}: no {INDEX} and no {SINGLE} in it.",
                 cause="a mistyped path, or an export that was cut off.",
                 fix="pass the folder of export_safetensors, or of save_pretrained.",
             )
         return _header_of(folder / SINGLE)
-    weights = _json(index, index.read_bytes()).get("weight_map")
+    with open(index, "rb", opener=regular) as stream:
+        weights = _json(index, stream.read()).get("weight_map")
     if not isinstance(weights, dict) or not weights:
         raise damaged(index, "has no weight_map")
     files: dict[str, dict[str, Place]] = {}
@@ -159,7 +161,7 @@ def places_in(folder: Path) -> dict[str, Place]:
         if not isinstance(file, str) or not _NAME.fullmatch(file):
             raise damaged(index, f"has {name} in {file!r:.200}, which is no file of the folder")
         if file not in files:
-            if not (folder / file).is_file():
+            if not is_there(folder / file):
                 raise damaged(folder / file, "is missing")
             files[file] = _header_of(folder / file)
         if name not in files[file]:
@@ -169,7 +171,7 @@ def places_in(folder: Path) -> dict[str, Place]:
 
 def _header_of(file: Path) -> dict[str, Place]:
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open(file, "rb", opener=regular) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length <= size - 8:
             raise damaged(file, f"of {size:,} bytes has no header of {length:,} bytes")

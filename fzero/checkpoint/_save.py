@@ -24,7 +24,14 @@ from fzero.checkpoint._driven import (
     own_buffers,
 )
 from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
-from fzero.checkpoint._folders import PathLike, digest, kept, make_folder, require_path, sweep
+from fzero.checkpoint._folders import (
+    PathLike,
+    digest,
+    kept,
+    make_folder,
+    path_everywhere,
+    sweep,
+)
 from fzero.checkpoint._held import held_by, require_idle
 from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
 from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
@@ -166,9 +173,9 @@ def _draft(
     """Check everything, and say what this process writes. A collective."""
     held = held_by("save", thing)
     ranks = held.processes
+    where = path_everywhere(ranks, "save", path)
 
     def prepare() -> Draft:
-        require_path("save", path)
         for one in held.states:
             require_idle(one)
         manifest = describe(held.states[0], frozen=frozen)
@@ -181,7 +188,7 @@ def _draft(
                 shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
             pieces += pieces_of(one.setup.layout, shards)
         return Draft(
-            path=Path(path),
+            path=where,
             ranks=ranks,
             manifest=replace(manifest, extra=as_extra(extra)),
             pieces=pieces,

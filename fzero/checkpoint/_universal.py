@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._counters import COUNT, counters_of
+from fzero.checkpoint._disk import read_text
 from fzero.checkpoint._everywhere import CheckpointError, damaged
 from fzero.checkpoint._pickles import read, require_plain
 from fzero.checkpoint._pieces import leaf_names
@@ -50,7 +51,9 @@ def is_name(text: str) -> bool:
 def latest(folder: Path) -> str:
     """Return the name of the checkpoint in `folder` that counts. Raises `CheckpointError`."""
     try:
-        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        tag = read_text(folder / LATEST).strip()
+    except CheckpointError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"there is no universal checkpoint at {folder}: {LATEST}: {error}.",
@@ -110,7 +113,7 @@ class Folder:
     def files(self, name: str, key: str) -> list[Path]:
         """Return the files that have `key` of a parameter: one, or those of its slices."""
         whole = self.root / ZERO / name / f"{key}.pt"
-        if whole.is_file() or whole.is_symlink():
+        if whole.is_symlink() or whole.exists():  # whatever it is: who reads it looks at it
             return [whole]
         for part in (ZERO, SLICES):
             if found := sorted((self.root / part / name).glob(f"*/{key}.*"), key=_place):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._driven import set_options
 from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
-from fzero.checkpoint._folders import PathLike, require_path
+from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
 from fzero.checkpoint._pieces import paths_of
@@ -91,13 +90,13 @@ def load_universal(
         [tensor([1., 1.])]
     """
     wait_for_earlier(raises=False)
-    held, where = held_by("load_universal", state), Path(folder)
+    held = held_by("load_universal", state)
     ranks, given = held.processes, held.states[0]
+    where = path_everywhere(ranks, "load_universal", folder)
     facts = [f"path {where}", f"tag {tag}", f"{optimizer=}"]
     assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
 
     def begin() -> list[str]:
-        require_path("load_universal", folder)
         _require_tag(tag)
         for one in held.states:
             require_closed(one)

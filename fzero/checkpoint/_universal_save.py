@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._counters import COUNT, counters_of
-from fzero.checkpoint._disk import put_text, sync, sync_files
+from fzero.checkpoint._disk import is_there, put_text, sync, sync_files
 from fzero.checkpoint._driven import Buffers, Driven, plain_options
 from fzero.checkpoint._everywhere import written_by_first
-from fzero.checkpoint._folders import PathLike, require_path
+from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
 from fzero.checkpoint._pickles import write
 from fzero.checkpoint._pieces import leaf_names
@@ -83,18 +83,19 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
         >>> folder.cleanup()
     """
     wait_for_earlier(raises=False)
-    held, where = held_by("save_universal", state), Path(folder)
+    held = held_by("save_universal", state)
     ranks, names = held.processes, leaf_names(held.setup.layout)
+    where = path_everywhere(ranks, "save_universal", folder)
     first, step = held.states[0], int(held.states[0].step)
     facts = [f"path {where}", f"tag {tag}", f"step {step}"]
     assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
 
     def begin(partial: Path) -> None:
-        require_path("save_universal", folder)
         for one in held.states:
             require_idle(one)
         require_places("save_universal", first)
         _require_tag(where, tag)
+        is_there(where / LATEST)
         if ranks.axis.rank == 0:
             _write_shared(partial, first, held.buffers)
 

@@ -7,15 +7,9 @@ compile(step) --> a step that is called as `step` is
     _segments      graph -> what runs, in order: segments, starts and waits of collectives
     _run           a graph with its passes; what goes in and comes out
     _api           which graph is for which arguments
-export(step, path) --> the graphs of all ranks in one file
-    _encode        graph <-> JSON values
-    _file          JSON values <-> a file
-    _fit           what a file is made for
-    _exported      the graph of a file, run in the place of a step
 """
 
 from fzero.compile._api import compile as compile
-from fzero.compile._export import export as export
 from fzero.compile._passes import gather_early as gather_early
 from fzero.compile._passes import merge_collectives as merge_collectives
 from fzero.compile._passes import rematerialize as rematerialize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 from fzero._check import is_count
 from fzero._modes import in_transform, is_recorded, wants_graph
 from fzero.collectives import told_everywhere
-from fzero.compile._exported import exported_in
 from fzero.compile._run import (
     COMPILERS,
     EARLY_BYTES,
@@ -30,7 +28,7 @@ from fzero.compile._run import (
 )
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state import NAMESPACE
-from fzero.transforms._pipeline import P, R, Step, describe, require_order
+from fzero.transforms._pipeline import P, R, Step, require_order
 from fzero.virtual import current_ranks, is_abstract
 
 
@@ -42,7 +40,6 @@ def compile(
     max_graphs: int = 8,
     bucket_bytes: int = MERGED_BYTES,
     gather_bytes: int = EARLY_BYTES,
-    exported: str | os.PathLike[str] | None = None,
 ) -> Step[P, R]:
     """Return a step that runs the graph of `fn` (see `fzero.trace`): the same numbers, less Python.
 
@@ -63,17 +60,13 @@ def compile(
             with a warning.
         bucket_bytes: up to which size of full buffers small collectives in a row become one.
         gather_bytes: up to which size stage 3 gathers parameters before they are read.
-        exported: a file that `fzero.export` wrote of this step. Its graph runs, and nothing is
-            recorded: arguments that it was not made for are an error. Sizes in bytes are those that
-            `fzero.export` was given.
 
     Returns:
         A step that is called as `fn` is, with its `init`. A collective.
 
     Raises:
         LayoutError: for bad options; for an optimizer whose options are read from a torch.optim
-            instance, which a graph would hold fast; for a loss that writes into its arguments;
-            for a file that is damaged, or does not fit the step or, in a call, its arguments.
+            instance, which a graph would hold fast; for a loss that writes into its arguments.
         PhaseError: in a call, on virtual ranks, and if the step reads values (`.item()`).
         MismatchError: in a call, on every rank, if the ranks run other graphs.
 
@@ -98,16 +91,11 @@ def compile(
     graphs: list[tuple[Any, Compiled]] = []
     sizes = checked_sizes("compile", bucket_bytes=bucket_bytes, gather_bytes=gather_bytes)
     donate = donates(fn)
-    if exported is not None and (bucket_bytes, gather_bytes) != (MERGED_BYTES, EARLY_BYTES):
-        raise _passed_already(exported)
-    file = None if exported is None else exported_in(exported, describe(fn), donate=donate)
 
     def made(inner: Callable[..., Any], arguments: Any) -> Compiled:
         axis = axis_of_states("compile", arguments)
         with told_everywhere(axis, what="a compiled step"):
-            if file is not None:
-                return file.fitted(arguments, axis, backend)
-            program = recorded(inner, arguments, axis, axis.rank, sizes)
+            program = recorded(inner, arguments, axis, sizes)
             donated = same_places(program) if donate else None
             return compiled(program.graph, returned_by(program, axis), axis, backend, donated)
 
@@ -139,14 +127,6 @@ def _key(arguments: Any) -> Any:
 
 def _kind(x: Tensor) -> Any:
     return tuple(x.shape), x.stride(), x.dtype, x.device
-
-
-def _passed_already(exported: Any) -> LayoutError:
-    return LayoutError(
-        f"compile: bucket_bytes or gather_bytes, and the graphs of {exported}.",
-        cause="they change a graph when it is made, and a file has graphs that are made.",
-        fix="give them to fzero.export.",
-    )
 
 
 def _require_real_ranks() -> None:

@@ -80,14 +80,14 @@ def axis_of_states(name: str, arguments: Any) -> Axis:
 
 
 def recorded(
-    step: Callable[..., Any], arguments: Any, axis: Axis, rank: int, sizes: dict[str, int]
+    step: Callable[..., Any], arguments: Any, axis: Axis, sizes: dict[str, int]
 ) -> Program:
-    """Return the program of a rank, changed by the passes. The last argument has the keywords."""
+    """Return the program of this rank, after the passes. The last argument has the keywords."""
 
     def with_keywords(*given: Any) -> Any:
         return step(*given[:-1], **given[-1])
 
-    program = record(with_keywords, arguments, axis, rank)
+    program = record(with_keywords, arguments, axis, axis.rank)
     program = replace(program, graph=without_writes(program.graph))
     graph = program.graph.graph
     gather_early(graph, most_bytes=sizes["gather_bytes"])

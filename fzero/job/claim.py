@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fzero._launch import restarts
+from fzero.checkpoint._disk import is_there, read_text, regular
 from fzero.errors import LayoutError
 
 CLAIM = "run"
@@ -36,7 +37,7 @@ def launch_of(environ: Mapping[str, str]) -> str:
 def is_restart(out: Path, environ: Mapping[str, str]) -> bool:
     """Return whether this launch has begun a run in `out` before, and was restarted."""
     file = out / CLAIM
-    return restarts(environ) > 0 and file.is_file() and file.read_text() == launch_of(environ)
+    return restarts(environ) > 0 and is_there(file) and read_text(file) == launch_of(environ)
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def claimed(out: Path, environ: Mapping[str, str]) -> Iterator[None]:
     """
     import fcntl  # not on Windows, where the rest of fzero can be imported all the same
 
-    with (out / CLAIM).open("a") as held:
+    with open(out / CLAIM, "a", opener=regular) as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

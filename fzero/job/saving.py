@@ -17,7 +17,7 @@ from typing import Any
 
 import fzero
 from fzero.checkpoint import CheckpointError, read_extra, save
-from fzero.checkpoint._disk import put_text
+from fzero.checkpoint._disk import is_there, put_text, read_text
 from fzero.errors import LayoutError
 
 LATEST = "latest"
@@ -71,7 +71,7 @@ def require_free(out: Path) -> None:
 def find_checkpoint(resume: Path) -> Path:
     """Return the checkpoint that `--resume DIR` means: the latest of a run, or DIR itself."""
     latest = resume / LATEST
-    return resume / latest.read_text().strip() if latest.is_file() else resume
+    return resume / read_text(latest).strip() if is_there(latest) else resume
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _READS = (
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch: on tensors without values, and on the values that are known."""
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    known = all(map(_is_known, given))
+    known = all(map(is_known, given))
     if func in _READS and known:
         return func(*_values((args, kwargs))[0], **_values((args, kwargs))[1])
     out = func(*args, **kwargs)
@@ -63,7 +63,8 @@ def _is_small(x: Any) -> bool:
     return type(x) is Tensor and x.is_meta and x.numel() <= _MOST
 
 
-def _is_known(x: Tensor) -> bool:
+def is_known(x: Tensor) -> bool:
+    """Whether the values of a tensor are there, or known."""
     return _KNOWN in vars(x) or (not x.is_meta and type(x) is Tensor)
 
 

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from fzero.plan import _constants as constants
+from fzero.plan._values import READERS
+from fzero.trace._program import reads_values
 
 
 class AsOn(TorchFunctionMode):
@@ -44,6 +46,8 @@ class AsOn(TorchFunctionMode):
         if (composed := _without_dispatch(func)) is not None:
             with self:
                 return composed(*args, **kwargs)
+        if func in READERS and args[0].is_meta and not constants.is_known(args[0]):
+            raise reads_values("planned", f"Tensor.{func.__name__}")
         if func in _device_constructors() and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         if func is not torch.nn.functional.scaled_dot_product_attention:

@@ -21,8 +21,11 @@ from fzero.plan._meta import AsOn
 from fzero.plan._record import Plan, Traffic
 from fzero.plan._subject import Subject
 from fzero.plan._time import Rates, time_of
+from fzero.plan._values import ASKED_OF_FAKE, NoValues
 from fzero.plan._watch import Watch
 from fzero.state import NAMESPACE, Setup, TrainState, state_bytes
+from fzero.trace._program import reads_values
+from fzero.trace._recurrent import unfused_recurrence
 from fzero.transforms._states import flatten_states
 from fzero.virtual import abstract_rank
 
@@ -41,7 +44,7 @@ def run(
     wanted = '"cpu" (with gloo) or "cuda" (with nccl)'
     require("device", device, lambda device: device in ("cpu", "cuda"), wanted)
     try:
-        with abstract_rank(rank, world, device=device):
+        with abstract_rank(rank, world, device=device), unfused_recurrence():
             state = subject.step.init(
                 subject.params, optimizer, initializer=lambda _, leaf: torch.empty_like(leaf)
             )
@@ -49,18 +52,18 @@ def run(
             # What the step itself makes without saying where is with its arguments, too.
             fake = optree.tree_leaves(subject.params, namespace=NAMESPACE)[0]
             with nullcontext() if isinstance(fake, FakeTensor) else AsOn(device):
-                state, _ = subject.step(state, *subject.args)
+                with NoValues():
+                    state, _ = subject.step(state, *subject.args)
                 watch.mark("batch", subject.args)
                 _mark(watch, state)
                 with count_collectives() as log, watch:
                     state, _ = subject.step(state, *subject.args)
+    except ASKED_OF_FAKE as error:
+        raise reads_values("planned", error) from error
     except FzeroError:
         raise
     except Exception as error:
-        error.add_note(
-            f"(while {subject.name} was planned: its tensors have shapes and no values, so there "
-            "is no answer to .item() and `if x.sum() > 0`, nor a shape of x[mask])"
-        )
+        error.add_note(f"(while {subject.name} was planned: its tensors have shapes and no values)")
         raise
     return _plan(subject.name, state, watch, log, rank=rank, device=device, rates=rates or Rates())
 

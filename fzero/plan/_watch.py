@@ -13,19 +13,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from fzero.state import NAMESPACE
+from fzero.trace._flops import flops_of
 from fzero.virtual import has_no_values
 
 REST = "activations and temporaries"
 GATHERED = "gathered parameters"
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _GATHER = torch.ops.fzero.all_gather.default
-_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)
 
 
 class Memory:
@@ -84,7 +80,7 @@ class Watch(TorchDispatchMode):
         self._follow(func, given, made)
         if not (func.is_view or func.namespace == "prim"):  # which asks where a fake tensor is
             nbytes = sum(x.numel() * x.element_size() for x in (*given, *made))
-            self.work[_flops(func, args, kwargs, out), nbytes] += 1
+            self.work[flops_of(func, args, kwargs, out), nbytes] += 1
         return out
 
     def _follow(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
@@ -140,17 +136,3 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from _tensors(item)
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    packet = func._overloadpacket
-    count = flop_registry.get(packet)
-    if count is not None:
-        return float(count(*args, **kwargs, out_val=out))
-    if packet not in _ATTENTION:
-        return 0.0
-    backward = packet is _ATTENTION[1]
-    query, key, value = args[1:4] if backward else args[:3]
-    scores = query.numel() // max(query.shape[-1], 1) * key.shape[-2]
-    products = 2.0 * scores * (query.shape[-1] + value.shape[-1])
-    return products * 2.5 if backward else products  # of 5 products in place of 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEGEND_POINTS = 8.5
+MOST_LETTERS = 400  # that a text in a picture is looked at
 
 
 class MissingExtraError(FzeroError, ImportError):
@@ -82,9 +84,11 @@ def fitting(names: Sequence[str], size: float, room: float) -> str:
 
 def cut(text: str, size: float, room: float) -> str:
     """Return as much of a text as there is room for, in points; "..." stands for the rest."""
-    while len(text) > 4 and text_points(text, size) > room:
-        text = f"{text.removesuffix('...')[:-1]}..."
-    return text
+    if text_points(text[:MOST_LETTERS], size) <= room and len(text) <= MOST_LETTERS:
+        return text
+    fits = range(1, min(len(text), MOST_LETTERS))
+    keep = bisect_right(fits, room, key=lambda n: text_points(f"{text[:n]}...", size))
+    return f"{text[: max(keep, 1)]}..."
 
 
 def verbatim(name: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from fzero._columns import columns
 
+WIDTH = 120  # letters of a line of text
+LEAST = 12  # letters of a column, if it has as many
 _CELL = "style='text-align:left;white-space:nowrap'"
 
 
@@ -24,9 +26,10 @@ class Table:
         raise NotImplementedError
 
     def table(self) -> str:
-        """Return it as text in columns."""
+        """Return it as text in columns, at most 120 letters wide: long cells are cut by "..."."""
         header, rows = self._cells()
-        return "\n".join([*self._heading(), *columns([header, *rows])])
+        heading = [_cut(line, WIDTH) for line in self._heading()]
+        return "\n".join([*heading, *columns(_narrowed([header, *rows]))])
 
     def __repr__(self) -> str:
         return self.table()
@@ -36,6 +39,22 @@ class Table:
         cells = [[html.escape(cell) for cell in row] for row in rows]
         lines = [f"<div><b>{html.escape(line)}</b></div>" for line in self._heading()]
         return "".join([*lines, html_table(header, cells)])
+
+
+def _narrowed(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows with the widest columns cut, until a line has at most `WIDTH` letters."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    while over > 0 and max(widths) > LEAST:
+        widest, *others = sorted(widths, reverse=True)
+        less = max(1, min(over, widest - max([LEAST, *others[:1]])))
+        widths[widths.index(widest)] -= less
+        over -= less
+    return [[_cut(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -99,6 +99,22 @@ def _inside(some: Named, points_per_s: float) -> str:
 
 def _about(event: StepEvent) -> str:
     """The name of an event, and the first parameter that it is about."""
-    paths = event.detail.partition(": ")[2].split(", ") if ": " in event.detail else []
-    more = f" +{len(paths) - 1}" if len(paths) > 1 else ""
-    return f"{event.name} {paths[0]}{more}" if paths else event.name
+    words = about(event.detail, 1).partition(": ")[2]
+    return f"{event.name} {words}" if words else event.name
+
+
+def about(detail: str, most: int = 2, after: int = 0) -> str:
+    """Return the axis of a collective, and at most so many of the parameters that it is about.
+
+    after: how many of the first ones are left out.
+
+    Example:
+        >>> about("dp: a, b, c, d"), about("dp: a, b, c, d", after=3), about("dp")
+        ('dp: a, b +2', 'dp: ... d', 'dp')
+    """
+    axis, colon, paths = detail.partition(": ")
+    if not colon:
+        return detail
+    names = paths.split(", ")[after:]
+    rest = f" +{len(names) - most}" if len(names) > most else ""
+    return f"{axis}: {'... ' if after else ''}{', '.join(names[:most])}{rest}"

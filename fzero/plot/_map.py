@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import LayoutError
 from fzero.plot import _figure
+from fzero.plot._entries import entries_of
 from fzero.plot._html import Table
 from fzero.plot._palette import ABSENT, EDGE, colour, ink
 
@@ -19,7 +22,11 @@ if TYPE_CHECKING:
 
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}
 GAP = 0.9  # between ranks, in bars
-MOST_NAMES = 21  # leaves in a legend, as many as have a colour of their own; groups with names
+MOST_NAMES = 21  # groups with names above their bars, and with lines between them
+MOST_INCHES = 20.0  # of the bars of all ranks: the bars of many are lower
+BAR_INCHES = 0.26
+NAMED_INCHES = 0.17  # from which height a bar has a name, and what is in it
+WORDS = 60  # letters of the segments in a row of the table
 FONT_POINTS = 7.0  # inside the bars
 HATCH: dict[str, Any] = {"hatch": "//////", "facecolor": "white"}
 Places = dict[tuple[int, str], float]  # (rank, kind) -> y of its bar
@@ -95,14 +102,15 @@ class PartitionMap(Table):
             for kind, placement in self.kinds:
                 held = self.of(rank, kind)
                 numel = sum(segment.stop - segment.start for segment in held)
-                words = " ".join(map(self.label, held))
+                words = _some([self.label(segment) for segment in held])
                 rows.append((str(rank), kind, placement, f"{numel:,}", words))
         return ("rank", "buffer", "placement", "elements", "segments"), rows
 
     def draw(self, ax: Axes | None = None) -> Axes:
         """Draw the map on `ax` (default: a new figure) and return the axes.
 
-        A band for each rank, and a bar in it for each kind of buffer.
+        A band for each rank, and a bar in it for each kind of buffer. Every leaf is in the legend:
+        of more leaves than colours, those of a module, or of several blocks, have one.
 
         Raises `MissingExtraError` (an `ImportError`) where matplotlib is not installed.
         """
@@ -135,7 +143,7 @@ def side_by_side(maps: Sequence[PartitionMap]) -> Figure:
             fix="give maps of one model, or call .draw(ax) for each.",
         )
     width = max(7.5, 1.2 + 3.0 * len(maps))
-    height = 1.2 + 0.26 * max(_height(_places(partition)) for partition in maps)
+    height = 1.2 + max(_bar_inches(partition) * _height(_places(partition)) for partition in maps)
     figure = _figure.new_figure((width, height))
     for i, partition in enumerate(maps):
         ax = figure.add_subplot(1, len(maps), i + 1)
@@ -168,10 +176,23 @@ def _height(places: Places) -> float:
     return max(places.values(), default=0.0) + 1
 
 
+def _bar_inches(partition: PartitionMap) -> float:
+    return min(BAR_INCHES, MOST_INCHES / _height(_places(partition)))
+
+
+def _some(words: Sequence[str]) -> str:
+    """As many words as a row has room for, and how many more there are."""
+    ends = [*accumulate(len(word) + 1 for word in words)]
+    shown = max(bisect_right(ends, WORDS), 1)
+    return " ".join([*words[:shown], *([f"+{len(words) - shown}"] if shown < len(words) else [])])
+
+
 def _row_names(partition: PartitionMap) -> list[str]:
     """Return the name of each bar; the first of a rank says which rank it is."""
     first = partition.kinds[0][0]
     names = [(rank, kind, SHORT.get(kind, kind)) for rank, kind in _places(partition)]
+    if _bar_inches(partition) < NAMED_INCHES:
+        return [f"rank {rank}" if kind == first else "" for rank, kind, _ in names]
     return [
         rf"$\bf{{rank\ {rank}}}$   {name}" if kind == first else name for rank, kind, name in names
     ]
@@ -188,7 +209,7 @@ def _draw_bars(ax: Axes, partition: PartitionMap) -> None:
             ax.barh(y, span.stop - span.start, left=span.start, height=0.86, color=ABSENT)
         for segment in partition.of(rank, kind):
             _draw_segment(ax, partition, segment, y, pale=kind in partial)
-    for span in partition.groups[1:]:
+    for span in partition.groups[1:] if len(partition.groups) <= MOST_NAMES else ():
         ax.axvline(span.start, color=EDGE, linewidth=0.8, linestyle=(0, (2, 2)))
     if 1 < len(partition.groups) <= MOST_NAMES:
         _name_groups(ax, partition)
@@ -199,9 +220,17 @@ def _draw_bars(ax: Axes, partition: PartitionMap) -> None:
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     ax.set_title(f"stage {partition.stage}", loc="left", fontweight="bold", pad=20)
-    ax.set_xlabel("element, all groups end to end", fontsize="small")
+    ax.set_xlabel(_about(partition), fontsize="small")
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
+
+
+def _about(partition: PartitionMap) -> str:
+    words = "element, all groups end to end"
+    if _bar_inches(partition) < NAMED_INCHES:
+        kinds = ", ".join(kind for kind, _ in partition.kinds)
+        return f"{words}; of each rank from above: {kinds}"
+    return words
 
 
 def _name_groups(ax: Axes, partition: PartitionMap) -> None:
@@ -227,8 +256,10 @@ def _draw_segment(
     if segment.leaf is None:
         ax.barh(y, length, **place, edgecolor=EDGE, **HATCH)
         return
-    fill = colour(segment.leaf)
+    fill = colour(entries_of(partition.leaves).of_leaf[segment.leaf])
     ax.barh(y, length, **place, color=fill, edgecolor="white", alpha=0.45 if pale else 1.0)
+    if _bar_inches(partition) < NAMED_INCHES:
+        return
     names = _figure.ends_of(partition.leaves[segment.leaf], 2)
     look = {"va": "center_baseline", "color": "#000000" if pale else ink(fill)}
     _write(ax, names, segment.start, segment.stop, y=y, **look)
@@ -238,13 +269,10 @@ def _legend(maps: Sequence[PartitionMap]) -> list[Any]:
     """Return what the colours mean."""
     from matplotlib.patches import Patch
 
-    leaves = maps[0].leaves
     handles = [
         Patch(color=colour(i), label=_figure.verbatim(name))
-        for i, name in enumerate(leaves[:MOST_NAMES])
+        for i, name in enumerate(entries_of(maps[0].leaves).labels)
     ]
-    if len(leaves) > MOST_NAMES:
-        handles.append(Patch(color="none", label=f"and {len(leaves) - MOST_NAMES} more"))
     if any(segment.leaf is None for partition in maps for segment in partition.segments):
         handles.append(Patch(label="padding", edgecolor=EDGE, linewidth=0.6, **HATCH))
     if any(placement == "partial" for partition in maps for _, placement in partition.kinds):

@@ -31,7 +31,8 @@ def measured_timeline(step: Callable[..., Any], *, warmup: int = 2) -> Callable[
 
     On a GPU the events are its kernels, those of NCCL in the lane of collectives. On CPUs they are
     ATen ops, without views and allocations, and the collectives of gloo from their issue to their
-    end; the exchanges in which ranks agree are among them. The virtual ranks of `fzero.simulate`
+    end; the exchanges in which ranks agree are among them. Backward is what autograd runs, the
+    update what runs behind the last op of it. The virtual ranks of `fzero.simulate`
     run in one process: its timeline has the ops of all ranks, and no collectives. Profiling takes
     time itself, a few microseconds for each op.
 
@@ -92,13 +93,14 @@ def profiled(events: list[Any], title: str) -> StepTimeline:
     mark = next(e for e in events if e.name == MARK and e.device_type == DeviceType.CPU)
     found = list(_on_device(events)) or list(_on_host(events, mark.thread))
     found += list(_of_backend(events))
-    start = mark.time_range.start
+    start, phases = mark.time_range.start, _phases(events, mark.thread)
     shown = [
         StepEvent(
             lane=lane,
             name=name,
             start_s=(event.time_range.start - start) * 1e-6,
             duration_s=event.time_range.elapsed_us() * 1e-6,
+            phase=phases.get(event.id, "") if lane == "compute" else "",
         )
         for lane, name, event in found
         if event.time_range.start >= start
@@ -107,6 +109,33 @@ def profiled(events: list[Any], title: str) -> StepTimeline:
     total = mark.time_range.elapsed_us() * 1e-6
     last = max((event.end_s for event in shown), default=0.0)
     return StepTimeline(title=title, events=tuple(shown), total_s=max(total, last))
+
+
+def _phases(events: Iterable[Any], main: int) -> dict[int, str]:
+    """The phase of each event of the host, by its number; a kernel has that of what launched it.
+
+    Backward is what autograd runs; behind the last op of it is the update, all else is the forward.
+    """
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    run_by_autograd = {event.id for event in on_host if _is_in_autograd(event)}
+    ends = [event.time_range.end for event in on_host if event.id in run_by_autograd]
+    if not ends:
+        return {}
+    threads = {main} | {event.thread for event in on_host if event.name.startswith(_AUTOGRAD)}
+    found: dict[int, str] = {}
+    for event in on_host:
+        if event.id in run_by_autograd:
+            found[event.id] = "backward"
+        elif event.thread in threads:
+            behind = event.time_range.start >= max(ends)
+            found[event.id] = "update" if behind else "forward"
+    return found
+
+
+def _is_in_autograd(event: Any) -> bool:
+    return event is not None and (
+        event.name.startswith(_AUTOGRAD) or _is_in_autograd(event.cpu_parent)
+    )
 
 
 def _of_backend(events: Iterable[Any]) -> Iterator[tuple[Lane, str, Any]]:

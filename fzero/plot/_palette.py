@@ -1,4 +1,4 @@
-"""Colours that colour-blind readers can tell apart, for any number of leaves."""
+"""Colours that colour-blind readers can tell apart, as many as there are."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ BASE = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#F0E442", "#D55E
 ABSENT = "#F1F1F1"  # a place whose elements this rank does not hold
 EDGE = "#6B6B6B"
 _TOWARDS = ((0.0, 255), (0.5, 255), (0.35, 0))  # as it is, then paler, then darker
+COLOURS = len(BASE) * len(_TOWARDS)
 
 
-def colour(leaf: int) -> str:
-    """Return the colour of leaf number `leaf`, as #RRGGBB; they repeat after 21.
+def colour(number: int) -> str:
+    """Return colour `number` of `COLOURS`, as #RRGGBB.
 
     Example:
         >>> colour(0), colour(7)
         ('#56B4E9', '#AADAF4')
     """
-    amount, target = _TOWARDS[leaf // len(BASE) % len(_TOWARDS)]
-    mixed = (round(c + (target - c) * amount) for c in _rgb(BASE[leaf % len(BASE)]))
+    amount, target = _TOWARDS[number // len(BASE)]
+    mixed = (round(c + (target - c) * amount) for c in _rgb(BASE[number % len(BASE)]))
     return "#" + "".join(f"{c:02X}" for c in mixed)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fzero.plot import _figure
 from fzero.plot._html import Table
+from fzero.plot._lanes import about
 from fzero.plot._memory import PHASES, ops_of
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
 from fzero.trace import Op, Trace
@@ -53,9 +54,12 @@ class ScheduleRow:
         return op.phase
 
     def cells(self) -> tuple[str, str, str, str]:
-        """Return the row as it is printed: sign, phase, a, b. In full only where both differ."""
-        most = None if self.mark == "differs" else 2
-        return SIGNS[self.mark], self.phase, _said(self.a, most), _said(self.b, most)
+        """Return the row as it is printed: sign, phase, a, b.
+
+        At most two parameters and shapes of each; where both differ, from the first that does.
+        """
+        after = _common(self.a, self.b)
+        return SIGNS[self.mark], self.phase, _said(self.a, 2, after), _said(self.b, 2, after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -187,19 +191,25 @@ def _key(op: Op) -> tuple[Any, ...]:
     return op.phase, op.name, op.detail, gives
 
 
-def _said(op: Op | None, most: int | None = None) -> str:
+def _said(op: Op | None, most: int | None = None, after: int = 0) -> str:
     """A collective in words, with at most so many parameters and shapes."""
     if op is None:
         return ""
-    axis, about, paths = op.detail.partition(": ")
-    some = _some(paths.split(", "), most, ", ")
-    return f"{op.name} <{axis}{about}{some}> -> {_some(list(map(str, op.gives)), most, ' ')}"
+    gives = list(map(str, op.gives))
+    shown = gives if most is None else gives[:most]
+    more = f" +{len(gives) - len(shown)}" if len(shown) < len(gives) else ""
+    detail = op.detail if most is None else about(op.detail, most, after)
+    return f"{op.name} <{detail}> -> {' '.join(shown)}{more}"
 
 
-def _some(words: Sequence[str], most: int | None, between: str) -> str:
-    if most is None or len(words) <= most:
-        return between.join(words)
-    return f"{between.join(words[:most])} +{len(words) - most}"
+def _common(a: Op | None, b: Op | None) -> int:
+    """How many of the first parameters of two collectives are the same, if not all of both are."""
+    if a is None or b is None or a.detail == b.detail:
+        return 0
+    names = [op.detail.partition(": ")[2].split(", ") for op in (a, b)]
+    pairs = enumerate(zip(*names, strict=False))
+    same = next((i for i, (x, y) in pairs if x != y), min(map(len, names)))
+    return min(same, *(len(some) - 1 for some in names))
 
 
 # The picture. Row i is at y = i, from above; a is at x from 0 to 1, b from 1.1 to 2.1.

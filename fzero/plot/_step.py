@@ -12,18 +12,18 @@ from fzero._units import in_seconds
 from fzero.errors import LayoutError
 from fzero.plot import _figure
 from fzero.plot._html import Table
-from fzero.plot._lanes import FONT_POINTS, LANES, Lane, Named, StepEvent, named
+from fzero.plot._lanes import FONT_POINTS, LANES, Lane, Named, StepEvent, about, named
 from fzero.plot._palette import ABSENT, BASE, EDGE, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_RATIO = 8.0  # of the lengths of steps that have one time axis
 MOST_POINTS = 130.0  # of the length of an upright name
 WIDE_INCHES, HIGH_INCHES = 10.0, 2.4  # of a timeline with title, ticks and legend, without names
 BAR, GAP = 22.0, 14.0  # the height of a lane and what is between lanes, in points
-PHASES = {"forward": BASE[0], "backward": BASE[1], "update": BASE[2], "": BASE[0]}
+PHASES = {"forward": BASE[0], "backward": BASE[1], "update": BASE[2], "": "#9E9E9E"}
+UNKNOWN = "phase not known"
 COLLECTIVE = BASE[6]
 
 
@@ -72,7 +72,14 @@ class StepTimeline(Table):
     def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """A row for each event, in the order in which they start."""
         return ("start", "duration", "lane", "phase", "event", "about"), [
-            (in_seconds(e.start_s), in_seconds(e.duration_s), e.lane, e.phase, e.name, e.detail)
+            (
+                in_seconds(e.start_s),
+                in_seconds(e.duration_s),
+                e.lane,
+                e.phase,
+                e.name,
+                about(e.detail),
+            )
             for e in sorted(self.events, key=lambda event: event.start_s)
         ]
 
@@ -125,8 +132,8 @@ class StepTimeline(Table):
 def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
     """Return a figure of timelines below each other, such as a planned and a measured one.
 
-    They have one time axis. Where the longest step takes more than 8 times as long as the shortest
-    one, in which little could be seen then, each has an axis of its own, and its title says so.
+    They have one time axis: a bar that is twice as long takes twice as long. A step that is much
+    shorter than the longest one is small; `timeline.draw()` shows it alone.
 
     Raises `LayoutError` for no timeline, `MissingExtraError` (an `ImportError`) where matplotlib is
     not installed.
@@ -144,13 +151,10 @@ def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
             fix="give at least one: draw_timelines([step_timeline(trace, ...), measured]).",
         )
     longest = max(timeline.total_s for timeline in timelines)
-    shares = longest <= MOST_RATIO * min(timeline.total_s for timeline in timelines)
     figure = _figure.new_figure((WIDE_INCHES, HIGH_INCHES * len(timelines)))
     every = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
     for timeline, ax in zip(timelines, every, strict=True):
-        _frame(ax, timeline, longest if shares else timeline.total_s)
-        if not shares:
-            ax.set_xlabel("time of this step alone: the axes differ", fontsize="small")
+        _frame(ax, timeline, longest)
     figure.draw_without_rendering()  # from here on the axes have their size
     pairs = zip(every, timelines, strict=True)
     missing = max(_points_wanted(ax, timeline) - _points_high(ax) for ax, timeline in pairs)
@@ -282,7 +286,11 @@ def _name(ax: Axes, some: Named, inside: str, y: float, side: int, room: float) 
 def _key(ax: Axes, timeline: StepTimeline) -> None:
     from matplotlib.patches import Patch
 
-    seen = {event.phase for event in timeline.events if event.lane == "compute"} - {""}
-    handles = [Patch(color=PHASES[phase], label=phase) for phase in PHASES if phase in seen]
+    seen = {event.phase for event in timeline.events if event.lane == "compute"}
+    handles = [
+        Patch(color=PHASES[phase], label=phase or UNKNOWN) for phase in PHASES if phase in seen
+    ]
+    if timeline._of("collectives"):
+        handles.append(Patch(color=COLLECTIVE, label="collective"))
     if handles:
         _figure.legend_below(ax, handles)

@@ -88,17 +88,17 @@ def program_of(step: Callable[..., Any], arguments: tuple[Any, ...], rank: int |
             cause="a traced step in the place of the step.",
             fix="trace the outermost function.",
         )
-    return record(*of_one_rank("trace", step, arguments, rank))
+    return record(*_of_one_rank(step, arguments, rank))
 
 
-def of_one_rank(
-    name: str, step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None
+def _of_one_rank(
+    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None
 ) -> tuple[Callable[..., Any], Any, Axis, int]:
     """Return (step, arguments, axis, rank) of one rank: of virtual ranks, what it is given.
 
-    rank: default this process's, or virtual rank 0. `name`: of the call, for errors.
+    rank: default this process's, or virtual rank 0.
     """
-    states = flatten_states(name, arguments[0] if arguments else None)[0]
+    states = flatten_states("trace", arguments[0] if arguments else None)[0]
     axis = states[0].setup.axis
     if isinstance(step, Step) and step.name == "simulate":
         rank = _checked(0 if rank is None else rank, axis)
@@ -106,9 +106,9 @@ def of_one_rank(
     if axis.group_name or axis.size == 1:
         return step, arguments, axis, _checked(axis.rank if rank is None else rank, axis)
     raise AxisError(
-        f"{name} of a step on one rank, with the stacked state of {axis}.",
+        f"trace of a step on one rank, with the stacked state of {axis}.",
         cause="the state was made by `fzero.simulate(...).init`.",
-        fix=f"{name} the simulated step, fzero.simulate(step, world_size={axis.size}), with "
+        fix=f"trace the simulated step, fzero.simulate(step, world_size={axis.size}), with "
         "stacked batches.",
     )
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 import string
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
 from fzero.collectives._log import CollectiveEvent
 from fzero.trace._alive import alive_at, inputs_of, is_item, is_op, kinds_of
-from fzero.trace._program import BACKWARD, Program
+from fzero.trace._flops import flops_of
+from fzero.trace._parameters import Flat, flats_of, part_of
+from fzero.trace._program import BACKWARD, MODULE, Program
 from fzero.trace._record import Op, Phase, Value
 
 COLLECTIVES = "fzero"
@@ -35,19 +36,22 @@ def ops_of(program: Program) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[V
     names = dict(zip(nodes, _names(nodes), strict=True))
     phases = _phases(nodes, program.inputs)
     events = deque(event for event in program.log.of(program.rank) if event.op != "agree")
-    ops, of_parameters = [], set[fx.Node]()
-    for node in nodes:
-        if is_op(node):
-            about = [events.popleft() for _ in node.args[0]] if is_collective(node) else []
-            ops.append(_op(node, names, phases[node], about))
-            if any(event.paths for event in about):
-                of_parameters.add(node)
+    about = {
+        node: [events.popleft() for _ in node.args[0]] for node in nodes if is_collective(node)
+    }
+    flats = flats_of(program, about)
+    of_parameters = {node for node, some in about.items() if any(one.paths for one in some)}
+    ops = [
+        _op(node, _values(node, names, flats), names, phases[node], about.get(node, ()))
+        for node in nodes
+        if is_op(node)
+    ]
     inputs = tuple(
-        replace(_values(node, names)[0], path=path)
+        replace(_values(node, names, flats)[0], path=path)
         for node, path in zip(inputs_of(nodes), program.inputs, strict=True)
     )
     outputs = tuple(
-        replace(_values(node, names)[0], path=path)
+        replace(_values(node, names, flats)[0], path=path)
         for node, path in zip(nodes[-1].args[0], program.outputs, strict=True)
     )
     alive = alive_at(nodes, kinds_of(program, phases, of_parameters))
@@ -58,6 +62,11 @@ def ops_of(program: Program) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[V
 def is_collective(node: fx.Node) -> bool:
     """Whether a node is an op that communicates."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
+
+
+def in_module(node: fx.Node) -> str:
+    """Return the module of an op; "" if it is in none."""
+    return str(node.meta.get("custom", {}).get(MODULE, ""))
 
 
 def in_backward(node: fx.Node) -> bool:
@@ -76,22 +85,28 @@ def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:
         yield "" if several or node.op == "output" else next(letters)
 
 
-def _values(node: fx.Node, names: dict[fx.Node, str]) -> list[Value]:
+def _values(node: fx.Node, names: dict[fx.Node, str], flats: Mapping[int, Flat]) -> list[Value]:
     """What a node gives: one value, or several, of which "_" is read by nobody."""
     val = node.meta.get("val")
     read = {user.args[1]: names[user] for user in node.users if is_item(user)}
     made = enumerate(val) if isinstance(val, list | tuple) else [(None, val)]
     return [
-        Value(
-            name=names[node] if i is None else read.get(i, "_"), shape=tuple(x.shape), dtype=x.dtype
-        )
+        _value_of(x, names[node] if i is None else read.get(i, "_"), flats)
         for i, x in made
         if isinstance(x, Tensor)
     ]
 
 
+def _value_of(x: Tensor, name: str, flats: Mapping[int, Flat]) -> Value:
+    flat = flats.get(x.untyped_storage()._cdata)
+    parameter = flat.parameter(x) if flat is not None and flat.is_whole else ""
+    holds = () if flat is None or parameter else flat.paths
+    return Value(name=name, shape=tuple(x.shape), dtype=x.dtype, parameter=parameter, holds=holds)
+
+
 def _op(
     node: fx.Node,
+    gives: Sequence[Value],
     names: dict[fx.Node, str],
     phase: Phase,
     about: Sequence[CollectiveEvent],
@@ -109,8 +124,8 @@ def _op(
         name=str(node.args[0]) if target is UPDATE else name,
         phase=phase,
         reads=tuple(names[one] for one in node.all_input_nodes),
-        gives=tuple(_values(node, names)),
-        detail=_detail(about),
+        gives=tuple(gives),
+        detail=_detail(about) or (part_of(node) if kind == "view" else in_module(node)),
         wire_bytes=sum(event.wire_bytes for event in about),
         flops=_flops(node),
         kind=kind,
@@ -123,7 +138,9 @@ _ELEMENTWISE = tuple(
 )
 """Ops that a compiler puts into one kernel with pointwise ones, and that torch does not tag."""
 
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.lift_fresh_copy.default)
+_SAME = tuple(
+    getattr(torch.ops.aten, name).default for name in ("detach", "lift_fresh_copy", "_unsafe_view")
+)
 """Ops that give the values of their argument."""
 
 
@@ -158,11 +175,8 @@ def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Pha
 
 
 def _flops(node: fx.Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
     args, kwargs, out = tree_map(_value, (node.args, node.kwargs, node))
-    return int(formula(*args, **kwargs, out_val=out))
+    return flops_of(node.target, args, kwargs, out)
 
 
 def _value(x: Any) -> Any:

@@ -29,11 +29,15 @@ from fzero.errors import PhaseError
 from fzero.mesh import Axis
 from fzero.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
+from fzero.trace._modules import Modules, followed_modules
+from fzero.trace._recurrent import unfused_recurrence
 from fzero.transforms._states import flatten_states, is_state
 from fzero.virtual import abstract_rank
 
 BACKWARD = "backward"
-"""What the recorder notes on a node that autograd runs, under "custom" of its `meta`."""
+MODULE = "module"
+"""What the recorder notes on a node, under "custom" of its `meta`: whether autograd runs it, and in
+which module it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ def record(step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, ran
     """
     faked = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with abstract_rank(rank, axis.size), _explained():
+        with abstract_rank(rank, axis.size), unfused_recurrence(), _explained():
             with faked:
                 arguments = _faked(faked, _on_abstract(arguments))
             return _recorded(step, _scheduled(step, arguments, rank), rank)
@@ -80,7 +84,7 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:
     def flat(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         filled = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
-        with _MarkBackward():
+        with followed_modules() as modules, _Mark(modules):
             returned = step(*optree.tree_unflatten(treespec, filled))
         outs, made["result"] = optree.tree_flatten(returned, namespace=NAMESPACE)
         made["others"] = tuple(None if isinstance(x, Tensor) else x for x in outs)
@@ -152,14 +156,19 @@ def _scheduled(step: Callable[..., Any], arguments: Any, rank: int) -> Any:
     return (known, *arguments[1:])
 
 
-class _MarkBackward(TorchDispatchMode):
-    """Notes on each op that is recorded whether autograd runs it."""
+class _Mark(TorchDispatchMode):
+    """Notes on each op that is recorded whether autograd runs it, and in which module it is."""
+
+    def __init__(self, modules: Modules) -> None:
+        super().__init__()
+        self._modules = modules
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, LazyParam) for kind in types):
             return NotImplemented  # a placeholder goes first; what it runs comes back here
         inside = torch._C._current_autograd_node() is not None
-        fx_traceback.current_meta["custom"] = {BACKWARD: inside}
+        noted = {BACKWARD: inside, MODULE: self._modules.here()}
+        fx_traceback.current_meta["custom"] = noted
         return func(*args, **(kwargs or {}))
 
 
@@ -188,9 +197,15 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise PhaseError(
-            f"the step reads values of a tensor while it is traced ({error}).",
-            cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values "
-            "(x[mask], nonzero).",
-            fix="use torch.where, keep it a tensor, or pass the number as an argument of the step.",
-        ) from error
+        raise reads_values("traced", error) from error
+
+
+def reads_values(done: str, op: Any) -> PhaseError:
+    """Return the error for a step that needs the values of a tensor while it is `done`."""
+    return PhaseError(
+        f"the step reads values of a tensor while it is {done} ({op}).",
+        cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values (x[mask], "
+        "nonzero): experts that each take the rows which chose them, for one.",
+        fix="use torch.where, keep it a tensor, give each expert a number of rows that is known "
+        "(topk of the tokens, a capacity), or pass the number as an argument of the step.",
+    )

@@ -13,12 +13,18 @@ Phase = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor of the program: an input, or what an op gives."""
+    """A tensor of the program: an input, or what an op gives.
+
+    parameter: whose values it has, and no others. holds: the parameters that a buffer of the state
+    is made of, or a shard of.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     path: str = ""  # where an input or an output is in the arguments or the result
+    parameter: str = ""
+    holds: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +65,16 @@ class Op:
     """One kernel or collective.
 
     name: of the ATen op, "addmm", or of the collective, "all_gather". reads, gives: names of
-    values. A view is an op that computes nothing.
+    values. A view is an op that computes nothing. detail: of a collective, the axis and the
+    parameters that it is about; of a view, which part of what it reads it is; of another op, the
+    module in whose forward it is, or whose backward.
     """
 
     name: str
     phase: Phase
     reads: tuple[str, ...]
     gives: tuple[Value, ...]
-    detail: str = ""  # of a collective: the axis, and the parameters that it is about
+    detail: str = ""
     wire_bytes: int = 0  # that this rank sends
     flops: int = 0
     kind: Literal["compute", "pointwise", "view", "collective"] = "compute"

@@ -121,7 +121,7 @@ def test_other_files_of_that_name_are_refused(text: str, tmp_path: Path) -> None
 
 def test_a_folder_of_that_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.json").mkdir()
-    _refused(tmp_path, "damaged: .*checkpoint.json is no manifest")
+    _refused(tmp_path, "damaged: .*checkpoint.json is a folder, and no file")
 
 
 @pytest.mark.parametrize(

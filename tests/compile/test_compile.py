@@ -8,6 +8,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.errors import LayoutError, MismatchError, PhaseError
@@ -278,3 +279,46 @@ def test_a_trace_of_it_is_that_of_the_step() -> None:
     state, xs = compiled.init(params(), RULE), torch.ones(2)
     assert fzero.trace(compiled)(state, xs).diff(fzero.trace(step)(state, xs)).equal
     assert repr(compiled) == "compile(backend='eager') . shard(stage=0) . step_fn"
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_recurrent_modules_are_compiled_as_the_products_that_they_are(checkpointed: bool) -> None:
+    """mkldnn's fused LSTM has a workspace that no graph can hold, in the recomputation as well."""
+    torch.manual_seed(0)
+    lstm = nn.LSTM(3, 5, num_layers=2, bidirectional=True)
+    apply, params = fzero.functionalize(lstm)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        if checkpointed:
+            return checkpoint(lambda x: apply(p, x)[0], x, use_reentrant=False).square().mean()
+        return apply(p, x)[0].square().mean()
+
+    def lstm_step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        state, value = fzero.grad_and_reduce(loss, state)(x)
+        return fzero.apply_gradients(state), value
+
+    step = fzero.shard(lstm_step, stage=0)
+    compiled = fzero.compile(step, backend="eager")
+    state = other = step.init(params, fzero.optim.sgd(0.5))
+    x, before = torch.randn(4, 2, 3), torch._C._get_mkldnn_enabled()
+    for _ in range(2):
+        (state, value), (other, found) = step(state, x), compiled(other, x)
+        torch.testing.assert_close(found, value)
+    torch.testing.assert_close(fzero.full_params(other), fzero.full_params(state))
+    assert not any("rnn" in op.name for op in fzero.trace(step)(state, x).ops)
+    assert torch._C._get_mkldnn_enabled() is before
+
+
+def test_a_recurrent_module_that_raises_leaves_the_settings_of_torch_as_they_were() -> None:
+    apply, params = fzero.functionalize(nn.LSTM(3, 5))
+
+    def lstm_step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        state, value = fzero.grad_and_reduce(lambda p, x: apply(p, x)[0].mean(), state)(x)
+        return fzero.apply_gradients(state), value
+
+    step = fzero.shard(lstm_step, stage=0)
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    with pytest.raises(RuntimeError, match="size"):
+        fzero.trace(step)(step.init(params, fzero.optim.sgd(0.5)), torch.ones(4, 2, 7))
+    assert (torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()) == before
+    assert before[0]  # else this test sees nothing

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero.errors import AxisError, LayoutError
+from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.plan import Rates
 from fzero.plan._subject import maker
 from fzero.plan._time import time_of
@@ -172,16 +172,92 @@ class _Ids(nn.Linear):
         return super().forward(input).argmax()
 
 
-class _Decides(nn.Linear):
+class _Experts(nn.Linear):
+    """Reads which rows of its input are positive, in one of the ways in which experts do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(2, 2)
+        self.way = way
+
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if input.sum() > 0 else input
+        chosen = input.sum(-1) > 0
+        read: dict[str, Any] = {
+            "if": lambda: input if chosen.all() else -input,
+            "item": lambda: input * chosen.sum().item(),
+            "mask": lambda: input[chosen],
+            "nonzero": lambda: input[chosen.nonzero().squeeze(-1)],
+            "where": lambda: input[torch.where(chosen)[0]],
+            "counts": lambda: input.split([1, *torch.bincount(chosen.long()).tolist()])[0],
+            "sizes": lambda: input.split(chosen.long().tolist())[0],
+            "cpu": lambda: input.split(chosen.cpu().long().tolist())[0],
+            "numpy": lambda: input * float(chosen.numpy().sum()),
+            "unique": lambda: input * len(chosen.unique()),
+            "repeat": lambda: input.repeat_interleave(chosen.long(), 0),
+            "equal": lambda: input if torch.equal(chosen, ~chosen) else -input,
+            "put": lambda: torch.zeros_like(input).index_put((chosen,), input[chosen]),
+        }
+        return super().forward(read[self.way]())
 
 
-def test_a_model_that_decides_by_values_says_that_there_are_none() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        fzero.plan(_Decides(2, 2), torch.ones(1, 2), world=2, stage=0)
-    assert "while _Decides was planned" in "".join(raised.value.__notes__)
+WAYS = [
+    "if",
+    "item",
+    "mask",
+    "nonzero",
+    "where",
+    "counts",
+    "sizes",
+    "cpu",
+    "numpy",
+    "unique",
+    "repeat",
+    "equal",
+    "put",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_decides_by_values_says_that_there_are_none(way: str) -> None:
+    """On the meta device or not, at the operation that asks, with what `fzero.trace` says."""
+    for model in (_Experts(way), _Experts(way).to("meta")):
+        with pytest.raises(
+            PhaseError, match=r"reads values(.*)planned(.*)\n(.*)\nFix: use torch.w"
+        ):
+            fzero.plan(model, torch.ones(1, 2), world=2, stage=0)
     assert fzero.world().size == 1  # nothing is left behind
+
+
+def test_under_autocast_the_error_is_the_same() -> None:
+    with pytest.raises(PhaseError, match=r"reads values of a tensor while it is planned"):
+        fzero.plan(_Experts("mask"), torch.ones(1, 2), world=2, stage=0, autocast=torch.bfloat16)
+
+
+class _Routed(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        weights, chosen = super().forward(input).topk(2)
+        rows = torch.zeros_like(input)
+        rows[chosen[:, 0] == 0] = 1.0  # a mask that is written through
+        return (
+            rows
+            * weights.sum(-1, keepdim=True)
+            * input.repeat_interleave(chosen[:, 0], 0, output_size=len(input))
+        )
+
+
+def test_a_mixture_of_experts_whose_shapes_are_known_is_planned() -> None:
+    plan = fzero.plan(_Routed(4, 4, bias=False), torch.ones(3, 4), world=2, stage=3)
+    assert plan.collectives["reduce_scatter"] == 1
+
+
+class _NoRule(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        raise NotImplementedError("no rule")
+
+
+def test_another_error_in_a_plan_says_that_it_was_planned() -> None:
+    with pytest.raises(NotImplementedError) as raised:
+        fzero.plan(_NoRule(2, 2), torch.ones(1, 2), world=2, stage=0)
+    assert "while _NoRule was planned" in "".join(raised.value.__notes__)
 
 
 class _Packed(nn.Linear):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import fzero
@@ -23,6 +24,8 @@ from fzero.plot import (
     side_by_side,
     step_timeline,
 )
+from fzero.plot._entries import entries_of
+from fzero.plot._palette import COLOURS, colour
 from fzero.state import TrainState
 from fzero.state.hooks import HookState
 from fzero.trace import Op, Value
@@ -127,7 +130,8 @@ def test_figures_of_small_and_large_models_are_saved(count: int) -> None:
     assert len(figure.axes) == 2
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names[:2] == [" _orig.w", r"\$x_{\$"] and "paler: not reduced yet" in names
-    assert ("and 19 more" in names) == (count == 40)
+    # 40 leaves and 21 colours: neighbours have one, and every leaf is in the legend.
+    assert ("layer.0 to layer.1 (2 leaves)" in names) == (count == 40)
     file = io.BytesIO()
     figure.savefig(file, format="png")
     assert file.getvalue().startswith(b"\x89PNG")
@@ -140,6 +144,65 @@ def test_a_bar_has_as_much_of_a_long_name_as_fits() -> None:
     found = [name for name in written if name.endswith("layer.weight")]
     assert found and all(path.endswith(name) and len(name) < len(path) for name in found)
     assert "weight" not in written  # which says nothing
+
+
+BLOCK = ("ln.weight", "attn.q.weight", "attn.k.weight", "mlp.0.weight", "mlp.2.weight")
+MODELS = {
+    "three blocks": ["wte.weight", *(f"h.{i}.{x}" for i in range(3) for x in BLOCK), "head.weight"],
+    "fifty": ["wte.weight", *(f"h.{i}.{x}" for i in range(50) for x in BLOCK), "head.weight"],
+    "a thousand": [f"w{i}" for i in range(1000)],
+    "deep": [".".join("abcdefghij"[:n]) for n in range(1, 11)] + [f"z.{i}.w" for i in range(90)],
+    "one colour each": [f"w{i}" for i in range(21)],
+    "one too many": [f"w{i}" for i in range(22)],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_leaf_is_in_one_entry_of_the_legend_and_each_entry_has_its_colour(name: str) -> None:
+    leaves = tuple(MODELS[name])
+    labels, of_leaf = entries_of(leaves)
+    assert len(of_leaf) == len(leaves) and sorted(set(of_leaf)) == list(range(len(labels)))
+    assert list(of_leaf) == sorted(of_leaf)  # neighbours
+    assert len(labels) <= COLOURS == len({colour(i) for i in range(COLOURS)})
+    counts = [of_leaf.count(i) for i in range(len(labels))]
+    told = [int(label.split("(")[1].split()[0]) if "(" in label else 1 for label in labels]
+    assert told == counts
+    if len(leaves) > COLOURS:
+        assert len(labels) > COLOURS // 2  # few colours are left over
+    if name in ("three blocks", "fifty"):
+        assert labels[0] == "wte.weight" and labels[-1] == "head.weight"  # no block's colour
+
+
+def test_the_colours_of_a_picture_are_those_of_its_legend() -> None:
+    params = {path.replace(".", "_", 1): torch.ones(4) for path in MODELS["fifty"]}
+    found = partition_map(fzero.init(params, fzero.optim.sgd(0.1), stage=0))
+    axes = found.draw()
+    legend = {to_hex(patch.get_facecolor()) for patch in axes.figure.legends[0].get_patches()}
+    drawn = [to_hex(patch.get_facecolor()) for patch in axes.patches]
+    assert set(drawn) <= legend and len(legend) == len(axes.figure.legends[0].get_patches())
+
+
+def test_texts_of_large_models_fit_into_a_terminal() -> None:
+    params = {path: torch.ones(4) for path in MODELS["fifty"]}
+    found = partition_map(stacked_states(Case(params, 3, 2, 64))[1])
+    lines = found.table().splitlines()
+    assert max(map(len, lines)) <= 120 and len(found.segments) > 100
+    shown = lines[1].split()[4:]
+    assert (
+        shown[-1] == f"+{len(found.of(0, 'parameters')) - len(shown) + 1}"
+    )  # how many are not shown
+
+
+def test_many_ranks_are_one_picture() -> None:
+    """64 of them: lower bars, one name a rank, and what its bars are below."""
+    state = stacked_states(Case({"w": torch.ones(640)}, 3, 64, 64))[1]
+    figure = side_by_side([partition_map(state)])
+    assert figure.get_figheight() < 25
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [name for name in names if name] == [f"rank {i}" for i in range(64)]
+    assert (
+        figure.axes[0].get_xlabel().endswith("from above: parameters, window, gradients, optimizer")
+    )
 
 
 def test_maps_of_different_models_do_not_share_a_legend() -> None:

@@ -15,10 +15,10 @@ from torch import nn
 from fzero.adapter._engine import Engine
 from fzero.checkpoint import load_with_extra
 from fzero.checkpoint import save as save_to
-from fzero.checkpoint._disk import put_text
+from fzero.checkpoint._disk import is_there, put_text, read_text
 from fzero.checkpoint._driven import options_of, set_options
 from fzero.checkpoint._everywhere import Ranks, first_of
-from fzero.checkpoint._folders import require_path
+from fzero.checkpoint._folders import as_path
 from fzero.checkpoint._manifest import leaves_out, read_manifest
 from fzero.errors import LayoutError
 from fzero.state import TrainState
@@ -161,9 +161,9 @@ def _keep_optimizer(
 
 
 def _read(file: Path) -> str | None:
-    return file.read_text().strip() if file.is_file() else None
+    return read_text(file).strip() if is_there(file) else None
 
 
 def _require(name: str, folder: Any) -> None:
     """Raise `LayoutError` for no folder, or an empty one."""
-    require_path(name, "" if folder is None else folder)
+    as_path(name, folder)

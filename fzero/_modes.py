@@ -7,7 +7,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
+from torch._C import _DisableFuncTorch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -39,6 +40,14 @@ def require_autograd(name: str) -> None:
             cause="an evaluation's context around a training step; autograd records nothing.",
             fix="leave it, or use torch.no_grad(), inside which grad_and_reduce works.",
         )
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether a condition is true; under vmap, whether it is for all that is mapped over."""
+    while is_functorch_wrapped_tensor(condition):
+        condition = get_unwrapped(condition)
+    with _DisableFuncTorch():
+        return bool(condition.all())
 
 
 def is_recorded(tensors: Iterable[Any]) -> bool:

@@ -35,7 +35,7 @@ from fzero.state import Setup, TrainState
 from fzero.state.scale import ScalePolicy, carried
 from fzero.transforms._pass import Pass
 from fzero.transforms._scaled import with_policy
-from fzero.transforms.init import fill
+from fzero.transforms.init import begun_anew, fill
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 """The open driver of each parameter object, by id: a parameter has one at a time."""
@@ -90,7 +90,7 @@ class Driver:
         alone = self.running.channel is None
         self.writes = Writes(self.params, watched=not self.sharded, alone=alone)
         self.optimizer = optimizer_of(setup, self.params.at)
-        self.guard = Guard(self.optimizer)
+        self.guard = Guard(self.optimizer, self.begin_anew)
         OWNERS.update((id(p), self) for p in self._every)
 
     @torch.no_grad()
@@ -276,6 +276,14 @@ class Driver:
                 cause="engine.close() gave the module and the optimizer back.",
                 fix="use those as ordinary ones, or make a new Engine of the module.",
             )
+
+    def begin_anew(self) -> None:
+        """Forget what the optimizer keeps, but for masters: no step was made. A collective."""
+        self.wait()
+        if self.running.channel is not None:
+            self.running.channel.call(f"optimizer.state.clear() of engine {self.number}", 0)
+            self.running.take_served()
+        self.put(begun_anew(self.state))
 
     def end(self) -> None:
         """The module and the optimizer were given back: no pass follows."""

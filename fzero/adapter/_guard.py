@@ -9,16 +9,24 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fzero.adapter._optimizer_state import OptimizerStateOfEngine
 from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
 from fzero.state import Setup
 
 
 class Guard:
-    """While an engine has an optimizer, its step, state_dict and load_state_dict raise."""
+    """While an engine has an optimizer, its step, state_dict and load_state_dict raise.
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
+    So does what looks into its `state`. clear: what `optimizer.state.clear()` does.
+    """
+
+    def __init__(self, optimizer: Any, clear: Callable[[], None]) -> None:
         self._steps = False
+        self._optimizer, self._shown = optimizer, OptimizerStateOfEngine(clear)
+        if optimizer is not None:
+            self._own = optimizer.state
+            optimizer.state = self._shown
         self._handles = (
             []
             if optimizer is None
@@ -31,15 +39,26 @@ class Guard:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """The engine runs it."""
+        """The engine runs it. Raises `PhaseError` if it has another `state` than it was given."""
+        self._show(self._shown, self._own if self._optimizer is not None else None)
         self._steps = True
         try:
             yield
         finally:
             self._steps = False
+            self._show(None, self._shown)
+
+    def _show(self, before: Any, after: Any) -> None:
+        if self._optimizer is None:
+            return
+        if before is not None and self._optimizer.state is not before:
+            raise _other_state()
+        self._optimizer.state = after
 
     def remove(self) -> None:
         """It is an ordinary optimizer again."""
+        if self._optimizer is not None:
+            self._show(None, self._own)
         for handle in self._handles:
             handle.remove()
 
@@ -52,6 +71,16 @@ class Guard:
                 fix="call engine.step(); a scheduler's step() stays as it is. Save with "
                 "fzero.checkpoint.save(path, engine.state).",
             )
+
+
+def _other_state() -> PhaseError:
+    return PhaseError(
+        "optimizer.state of an optimizer that an engine runs was replaced.",
+        cause="a momentum reset or a resume by an assignment: what the optimizer keeps is in "
+        "engine.state, and would not have changed.",
+        fix="optimizer.state.clear() begins anew; engine.set_full_optimizer_state(path, name, "
+        "value) writes whole values.",
+    )
 
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:

@@ -86,6 +86,10 @@ class Base:
         """Return the paths of the leaves that took no step yet, where that makes a difference."""
         return ()
 
+    def anew(self, state: Any, fresh: Any) -> Any:
+        """Return `fresh`, a state before its first step, with what a reset of it leaves."""
+        return fresh
+
     def begun(self, state: Any, paths: Sequence[str], path: str) -> Any:
         """Return the state in which what it keeps for the leaf at `path` is no first state."""
         return state

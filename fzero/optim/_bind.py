@@ -173,7 +173,7 @@ def _group_at(
         for name, p in zip(names, group["params"], strict=True):
             known = stand_ins.get(id(p))
             key = identity(p) if known is None else identity(params[known])
-            mine = paths.get(key) or named.get(name)
+            mine = paths.get(key) or named.get(name) or _empty_like(p, params, named, found)
             if mine is None:
                 raise _not_the_modules(number, p)
             # Several parameter objects on one memory are one parameter, of one group.
@@ -188,6 +188,20 @@ def _group_at(
             objects.add(id(p))
         members.append(list(dict.fromkeys(own)))
     return found, members
+
+
+def _empty_like(
+    p: Tensor, params: Mapping[str, Tensor], named: Mapping[str, list[str]], found: Collection[str]
+) -> list[str] | None:
+    """Return the paths of an empty parameter like `p`, which has no memory to be known by.
+
+    Of several that are alike any will do: there is nothing in them.
+    """
+    if p.numel():
+        return None
+    free = (path for path in named if path not in found and params[path].shape == p.shape)
+    path = next((path for path in free if params[path].dtype is p.dtype), None)
+    return None if path is None else named[path]
 
 
 def _not_the_modules(group: int, p: Tensor) -> LayoutError:

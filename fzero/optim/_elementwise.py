@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fzero._modes import holds
 from fzero.errors import LayoutError
 from fzero.optim._base import Base
 
@@ -169,10 +170,10 @@ def _cut(x: Tensor, span: tuple[int, int] | None) -> Tensor:
 
 def _same(change: Tensor, part: Tensor, whole: Tensor, values: Tensor) -> bool:
     """Whether two changes are equal up to rounding, of a leaf that is changed by `whole`."""
-    size = whole.nan_to_num().abs().max().item()
-    rounding = 16 * torch.finfo(whole.dtype).eps * (size + values.abs().max().item())
-    apart = (change.nan_to_num() - part.nan_to_num()).abs().max().item()
-    return apart <= rounding or apart < size * _tolerance(whole.device)
+    size = whole.nan_to_num().abs().max()
+    rounding = 16 * torch.finfo(whole.dtype).eps * (size + values.abs().max())
+    apart = (change.nan_to_num() - part.nan_to_num()).abs().max()
+    return holds((apart <= rounding) | (apart < size * _tolerance(whole.device)))
 
 
 def _tolerance(device: torch.device) -> float:

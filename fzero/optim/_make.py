@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fzero.optim._optimizer import LeafTest, Optimizer, Schedule
 from fzero.optim._options import bad_option, check_options, check_tests
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import ADAM, LION, MOMENTUM, SGD, Rule
+from fzero.state.layout import Leaf
 
 Groups = Sequence[tuple[LeafTest, Mapping[str, Any]]]
 
@@ -157,10 +159,10 @@ def _optimizer(
         check_options(rule.name, {**options, **changes})
         if decay_mask is not None:  # the group's options, then the mask on top of them
             undecayed = tuple({**changes, "weight_decay": 0.0}.items())
-            overrides.append((_both(test, decay_mask), undecayed))
+            overrides.append((_Undecayed(test, decay_mask), undecayed))
         overrides.append((test, tuple(changes.items())))
     if decay_mask is not None:
-        overrides.append((_both(None, decay_mask), (("weight_decay", 0.0),)))
+        overrides.append((_Undecayed(None, decay_mask), (("weight_decay", 0.0),)))
     return Optimizer(
         rule=rule,
         options=tuple(options.items()),
@@ -169,6 +171,12 @@ def _optimizer(
     )
 
 
-def _both(test: LeafTest | None, decay_mask: LeafTest) -> LeafTest:
-    """Leaves that `test` takes (None: all) and that `decay_mask` keeps from decay."""
-    return lambda leaf: (test is None or test(leaf)) and not decay_mask(leaf)
+@dataclass(frozen=True, slots=True)
+class _Undecayed:
+    """Whether `test` takes a leaf (None: any), and `decay_mask` keeps it from decay."""
+
+    test: LeafTest | None
+    decay_mask: LeafTest
+
+    def __call__(self, leaf: Leaf) -> bool:
+        return (self.test is None or self.test(leaf)) and not self.decay_mask(leaf)

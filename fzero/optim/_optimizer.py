@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -295,6 +295,8 @@ def _at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     """Say what `value` is, alike on every rank: no address of a schedule."""
+    if is_dataclass(value):
+        return repr(value)
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 

@@ -15,8 +15,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise `LayoutError` for the first option that is no number in its range."""
     lr = options["lr"]
     if isinstance(lr, Tensor):
-        fix = "pass float(lr), or a schedule step -> number if it changes from step to step"
-        raise bad_option(name, f"a tensor as lr ({lr!r})", fix)
+        raise _lr_is_a_tensor(name)
     if not callable(lr) and not _at_least_zero(lr):
         raise bad_option(name, f"lr={lr!r}", "use a number >= 0 or a schedule step -> number")
     for key in ("weight_decay", "eps"):
@@ -32,6 +31,18 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             raise bad_option(name, f"momentum={momentum!r}", "use a number in [0, 1)")
         if options["nesterov"] and not momentum:
             raise bad_option(name, "nesterov=True with momentum=0", "set momentum, e.g. 0.9")
+
+
+def _lr_is_a_tensor(name: str) -> LayoutError:
+    return LayoutError(
+        f"optim.{name}: lr is a tensor.",
+        cause="a rate that is to be differentiated or mapped (torch.func, a meta-gradient), or a "
+        "number that was left in a tensor; options of a rule are fixed numbers, equal on all "
+        "ranks.",
+        fix="for a number, pass float(lr), or a schedule step -> number. To differentiate or map "
+        "the rate, give an (init, update) pair whose update closes over it: (lambda params: (), "
+        "lambda grads, state, params: ([-lr * g for g in grads], state)).",
+    )
 
 
 def check_tests(name: str, decay_mask: Any, groups: Any) -> None:

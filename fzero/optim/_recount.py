@@ -63,6 +63,18 @@ def recounted_as(
     return replace(state, counters=made, apart=apart, unstepped=kept)
 
 
+def anew_of(bound: Bound, state: TorchState, fresh: TorchState) -> TorchState:
+    """Return a state before its first step, in which param groups have what they counted."""
+    counters = {
+        name: tuple(
+            state.counters[name][group] if name in shared.begin else some[group]
+            for group, shared in enumerate(bound.shared)
+        )
+        for name, some in fresh.counters.items()
+    }
+    return replace(fresh, counters=counters)
+
+
 def _of_groups(
     bound: Bound, paths: Sequence[str], counters: Counted
 ) -> dict[str, dict[int, float]]:

@@ -173,6 +173,14 @@ def sgd_fuses(tensors: Sequence[Tensor]) -> bool:
     return not any(t.dtype in SIXTEEN_BIT and kind_of(t.device) == "cpu" for t in tensors)
 
 
+def _always(tensors: Sequence[Tensor]) -> bool:
+    return True
+
+
+def _never(tensors: Sequence[Tensor]) -> bool:
+    return False
+
+
 def has_kernel(tensors: Sequence[Tensor]) -> bool:
     """Whether torch's fused kernels take these tensors."""
     return all(kind_of(t.device) in ("cpu", "cuda") for t in tensors)
@@ -191,12 +199,12 @@ ADAM = Rule(
     moments=("exp_avg", "exp_avg_sq"),
     formula=_adam_formula,
     kernel=_adam_kernel,
-    skips=lambda _: True,
+    skips=_always,
 )
 LION = Rule(  # there is no fused Lion
     name="lion",
     moments=("exp_avg",),
     formula=_lion_formula,
     kernel=_lion_kernel,
-    skips=lambda _: False,
+    skips=_never,
 )

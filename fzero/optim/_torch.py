@@ -19,7 +19,7 @@ from fzero.optim._masters import Place, stay, work_tensors
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
-from fzero.optim._recount import counted_in, recounted_as
+from fzero.optim._recount import anew_of, counted_in, recounted_as
 from fzero.optim._rules import Scaled
 from fzero.optim._shown import shown
 from fzero.optim._step import Portions, numbers_of_group, skips
@@ -223,6 +223,10 @@ class TorchOptimizer(Base):
     def unstepped(self, state: TorchState) -> Sequence[str]:
         """Return the paths of leaves that took no step yet, where others did."""
         return state.unstepped
+
+    def anew(self, state: TorchState, fresh: TorchState) -> TorchState:
+        """Return a state before its first step that has the masters, and counts of param groups."""
+        return replace(anew_of(self._bound(), state, fresh), masters=state.masters)
 
     def begun(self, state: TorchState, paths: Sequence[str], path: str) -> TorchState:
         """Return the state in which the leaf at `path` took a step, and so the whole state did."""

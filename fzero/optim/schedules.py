@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fzero.errors import LayoutError
 
@@ -17,7 +18,7 @@ def constant(lr: float) -> Schedule:
         >>> constant(0.1)(7)
         0.1
     """
-    return lambda step: lr
+    return _Constant(lr)
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
@@ -28,7 +29,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
         0.25
     """
     _positive("linear", steps)
-    return lambda step: start + (end - start) * min(step / steps, 1.0)
+    return _Linear(start, end, steps)
 
 
 def warmup_cosine(
@@ -45,15 +46,42 @@ def warmup_cosine(
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     _positive("warmup_cosine", total_steps)
-    decay_steps = max(total_steps - warmup_steps, 1)
+    return _WarmupCosine(peak, warmup_steps, total_steps, floor)
 
-    def lr(step: int) -> float:
-        if step < warmup_steps:
-            return peak * (step + 1) / warmup_steps
-        s = min((step - warmup_steps) / decay_steps, 1.0)
-        return floor + (peak - floor) * (1 + math.cos(math.pi * s)) / 2
 
-    return lr
+# Records and no closures, which could not be pickled with a state.
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    lr: float
+
+    def __call__(self, step: int) -> float:
+        return self.lr
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _WarmupCosine:
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    floor: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        s = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
+        return self.floor + (self.peak - self.floor) * (1 + math.cos(math.pi * s)) / 2
 
 
 def _positive(name: str, steps: int) -> None:

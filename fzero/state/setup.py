@@ -139,6 +139,11 @@ class StatefulUpdate(Protocol):
         ...
 
     @property
+    def anew(self) -> Callable[[Any, Any], Any]:
+        """(optimizer state, a new one) -> the new one, with what a reset leaves."""
+        ...
+
+    @property
     def unstepped(self) -> Callable[[Any], Sequence[str]]:
         """(optimizer state) -> the paths of leaves that took no step yet."""
         ...

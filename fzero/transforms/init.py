@@ -237,6 +237,20 @@ def _place(setup: Setup) -> dict[str, Any]:
     return {} if home is None else {"place": lambda x: placed(home, x, setup.offload)}
 
 
+def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
+    """What this rank steps of the flats that learn."""
+    fulls = [held[i] for i in setup.layout.trainable]
+    return [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
+
+
+def begun_anew(state: TrainState) -> TrainState:
+    """Return the state whose optimizer has made no step; masters stay."""
+    setup = state.setup
+    shards = _shards(setup, state.params.flats)
+    fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_place(setup))
+    return state.replace(optimizer=setup.optimizer.anew(state.optimizer, fresh))
+
+
 Make = Callable[[int], Sequence[Tensor]]
 """Group -> its full leaves; called once for each group, in order."""
 
@@ -258,12 +272,10 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
         held.append(flat if home is None else placed(home, flat, setup.offload))
         if done is not None:
             done(index, held[-1])
-    fulls = [held[i] for i in layout.trainable]
-    stepped = [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
     state = TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
-        optimizer=setup.optimizer.init(stepped, pieces_of(setup), **_place(setup)),
+        optimizer=setup.optimizer.init(_shards(setup, held), pieces_of(setup), **_place(setup)),
         window=CLOSED,
         step=torch.zeros((), dtype=torch.int64),
         progress=Progress(),

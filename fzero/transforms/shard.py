@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack, overload
 
@@ -92,7 +92,7 @@ def shard(
 
     Raises:
         LayoutError: for a bad option; in a call, before anything runs, for a state of another
-            stage, or states under other keys.
+            stage, states under other keys, or one state under two keys with `donate`.
         AxisError: in a call, before anything runs, for a state of another axis.
         DonatedError: in a call, for a state that was used up.
 
@@ -116,8 +116,11 @@ def shard(
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(options.get("mesh"))
-        for one, its_stage, where in stages_of(stage, state, flatten_states("shard", state)[0]):
+        states = flatten_states("shard", state)[0]
+        for one, its_stage, where in stages_of(stage, state, states):
             _check_state(one, its_stage, axis, where)
+        if donate:
+            _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         return map_states("shard", lambda one: _donating(one, False), state), aux
@@ -150,6 +153,22 @@ def _donating(state: TrainState, donate: bool) -> TrainState:
     if state.setup.policy.donate == donate:
         return state
     return (own_gradients(state) if donate else state).replace_policy(donate=donate)
+
+
+def _require_apart(states: Sequence[TrainState]) -> None:
+    """Raise `LayoutError` for two states on one memory, of which the first uses the second up."""
+    seen: set[int] = set()
+    for state in states if len(states) > 1 else ():
+        own = {id(flat) for flat in state.params.flats if flat.numel()}
+        if own & seen:
+            raise LayoutError(
+                "a step with donate=True was given one state under two keys.",
+                cause="the same state, or one that shares its parameters (EMA, a target network), "
+                "in several places of the pytree; donation overwrites it under the first key.",
+                fix='give a copy: optree.tree_map(torch.clone, state, namespace="fzero"); or leave '
+                "donate out.",
+            )
+        seen |= own
 
 
 def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:

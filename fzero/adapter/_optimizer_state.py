@@ -1,0 +1,58 @@
+"""What `optimizer.state` is while an engine has the optimizer: it holds nothing, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NoReturn
+
+from fzero.errors import PhaseError
+
+
+class OptimizerStateOfEngine(MutableMapping[Any, Any]):
+    """In the place of a torch.optim optimizer's `state`: `clear()` clears, all else raises.
+
+    What the optimizer keeps is in the engine's state, sharded over the ranks. A read would be a
+    collective, and what is written into the copies that it gives would be lost.
+    """
+
+    def __init__(self, clear: Callable[[], None]) -> None:
+        self._clear = clear
+
+    def clear(self) -> None:
+        """Begin anew: every parameter is as before its first step. A collective."""
+        self._clear()
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise _is_elsewhere("state[p]")
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise _is_elsewhere("state[p] = ...")
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        raise _is_elsewhere("del state[p]")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _is_elsewhere("a loop over state")
+
+    def __len__(self) -> int:
+        raise _is_elsewhere("len(state)")
+
+    def __contains__(self, key: object) -> bool:
+        raise _is_elsewhere("p in state")
+
+    def __reduce__(self) -> NoReturn:
+        raise _is_elsewhere("a copy of state")
+
+    def __repr__(self) -> str:
+        return "<in engine.state, sharded>"
+
+
+def _is_elsewhere(seen: str) -> PhaseError:
+    return PhaseError(
+        f"{seen} of an optimizer that an engine runs.",
+        cause="a loop of before the engine, or a tool that looks into the optimizer: what it keeps "
+        "is in engine.state, sharded over the ranks.",
+        fix="engine.full_optimizer_state(path, name) gives a whole value, full_optimizer_states() "
+        "all of them, set_full_optimizer_state(path, name, value) writes one, each on all ranks; "
+        "optimizer.state.clear() begins anew.",
+    )

@@ -18,7 +18,6 @@ from fzero.checkpoint import save as save_to
 from fzero.checkpoint._disk import is_there, put_text, read_text
 from fzero.checkpoint._driven import options_of, set_options
 from fzero.checkpoint._everywhere import Ranks, first_of
-from fzero.checkpoint._folders import as_path
 from fzero.checkpoint._manifest import leaves_out, read_manifest
 from fzero.errors import LayoutError
 from fzero.state import TrainState
@@ -166,4 +165,9 @@ def _read(file: Path) -> str | None:
 
 def _require(name: str, folder: Any) -> None:
     """Raise `LayoutError` for no folder, or an empty one."""
-    as_path(name, folder)
+    if folder is None or not os.fspath(folder):
+        raise LayoutError(
+            f"{name}: the folder is {folder!r}.",
+            cause="an option or a variable that was not set.",
+            fix=f'give the folder of the checkpoints: engine.{name}("checkpoints").',
+        )

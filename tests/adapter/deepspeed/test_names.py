@@ -285,9 +285,9 @@ WRONG: list[tuple[Callable[[Any, nn.Parameter], Any], type[FzeroError], str]] = 
         "has 6 elements of weight, the new value 7",
     ),
     (lambda e, p: deepspeed.safe_get_local_optimizer_state(p, "exp"), LayoutError, "'exp'"),
-    (lambda e, p: e.save_checkpoint(""), LayoutError, "save_checkpoint: the path is empty"),
-    (lambda e, p: e.save_checkpoint(None), LayoutError, "save_checkpoint: the path is empty"),
-    (lambda e, p: e.load_checkpoint(None), LayoutError, "load_checkpoint: the path is empty"),
+    (lambda e, p: e.save_checkpoint(""), LayoutError, "save_checkpoint: the folder is ''"),
+    (lambda e, p: e.save_checkpoint(None), LayoutError, "save_checkpoint: the folder is None"),
+    (lambda e, p: e.load_checkpoint(None), LayoutError, "load_checkpoint: the folder is None"),
     (lambda e, p: e.offload_states(device="nvme"), LayoutError, "device='nvme'"),
 ]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter._access import Access
-from fzero.adapter._construct import gathered
+from fzero.adapter._gathered import gathered
 from fzero.errors import LayoutError
 
 _DTYPES = {

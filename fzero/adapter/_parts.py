@@ -183,10 +183,10 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Ten
         if name != MASTERS and (flat.numel() or empty)
     }
     scalars = {name: slots.pop(name) for name in odd.intersection(slots)}
-    return slots, {**rule.counters(state.optimizer, _leaf(driver, path)), **scalars}
+    return slots, {**rule.counters(state.optimizer, _path_of_leaf(driver, path)), **scalars}
 
 
-def _leaf(driver: Driver, path: str) -> str:
+def _path_of_leaf(driver: Driver, path: str) -> str:
     """Return the path by which the layout knows a parameter that may have several."""
     index, position = find(driver, path)
     layout = driver.state.setup.layout
@@ -213,7 +213,7 @@ def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
 
 def count(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
     """Make `value` counter `name` of one parameter; of its param group, if it is kept there."""
-    state, leaf = driver.state, _leaf(driver, path)
+    state, leaf = driver.state, _path_of_leaf(driver, path)
     rule: Any = state.setup.optimizer
     if rule.shares(leaf, name):
         write_whole(path, rule.counters(state.optimizer, leaf)[name], value)
@@ -232,7 +232,7 @@ def begin(driver: Driver, path: str) -> None:
     """Note that the optimizer has a state of a parameter: its first step does not make it."""
     state = driver.state
     rule: Any = state.setup.optimizer
-    made = rule.begun(state.optimizer, _learning(state), _leaf(driver, path))
+    made = rule.begun(state.optimizer, _learning(state), _path_of_leaf(driver, path))
     driver.put(state.replace(optimizer=made))
 
 

@@ -12,6 +12,7 @@ from fzero.errors import LayoutError
 from fzero.optim._elementwise import numbers_of, seeded
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim._trial import early_of_group, rule_of
+from fzero.optim._usable import has_steps
 from fzero.state.layout import Leaf, as_real, learns
 
 
@@ -80,7 +81,8 @@ def require_ordered(name: str, leaves: Iterable[Leaf]) -> None:
 def _otherwise(optimizer: TorchOptimizer, group: int, device: torch.device) -> str | None:
     """What a rule does to complex parameters that it does not to their real views."""
     here = torch.device("cpu") if device.type == "meta" else device
-    rule = rule_of(optimizer.instance, group, early_of_group(optimizer.instance, group))
+    early = early_of_group(optimizer.instance, group, used=has_steps(optimizer.instance))
+    rule = rule_of(optimizer.instance, group, early)
     x, *gs = (size * numbers_of((6, 2), k).to(here) for k, size in enumerate((1.0, 1.0, 8.0, 0.1)))
     try:
         with seeded(here):

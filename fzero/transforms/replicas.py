@@ -10,8 +10,8 @@ from fzero.errors import MismatchError
 from fzero.homes import lent
 from fzero.packing import digest, unpack
 from fzero.state import Placement, TrainState
+from fzero.transforms._agree import agree
 from fzero.transforms._donate import check_alive
-from fzero.transforms._receive import boundary
 from fzero.transforms._states import flatten_states
 
 
@@ -50,7 +50,7 @@ def check_replicas(state: Any) -> None:
     states, _ = flatten_states("check_replicas", state)
     for one in states:
         check_alive(one)
-    boundary("check_replicas", states)
+    agree("check_replicas", states)
     for one in states:
         channel = channel_of(one.setup.axis)
         if channel is not None and (error := unequal(channel.tell(_digests(one)))) is not None:

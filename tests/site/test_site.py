@@ -95,7 +95,7 @@ def test_every_transform_has_a_page_and_a_row() -> None:
     assert set(keywords) <= set(inspect.signature(fzero.adapter.Engine).parameters)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
 def test_every_link_leads_to_a_page(path: Path) -> None:
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))
     # notebooks are copied into the site when it is built

@@ -8,9 +8,10 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
-from tests.site.notebooks import NOTEBOOKS, kernel, read, run, shown
+from tests.site.notebooks import NOTEBOOKS, TORCH, kernel, read, run, shown
 
 TABLES = {"01_one_step.ipynb": 3, "02_hooks.ipynb": 3}  # that are shown as HTML, at least
 WRITE = "run: python -m tests.site.notebooks"
@@ -51,5 +52,7 @@ def client() -> Iterator[NotebookClient]:
 def test_it_runs_and_shows_what_is_stored(path: Path, client: NotebookClient) -> None:
     stored, notebook = read(path), read(path)
     run(client, notebook)
+    # Another version of torch may call an operation by another name.
+    words = stored.metadata[TORCH] == torch.__version__.partition("+")[0]
     for before, after in zip(code(stored), code(notebook), strict=True):
-        assert shown(after) == shown(before), f"{after.source}\n{WRITE}"
+        assert shown(after, words=words) == shown(before, words=words), f"{after.source}\n{WRITE}"

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import torch
 from nbclient import NotebookClient
 
 from tests.rank_process import LOOPBACK
 
+TORCH = "torch"  # in the metadata of a notebook: the version that its outputs are of
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # Between two runs, machines and versions of torch these differ: numbers, lengths of rules and
@@ -81,12 +83,12 @@ def _merged(outputs: Sequence[Any]) -> list[Any]:
     return merged
 
 
-def shown(cell: Any) -> list[Any]:
+def shown(cell: Any, *, words: bool = True) -> list[Any]:
     """Return what a cell shows, less what varies: the kinds, and the words of texts."""
     return [
-        _words(output.text)
+        (_words(output.text) if words else output.name)
         if output.output_type == "stream"
-        else {kind: _words(text) for kind, text in sorted(output.get("data", {}).items())}
+        else {kind: words and _words(text) for kind, text in sorted(output.get("data", {}).items())}
         for output in cell.outputs
     ]
 
@@ -101,6 +103,7 @@ def main(paths: Sequence[Path]) -> None:
         for path in paths:
             notebook = read(path)
             run(client, notebook)
+            notebook.metadata[TORCH] = torch.__version__.partition("+")[0]
             nbformat.write(notebook, path)
             print(path, flush=True)
 

@@ -8,6 +8,7 @@
 #   make test-gpu                  tests/gpu; skipped where there is no GPU
 #   make test-torch-2.11 | test-torch-newest    the tests on the oldest and the newest torch, each
 #                                  in an environment of its own (.venv-2.11, .venv-newest)
+#   make test-floor                a few of them, marked `floor`, on the oldest torch; CI runs it
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv, PIP_ARGS goes to pip, ARGS to the
 # program that the target runs.
@@ -30,13 +31,14 @@ EXTRAS_nightly := $(EXTRAS_test),docs
 ONE_THREAD := OMP_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
-# The torch of `make test-torch-<name>`, and its Python unless PYTHON is given: those of the GPU
-# machines at hand.
+# The torch of `make test-torch-<name>`, and the versions of Python that may run it unless PYTHON is
+# given, the first that is found: 3.12 is that of the GPU machines at hand.
 TORCH_2.11 := torch==2.11.*
-PYTHON_2.11 := python3.12
+PYTHONS_2.11 := 3.12 3.11 3.13 3.14
 TORCH_newest := torch
+PYTHONS_newest := 3.13 3.12 3.11 3.14
 
-.PHONY: test test-gpu test-torch-2.11 test-torch-newest test-with-torch
+.PHONY: test test-gpu test-torch-2.11 test-torch-newest test-with-torch test-floor
 .PHONY: lint nightly notebooks docs train bench clean
 
 test: lint
@@ -46,9 +48,14 @@ test-gpu: $(VENV)/.installed-test
 	$(PYTEST) tests/gpu $(ARGS)
 
 test-torch-2.11 test-torch-newest: test-torch-%:
-	$(MAKE) test-with-torch VENV=.venv-$* TORCH='$(TORCH_$*)' \
-		PYTHON='$(if $(filter file,$(origin PYTHON)),$(or $(PYTHON_$*),$(PYTHON)),$(PYTHON))' \
-		MAKECMDGOALS='$@'
+	@python='$(if $(filter file,$(origin PYTHON)),,$(PYTHON))'; \
+	python=$${python:-$$(.ci/find-python $(PYTHONS_$*))} || { \
+		echo "Fix: name one of them, e.g. make $@ PYTHON=/path/to/python$(firstword $(PYTHONS_$*))"; \
+		exit 1; }; \
+	$(MAKE) test-with-torch VENV=.venv-$* TORCH='$(TORCH_$*)' PYTHON="$$python" MAKECMDGOALS='$@'
+
+test-floor:
+	$(MAKE) test-torch-2.11 ARGS='-m floor tests'
 
 # Asks pip each time, for what is newest changes. All but torch is as in constraints.txt.
 test-with-torch: | $(BIN)/pip

@@ -41,6 +41,20 @@ class PeerFailedError(AxisError):
     """Another rank raised; no other rank needs to be told."""
 
 
+class LostRankError(AxisError):
+    """A collective failed because a rank is gone, or did not come within the timeout.
+
+    Attributes:
+        ranks: those to blame, as they are numbered in the world; empty if nobody can say.
+    """
+
+    def __init__(
+        self, *seen: Any, cause: str = "", fix: str = "", ranks: Sequence[int] = ()
+    ) -> None:
+        super().__init__(*seen, cause=cause, fix=fix)
+        self.ranks = tuple(ranks)
+
+
 class MismatchError(AxisError, PhaseError):
     """The ranks make different calls, or the same one with other options; all of them raise."""
 

@@ -61,3 +61,27 @@ def test_every_link_of_the_readme_leads_to_a_file() -> None:
     links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / "README.md").read_text())
     assert len(links) >= 5
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_an_interpreter_is_found_that_only_a_version_manager_has(tmp_path: Path) -> None:
+    """Its shim on the PATH is there and refuses to run."""
+    mine = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    shim = tmp_path / "shims" / f"python{mine}"
+    kept = tmp_path / "pyenv" / "versions" / f"{mine}.9" / "bin" / "python3"
+    for file in (shim, kept):
+        file.parent.mkdir(parents=True)
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    kept.write_text(f"#!/bin/sh\nexec {sys.executable} \"$@\"\n")
+    kept.chmod(0o755)
+    there = {"PATH": f"{shim.parent}:/bin:/usr/bin", "HOME": str(tmp_path)}
+
+    def find(version: str) -> subprocess.CompletedProcess[str]:
+        command = [str(ROOT / ".ci" / "find-python"), version]
+        env = there | {"PYENV_ROOT": str(kept.parents[3])}
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    found = Path(find(mine).stdout.strip())
+    assert found.is_file() and found != shim
+    missing = find("2.99")
+    assert missing.returncode == 1 and "2.99" in missing.stderr

@@ -4,28 +4,32 @@ DCP plans, writes, reads and reshards; two small planners tell it which ranges o
 tensors this process has. So a rank reads only the saved chunks that its own ranges touch. DCP is
 given an empty state dict: a state dict cannot hold ranges, and DCP logs each of its entries.
 
-DCP's own index of the folder is a pickle, which can call any function. It is there for other
-programs; what is read here is the same index, as JSON in the manifest:
+DCP's own index of the folder is a pickle, which can call any function, and its form changes with
+the version of torch. It is there for other programs; what is read here is JSON in the manifest,
+made of what the writer says of each chunk that it has written:
 
     {tensor: {"dtype": dtype, "chunks": [[first element, elements, file, offset, bytes], ...]}}
 """
 
 from __future__ import annotations
 
+import io
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from fzero.checkpoint._everywhere import could_not, damaged, said_by
 from fzero.checkpoint._manifest import MANIFEST, Manifest
@@ -35,18 +39,30 @@ from fzero.mesh import Axis, Runtime
 Named = dict[str, list[Piece]]
 
 
+class _Place(NamedTuple):
+    """Where the bytes of one chunk are: what `torch.save` wrote of it."""
+
+    file: str
+    offset_bytes: int
+    length_bytes: int
+
+
 def write(pieces: Sequence[Piece], folder: Path, axis: Axis) -> dict[str, Any]:
-    """Write the pieces of all ranks into a new folder; return the index of it. A collective.
+    """Write the pieces of all ranks into a new folder; rank 0 gets the index. A collective.
 
-    Raises `CheckpointError` on every rank, naming the rank that failed.
+    Returns:
+        On rank 0 what the manifest says of the tensors; nothing on the others.
+
+    Raises:
+        CheckpointError: on every rank, naming the rank that failed.
     """
+    writer = _Writer(folder)
 
-    def run(named: Named, **where: Any) -> dcp.Metadata:
-        writer = dcp.FileSystemWriter(folder)
-        return dcp.save({}, storage_writer=writer, planner=_Writing(named), **where)
+    def run(named: Named, **where: Any) -> None:
+        dcp.save({}, storage_writer=writer, planner=_Writing(named), **where)
 
-    index = _with_dcp(run, pieces, axis, doing=f"write {folder}")
-    return {name: _described(name, index) for name in index.state_dict_metadata}
+    _with_dcp(run, pieces, axis, doing=f"write {folder}")
+    return writer.tensors
 
 
 def read(pieces: Sequence[Piece], folder: Path, index: dcp.Metadata, axis: Axis) -> None:
@@ -78,25 +94,13 @@ def index_of(saved: Manifest, pieces: Sequence[Piece], path: Path) -> dcp.Metada
         for begin, numel, *place in saved.tensors[piece.name]["chunks"]:
             chunks.append(_chunk(begin, numel))
             assert found.storage_data is not None
-            found.storage_data[MetadataIndex(piece.name, [begin])] = _StorageInfo(*place)
+            found.storage_data[MetadataIndex(piece.name, [begin])] = _Place(*place)
         found.state_dict_metadata[piece.name] = dcp.TensorStorageMetadata(
             properties=TensorProperties(dtype=piece.values.dtype),
             size=torch.Size([piece.numel]),
             chunks=chunks,
         )
     return found
-
-
-def _described(name: str, index: dcp.Metadata) -> dict[str, Any]:
-    tensor, places = index.state_dict_metadata[name], index.storage_data
-    assert isinstance(tensor, dcp.TensorStorageMetadata) and places is not None
-    chunks = []
-    for chunk in tensor.chunks:
-        place = places[MetadataIndex(name, chunk.offsets)]
-        chunks.append(
-            [*chunk.offsets, *chunk.sizes, place.relative_path, place.offset, place.length]
-        )
-    return {"dtype": str(tensor.properties.dtype), "chunks": chunks}
 
 
 def _misfits(saved: Manifest, piece: Piece) -> Iterator[str]:
@@ -119,15 +123,72 @@ def _misfits(saved: Manifest, piece: Piece) -> Iterator[str]:
         yield f"{end} elements are there, {piece.numel} are wanted"
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads by an index that was checked."""
+class _Writer(dcp.FileSystemWriter):
+    """Notes where each chunk was written, on the rank that ends the checkpoint.
+
+    Some versions of torch return this from `dcp.save`, others do not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.tensors: dict[str, Any] = {}
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        places = {one.index: one.storage_data for some in results for one in some}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, dcp.TensorStorageMetadata)
+            self.tensors[name] = {"dtype": str(tensor.properties.dtype), "chunks": []}
+            for chunk in tensor.chunks:
+                place = places[MetadataIndex(name, chunk.offsets)]
+                self.tensors[name]["chunks"].append(
+                    [*chunk.offsets, *chunk.sizes, place.relative_path, place.offset, place.length]
+                )
+
+
+class _Reader(dcp.StorageReader):
+    """Reads by an index that was checked: chunks of 1-D tensors, each at a `_Place`."""
 
     def __init__(self, folder: Path, index: dcp.Metadata) -> None:
-        super().__init__(folder)
-        self._index = index
+        self._folder, self._index = folder, index
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[_Place, dcp.ReadItem]]] = defaultdict(list)
+        assert self._index.storage_data is not None
+        for item in plan.items:
+            place = self._index.storage_data[item.storage_index]
+            by_file[place.file].append((place, item))
+        for file, items in by_file.items():
+            with open(self._folder / file, "rb") as stream:
+                for place, item in items:
+                    stream.seek(place.offset_bytes)
+                    chunk = io.BytesIO(stream.read(place.length_bytes))
+                    values = torch.load(chunk, map_location="cpu", weights_only=True)
+                    target = planner.resolve_tensor(item)
+                    target.copy_(values.narrow(0, item.storage_offsets[0], item.lengths[0]))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self._index
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """There is nothing to forget: a reader reads one folder."""
+
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool) -> None:
+        """There is nothing to set up: the index is there."""
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.isdir(checkpoint_id)
 
 
 class _Writing(dcp.DefaultSavePlanner):

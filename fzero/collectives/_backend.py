@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.errors import AxisError
+from fzero.collectives import _alive
+from fzero.errors import AxisError, LostRankError
 from fzero.mesh import Axis
 from fzero.virtual import is_abstract, kind_of
 
@@ -53,16 +54,27 @@ def wait_for(works: Sequence[Any], op: str, axis: Axis) -> None:
 
 @contextmanager
 def explained(op: str, axis: Axis) -> Iterator[None]:
-    """Raise what a backend raises in this block as an `AxisError` that says whose fault it is."""
+    """Raise what a backend raises here as a `LostRankError` that says whose fault it is."""
     try:
         yield
     except RuntimeError as error:
-        raise AxisError(
-            f"{op} on rank {axis.rank} of {axis} failed: {error}",
+        found = _alive.lost(_ranks_of(axis))
+        who = "; ".join(f"rank {rank} {what}" for rank, what in found.items())
+        fault = f"{who}. So " if who else ""
+        first = f"rank {next(iter(found))}'s output" if found else "the ranks' outputs"
+        raise LostRankError(
+            f"{fault}{op} on rank {axis.rank} of {axis} failed: {error}",
             cause="another rank ended or raised, or did not come within the timeout.",
-            fix="see the first error among the ranks' outputs; FZERO_TIMEOUT_S sets how long "
-            "a group that fzero starts waits.",
+            fix=f"see the first error in {first}; FZERO_TIMEOUT_S sets how long a group that fzero "
+            "starts waits.",
+            ranks=[*found],
         ) from error
+
+
+def _ranks_of(axis: Axis) -> list[int]:
+    with suppress(AxisError):  # the group is gone
+        return dist.get_process_group_ranks(axis.group())
+    return []
 
 
 def is_gloo(axis: Axis, device: torch.device) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fzero._modes import for_training
+from fzero.collectives import _alive
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._channel import Channel
 from fzero.errors import AxisError
@@ -37,6 +38,7 @@ def channel_of(axis: Axis) -> Channel | None:
     place = _ranks_of(axis), dist.get_backend_config(axis.group())
     found = _OPEN.get(place)
     if found is None or not _is_alive(found):
+        _alive.start()
         whole = replace(axis, dims=None)
         found = _OPEN[place] = Channel(own_group(whole, backend="gloo"), own_group(whole))
     return found

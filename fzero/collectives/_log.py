@@ -11,6 +11,7 @@ from itertools import cycle
 
 import torch
 
+from fzero.collectives import _alive
 from fzero.mesh import Axis
 from fzero.virtual import current_ranks, is_abstract
 
@@ -168,6 +169,7 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Iterator[None]:
 
 def note(op: str, axis: Axis, numel: int, dtype: torch.dtype, said: str = "") -> None:
     """Tell every open log about one buffer; `numel` is that of the full (not sharded) side."""
+    _alive.count()
     logs = _open_logs()
     if not logs:
         return

@@ -29,6 +29,10 @@ def die(*_):
     sys.stdout.flush()
     if where == "raise":
         raise ZeroDivisionError("on purpose")
+    if where == "between":
+        raise ValueError("bad batch")
+    if where == "exit":
+        sys.exit(0)
     if where == "stop":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3600)
@@ -48,11 +52,13 @@ try:
         if now and where in ("forward", "stop"):
             module[2].register_forward_pre_hook(die)
         engine.backward(engine(x).pow(2).sum())
-        if now and where == "step":
+        if now and where in ("step", "between", "exit"):
             die()
         engine.step()
     engine.full_parameters()
 except BaseException as error:
+    if now and where in ("between", "exit"):
+        raise
     kind = type(error).__mro__
     text = str(error).replace("\\n", " | ")
     line = f"rank {rank} {time.time()} {isinstance(error, AxisError)} {kind[0].__name__}: {text}\\n"
@@ -88,7 +94,7 @@ def survivors(
 TIMEOUT_S = 15
 
 slow = pytest.mark.slow
-CHOSEN = [(2, 0, "backward"), (3, 3, "forward")]
+CHOSEN = [(2, 0, "backward"), (3, 3, "forward"), (3, 2, "between"), (2, 3, "exit")]
 REST = [
     pytest.param(world_size, stage, where, marks=slow)
     for world_size, stage, where in itertools.product(
@@ -98,6 +104,12 @@ REST = [
 ]
 HANGS = [pytest.param(2, stage, "stop", marks=slow) for stage in (0, 3)]
 
+FATES = {
+    "between": "has ended its program, with ValueError: bad batch",
+    "exit": "has ended its program, by sys.exit()",
+    "stop": "is alive and did not come",
+}
+
 
 @pytest.mark.parametrize(("world_size", "stage", "where"), CHOSEN + REST + HANGS)
 def test_when_a_rank_is_killed_or_hangs_in_a_step_the_others_end_with_an_axis_error(
@@ -106,6 +118,8 @@ def test_when_a_rank_is_killed_or_hangs_in_a_step_the_others_end_with_an_axis_er
     for seconds, by_axis, text in survivors(tmp_path, world_size, stage, where, monkeypatch):
         assert by_axis, text
         assert "Usual cause: " in text and "Fix: " in text, text
+        fate = FATES.get(where, "is dead or stopped")
+        assert text.startswith(f"LostRankError: rank {world_size - 1} {fate}"), text
         timeouts = 2 if where == "stop" else 1
         assert seconds < timeouts * TIMEOUT_S + 5, f"after {seconds} s: {text}"
 

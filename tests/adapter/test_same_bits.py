@@ -28,6 +28,7 @@ def worlds_of(number: int, run: Run) -> list[Any]:
     return [(chosen, run), *rest]
 
 
+@pytest.mark.floor
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize(
     ("world_size", "run"), [case for n, run in enumerate(CHOSEN) for case in worlds_of(n, run)]

@@ -88,6 +88,7 @@ def test_one_rank_goes_on_bit_for_bit(stage: int, tmp_path: Path) -> None:
     _go_on(0, 1, tmp_path, stage)
 
 
+@pytest.mark.floor
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_with_other_buffers_and_random_numbers_go_on_bit_for_bit(

@@ -101,6 +101,7 @@ def _load_each(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.floor
 @pytest.mark.xdist_group("gloo")
 def test_gloo_ranks_load_what_other_gloo_and_virtual_ranks_saved(tmp_path: Path) -> None:
     saved: dict[str, Any] = {}

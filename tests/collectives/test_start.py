@@ -228,7 +228,8 @@ NAMES = {
 def test_a_peer_that_does_not_come_is_named_as_the_cause() -> None:
     found, _ = run_ranks(start_alone, 2, 2.0)
     for kind, message in found:
-        assert message.startswith(f"{NAMES[kind]} on rank 0 of axis 'pair'"), (kind, message)
+        assert message.startswith("rank 1 is alive and did not come: it has begun "), message
+        assert f"So {NAMES[kind]} on rank 0 of axis 'pair'" in message, (kind, message)
         for part in ("another rank ended or raised", "Fix: ", "FZERO_TIMEOUT_S"):
             assert part in message, message
     assert len(found) == 4 * 2 * 3 + 3

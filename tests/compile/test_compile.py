@@ -73,6 +73,7 @@ def test_on_one_rank_it_has_the_bits_of_the_step(stage: int) -> None:
 SENT = ("all_gather", "reduce_scatter", "all_reduce")
 
 
+@pytest.mark.floor
 @on_ranks(2, 3, timeout_s=110)
 def test_on_several_ranks_it_has_the_bits_of_the_step_and_sends_its_bytes(
     rank: int, world_size: int
@@ -150,6 +151,7 @@ def test_other_shapes_are_other_graphs_up_to_a_bound() -> None:
     same(leaves(compiled(state, torch.ones(1))), leaves(step(state, torch.ones(1))))
 
 
+@pytest.mark.floor
 def test_inductor_computes_the_same() -> None:
     torch.manual_seed(0)
     apply, values = fzero.functionalize(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))

@@ -199,9 +199,10 @@ def loss(p, x):
 start = time.monotonic()
 try:
     fzero.grad_and_reduce(loss, state)(1.0)
-except fzero.AxisError:
+except fzero.LostRankError as error:
     good = all(x in (0.0, 1.0) for flat in state.params.flats for x in flat.tolist())
     print(f"raised after {time.monotonic() - start:.1f} good {good}", flush=True)
+    print(error.ranks, str(error).splitlines()[0][:80], flush=True)
     os._exit(0)
 """
 
@@ -236,7 +237,10 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others_within_the_timeout(
             with suppress(ProcessLookupError):
                 process.kill()
             process.communicate()
-    assert out.startswith("raised after ") and out.rstrip().endswith("good True"), (out, err)
+    line, who = out.splitlines()
+    assert line.startswith("raised after ") and line.endswith("good True"), (out, err)
+    fate = {"dies": "is dead or stopped", "sleeps": "is alive and did not come"}[ends]
+    assert who.startswith(f"(1,) rank 1 {fate}"), who
     # The other one would sleep for 30 s; the first call also starts groups and imports, which takes
     # seconds on a busy machine.
-    assert float(out.split()[2]) < 3 * timeout_s
+    assert float(line.split()[2]) < 3 * timeout_s

@@ -88,6 +88,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
 
 
+@pytest.mark.floor
 @on_ranks(pytest.param(1, marks=pytest.mark.slow), 2, timeout_s=200)
 def test_the_loop_of_accelerate_trains_as_one_process_with_one_reduction_a_step(
     rank: int, world_size: int, tmp_path: Path

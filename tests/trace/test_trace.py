@@ -97,6 +97,7 @@ def test_it_makes_the_collectives_that_the_step_makes(
     assert all(path in " ".join(named) for path in ("0.weight", "2.weight"))
 
 
+@pytest.mark.floor
 @pytest.mark.parametrize("stage", range(4))
 def test_the_graph_computes_what_the_step_does(stage: int) -> None:
     apply, params = two_layers()

@@ -59,7 +59,7 @@ def headline() -> str:
             "## Memory",
             "",
             "The most MiB of tensors that a rank holds during a step, on 2 ranks; the peer's, and "
-            "in bold fzero's, which is the same with both drivers.",
+            "in bold fzero's, with either driver.",
             "",
             memory(steps),
         ]
@@ -114,17 +114,17 @@ def glance(
                     PEERS.get(ratio.group(2), "DeepSpeed"),
                 )
                 found.setdefault(key, {}).setdefault(name.group(2), cell)
-    # The only peers of a stage stand in its heading.
+    # Where a stage has one peer it stands in the heading, else in each cell.
     peers = {s: {cells[s][1] for cells in found.values() if s in cells} for s in STAGES}
-    head = [f"{label}: {', '.join(sorted(peers[stage]))}" for stage, label in STAGES.items()]
-    assert all(len(names) == 1 for names in peers.values())
-    rows = [
-        [
-            f"{DRIVERS[driver]}, {MODELS[model]}, {world} rank{'s' * (world > 1)}",
-            *(cells[stage][0] if stage in cells else "-" for stage in STAGES),
-        ]
-        for (driver, world, model), cells in sorted(found.items())
-    ]
+    only = {stage: ", ".join(names) for stage, names in peers.items() if len(names) == 1}
+    head = [": ".join(filter(None, (text, only.get(stage)))) for stage, text in STAGES.items()]
+    rows = []
+    for (driver, world, model), cells in sorted(found.items()):
+        row = [f"{DRIVERS[driver]}, {MODELS[model]}, {world} rank{'s' * (world > 1)}"]
+        for stage in STAGES:
+            ratio, peer = cells.get(stage, ("-", ""))
+            row.append(ratio if stage in only else f"{ratio} {peer}".rstrip())
+        rows.append(row)
     return table(["", *head], rows)
 
 
@@ -134,8 +134,10 @@ def memory(steps: Sequence[Measured]) -> str:
     for model in ("mlp", "gpt"):
         one = next(one for one in _by_day(steps) if one.heading == f"{model}, W=2, N=1")
         most = {row[0]: row[one.column("peak MiB")] for row in one.rows}
-        cells = [f"{PEERS[peer]} {most[peer]}, **{most[own]}**" for peer, own in LEVELS.values()]
-        assert all(most[own] == most[own.replace("fzero", "adapter")] for _, own in LEVELS.values())
+        cells = []
+        for peer, own in LEVELS.values():
+            ours = sorted({most[own], most[own.replace("fzero", "adapter")]}, key=float)
+            cells.append(f"{PEERS[peer]} {most[peer]}, **{' to '.join(ours)}**")
         rows.append([MODELS[model], *cells])
     return table(["", *LEVELS], rows)
 

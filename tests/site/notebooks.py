@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # Between two runs, machines and versions of torch these differ: numbers, lengths of rules and
 # paddings. Addresses and names of temporary files are numbers with letters.
-_VARIES = re.compile(r"0x[0-9a-f]+|/tmp/\S+|[-+]?\d[\d,.]*(?:e[-+]?\d+)?|[-\u2500=]{2,}|\s+")
+_VARIES = re.compile(r"0x[0-9a-f]+|/tmp/\S+|[-+]?\d[\d,.]*(?:e[-+]?\d+)?|[-\u2500=]{2,}")
 
 
 def read(path: Path) -> Any:
@@ -94,7 +94,7 @@ def shown(cell: Any, *, words: bool = True) -> list[Any]:
 
 
 def _words(text: Any) -> str:
-    return "" if not isinstance(text, str) else _VARIES.sub(" ", text).strip()
+    return " ".join(_VARIES.sub(" ", text).split()) if isinstance(text, str) else ""
 
 
 def main(paths: Sequence[Path]) -> None:

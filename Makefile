@@ -21,8 +21,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 
 # What each kind of target installs; see the stamp rule below.
-EXTRAS_train := plots
-EXTRAS_test := dev,notebook,plots,examples
+EXTRAS_train := train
+EXTRAS_test := dev,notebook,train,examples
 EXTRAS_bench := bench,plots
 EXTRAS_docs := docs,plots
 EXTRAS_nightly := $(EXTRAS_test),docs

@@ -38,7 +38,8 @@ def _parser(*, launched: bool) -> argparse.ArgumentParser:
         help="train a byte-level GPT on the standard library; also under torchrun",
         description="Train a byte-level GPT on the source of the Python standard library. "
         "On several ranks: torchrun --nproc-per-node 2 -m fzero train ...",
-        epilog="Ctrl-C or SIGTERM ends the run after the step that runs, with a checkpoint; the "
+        epilog="Ctrl-C or SIGTERM ends the run after the step that runs, with a checkpoint and "
+        "the command that continues it; the "
         "exit code is then 130 or 143, under torchrun 0. Wrong input: 2. A loss or "
         "gradient of any rank that is not finite: 2 on every rank; the message names the step, the "
         "rank and the parameter.",
@@ -77,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FzeroError as error:
         print(f"fzero, rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # outside the loop, which keeps it for the next step boundary
+    except KeyboardInterrupt:  # a run that has begun to train ends by itself, with a checkpoint
+        print("fzero: interrupted, nothing was saved", file=sys.stderr)
         return exit_code(signal.SIGINT, launched=launched)
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from tests.ranks import spawn_script
+from tests.site.pictures import STORED
 
 ROOT = Path(__file__).parent.parent
 PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
 # Pages on libraries that take seconds to import, or start a process group: a process each.
 APART = {"huggingface.md": ("accelerate", "transformers"), "fabric.md": ("lightning_fabric",)}
+DRAW = "run: python -m tests.site.pictures"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -32,6 +34,10 @@ def test_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     names: dict[str, Any] = {"__name__": f"document_{path.stem}"}
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"{path.name}, block {number}", "exec"), names)
+    if path.name == "pictures.md":
+        drawn = {picture.name for picture in tmp_path.glob("*.png")}
+        assert drawn == {picture.name for picture in STORED.iterdir()}, DRAW
+        assert drawn == set(re.findall(r"\]\(_static/pictures/(\S+)\)", path.read_text())), DRAW
 
 
 def run_apart(blocks: list[str], needs: tuple[str, ...], folder: Path) -> None:

@@ -69,6 +69,53 @@ class CollectiveLog:
         mine = (event for event in self.events if event.rank == rank)
         return [event for event in mine if axis in (None, event.axis)]
 
+    def __str__(self) -> str:
+        """Return a table: a line for each op, axis and dtype of the lowest rank, and a total.
+
+        Below it are the ranks that did the same, and those that did something else.
+        """
+        if not self.events:
+            return "no collectives"
+        of_rank = {rank: self._rows(rank) for rank in sorted({e.rank for e in self.events})}
+        first, *others = of_rank
+        every = self.of(first)
+        total = ("total", "", "", len(every), "", sum(event.wire_bytes for event in every))
+        head = ("op", "axis", "dtype", "buffers", "elements", "bytes sent")
+        lines = _aligned([head, *of_rank[first], total])
+        same = [rank for rank in others if of_rank[rank] == of_rank[first]]
+        differ = [rank for rank in others if rank not in same]
+        lines.append(
+            f"rank {first}" + _ranks(", and the same on", same) + _ranks("; not so on", differ)
+        )
+        return "\n".join(lines)
+
+    def _rows(self, rank: int) -> list[tuple[str | int, ...]]:
+        kinds: dict[tuple[str, str, str], list[CollectiveEvent]] = {}
+        for event in self.of(rank):
+            kind = event.op, event.axis, str(event.dtype).removeprefix("torch.")
+            kinds.setdefault(kind, []).append(event)
+        return [
+            (*kind, len(events), sum(e.numel for e in events), sum(e.wire_bytes for e in events))
+            for kind, events in kinds.items()
+        ]
+
+
+def _aligned(rows: list[tuple[str | int, ...]]) -> list[str]:
+    """Return the lines of a table: words to the left, numbers to the right."""
+    texts = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at < 3 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in texts
+    ]
+
+
+def _ranks(what: str, ranks: list[int]) -> str:
+    return f"{what} rank {', '.join(map(str, ranks))}" if ranks else ""
+
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveLog]:
@@ -82,6 +129,11 @@ def count_collectives() -> Iterator[CollectiveLog]:
         ...     out = fzero.simulate(mean, world_size=2)(torch.tensor([1.0, 3.0]))
         >>> out, log.counts()
         (tensor([2., 2.]), {'all_reduce': 1})
+        >>> print(log)
+        op          axis  dtype    buffers  elements  bytes sent
+        all_reduce  dp    float32        1         1           4
+        total                            1                     4
+        rank 0, and the same on rank 1
     """
     log, logs = CollectiveLog(), _open_logs()
     logs.append(log)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,10 +34,16 @@ def launch_of(environ: Mapping[str, str]) -> str:
     return "" if run is None else f"{run} {socket.gethostname()} {os.getppid()}"
 
 
-def is_restart(out: Path, environ: Mapping[str, str]) -> bool:
-    """Return whether this launch has begun a run in `out` before, and was restarted."""
-    file = out / CLAIM
-    return restarts(environ) > 0 and is_there(file) and read_text(file) == launch_of(environ)
+def begun_before(folders: Iterable[Path], environ: Mapping[str, str]) -> Path | None:
+    """Return that of `folders` in which this launch, which was restarted, has begun a run.
+
+    None if the launch was not restarted, or has begun a run in none of them.
+    """
+    if restarts(environ) == 0:
+        return None
+    files = (folder / CLAIM for folder in folders)
+    mine = (file for file in files if is_there(file) and read_text(file) == launch_of(environ))
+    return next((file.parent for file in mine), None)
 
 
 @contextmanager

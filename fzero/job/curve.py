@@ -21,7 +21,7 @@ def plot_losses(losses: Sequence[float], path: Path, *, bigram: float, validatio
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "skipped, matplotlib is not installed (pip install 'fzero[plots]')"
+        return "skipped, matplotlib is not installed (pip install 'fzero[train]')"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(range(1, len(losses) + 1), losses, linewidth=1, label="training loss")

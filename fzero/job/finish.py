@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,49 +21,76 @@ SCORED_TOGETHER = 32  # windows in one forward
 PROMPT = b"def "
 
 
-def finish(job: Job, state: Any, losses: Sequence[float]) -> list[str]:
+def finish(
+    job: Job,
+    state: Any,
+    losses: Sequence[float],
+    *,
+    curve: Path | None,
+    received: Sequence[int] = (),
+    note: Callable[[str], None] = lambda text: None,
+) -> list[str] | None:
     """Return the lines that say how good the run is. A collective: all ranks call it.
 
-    Writes the loss curve, on rank 0, unless the settings say not to.
+    Args:
+        job: the job.
+        state: after the last step.
+        losses: of all steps.
+        curve: where rank 0 draws the losses; None: nowhere.
+        received: signals to this process, a list that grows.
+        note: told what is done next, for it takes seconds.
+
+    Returns:
+        The lines, on rank 0. On the others none. None if a signal came to any rank before the
+        validation was over, or to this rank while it draws the sample.
     """
-    output = job.settings.output
     params = fzero.full_params(state)
     held = even_windows(
         job.corpus.valid, context=job.context, count=max(VALIDATION_BYTES // job.context, 1)
     )
-    validation = validate(job, params, held)
-    if fzero.axis_index() != 0:
-        return []
+    note(f"validating on {len(held)} windows of the text that was held out ...")
+    validation = validate(job, params, held, received)
+    if validation is None or fzero.axis_index() != 0:
+        return None if validation is None else []
     bigram = bigram_loss(fit_bigram(job.corpus.train), held)
     lines = [f"validation loss {validation:.3f} nats/byte (byte bigram: {bigram:.3f})"]
-    if output.plot:
-        path = output.out / "loss.png"
-        path.parent.mkdir(parents=True, exist_ok=True)  # a finished run saves nothing again
-        done = plot_losses(losses, path, bigram=bigram, validation=validation)
+    if curve:
+        curve.parent.mkdir(parents=True, exist_ok=True)  # a finished run saves nothing again
+        done = plot_losses(losses, curve, bigram=bigram, validation=validation)
         lines.append(f"loss curve: {done}")
-    if output.sample_bytes:
-        lines.append(f"sample:\n{_sample(job, params)}")
+    if count := job.settings.output.sample_bytes:
+        note(f"sampling {count} bytes ...")
+        sample = _sample(job, params, received)
+        if sample is None:
+            return None
+        lines.append(f"sample:\n{sample}")
     return lines
 
 
 @torch.no_grad()
-def validate(job: Job, params: Params, held: Tensor) -> float:
+def validate(job: Job, params: Params, held: Tensor, received: Sequence[int] = ()) -> float | None:
     """Mean loss over all bytes that the windows `held: [n, context + 1]` predict, in nats.
 
-    A collective: each rank scores every W-th window.
+    A collective: each rank scores every W-th window. A rank that has `received` a signal stops,
+    and then all ranks return None.
     """
     mine = held[fzero.axis_index() :: fzero.axis_size()].to(job.device)
-    total = torch.zeros(2, device=job.device)  # sum of losses, number of bytes
+    total = torch.zeros(3, device=job.device)  # sum of losses, number of bytes, signals
     for batch in mine.split(SCORED_TOGETHER):
-        if len(batch):  # more ranks than windows
+        if len(batch) and not received:  # there may be more ranks than windows
             losses = byte_losses(job.apply, params, batch)
-            total += torch.stack((losses.sum(), torch.tensor(float(losses.numel())).to(losses)))
-    loss_sum, scored = fzero.pmean(total).tolist()
-    return loss_sum / scored
+            total[0] += losses.sum()
+            total[1] += losses.numel()
+    total[2] += len(received)
+    loss_sum, scored, signals = fzero.pmean(total).tolist()
+    return None if signals else loss_sum / scored
 
 
-def _sample(job: Job, params: Params) -> str:
-    """Generated text; other bytes than printable ASCII in hex, so that no terminal suffers."""
+def _sample(job: Job, params: Params, received: Sequence[int]) -> str | None:
+    """Generated text; other bytes than printable ASCII in hex, so that no terminal suffers.
+
+    None if there was a signal.
+    """
     prompt = torch.tensor(list(PROMPT), dtype=torch.uint8, device=job.device)
     drawn = generate(
         lambda tokens: job.apply(params, tokens),
@@ -70,7 +98,10 @@ def _sample(job: Job, params: Params) -> str:
         count=job.settings.output.sample_bytes,
         context=job.context,
         seed=job.settings.course.seed,
+        ended=lambda: bool(received),
     )
+    if received:
+        return None
     return "".join(map(_printable, [*PROMPT, *drawn.tolist()]))
 
 

@@ -125,6 +125,7 @@ def generate(
     count: int,
     context: int,
     seed: int = 0,
+    ended: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Continue `prompt: [t]` by `count` bytes drawn from `softmax(logits / TEMPERATURE)`.
 
@@ -134,6 +135,7 @@ def generate(
         count: bytes to draw.
         context: the model sees at most this many last bytes.
         seed: of the draws, which are made on the CPU so that every device draws alike.
+        ended: asked before each byte; True ends it, with fewer bytes.
 
     Returns:
         The drawn bytes, `[count]` uint8, without the prompt.
@@ -141,6 +143,8 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     text = prompt
     for _ in range(count):
+        if ended():
+            break
         logits = logits_of(text[None, -context:])[0, -1].float().cpu()
         drawn = torch.multinomial(F.softmax(logits / TEMPERATURE, -1), 1, generator=generator)
         text = torch.cat((text, drawn.to(text)))

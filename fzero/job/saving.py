@@ -1,6 +1,6 @@
 """Checkpoints of the job: the train state, and what is needed to continue exactly.
 
-A run writes into its folder OUT:
+A run writes into its folder, --out or a new one:
 
     step-000400/   a checkpoint of fzero.checkpoint, for any number of ranks and any stage; its
                    `extra` holds the settings, the digest of the text and the losses so far
@@ -11,6 +11,8 @@ A run writes into its folder OUT:
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from fzero.checkpoint import CheckpointError, read_extra, save
 from fzero.checkpoint._disk import is_there, put_text, read_text
 from fzero.errors import LayoutError
 
+RUNS, OF_A_FOLDER = Path("runs"), "gpt-"  # a run that is given no --out goes into runs/gpt-001
 LATEST = "latest"
 OF_A_RUN = (LATEST, "step-*", "loss.png")  # what a run writes into its folder
 
@@ -48,11 +51,39 @@ def require_writable(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        raise CheckpointError(
-            f"--out {out}: {error.strerror or error}.",
-            cause="a folder that this user may not write to, or a full disk.",
-            fix="give another --out.",
-        ) from error
+        raise _unwritable(out, error.strerror or str(error)) from error
+
+
+def _unwritable(out: Path, seen: str) -> CheckpointError:
+    return CheckpointError(
+        f"--out {out}: {seen}.",
+        cause="a folder that this user may not write to, or a full disk.",
+        fix="give another --out.",
+    )
+
+
+def numbered_folders() -> dict[int, Path]:
+    """Return the folders that `new_folder` made in this working directory, by their number."""
+    found = {path.name.removeprefix(OF_A_FOLDER): path for path in RUNS.glob(f"{OF_A_FOLDER}*")}
+    return {int(number): path for number, path in sorted(found.items()) if number.isdecimal()}
+
+
+def new_folder() -> Path:
+    """Make the next of the folders runs/gpt-001, runs/gpt-002, ..., and return it.
+
+    Raises:
+        CheckpointError: the disk does not take it.
+    """
+    try:
+        RUNS.mkdir(exist_ok=True)
+        for number in itertools.count(max(numbered_folders(), default=0) + 1):
+            with contextlib.suppress(FileExistsError):  # another run was quicker
+                folder = RUNS / f"{OF_A_FOLDER}{number:03d}"
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise _unwritable(RUNS, error.strerror or str(error)) from error
+    raise AssertionError  # numbers do not end
 
 
 def require_free(out: Path) -> None:
@@ -62,9 +93,10 @@ def require_free(out: Path) -> None:
         more = f" and {len(found) - 1} more" if found[1:] else ""
         raise LayoutError(
             f"--out {out} holds files of another run: {found[0]}{more}.",
-            cause="a second run was started with the same --out, or without one.",
-            fix=f"give another --out; --resume {out} to continue that run; or --overwrite to "
-            "write into this folder, where files of the same name are replaced.",
+            cause="a second run was started with the same --out.",
+            fix=f"give another --out, or none for a new folder; --resume {out} to continue that "
+            "run; or --overwrite to write into this folder, where files of the same name are "
+            "replaced.",
         )
 
 

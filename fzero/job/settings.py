@@ -81,7 +81,9 @@ class Split:
 class Output:
     """What is read and written; never saved."""
 
-    out: Path = option(Path("runs/gpt"), "for checkpoints and curve ({})", **FOLDER)
+    out: Path | None = option(
+        None, "for checkpoints and curve (a new folder: runs/gpt-001, then -002, ...)", **FOLDER
+    )
     resume: Path | None = option(
         None,
         "continue the run in DIR (an --out, or one checkpoint in it), on any number of ranks",

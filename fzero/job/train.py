@@ -8,11 +8,13 @@ the same steps, and is the same run up to the rounding of sums in another order.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,20 +23,25 @@ import fzero
 from fzero.checkpoint import load
 from fzero.collectives import gather_objects
 from fzero.errors import FzeroError
-from fzero.job.claim import claimed, is_restart
+from fzero.job.again import resume_command
+from fzero.job.claim import begun_before, claimed
 from fzero.job.finish import finish
 from fzero.job.progress import Progress
 from fzero.job.saving import (
     LATEST,
     find_checkpoint,
+    new_folder,
+    numbered_folders,
     read_facts,
     require_free,
     require_writable,
     save_run,
 )
-from fzero.job.settings import Output, changed_course, resolve, saved_form
+from fzero.job.settings import changed_course, resolve, saved_form
 from fzero.job.step import Job, Params, make_batches, make_job, make_optimizer
 from fzero.job.stop import stop_signals
+
+T = TypeVar("T")
 
 
 def train(given: dict[str, Any]) -> int:
@@ -54,85 +61,120 @@ def train(given: dict[str, Any]) -> int:
             meets the same.
     """
     folder = find_checkpoint(given["resume"]) if "resume" in given else None
-    out = Path(given.get("out", folder.parent if folder else Output().out))
-    restarted = _told_by_first(is_restart(out, os.environ))
-    if restarted and (out / LATEST).is_file():
-        folder = find_checkpoint(out)  # of this launch: a rank of it had died
+    out = given.get("out", folder.parent if folder else None)
+    known = [out] if out else list(numbered_folders().values())
+    begun = _by_first(lambda: begun_before(known, os.environ))
+    if begun:
+        out = begun
+        if (out / LATEST).is_file():
+            folder = find_checkpoint(out)  # of this launch: a rank of it had died
     facts = read_facts(folder) if folder else {}
-    settings = resolve({**given, "out": out}, facts.get("settings"))
-    goes_on = folder is not None and out.resolve() == folder.parent.resolve()
-    if not (goes_on or restarted or settings.output.overwrite):
-        require_free(out)
-    require_writable(out)
+    settings = resolve(given, facts.get("settings"))
+    if out:
+        goes_on = folder is not None and out.resolve() == folder.parent.resolve()
+        if not (goes_on or begun or settings.output.overwrite):
+            require_free(out)
+        require_writable(out)
     job, params = make_job(settings)
-    with _held(out):
-        return _run(job, params, folder, facts)
+    out = out or _by_first(new_folder)
+    with ExitStack() as held:
+        _by_first(lambda: held.enter_context(claimed(out, os.environ)))
+        return _run(job, params, out, folder, facts)
 
 
-def _run(job: Job, params: Params, folder: Path | None, facts: dict[str, Any]) -> int:
+def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[str, Any]) -> int:
     """Train from the beginning, or from the checkpoint in `folder`, to the end or a signal."""
-    settings = job.settings
-    state = job.step.init(params, make_optimizer(settings))
+    steps, output = job.settings.course.steps, job.settings.output
+    state = job.step.init(params, make_optimizer(job.settings))
     if folder:
         state = load(folder, state)
         _note(job, f"resumed {folder}", *_differences(job, facts))
     losses = list(facts.get("losses", []))
+    before = len(losses)
     _note(job, *_headline(job, state))
+    if before >= steps:
+        more = f"    {_resume(job, folder, out)} --steps {2 * before}"
+        _say(f"this run is finished: its {before} steps are done; for {before} more:", more)
+    lines = None
     with stop_signals() as received:  # a checkpoint that has begun is finished, too
-        state, stopped = _loop(job, state, losses, received)
-        if len(losses) > len(facts.get("losses", [])):
-            _say(f"checkpoint: {_save(job, state, losses)}")
-    if stopped:
-        _say(f"stopped after step {len(losses)} of {settings.course.steps}; continue with --resume")
+        state = _loop(job, state, losses, received, out)
+        if len(losses) > before:
+            _say(f"checkpoint: {_save(job, state, losses, out)}")
+            folder = find_checkpoint(out)
+        if not _any_rank(bool(received)):
+            curve = out / "loss.png" if output.plot else None
+            note = functools.partial(_remark, job)
+            lines = finish(job, state, losses, curve=curve, received=received, note=note)
+    if lines is None:
+        _say(*_how_to_continue(job, len(losses), folder, out))
         return received[0] if received else 0
-    _say(*finish(job, state, losses))
+    _say(*lines)
     return 0
 
 
-def _told_by_first(value: bool) -> bool:
-    """Return what rank 0 says: it alone writes the file that is asked."""
-    return gather_objects(value, fzero.world())[0]
+def _how_to_continue(job: Job, done: int, folder: Path | None, out: Path) -> list[str]:
+    """Return what to tell after a signal: how far the run is, and the command that continues it."""
+    steps = job.settings.course.steps
+    left = "it continues with" if done < steps else "validation and sample are made by"
+    command = f"    {_resume(job, folder, out)}"
+    lines = [f"stopped after step {done} of {steps}, which is saved; {left}:", command]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        lines.append("(torchrun may show the signal as an error of its own, below)")
+    return lines
 
 
-@contextmanager
-def _held(out: Path) -> Iterator[None]:
-    """Hold the folder on rank 0; if that fails, every rank raises."""
+def _resume(job: Job, folder: Path | None, out: Path) -> str:
+    """Return the command that goes on from the checkpoint in `folder`."""
+    assert folder is not None  # every run that can be stopped here has one
+    saved = folder.parent if find_checkpoint(folder.parent) == folder else folder
+    return resume_command(job.settings.output, saved, out, os.environ, python=sys.executable)
+
+
+def _by_first(call: Callable[[], T]) -> T:
+    """Return what `call` returns on rank 0, on every rank, or raise its error there.
+
+    Rank 0 alone writes into the folder of the run, so that it is the one that looks, too.
+    """
     axis = fzero.world()
-    with ExitStack() as stack:
-        problem: FzeroError | None = None
+    result: T | FzeroError | None = None
+    if axis.rank == 0:
         try:
-            if axis.rank == 0:
-                stack.enter_context(claimed(out, os.environ))
+            result = call()
         except FzeroError as error:
-            problem = error
-        problem = gather_objects(problem, axis)[0]
-        if problem is not None:
-            raise problem
-        yield
+            result = error
+    result = gather_objects(result, axis)[0]
+    if isinstance(result, FzeroError):
+        raise result
+    return cast(T, result)
+
+
+def _any_rank(value: bool) -> bool:
+    """Return whether `value` holds on any rank."""
+    return any(gather_objects(value, fzero.world()))
 
 
 def _loop(
-    job: Job, state: fzero.TrainState, losses: list[float], received: list[int]
-) -> tuple[fzero.TrainState, bool]:
+    job: Job, state: fzero.TrainState, losses: list[float], received: list[int], out: Path
+) -> fzero.TrainState:
     """Train to the last step, or to the first signal to any rank; append to `losses`."""
     course, output = job.settings.course, job.settings.output
     progress = Progress(
         start=len(losses),
         total=course.steps,
         tokens_per_step=course.global_batch * job.context,
+        shown=not output.quiet and fzero.axis_index() == 0,
     )
-    shows = not output.quiet and fzero.axis_index() == 0
     stopped = False
-    while len(losses) < course.steps and not stopped:
-        state, loss = job.step(state, make_batches(job, len(losses)))
-        mean, stopped = _agree(loss, received)
-        losses.append(mean)
-        if shows:
+    with progress:
+        while len(losses) < course.steps and not stopped:
+            state, loss = job.step(state, make_batches(job, len(losses)))
+            mean, stopped = _agree(loss, received)
+            losses.append(mean)
             progress.step(mean, fzero.state_bytes(state)["total"])
-        due = output.save_every and len(losses) % output.save_every == 0
-        if due and len(losses) < course.steps and not stopped:  # the last one is `train`'s to save
-            _save(job, state, losses)
-    return state, stopped
+            due = output.save_every and len(losses) % output.save_every == 0
+            if due and len(losses) < course.steps and not stopped:  # the last one is `_run`'s
+                _save(job, state, losses, out)
+    return state
 
 
 def _agree(loss: Tensor, received: list[int]) -> tuple[float, bool]:
@@ -145,13 +187,13 @@ def _agree(loss: Tensor, received: list[int]) -> tuple[float, bool]:
     return mean, stopped > 0
 
 
-def _save(job: Job, state: fzero.TrainState, losses: list[float]) -> str:
+def _save(job: Job, state: fzero.TrainState, losses: list[float], out: Path) -> str:
     facts = {
         "settings": saved_form(job.settings),
         "text_sha256": job.corpus.sha256,
         "losses": losses,
     }
-    return str(save_run(job.settings.output.out, state, facts))
+    return str(save_run(out, state, facts))
 
 
 def _differences(job: Job, facts: dict[str, Any]) -> list[str]:
@@ -180,6 +222,12 @@ def _note(job: Job, *lines: str) -> None:
     """Tell the user something that --quiet leaves out."""
     if not job.settings.output.quiet:
         _say(*lines)
+
+
+def _remark(job: Job, text: str) -> None:
+    """Say, where the progress is shown, what is done next."""
+    if not job.settings.output.quiet and fzero.axis_index() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _say(*lines: str) -> None:

@@ -57,3 +57,21 @@ def test_an_empty_buffer_and_what_comes_after_the_block_raised_are_not_counted()
         raise KeyError
     simulated(fzero.psum, torch.ones(2, 3))
     assert log.events == []
+
+
+def test_a_log_is_printed_as_a_table_of_one_rank_and_names_the_others() -> None:
+    with fzero.count_collectives() as log:
+        assert str(log) == "no collectives"
+        simulated(fzero.psum, torch.ones(3, 1000))
+        simulated(fzero.psum, torch.ones(3, 7))
+        simulated(fzero.all_gather, torch.ones(3, 2, dtype=torch.float64))
+    assert str(log).splitlines() == [
+        "op          axis  dtype    buffers  elements  bytes sent",
+        "all_reduce  dp    float32        2     1,007       5,368",
+        "all_gather  dp    float64        1         6          32",
+        "total                            3                 5,400",
+        "rank 0, and the same on rank 1, 2",
+    ]
+    assert f"{log.wire_bytes():,}" == "5,400"
+    log.events = [event for event in log.events if event.rank != 2 or event.op == "all_gather"]
+    assert str(log).splitlines()[-1] == "rank 0, and the same on rank 1; not so on rank 2"

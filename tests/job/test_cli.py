@@ -33,16 +33,19 @@ def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(
     assert main(["train", "--steps", "3", *SMALL]) == 0
     told, shown = capsys.readouterr()
     assert "shard(stage=2, donate=True) . coalesce . clip(max_norm=1.0)" in told
-    assert "checkpoint: runs/gpt/step-000003" in told
+    assert "checkpoint: runs/gpt-001/step-000003" in told
     assert "nats/byte (byte bigram: " in told
     assert "sample:\ndef " in told
     assert "step 3/3: loss " in shown
-    assert (tmp_path / "runs/gpt/loss.png").read_bytes().startswith(b"\x89PNG")
-    assert len(saved_losses(tmp_path / "runs/gpt")) == 3
+    assert (tmp_path / "runs/gpt-001/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(saved_losses(tmp_path / "runs/gpt-001")) == 3
+    assert main(["train", "--steps", "1", *SMALL, "--no-plot"]) == 0  # a folder of its own
+    assert "checkpoint: runs/gpt-002/step-000001" in capsys.readouterr().out
+    assert len(saved_losses(tmp_path / "runs/gpt-001")) == 3
 
 
 def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) -> None:
-    out = ["--out", str(tmp_path), "--no-plot"]
+    out = ["--out", str(tmp_path), "--no-plot", "--save-every", "1000"]
     with subprocess.Popen(
         [sys.executable, "-m", "fzero", "train", "--steps", "100000", *SMALL, *out],
         env=environ(),
@@ -56,9 +59,17 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) ->
         process.send_signal(signal.SIGINT)  # an impatient second one changes nothing
         told, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "continue with --resume" in told and "Traceback" not in errors
+    assert "Traceback" not in errors
     steps = len(saved_losses(tmp_path))
-    assert main(["train", "--resume", str(tmp_path), "--steps", str(steps + 1), *out]) == 0
+    before, command = told.splitlines()[-2:]  # the last lines, to be copied
+    assert before == f"stopped after step {steps} of 100000, which is saved; it continues with:"
+    assert shlex.split(command)[3:] == [
+        "train", "--resume", str(tmp_path), "--save-every", "1000", "--sample-bytes", "20",
+        "--no-plot",
+    ]  # fmt: skip
+    more = shlex.split(f"{command} --steps {steps + 1}")
+    done = subprocess.run(more, cwd=ROOT, env=environ(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert len(saved_losses(tmp_path)) == steps + 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.job.runs import small
 from tests.ranks import run_ranks
 
 
-def validate_rank(rank: int, world_size: int, out: Path, count: int) -> float:
+def validate_rank(rank: int, world_size: int, out: Path, count: int) -> float | None:
     job, params = make_job(resolve(small(out, global_batch=24)))
     return validate(job, params, even_windows(job.corpus.valid, context=16, count=count))
 
@@ -43,8 +45,14 @@ def test_validation_is_the_mean_over_all_windows_once(
 def test_the_lines_say_validation_bigram_curve_and_sample(tmp_path: Path) -> None:
     settings = resolve(small(tmp_path, plot=True, sample_bytes=30))
     job, params = make_job(settings)
-    lines = finish(job, job.step.init(params, make_optimizer(settings)), [5.0, 4.0])
-    assert len(lines) == 3
+    state = job.step.init(params, make_optimizer(settings))
+    told: list[str] = []
+    lines = finish(job, state, [5.0, 4.0], curve=tmp_path / "loss.png", note=told.append)
+    assert told == [
+        "validating on 411 windows of the text that was held out ...",
+        "sampling 30 bytes ...",
+    ]
+    assert lines is not None and len(lines) == 3
     words = lines[0].split()
     assert words[:2] == ["validation", "loss"] and 5 < float(words[2]) < 6
     assert words[3:6] == ["nats/byte", "(byte", "bigram:"] and 2 < float(words[6].strip(")")) < 4
@@ -62,11 +70,64 @@ def test_without_matplotlib_the_curve_is_skipped_with_a_word(
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_progress_is_the_first_and_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(start=3, total=6, tokens_per_step=1000)
-    for loss in (2.0, 1.5, 1.25):
-        progress.step(loss, 57_000_000)
-    first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("step 4/6: loss 2.000,")
-    assert last.startswith("step 6/6: loss 1.250,")
-    assert "tokens/s, 57.0 MB/rank" in first and "tokens/s, 57.0 MB/rank" in last
+def test_a_signal_ends_the_validation_and_the_sample(tmp_path: Path) -> None:
+    settings = resolve(small(tmp_path, sample_bytes=10**6))  # it would take hours
+    job, params = make_job(settings)
+    state = job.step.init(params, make_optimizer(settings))
+    for word in ("validating", "sampling"):
+        received: list[int] = []
+        told: list[str] = []
+
+        def signalled_at(text: str, word: str = word, to: list[int] = received) -> None:
+            to.extend([signal.SIGINT] if text.startswith(word) else [])
+            told.append(text)  # noqa: B023
+
+        assert finish(job, state, [5.0], curve=None, received=received, note=signalled_at) is None
+        assert told[-1].startswith(word)
+
+
+def signalled_rank(rank: int, world_size: int, out: Path) -> Any:
+    job, params = make_job(resolve(small(out)))
+    state = job.step.init(params, make_optimizer(job.settings))
+    return finish(job, state, [5.0], curve=None, received=[signal.SIGTERM] * (rank == 1))
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_signal_to_one_rank_ends_the_validation_of_all(tmp_path: Path) -> None:
+    assert run_ranks(signalled_rank, 2, tmp_path) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "has_tqdm", "shown", "kind"),
+    [
+        (True, True, True, "bar"),
+        (True, False, True, "lines"),
+        (False, True, True, "lines"),
+        (True, True, False, "nothing"),
+    ],
+)
+def test_progress_is_a_bar_on_a_terminal_and_else_the_first_and_the_last_line(
+    is_terminal: bool,
+    has_tqdm: bool,
+    shown: bool,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    if not has_tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    with Progress(start=3, total=6, tokens_per_step=1000, shown=shown) as progress:
+        for loss in (2.0, 1.5, 1.25):
+            progress.step(loss, 57_000_000)
+    told = capsys.readouterr().err
+    if kind == "nothing":
+        assert told == ""
+    elif kind == "bar":
+        assert "\r" in told and told.endswith("\n")
+        assert "step 6/6 |" in told and "00:00 left, loss 1.250, " in told and "tokens/s" in told
+    else:
+        first, last = told.splitlines()
+        assert first.startswith("step 4/6: loss 2.000,")
+        assert last.startswith("step 6/6: loss 1.250,")
+        assert "tokens/s, 57.0 MB/rank, 0:00:00 left" in first and first[-4:] == last[-4:]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fzero.errors import LayoutError
-from fzero.job.claim import claimed, is_restart
+from fzero.job.claim import begun_before, claimed
 from fzero.job.train import train
 from tests.job.runs import saved_losses, small
 from tests.ranks import run_ranks, spawn_script
@@ -28,6 +28,7 @@ def make_batches(job, step):
     return real(job, step)
 
 module.make_batches = make_batches
+os.chdir(os.path.dirname(__file__))
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -47,31 +48,37 @@ def _whole(rank: int, size: int, out: Path) -> None:
 def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    args = ["train", *OPTIONS, "--out", str(tmp_path / "cut")]
+    (tmp_path / "runs" / "gpt-001").mkdir(parents=True)  # of a run before
+    args = ["train", *OPTIONS]  # without --out: the ranks find the folder that they had made
     done = spawn_script(script, 2, args, timeout_s=400, options=["--max-restarts=1"])
     assert done.returncode == 0, done.stderr
-    assert f"resumed {tmp_path / 'cut' / 'step-000003'}" in done.stdout
+    assert "resumed runs/gpt-002/step-000003" in done.stdout
+    assert len(list((tmp_path / "runs").iterdir())) == 2
     assert "2 rank(s)" in done.stdout
     assert done.stdout.count("validation loss") == 1  # rank 0 alone speaks
     run_ranks(_whole, 2, tmp_path / "whole")
     assert len(saved_losses(tmp_path / "whole")) == 6
-    assert saved_losses(tmp_path / "cut") == saved_losses(tmp_path / "whole")
+    assert saved_losses(tmp_path / "runs" / "gpt-002") == saved_losses(tmp_path / "whole")
 
 
 def test_only_the_launch_that_began_a_run_goes_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    other, own = tmp_path / "other", tmp_path / "own"
     mine = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert not is_restart(tmp_path, mine)  # nobody has begun one
-    with claimed(tmp_path, mine):
-        assert is_restart(tmp_path, mine)
-        assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RESTART_COUNT": "0"})
-        assert not is_restart(tmp_path, {**mine, "TORCHELASTIC_RUN_ID": "b"})
-        assert not is_restart(tmp_path, {})
-    assert is_restart(tmp_path, mine)
+    for folder in (other, own):
+        folder.mkdir()
+    (other / "run").write_text("of another launch")
+    assert begun_before([other, own], mine) is None  # nobody has begun one
+    with claimed(own, mine):
+        assert begun_before([other, own], mine) == own
+        assert begun_before([other, own], {**mine, "TORCHELASTIC_RESTART_COUNT": "0"}) is None
+        assert begun_before([other, own], {**mine, "TORCHELASTIC_RUN_ID": "b"}) is None
+        assert begun_before([other, own], {}) is None
+    assert begun_before([other, own], mine) == own
     another = os.getppid() + 1  # agent of the same id
     monkeypatch.setattr(os, "getppid", lambda: another)
-    assert not is_restart(tmp_path, mine)
+    assert begun_before([other, own], mine) is None
 
 
 def _second(rank: int, size: int, out: Path) -> None:

@@ -98,7 +98,11 @@ def test_a_finished_run_is_only_judged_again(
     again = capsys.readouterr().out
     assert "checkpoint:" in first and "checkpoint:" not in again
     assert first.splitlines()[-1] == again.splitlines()[-1]
-    assert again.startswith("validation loss ")
+    finished, command, *_ = again.splitlines()
+    assert finished == "this run is finished: its 6 steps are done; for 6 more:"
+    assert command.endswith(
+        f"-m fzero train --resume {tmp_path} --sample-bytes 0 --no-plot --quiet --steps 12"
+    )
 
 
 def test_a_resumed_run_goes_on_in_its_folder_unless_told_otherwise(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def documents() -> dict[Path, Callable[[], str]]:
 
     return {
         ROOT / "docs" / "invariance.md": invariance.tables,
-        ROOT / "docs" / "performance.md": performance.tables,
+        ROOT / "README.md": performance.short,
+        ROOT / "docs" / "performance.md": performance.headline,
+        ROOT / "docs" / "performance_archive.md": performance.archive,
         ROOT / "docs" / "support.md": support.tables,
     }
 

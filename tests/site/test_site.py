@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import fzero
 from fzero.__main__ import _parser
+from tests.site.browser import NAME, sizes
 from tests.site.tables import BEGIN, END, ROOT, documents, with_tables
 
 DOCS = ROOT / "docs"
@@ -95,7 +97,7 @@ def test_every_transform_has_a_page_and_a_row() -> None:
     assert set(keywords) <= set(inspect.signature(fzero.adapter.Engine).parameters)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
 def test_every_link_leads_to_a_page(path: Path) -> None:
     links = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))
     # notebooks are copied into the site when it is built
@@ -126,3 +128,6 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert "GPipe" in page and "fzero.accumulate" in page
     assert "cells give the step of one process" in (tmp_path / "invariance.html").read_text()
     assert (tmp_path / "notebooks" / "01_one_step.html").read_text().count("<img") >= 2
+    for page, width in itertools.product(("concepts", "performance"), (1366, 1440) if NAME else ()):
+        seen = sizes(tmp_path / f"{page}.html", width)
+        assert seen["text"] <= seen["contents"] <= seen["page"] <= seen["window"] == width

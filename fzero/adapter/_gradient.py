@@ -95,7 +95,7 @@ class Gradients:
     def require_taken(self) -> None:
         """Raise `LayoutError` for a `p.grad` that no backward has brought: it would be lost."""
         for p, held in () if self._standing else self._learning:
-            if p.grad is not None:
+            if p.grad is not None and p.grad is not held:
                 raise LayoutError(
                     f"p.grad of {held.path} is a tensor that the engine has not got by a backward.",
                     cause="a gradient written by hand, or one from before the engine was made.",

@@ -237,9 +237,8 @@ def after_update(scale: LossScale, found_inf: Tensor) -> LossScale:
 def carried(own: LossScale | None, other: LossScale | None) -> LossScale | None:
     """Return the scale of a state that takes the values of another one.
 
-    Its policy is its own. If both are dynamic, the numbers are those of the other, checked against
-    that policy as in `from_numbers`; if both have one policy, they are the other's as they are.
-    Else it begins anew.
+    Its policy is its own. If both are dynamic, or have one policy, the numbers are the other's,
+    kept within the own policy as in `from_numbers`; else it begins anew.
     """
     if own is None or other is None:
         return own and begin(own.policy, own.scale.device)
@@ -280,10 +279,7 @@ def from_numbers(own: LossScale | None, numbers: Mapping[str, float]) -> LossSca
 
 
 def _under(policy: DynamicScale, scale: LossScale, hysteresis: float | None) -> LossScale:
-    """Return a scale whose numbers were counted under another policy, with that `hysteresis`.
-
-    None: it is not known (a checkpoint from before it was saved).
-    """
+    """Return a scale that was counted under a policy with that `hysteresis`; None: not known."""
     left = scale.hysteresis_left
     if hysteresis is not None:
         left = left + (policy.hysteresis - int(hysteresis))

@@ -4,126 +4,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fzero
 from fzero.adapter import Engine, initialize
-from fzero.errors import LayoutError, MismatchError, PhaseError
-from tests.adapter.nets import linear
+from fzero.errors import PhaseError
+from tests.adapter.experts import (
+    PLAN,
+    Experts,
+    X,
+    adamw,
+    close_to,
+    made,
+    momentum,
+    moved,
+    nadam,
+    on_virtual_ranks,
+    plain,
+    run,
+    stepping,
+)
 from tests.adapter.on_ranks import each_stage, on_ranks
 from tests.failing import fails_in_backward
-
-EXPERTS = 4
-
-
-class Experts(nn.Module):
-    """A part that is always used, and others that a call chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = linear(3, 3), linear(3, 1)
-        self.experts = nn.ModuleList(linear(3, 3) for _ in range(EXPERTS))
-
-    def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
-        h = self.stem(x)
-        for i in chosen:
-            h = h + self.experts[i](x)
-        return self.head(h).sum()
-
-
-def made() -> Experts:
-    torch.manual_seed(3)
-    return Experts()
-
-
-def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    """Two param groups, of which one decays."""
-    flat = [p for p in module.parameters() if p.ndim == 1]
-    rest = [p for p in module.parameters() if p.ndim > 1]
-    groups = [{"params": rest, "weight_decay": 0.5}, {"params": flat, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.1)
-
-
-def momentum(module: nn.Module) -> torch.optim.Optimizer:
-    """Its first step is another one than those that follow."""
-    options: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.5}
-    return torch.optim.SGD(module.parameters(), lr=0.1, **options)
-
-
-def nadam(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.NAdam(module.parameters(), lr=0.1, weight_decay=0.1)
-
-
-def x_of(rank: int, update: int, call: int) -> Tensor:
-    source = torch.Generator().manual_seed(100 * update + 10 * call + rank)
-    return torch.randn(2, 3, dtype=torch.float64, generator=source)
-
-
-Calls = Sequence[Sequence[int] | None]
-"""What each call of a rank uses; None: the rank makes none."""
-
-# By update, and then by rank.
-PLAN: list[list[Calls]] = [
-    [[[0], [1]], [[1], [0]], [[1], None]],  # 2 and 3 have not been used yet
-    [[[2], []], [[], []], [None, None]],  # 2 by the first rank alone
-    [[None, None]] * 3,  # nothing at all
-    [[[0, 3], None], [[0], [3]], [[0], [0]]],
-    [[[], []], [[1], []], [[3], []]],
-]
-
-
-class Plain(NamedTuple):
-    values: dict[str, Tensor]
-    states: dict[str, dict[str, Any]]
-
-
-def plain(ranks: int, optimizer_of: Callable[..., Any], plan: Sequence[Sequence[Calls]]) -> Plain:
-    """One process that sees the data of all ranks."""
-    module = made()
-    optimizer = optimizer_of(module)
-    for update, row in enumerate(plan):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            for call, chosen in enumerate(row[rank]):
-                if chosen is not None:
-                    (module(x_of(rank, update, call), chosen) / ranks).backward()
-        optimizer.step()
-    states = {path: dict(optimizer.state.get(p, {})) for path, p in module.named_parameters()}
-    return Plain({path: p.detach() for path, p in module.named_parameters()}, states)
-
-
-def on_virtual_ranks(ranks: int, body: Callable[[int], None]) -> None:
-    def each(rank: Tensor) -> Tensor:
-        body(int(rank))
-        return rank
-
-    if ranks == 1:
-        body(0)
-    else:
-        fzero.simulate(each, world_size=ranks)(torch.arange(ranks))
-
-
-def run(engine: Engine, rank: int, row: Sequence[Calls], update: int, way: str = "") -> None:
-    """The calls of one update, in a window or not."""
-    ways: dict[str, Any] = {"coalesce": engine.coalesce, "no_sync": engine.no_sync}
-    if way in ways:
-        with ways[way]():
-            run(engine, rank, row, update)
-        return
-    for call, chosen in enumerate(row[rank]):
-        if chosen is not None:
-            engine.backward(engine(x_of(rank, update, call), chosen))
-        if way == "accumulate":
-            engine.step()
-
-
-def close_to(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -171,26 +77,6 @@ def test_processes_leave_out_what_virtual_ranks_do(rank: int, world_size: int, s
         engine.step()
     close_to(engine.full_parameters(), plain(world_size, adamw, PLAN).values)
     engine.close()
-
-
-def stepping(stage: int, body: Callable[[Engine, int], Any], ranks: int = 2) -> None:
-    """Run body(engine, rank) with an engine whose update moves whatever it steps."""
-
-    def each(rank: int) -> None:
-        module = made()
-        body(Engine(module, adamw(module), stage=stage), rank)
-
-    on_virtual_ranks(ranks, each)
-
-
-def moved(engine: Engine, before: dict[str, Tensor]) -> set[str]:
-    """The parts of which a weight has other values than before: ("stem", "head", "0", ...)."""
-    after = engine.full_parameters()
-    paths = {path for path in before if not torch.equal(before[path], after[path])}
-    return {path.split(".")[-2] for path in paths if path.endswith("weight")}
-
-
-X = torch.ones(1, 3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -403,181 +289,3 @@ def test_initialize_leaves_out_what_no_rank_used(stage: int) -> None:
         assert moved(engine, before) == {"stem", "head", "0", "1"}
 
     on_virtual_ranks(2, body)
-
-
-# Freezing.
-
-
-@each_stage
-@pytest.mark.parametrize("optimizer_of", [adamw, momentum])
-def test_what_is_frozen_between_steps_does_not_move_and_learns_again_later(
-    stage: int, optimizer_of: Callable[..., Any]
-) -> None:
-    frozen = {1: False, 3: True}  # from which update on the stem requires grad, or not
-
-    def body(rank: int) -> None:
-        module, twin = made(), made()
-        engine, optimizer = Engine(module, optimizer_of(module), stage=stage), optimizer_of(twin)
-        for update in range(5):
-            for one in (module, twin):
-                for p in one.stem.parameters():
-                    p.requires_grad_(frozen.get(update, p.requires_grad))
-            optimizer.zero_grad()
-            twin(X, [update % 2]).backward()
-            optimizer.step()
-            engine(X, [update % 2]).backward()
-            engine.step()
-            close_to(engine.full_parameters(), dict(twin.named_parameters()))
-
-    on_virtual_ranks(2, body)
-
-
-def test_what_one_rank_alone_freezes_learns_from_the_others() -> None:
-    def body(engine: Engine, rank: int) -> None:
-        engine.module.stem.requires_grad_(rank == 0)
-        before = engine.full_parameters()
-        engine(X, []).backward()
-        engine.step()
-        assert moved(engine, before) == {"stem", "head"}
-
-    stepping(2, body)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_is_frozen_between_the_backward_and_the_update_has_its_gradient(stage: int) -> None:
-    def body(engine: Engine, rank: int) -> None:
-        before = engine.full_parameters()
-        engine(X, []).backward()
-        engine.module.requires_grad_(False)
-        engine.step()
-        assert moved(engine, before) == {"stem", "head"}
-
-    stepping(stage, body)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_unfreezing_and_new_groups_are_refused_on_every_rank_and_change_nothing(
-    stage: int,
-) -> None:
-    def body(rank: int) -> None:
-        module = made()
-        module.experts.requires_grad_(False)
-        optimizer = torch.optim.AdamW([*module.stem.parameters(), *module.head.parameters()])
-        engine = Engine(module, optimizer, stage=stage)
-        before = engine.full_parameters()
-        engine(X, [0]).backward()
-        module.experts[0].requires_grad_(True)
-        with pytest.raises(LayoutError, match=r"experts.0.weight requires grad now"):
-            engine.step()
-        module.experts[0].requires_grad_(False)
-        optimizer.add_param_group({"params": [module.experts[0].weight]})
-        with pytest.raises(PhaseError, match=r"has 2 param groups"):
-            engine.step()
-        del optimizer.param_groups[1]
-        assert moved(engine, before) == set()
-        engine.step()
-        assert moved(engine, before) == {"stem", "head"}
-
-    on_virtual_ranks(2, body)
-
-
-def test_a_gradient_by_hand_that_no_backward_brought_is_not_lost_in_silence() -> None:
-    module = made()
-    engine = Engine(module, adamw(module), stage=2)
-    module.stem.weight.grad = torch.ones_like(module.stem.weight)
-    with pytest.raises(LayoutError, match=r"p.grad of stem.weight"):
-        engine.step()
-    engine.zero_grad()
-    assert engine.step() is True
-
-
-# Ranks that differ.
-
-
-def test_an_error_of_one_rank_at_its_update_ends_the_others() -> None:
-    def body(engine: Engine, rank: int) -> None:
-        engine(X, [0]).backward()
-        before = engine.full_parameters()
-        if rank == 0:
-            engine.module.stem.weight.data = torch.zeros(3, 3, dtype=torch.float64)
-        with pytest.raises((LayoutError, fzero.errors.PeerFailedError)):
-            engine.step()
-        assert moved(engine, before) <= {"stem"}  # by the user
-
-    stepping(1, body)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_gradients_that_one_rank_threw_away_raise_on_all(stage: int) -> None:
-    def body(engine: Engine, rank: int) -> None:
-        engine(X, [0]).backward()
-        before = engine.full_parameters()
-        if rank:
-            engine.module.zero_grad()
-        with pytest.raises(MismatchError, match="holds reduced gradients, and rank 1 holds none"):
-            engine.step()
-        assert moved(engine, before) == set()
-        engine.zero_grad()
-        engine(X, [0]).backward()
-        engine.step()
-        assert moved(engine, before) == {"stem", "head", "0"}
-
-    stepping(stage, body)
-
-
-def set_of(group: int, **options: Any) -> Callable[[Any], None]:
-    return lambda optimizer: optimizer.param_groups[group].update(options)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(
-    ("change", "seen"),
-    [
-        (set_of(0, lr=0.25), "lr=0.25"),
-        (set_of(1, weight_decay=0.125), "weight_decay=0.125"),
-        (set_of(1, betas=[0.5, 0.75]), "betas="),
-        (set_of(0, lr=torch.tensor(0.5)), r"lr=tensor\(0.5\)"),
-        (set_of(0, maximize=True), "maximize=True"),
-        (lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "param group 2"),
-        (
-            lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0).step(1.0),
-            None,
-        ),
-    ],
-)
-def test_what_the_optimizer_has_on_one_rank_only_raises_on_all(
-    stage: int, change: Callable[[Any], None], seen: str | None
-) -> None:
-    def body(engine: Engine, rank: int) -> None:
-        engine(X, [0]).backward()
-        before = engine.full_parameters()
-        if rank:
-            change(engine.optimizer)
-        if seen is None:  # nothing that an update depends on
-            engine.step()
-            return
-        with pytest.raises(MismatchError, match=seen):
-            engine.step()
-        assert moved(engine, before) == set() and int(engine.state.step) == 0
-
-    stepping(stage, body)
-
-
-def test_a_schedule_that_follows_the_loss_of_one_rank_raises_on_all() -> None:
-    def body(engine: Engine, rank: int) -> None:
-        assert engine.optimizer is not None
-        rates = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
-        step = partial(engine.backward, gradient=None)
-        for update in range(2):
-            step(engine(X, [0, 1, 2, 3]))
-            if update:
-                with pytest.raises(
-                    MismatchError, match=r"step\(\) of engine .* with param group 0"
-                ):
-                    engine.step()
-            else:
-                engine.step()
-            rates.step(1.0)
-            rates.step(1.0 - rank)  # better on rank 1 alone
-
-    stepping(2, body)

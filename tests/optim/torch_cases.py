@@ -56,7 +56,7 @@ class GroupAdam(Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             group["largest"] = group["largest"].maximum(torch.tensor([group["lr"]]))
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 if not state:
                     state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))

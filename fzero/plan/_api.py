@@ -80,6 +80,7 @@ class Planner:
         Raises:
             LayoutError: for what is no model, and for options as `fzero.shard` does.
             AxisError: for a world that is none, and a rank that is not in it.
+            PhaseError: at an operation that needs the values of a tensor.
 
         Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 

@@ -32,7 +32,7 @@ class Trace:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What runs at once, in the order of the program: the lines of the text, without views."""
+        """What runs at once, in the order of the program: the lines of the text, and fills."""
         return kernels(self.inputs, self.ops, self.outputs)
 
     @property

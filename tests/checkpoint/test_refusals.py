@@ -282,7 +282,7 @@ HEARD = {
     "phase": "1 backwards",
     "extra": "Tensor is not JSON",
     "an empty path to save": "save: the path is empty",
-    "an empty path to load": r"rank 1 has path \.",
+    "an empty path to load": "load: the path is empty",
 }
 
 

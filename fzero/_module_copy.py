@@ -22,6 +22,10 @@ _TABLES = ("_parameters", "_buffers", "_modules", "training")  # made anew for e
 _TORCHS = frozenset(vars(nn.Module()))  # the attributes that every module has, hooks among them
 
 
+class _StandIn:
+    """Stands for a module while it is tried what copies share; torch's hooks refer to it weakly."""
+
+
 class _Part(NamedTuple):
     """One submodule: what all its copies share, and what each has of its own."""
 
@@ -56,7 +60,7 @@ class Template:
         self.constants = {} if stateful else dict(twin.named_buffers())
         self._versions = {name: value._version for name, value in self.constants.items()}
         position = {id(part): i for i, part in enumerate(self._modules)}
-        stand_ins: dict[int, Any] = {number: object() for number in position}
+        stand_ins: dict[int, Any] = {number: _StandIn() for number in position}
         stand_ins |= {id(tensor): tensor for tensor in tensors}
         self._parts = [
             self._part(path, part, position, stand_ins) for path, part in twin.named_modules()

@@ -133,3 +133,13 @@ def test_a_compiled_loss_is_one_graph() -> None:
     assert torch.equal(compiled(params, x), loss(params, x))
     moved = {name: value + 1 for name, value in params.items()}
     assert torch.equal(compiled(moved, x), loss(moved, x))
+
+
+def test_a_module_with_a_hook_of_load_state_dict_is_functionalized() -> None:
+    """torch refers weakly to the module in such a hook, in each copy of it."""
+    module, seen = nn.Linear(2, 1), []
+    module.register_load_state_dict_pre_hook(lambda *_: seen.append(1))
+    apply, params = functionalize(module)
+    x = torch.ones(3, 2)
+    assert torch.equal(apply(params, x), module(x))
+    assert not seen

@@ -68,7 +68,21 @@ class Device(TorchDispatchMode):
         """Return whether it is on the device."""
         if isinstance(x, LazyParam):
             return True
-        return isinstance(x, Tensor) and x.untyped_storage()._cdata in self._storages
+        if not isinstance(x, Tensor):
+            return False
+        storage = x.untyped_storage()
+        return storage._cdata in self._storages or self._is_part(storage)
+
+    def _is_part(self, storage: UntypedStorage) -> bool:
+        """Whether it is memory of another storage that is there: DLPack makes such."""
+        first, size = storage.data_ptr(), storage.nbytes()
+        there = size > 0 and any(
+            one.data_ptr() <= first and first + size <= one.data_ptr() + one.nbytes()
+            for one in self._storages.values()
+        )
+        if there:
+            self._storages[storage._cdata] = storage
+        return there
 
     @contextmanager
     def no_waits(self) -> Iterator[None]:

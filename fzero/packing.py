@@ -88,7 +88,7 @@ def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     group = layout.groups[index]
     leaves = [layout.leaves[i] for i in group.leaves]
     if len(leaves) == 1 and leaves[0].numel == layout.full_numel(index):
-        same = tuple(flat.shape) == leaves[0].shape and not leaves[0].dtype.is_complex
+        same = tuple(flat.shape) == leaves[0].shape is leaves[0].stored_shape
         return [flat if same else leaves[0].of(flat)]  # a view would cost a copy in backward
     return _cut(layout, index, flat)[0]
 

@@ -12,6 +12,7 @@ step in which nobody touches `p.grad` does nothing of this.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -85,7 +86,7 @@ class HeldGradient(Tensor):
 
     path: str
     number: int  # of its parameter, among those that learn
-    by: Serves
+    owner: weakref.ref[Serves]  # weak: the garbage collector does not look into p.grad
     arrived: Tensor | None
     task: int  # the graph task that brought the last gradient: what writes in it is a user's hook
     views: tuple[Callable[[Tensor], Tensor], ...]
@@ -98,7 +99,7 @@ class HeldGradient(Tensor):
         made = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=by.device
         )
-        made.number, made.path, made.by = number, path, by
+        made.number, made.path, made.owner = number, path, weakref.ref(by)
         made.arrived, made.task, made.views = None, -1, ()
         made.whole, made.copied = True, False
         return made
@@ -130,6 +131,18 @@ class HeldGradient(Tensor):
             raise held.refusal(str(func), _WRITE)
         filled = {name: _filled(x) for name, x in kwargs.items()}
         return func(*map(_filled, args), **filled)
+
+    @property
+    def by(self) -> Serves:
+        """Who has the gradient. Raises `PhaseError` if the engine is gone."""
+        by = self.owner()
+        if by is None:
+            raise PhaseError(
+                "p.grad is the stand-in of an engine that is gone.",
+                cause="the engine was made in a function, and nothing holds it any more.",
+                fix="keep the engine for as long as its module is used, or close() it.",
+            )
+        return by
 
     def _in_backward(self, func: Any, args: Any, task: int) -> Any:
         """What autograd adds is taken. A hook of the user's finds nothing that it may use yet."""
@@ -211,7 +224,8 @@ class HeldGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         shown = f"shape={tuple(self.shape)}"
-        if self.by.at_hand and current_graph_task() == -1:
+        by = self.owner()
+        if by is not None and by.at_hand and current_graph_task() == -1:
             shown = repr(self.values())
         return f"HeldGradient({self.path}, {shown})"
 

@@ -22,22 +22,24 @@ class Leaf:
     dtype: torch.dtype  # as its user has it: a complex leaf is in a flat by its real view
     trainable: bool
 
-    @property
-    def numel(self) -> int:
-        """Number of elements in a flat: two, real and imaginary part, for a complex one."""
-        return prod(self.stored_shape)
+    stored_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The shape of its real view; of a leaf that is real, `shape` itself."""
 
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of its real view."""
-        return (*self.shape, 2) if self.dtype.is_complex else self.shape
+    numel: int = field(init=False, repr=False, compare=False)
+    """Number of elements in a flat: two, real and imaginary part, for each complex number."""
+
+    def __post_init__(self) -> None:
+        """Note what every step asks for."""
+        stored = (*self.shape, 2) if self.dtype.is_complex else self.shape
+        object.__setattr__(self, "stored_shape", stored)
+        object.__setattr__(self, "numel", prod(stored))
 
     def of(self, part: Tensor) -> Tensor:
         """Return its elements in a flat in its own shape; in the precision of the flat: a view.
 
         Complex numbers of 16 bits are made in fp32: a copy.
         """
-        if not self.dtype.is_complex:
+        if self.stored_shape is self.shape:
             return part.view(self.shape)
         return as_complex(part).view(self.shape)
 

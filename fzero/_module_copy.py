@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,6 +22,20 @@ from fzero.errors import LayoutError
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")  # made anew for each copy
 _TORCHS = frozenset(vars(nn.Module()))  # the attributes that every module has, hooks among them
+
+
+_asked: ContextVar[list[Template] | None] = ContextVar("asked", default=None)
+
+
+@contextmanager
+def modes_asked() -> Iterator[list[Template]]:
+    """List the templates whose modules are asked in this block whether they train."""
+    found: list[Template] = []
+    token = _asked.set(found)
+    try:
+        yield found
+    finally:
+        _asked.reset(token)
 
 
 class _Part(NamedTuple):
@@ -68,7 +84,9 @@ class Template:
 
     def modes(self) -> list[bool]:
         """Read `.training` of the user's submodules; as last read once the module is gone."""
-        module = self._sources[0]()
+        asked, module = _asked.get(), self._sources[0]()
+        if asked is not None and self not in asked:
+            asked.append(self)
         if module is not None:
             parts = [*module.modules()]
             if parts != [source() for source in self._sources]:

@@ -81,7 +81,7 @@ class Driver:
         self.events = Events(module, learning, self)
         self.running.drop_if_raised = self.events.drop_unfinished
         lower, device = setup.policy.autocast, state.device
-        self.region = Region(module, lower, device, self.running.gatherer) if lower else None
+        self.region = Region(module, lower, device) if lower else None
         self.masters = Masters(self.params, setup)
         self.optimizer = optimizer_of(setup, [p for p, _ in learning])
         self.guard = Guard(self.optimizer)

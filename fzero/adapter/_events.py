@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fzero._ambient import without_cast_cache
 from fzero._modes import for_training, in_transform
 from fzero.errors import PhaseError
 from fzero.state import hooks
@@ -58,6 +60,7 @@ class Events:
         self._learning = [p for p, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _ in learning]
         self._depth = 0  # of root forwards that are running
+        self._uncached = ExitStack()  # what the outermost of them has entered
         self._own = False  # the one that runs is no recompute, and not under torch.func
         self._nested = -1  # a graph task that ran while another one's backward is open
         self._apart = False  # that task ended, and nothing came of the one that is open since
@@ -79,6 +82,7 @@ class Events:
         self._depth += 1
         if self._depth > 1:
             return
+        self._uncached.enter_context(without_cast_cache())
         self._own = not (in_transform() or self._stands_in() or in_backward())
         if self._own:
             with torch.inference_mode(False), torch.no_grad():  # what waits is for training
@@ -88,7 +92,10 @@ class Events:
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth > 0 or not self._own:
+        if self._depth > 0:
+            return
+        self._uncached.close()
+        if not self._own:
             return
         self._own = False
         trains = torch.is_grad_enabled() and self._watch(tensors_in(output, {}))
@@ -184,6 +191,7 @@ class Events:
     def abandon(self) -> None:
         """An exception ended a forward or a backward."""
         self._depth, self._own = 0, False
+        self._uncached.close()
         self._nested, self._apart = -1, False
         self._apply(hooks.reset_for_new_step)
 

@@ -119,8 +119,6 @@ def _by_autograd(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
     passes, places = _passes_of(states)
-    for one in passes:
-        one.gatherer.casts = states[0].setup.policy.autocast
     versions = _versions(states)
     try:
         for one in passes:

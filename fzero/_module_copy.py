@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
 
 from fzero.errors import LayoutError
 
@@ -181,6 +182,20 @@ class Template:
         memo: dict[int, Any] = {id(tensor): tensor for tensor in self._tensors}
         memo |= {number: given[name] for number, name in self._names.items()}
         return memo | {id(a): b for a, b in zip(self._modules, copies, strict=True)}
+
+
+def run(copies: list[nn.Module], args: Any, kwargs: Any) -> Any:
+    """Call a copy. What `torch.nn.utils.parametrize.cached()` keeps, it keeps for this call alone.
+
+    It is kept by the id of a module, which a copy for the next call may have again.
+    """
+    if not parametrize._cache_enabled:
+        return copies[0](*args, **kwargs)
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        return copies[0](*args, **kwargs)
+    finally:
+        parametrize._cache = before
 
 
 def tracks(module: nn.Module) -> bool:

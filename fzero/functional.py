@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fzero._module_copy import Template, update_error
+from fzero._module_copy import Template, run, update_error
 from fzero.errors import LayoutError
 from fzero.partition import is_dtensor, unit_of
 from fzero.state.buffers import Buffers
@@ -74,7 +74,7 @@ class Apply(_Apply):
             )
         _check("params", self.parameters, params)
         copies = self.template.bind(params, {})
-        out = copies[0](*args, **kwargs)
+        out = run(copies, args, kwargs)
         if changed := self.template.changed(copies):
             raise update_error("buffers", changed)
         return out
@@ -101,7 +101,7 @@ class StatefulApply(_Apply):
         _check("buffers", self.buffers, buffers)
         own = {path: value.detach().clone() for path, value in buffers.items()}
         copies = self.template.bind(params, own)
-        out = copies[0](*args, **kwargs)
+        out = run(copies, args, kwargs)
         new: Tensors = {}
         for path, value in self.template.buffers_of(copies).items():
             if path not in own or value is None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 # The straight way: a part imports parts of the rows above its own, and itself.
 LEVELS = (
-    ("errors", "_ambient"),
+    ("errors", "_ambient", "_torch_globals"),
     (
         "_autocast",
         "_check",

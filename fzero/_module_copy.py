@@ -11,7 +11,6 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,18 +24,18 @@ _TABLES = ("_parameters", "_buffers", "_modules", "training")  # made anew for e
 _TORCHS = frozenset(vars(nn.Module()))  # the attributes that every module has, hooks among them
 
 
-_asked: ContextVar[list[Template] | None] = ContextVar("asked", default=None)
+_asked: list[list[Template]] = []  # of the blocks that run now: see `modes_asked`
 
 
 @contextmanager
 def modes_asked() -> Iterator[list[Template]]:
     """List the templates whose modules are asked in this block whether they train."""
     found: list[Template] = []
-    token = _asked.set(found)
+    _asked.append(found)
     try:
         yield found
     finally:
-        _asked.reset(token)
+        _asked.pop()
 
 
 class _Part(NamedTuple):
@@ -85,9 +84,10 @@ class Template:
 
     def modes(self) -> list[bool]:
         """Read `.training` of the user's submodules; as last read once the module is gone."""
-        asked, module = _asked.get(), self._sources[0]()
-        if asked is not None and self not in asked:
-            asked.append(self)
+        module = self._sources[0]()
+        for found in _asked:
+            if self not in found:
+                found.append(self)
         if module is not None:
             parts = [*module.modules()]
             if parts != [source() for source in self._sources]:

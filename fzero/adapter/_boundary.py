@@ -16,7 +16,7 @@ from fzero._check import is_number, require
 from fzero.adapter._driver import Driver
 from fzero.adapter._events import in_backward
 from fzero.errors import PhaseError
-from fzero.optim import NoOptimizer, no_optimizer
+from fzero.optim import NoOptimizer, without_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms._finite import first_of, report_of
@@ -86,7 +86,7 @@ def call_step(driver: Driver, every: int) -> bool:
     require_outside(driver, "step()")
     require_no_window(driver, "step()")
     if isinstance(driver.state.setup.optimizer, NoOptimizer):
-        raise no_optimizer()
+        raise without_optimizer()
     driver.wait()
     driver.drop_if_user_did()
     counted, due = progress.call_step(driver.state.progress, every)

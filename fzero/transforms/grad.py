@@ -27,6 +27,7 @@ from fzero.transforms._differentiate import (
     LossOf,
     Result,
     Source,
+    apart,
     by_func,
     detached,
     loss_and_aux,
@@ -35,13 +36,14 @@ from fzero.transforms._donate import check_alive
 from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
+from fzero.transforms._reading import after_reading, as_read, learning
 from fzero.transforms._receive import mean_of, not_differentiable, receive
 from fzero.transforms._scaled import scales_of, with_value
 from fzero.transforms._states import S, flatten_states
 
 
 def grad_and_reduce(
-    fn: Callable[Concatenate[Any, P], R], state: S, *, has_aux: bool = False
+    fn: Callable[Concatenate[Any, P], R], state: S, *, has_aux: bool = False, wrt: Any = None
 ) -> Callable[P, tuple[S, R]]:
     """Return g: g(*args) = (state', value), gradients' = gradients + mean_r dL_r/dp.
 
@@ -55,6 +57,10 @@ def grad_and_reduce(
     state: a `TrainState`, or a pytree of them (several models under one loss): then fn is given
         the matching pytree of params, and the pytree of states comes back. With a loss scale
         (`fzero.scale_loss`) the state holds gradients times the scale; `value` is without it.
+
+    wrt: which states of a pytree get gradients: a key of it (`wrt="d"`), several in a list, or a
+        pytree of bools in its structure; None for all of them. The others are only read: nothing
+        of them is reduced, and they come back as they were.
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
@@ -82,6 +88,7 @@ def grad_and_reduce(
     states, treespec = flatten_states("grad_and_reduce", state)
     for one in states:
         check_alive(one)
+    learns = learning(wrt, state, states)
 
     @torch._disable_dynamo
     @functools.wraps(fn, updated=())
@@ -94,8 +101,13 @@ def grad_and_reduce(
         for one in states:  # again: a call of this function may have used them up
             check_alive(one)
         with running_on(states[0].setup.axis):
-            known = [with_value(one) for one in states]
+            pairs = [*zip(states, learns, strict=True)]
+            known = [with_value(one) if by else as_read(one) for one, by in pairs]
             new, result = _differentiate(loss_of, known, (args, kwargs), has_aux=has_aux)
+        new = [
+            made if by else after_reading(one, made)
+            for (one, by), made in zip(pairs, new, strict=True)
+        ]
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 
@@ -240,15 +252,8 @@ _DETACHED = explain(
 
 def _apart(result: Result, states: Sequence[TrainState]) -> Result:
     """Copy what the loss returned if it is a view of a state's buffer: that may be donated."""
-    flats = [flat for state in states for flat in state.params.flats if flat.numel()]
-    ours = {flat.untyped_storage()._cdata for flat in flats}
-
-    def copied(x: Any) -> Any:
-        shared = type(x) is Tensor and x.numel() and x.untyped_storage()._cdata in ours
-        return x.clone() if shared else x
-
-    aux: Any = optree.tree_map(copied, result.aux, namespace=NAMESPACE)
-    return dataclasses.replace(result, value=copied(result.value), aux=aux)
+    value, aux = apart((result.value, result.aux), states)
+    return dataclasses.replace(result, value=value, aux=aux)
 
 
 # torch.func: everything is gathered first, and the result can be differentiated again.
@@ -258,7 +263,7 @@ def _by_func(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
     require_values(states)
-    held = [_with_full(state) for state in states]
+    held = [with_full(state) for state in states]
     scale, rest = scales_of(states)
     result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux, scale=scale)
     made = zip(held, found_at_once(states, result), result.grads, rest, strict=True)
@@ -266,7 +271,7 @@ def _by_func(
     return new, result
 
 
-def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
+def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     """Return full flats of every group, and the state (which keeps them if asked to)."""
     setup, layout = state.setup, state.setup.layout
     if setup.stage < 3:

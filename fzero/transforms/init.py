@@ -108,7 +108,8 @@ def init(
 
     Args:
         params: a pytree of tensors, of any shapes, the same on every rank.
-        optimizer: from `fzero.optim`, or any (init, update) pair; or a pytree of them.
+        optimizer: from `fzero.optim`, or any (init, update) pair; `fzero.optim.no_optimizer()` for
+            a model that is only read; or a pytree of them.
         stage: 0, 1, 2 or 3; or a pytree of such.
         autocast: what `fzero.autocast` is given: parameters of safe modules then cross ranks in its
             dtype, in groups of their own. `step.init` passes that of its own transform.
@@ -170,6 +171,7 @@ def init(
         models, treespec = models_of(params, optimizer, check_stages(stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
+        frozen = isinstance(optimizer, NoOptimizer)
         setup = plan(
             params,
             optimizer,
@@ -177,7 +179,7 @@ def init(
             axis=axis,
             options=chosen,
             units=options.get("units", unit_of),
-            trainable=options.get("trainable"),
+            trainable=(lambda _: False) if frozen else options.get("trainable"),
         )
         return _filled(setup, params, initializer)
 

@@ -20,6 +20,7 @@ from fzero.compile import compile, export
 from fzero.diff import Difference, Run, diff
 from fzero.errors import (
     AxisError,
+    CallError,
     DonatedError,
     FzeroError,
     LayoutError,
@@ -63,6 +64,7 @@ __all__ = [
     "Autocast",
     "Axis",
     "AxisError",
+    "CallError",
     "CollectiveLog",
     "Difference",
     "DonatedError",

@@ -209,7 +209,12 @@ def _check(kind: str, shapes: dict[str, torch.Size], given: Any) -> None:
             "`apply(fzero.full_params(state), ...)`.",
         )
     if not isinstance(given, Mapping):
-        raise _mismatch(f"{kind} is a {type(given).__name__}, not a dict of name to tensor.")
+        raise LayoutError(
+            f"apply got a {type(given).__name__} in the place of the {kind}.",
+            cause="a state, the module or the batch as the first argument.",
+            fix="call apply(params, x): in a loss with the params that it is given; of a state "
+            "with fzero.evaluate(apply, state)(x).",
+        )
     missing = [path for path in shapes if path not in given]
     extra = [path for path in given if path not in shapes]
     if missing or extra:

@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch
 
 from fzero._ambient import other_autocast
+from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
 from fzero.errors import explain
 from fzero.state import TrainState
@@ -34,6 +35,7 @@ def autocast(
     dtype: torch.dtype = torch.bfloat16,
     lower_precision_safe_modules: SafeModules | None = None,
 ) -> Transform: ...
+@called_as("autocast(step, dtype=torch.bfloat16)")
 def autocast(
     fn: Callable[..., Any] | None = None,
     /,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-from fzero._check import is_positive, require
+from fzero._check import called_as, is_positive, require
 from fzero.transforms._pipeline import P, R, Step, Transform, transform
 from fzero.transforms._states import flatten_states, under_policy
 
@@ -14,6 +14,7 @@ from fzero.transforms._states import flatten_states, under_policy
 def clip(fn: Callable[P, R], /, *, max_norm: float | None) -> Step[P, R]: ...
 @overload
 def clip(*, max_norm: float | None) -> Transform: ...
+@called_as("clip(step, max_norm=1.0)")
 def clip(fn: Callable[..., Any] | None = None, /, *, max_norm: float | None) -> Any:
     """Let every `apply_gradients` in `fn(state, *args)` use g min(1, max_norm / (|g| + 1e-6)).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
+from fzero._check import called_as
 from fzero.state import TrainState, window
 from fzero.transforms._donate import check_alive
 from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
@@ -16,6 +17,7 @@ from fzero.transforms._states import flatten_states, map_states
 def coalesce(fn: Callable[P, R], /) -> Step[P, R]: ...
 @overload
 def coalesce() -> Transform: ...
+@called_as("coalesce(step)")
 def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
     """Run `fn(state, *args) -> (state, aux)` in a window: N gradients, one reduction.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero._ambient import computed_in
+from fzero._check import called_as
 from fzero._modes import for_training, needs_func
 from fzero.collectives import EVALUATION, Channel, channel_of
 from fzero.errors import LayoutError
@@ -30,6 +31,7 @@ from fzero.transforms._states import flatten_states
 from fzero.transforms.grad import with_full
 
 
+@called_as("evaluate(fn, state)(batch)")
 def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]:
     """Return e: e(*args) = fn(params, *args), without gradient.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero._ambient import computed_in
+from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import needs_func, require_autograd, wants_graph
 from fzero.collectives import FUNCTIONAL, Channel, channel_of, gather_many
@@ -42,6 +43,7 @@ from fzero.transforms._scaled import scales_of, with_value
 from fzero.transforms._states import S, flatten_states
 
 
+@called_as("grad_and_reduce(loss, state)(batch)")
 def grad_and_reduce(
     fn: Callable[Concatenate[Any, P], R], state: S, *, has_aux: bool = False, wrt: Any = None
 ) -> Callable[P, tuple[S, R]]:

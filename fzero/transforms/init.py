@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._check import called_as
 from fzero._modes import in_transform, require_autograd
 from fzero.collectives import broadcast, cut, told_everywhere
 from fzero.errors import LayoutError
@@ -73,6 +74,7 @@ def init(
     offload: Offload | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
+@called_as("init(params, optimizer, stage=2)")
 def init(
     params: Any,
     optimizer: Any,
@@ -167,8 +169,8 @@ def init(
     axis = axis_of(options.get("mesh"))
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
-        chosen = check_options(options, autocast=autocast, offload=offload)
-        models, treespec = models_of(params, optimizer, check_stages(stage))
+        chosen = check_options("init", options, autocast=autocast, offload=offload)
+        models, treespec = models_of(params, optimizer, check_stages("init", stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
         frozen = isinstance(optimizer, NoOptimizer)

@@ -73,7 +73,7 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         "apply got a TrainState",
         r"fzero.evaluate\(apply, state\)\(x\)",
     ),
-    "apply(x)": (lambda: APPLY(ANY and X),
+    "apply(x)": (lambda: APPLY(*(X,)),  # type: ignore[arg-type]
         LayoutError, "apply got a Tensor", r"apply\(params, x\)"),
     "a misspelt option of shard": (
         lambda: ANY.shard(step_fn, stage=2, bucket_byte=3),

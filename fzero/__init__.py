@@ -22,6 +22,7 @@ from fzero.compile import compile
 from fzero.diff import Difference, Run, diff
 from fzero.errors import (
     AxisError,
+    CallError,
     DonatedError,
     FzeroError,
     LayoutError,
@@ -47,6 +48,7 @@ from fzero.transforms import (
     check_replicas,
     clip,
     coalesce,
+    evaluate,
     full_gradients,
     full_params,
     global_norm,
@@ -66,6 +68,7 @@ __all__ = [
     "Autocast",
     "Axis",
     "AxisError",
+    "CallError",
     "CollectiveLog",
     "Difference",
     "DonatedError",
@@ -99,6 +102,7 @@ __all__ = [
     "compile",
     "count_collectives",
     "diff",
+    "evaluate",
     "full_gradients",
     "full_params",
     "functionalize",

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
+
+
+@functools.cache
+def kinds_of_autocast() -> tuple[str, ...]:
+    """The kinds of devices that autocast may be on for."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+@contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """Let every use of a parameter in the block have a cast of its own under autocast.
+
+    With the cache, the gradients of all uses are added up in the lower dtype, before one cast back.
+    It has only leaves that are no views, so that gradients would depend on the stage and the
+    driver; and it is one for the process, under a lock, while a cast may wait for another rank.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class AutocastModes(NamedTuple):
@@ -17,19 +40,17 @@ class AutocastModes(NamedTuple):
     @staticmethod
     def take() -> AutocastModes:
         """As it is in this thread."""
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        return AutocastModes(
-            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-        )
+        kinds = kinds_of_autocast()
+        found = ((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        return AutocastModes(tuple(found))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter these modes until the block ends. The cache of casts stays as it is here."""
-        cache = torch.is_autocast_cache_enabled()
+        """Enter these modes until the block ends, without autocast's cache of casts."""
         with ExitStack() as stack:
+            stack.enter_context(without_cast_cache())
             for kind, enabled, dtype in self.modes:
-                mode = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
-                stack.enter_context(mode)
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
 
 
@@ -37,14 +58,14 @@ class AutocastModes(NamedTuple):
 def computed_in(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
     """Run the block under torch.autocast(dtype), whatever is around it; None changes nothing.
 
-    This thread's cache of casts is used as it was.
+    In both cases autocast has no cache of casts in the block.
     """
-    if dtype is None:
-        yield
-        return
-    cache = torch.is_autocast_cache_enabled()
-    with torch.autocast(device.type, dtype=dtype, cache_enabled=cache):
-        yield
+    with without_cast_cache():
+        if dtype is None:
+            yield
+        else:
+            with torch.autocast(device.type, dtype=dtype):
+                yield
 
 
 def other_autocast(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
@@ -73,17 +94,12 @@ class Ambient(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter these modes until the block ends, with autocast's cache of casts switched off.
-
-        Autocast holds a lock of the process while it fills it, and a cast may wait for a rank.
-        """
+        """Enter these modes until the block ends."""
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             if self.device != torch.get_default_device():
                 stack.enter_context(torch.device(self.device))
-            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-            torch.set_autocast_cache_enabled(False)
             stack.enter_context(self.autocast.entered())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             yield

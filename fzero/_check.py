@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
-from fzero.errors import LayoutError
+from fzero.errors import CallError, LayoutError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def require(
@@ -47,3 +53,54 @@ def is_positive(value: Any) -> bool:
 def is_count(value: Any, least: int = 1) -> bool:
     """Whether it is an int of `least` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def called_as(usage: str, name: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function that is called with other arguments say how it is called.
+
+    Example:
+        >>> half = called_as("half(x)")(lambda x: x / 2)
+        >>> half(4)
+        2.0
+    """
+
+    def wrap(fn: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(fn)
+
+        @functools.wraps(fn)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:  # of the binding, not of the function itself
+                raise _wrong_call(name or fn.__name__, signature, usage, kwargs, error) from None
+            return fn(*args, **kwargs)
+
+        return checked
+
+    return wrap
+
+
+def _wrong_call(
+    name: str, signature: inspect.Signature, usage: str, given: Iterable[str], error: TypeError
+) -> CallError:
+    unknown = [key for key in given if key not in signature.parameters]
+    if unknown:
+        return unknown_option(name, unknown[0], signature.parameters, usage)
+    return CallError(
+        f"{name}: {error}.",
+        cause="an argument too many or too few, or options that were given by position.",
+        fix=f"call it as {usage}.",
+    )
+
+
+def unknown_option(name: str, option: str, known: Iterable[str], usage: str = "") -> CallError:
+    """Return the error for a keyword that a function does not have, and the nearest that it has."""
+    known = [key for key in known if not key.startswith("_")]
+    near = difflib.get_close_matches(option, known, n=1)
+    fix = f"write {near[0]}=." if near else f"call it as {usage or name + '(...)'}; its options "
+    fix += "" if near else f"are {', '.join(sorted(known))}."
+    return CallError(
+        f"{name} got an unexpected keyword argument {option!r}.",
+        cause="a misspelt option, or one of another function.",
+        fix=fix,
+    )

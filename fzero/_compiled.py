@@ -60,7 +60,6 @@ def _(
 class Traced:
     """The gatherer of a placeholder that torch.compile traces: a read is an op of the graph."""
 
-    casts: torch.dtype | None = None  # a copy in a graph is a copy
     changes: int = 0
 
     def __init__(self, token: Tensor, meta: Tensor, device: torch.device) -> None:

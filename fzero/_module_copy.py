@@ -9,17 +9,33 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
 
 from fzero.errors import LayoutError
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")  # made anew for each copy
 _TORCHS = frozenset(vars(nn.Module()))  # the attributes that every module has, hooks among them
+
+
+_asked: list[list[Template]] = []  # of the blocks that run now: see `modes_asked`
+
+
+@contextmanager
+def modes_asked() -> Iterator[list[Template]]:
+    """List the templates whose modules are asked in this block whether they train."""
+    found: list[Template] = []
+    _asked.append(found)
+    try:
+        yield found
+    finally:
+        _asked.pop()
 
 
 class _StandIn:
@@ -73,6 +89,9 @@ class Template:
     def modes(self) -> list[bool]:
         """Read `.training` of the user's submodules; as last read once the module is gone."""
         module = self._sources[0]()
+        for found in _asked:
+            if self not in found:
+                found.append(self)
         if module is not None:
             parts = [*module.modules()]
             if parts != [source() for source in self._sources]:
@@ -167,6 +186,20 @@ class Template:
         memo: dict[int, Any] = {id(tensor): tensor for tensor in self._tensors}
         memo |= {number: given[name] for number, name in self._names.items()}
         return memo | {id(a): b for a, b in zip(self._modules, copies, strict=True)}
+
+
+def run(copies: list[nn.Module], args: Any, kwargs: Any) -> Any:
+    """Call a copy. What `torch.nn.utils.parametrize.cached()` keeps, it keeps for this call alone.
+
+    It is kept by the id of a module, which a copy for the next call may have again.
+    """
+    if not parametrize._cache_enabled:
+        return copies[0](*args, **kwargs)
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        return copies[0](*args, **kwargs)
+    finally:
+        parametrize._cache = before
 
 
 def tracks(module: nn.Module) -> bool:

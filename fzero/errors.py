@@ -1,4 +1,4 @@
-"""The exceptions of fzero: five kinds, each also the builtin kind a caller would expect."""
+"""The exceptions of fzero: six kinds, each also the builtin kind a caller would expect."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class FzeroError(Exception):
 
 class LayoutError(FzeroError, ValueError):
     """Parameters, batches or options that do not fit together; nothing was changed."""
+
+
+class CallError(FzeroError, TypeError):
+    """A function of fzero that was called with arguments that it does not take."""
 
 
 class PhaseError(FzeroError, RuntimeError):

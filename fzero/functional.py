@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from fzero._memory import require_own_memory
-from fzero._module_copy import Template, update_error
+from fzero._module_copy import Template, run, update_error
 from fzero.errors import LayoutError
 from fzero.partition import is_dtensor, unit_of
 from fzero.state.buffers import Buffers
@@ -75,7 +75,7 @@ class Apply(_Apply):
             )
         _check("params", self.parameters, params)
         copies = self.template.bind(params, {})
-        out = copies[0](*args, **kwargs)
+        out = run(copies, args, kwargs)
         if changed := self.template.changed(copies):
             raise update_error("buffers", changed)
         return out
@@ -102,7 +102,7 @@ class StatefulApply(_Apply):
         _check("buffers", self.buffers, buffers)
         own = {path: value.detach().clone() for path, value in buffers.items()}
         copies = self.template.bind(params, own)
-        out = copies[0](*args, **kwargs)
+        out = run(copies, args, kwargs)
         new: Tensors = {}
         for path, value in self.template.buffers_of(copies).items():
             if path not in own or value is None:
@@ -213,7 +213,12 @@ def _check(kind: str, shapes: dict[str, torch.Size], given: Any) -> None:
             "`apply(fzero.full_params(state), ...)`.",
         )
     if not isinstance(given, Mapping):
-        raise _mismatch(f"{kind} is a {type(given).__name__}, not a dict of name to tensor.")
+        raise LayoutError(
+            f"apply got a {type(given).__name__} in the place of the {kind}.",
+            cause="a state, the module or the batch as the first argument.",
+            fix="call apply(params, x): in a loss with the params that it is given; of a state "
+            "with fzero.evaluate(apply, state)(x).",
+        )
     missing = [path for path in shapes if path not in given]
     extra = [path for path in given if path not in shapes]
     if missing or extra:

@@ -33,9 +33,9 @@ from fzero.virtual import current_ranks, read_elsewhere
 class Gatherer:
     """The full values of groups, gathered unit by unit.
 
-    Groups are numbered over all the states of a pass, in order; so are units. `casts`: the dtype to
-    which autocast casts while a loss runs under it; `rounds`: whether a pass runs, in which values
-    may be rounded by autocast or to int8 blocks; `changes`: how often the values have changed.
+    Groups are numbered over all the states of a pass, in order; so are units. `rounds`: whether a
+    pass runs, in which values may be rounded by autocast or to int8 blocks; `changes`: how often
+    the values have changed.
     """
 
     def __init__(self, layouts: Sequence[Layout], axes: Sequence[Axis]) -> None:
@@ -51,7 +51,6 @@ class Gatherer:
         self.held: dict[int, FullUnit] = {}
         self.kept: set[int] = set()  # units that no plan frees
         self.keeps = False  # what is gathered in a pass is kept; set by its sequencer
-        self.casts: torch.dtype | None = None
         self.rounds = False
         self.changes = 0
         self.use: Callable[[int], None] = self.fetch  # set by the sequencer of a pass

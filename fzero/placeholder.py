@@ -7,13 +7,14 @@ kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fzero._autocast import autocast_of_call, run_as_called
 from fzero._compiled import Read, Traced
 from fzero.errors import LayoutError, PhaseError
 from fzero.state.layout import Leaf
@@ -25,11 +26,9 @@ _View = Callable[[Tensor], Tensor]
 class Gathers(Protocol):
     """What a placeholder needs: somebody who has, or gets, full values.
 
-    casts: the dtype to which autocast casts parameters now, if it does. changes: how often the
-    values have changed.
+    changes: how often the values have changed.
     """
 
-    casts: torch.dtype | None
     changes: int
 
     def leaf(self, group: int, position: int) -> Tensor:
@@ -201,11 +200,13 @@ class LazyParam(torch.Tensor):
             same = func is torch.ops.aten.detach.default  # of values that have no graph
             func = _PHYSICAL.get(func, func)
             return first._seen(meta, *(() if same else (_Replay(func, rest, kwargs),)))
-        if func is torch.ops.aten._to_copy.default and _by_autocast(args[0], kwargs):
+        lower = autocast_of_call()
+        if func is torch.ops.aten._to_copy.default and _by_autocast(args[0], kwargs, lower):
             cast = _Cast(args[0].gatherer, kwargs["dtype"])
             with unseen():
                 return args[0]._seen(args[0].meta.to(cast.dtype), cast)
-        result = func(*map(_filled, args), **{name: _filled(x) for name, x in kwargs.items()})
+        filled = [*map(_filled, args)], {name: _filled(x) for name, x in kwargs.items()}
+        result = run_as_called(func, *filled, lower) if lower else func(*filled[0], **filled[1])
         for placeholder in written:
             placeholder.gatherer.end_write(placeholder)
         return result
@@ -259,13 +260,15 @@ def _values(
     return x.to(dtype)
 
 
-def _by_autocast(x: Any, options: Any) -> bool:
+def _by_autocast(x: Any, options: Any, lower: Mapping[str, torch.dtype]) -> bool:
     """Whether this copy is what autocast makes of a parameter for an operator.
 
-    It stays lazy: autograd saves it for backward, and would keep every unit whole.
+    It stays lazy: autograd saves it for backward, and would keep every unit whole. (A copy in a
+    graph of torch.compile is a copy.)
     """
-    lazy = isinstance(x, LazyParam) and x.gatherer.casts is not None and not in_forward_mode()
-    return lazy and options == {"dtype": x.gatherer.casts}
+    if not lower or not isinstance(x, LazyParam) or in_forward_mode():
+        return False
+    return options == {"dtype": lower.get(x.device.type)} and not isinstance(x.gatherer, Traced)
 
 
 class _Cast:

@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero._ambient import Ambient
+from fzero._torch_globals import TorchGlobals
 from fzero.errors import AxisError, PeerFailedError, PhaseError
 
 _LOCAL = threading.local()
@@ -142,21 +143,6 @@ def run_ranks(body: Callable[[int], Any], size: int) -> list[Any]:
     return _Turns(body, size).run()
 
 
-class _TorchGlobals(NamedTuple):
-    """What torch keeps for the process and a rank must have for itself."""
-
-    rng: torch.Tensor
-    jvp_nesting: int
-
-    @staticmethod
-    def take() -> _TorchGlobals:
-        return _TorchGlobals(torch.get_rng_state(), eager_transforms.JVP_NESTING)
-
-    def put(self) -> None:
-        torch.set_rng_state(self.rng)
-        eager_transforms.JVP_NESTING = self.jvp_nesting
-
-
 class _Outcome(NamedTuple):
     """What a collective gives to every rank."""
 
@@ -172,7 +158,7 @@ class _Turns:
         self.turn = [threading.Lock() for _ in range(size)]  # a rank has its turn: it can acquire
         for turn in self.turn:
             turn.acquire()
-        self.globals = [_TorchGlobals(torch.get_rng_state(), _BASE_NESTING)] * size
+        self.globals = TorchGlobals.take().of_ranks(size, _BASE_NESTING)
         self.waiting: dict[int, tuple[str, Any, Make]] = {}
         self.outcomes: dict[int, _Outcome] = {}  # what each rank is to get from the last collective
         self.results: dict[int, Any] = {}
@@ -194,7 +180,7 @@ class _Turns:
             if started:
                 self.turn[0].release()
             self._join(started)
-        _TorchGlobals(self.globals[0].rng, 0).put()
+        self.globals[0].with_jvp_nesting(0).put()
         if self.error is not None:
             raise self.error
         return [self.results[rank] for rank in range(self.size)]
@@ -233,10 +219,10 @@ class _Turns:
         _LOCAL.here = Here(rank, self.size, exchange, {})
         # On CUDA all backward passes share one device thread unless told otherwise; a rank that
         # waits there in a collective would stop every other rank.
+        self.globals[rank].put()
         with torch.autograd.set_multithreading_enabled(False), ambient.entered():
             try:
                 if self.error is None:
-                    self.globals[rank].put()
                     self.results[rank] = self.body(rank)
             except _Aborted:
                 pass  # the rank that failed has already left its error
@@ -245,7 +231,7 @@ class _Turns:
                 if self.error is None or isinstance(self.error, PeerFailedError):
                     self.error = raised
                     self.error.add_note(f"(raised on virtual rank {rank} of {self.size})")
-        self.globals[rank] = _TorchGlobals.take()
+        self.globals[rank] = TorchGlobals.take()
         self.results.setdefault(rank, None)
         self._pass_on(rank)
 
@@ -256,7 +242,7 @@ class _Turns:
         it hands in. What all ranks get is not to be written to.
         """
         self.waiting[rank] = (op, value, make)
-        self.globals[rank] = _TorchGlobals.take()
+        self.globals[rank] = TorchGlobals.take()
         self._pass_on(rank)
         self.turn[rank].acquire()
         self.globals[rank].put()

@@ -17,8 +17,17 @@ ROOT = Path(__file__).parent.parent
 
 # The straight way: a part imports parts of the rows above its own, and itself.
 LEVELS = (
-    ("errors", "_ambient"),
-    ("_check", "_columns", "_compiled", "_units", "_launch", "_module_copy", "virtual"),
+    ("errors", "_ambient", "_torch_globals"),
+    (
+        "_autocast",
+        "_check",
+        "_columns",
+        "_compiled",
+        "_units",
+        "_launch",
+        "_module_copy",
+        "virtual",
+    ),
     ("_groups", "_modes"),
     ("axis",),
     ("mesh",),

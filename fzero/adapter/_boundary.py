@@ -20,7 +20,7 @@ from fzero.adapter._events import in_backward
 from fzero.adapter._gradient import as_held
 from fzero.errors import PhaseError
 from fzero.homes import change
-from fzero.optim import NoOptimizer, no_optimizer, require_ordered
+from fzero.optim import NoOptimizer, require_ordered, without_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms._agree import Agreed, agree, nonfinite, raises_together, reduce_agreed
@@ -92,7 +92,7 @@ def call_step(driver: Driver, every: int) -> bool:
     require_outside(driver, "step()")
     require_no_window(driver, "step()")
     if isinstance(driver.state.setup.optimizer, NoOptimizer):
-        raise no_optimizer()
+        raise without_optimizer()
     _drop_what_user_dropped(driver)
     counted, due = progress.call_step(driver.state.progress, every)
     if due:

@@ -85,7 +85,7 @@ class Driver:
         self.events = Events(module, learning, self)
         self.running.drop_if_raised = self.events.drop_unfinished
         lower, device = setup.policy.autocast, state.device
-        self.region = Region(module, lower, device, self.running.gatherer) if lower else None
+        self.region = Region(module, lower, device) if lower else None
         self.masters = Masters(self.params, setup)
         alone = self.running.channel is None
         self.writes = Writes(self.params, watched=not self.sharded, alone=alone)

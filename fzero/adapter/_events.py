@@ -16,6 +16,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fzero._ambient import without_cast_cache
 from fzero._modes import for_training, in_transform
 from fzero.adapter._loading import refuse_load
 from fzero.errors import PhaseError
@@ -60,6 +62,7 @@ class Events:
         self._learning = [p for p, _ in learning]
         self._nodes = [get_gradient_edge(p).node for p, _ in learning]
         self._depth = 0  # of root forwards that are running
+        self._uncached = ExitStack()  # what the outermost of them has entered
         self._own = False  # the one that runs is no recompute, and not under torch.func
         self._handled: BaseException | None = None  # what was being handled when it began
         self._nested = -1  # a graph task that ran while another one's backward is open
@@ -86,6 +89,7 @@ class Events:
         self._depth += 1
         if self._depth > 1:
             return
+        self._uncached.enter_context(without_cast_cache())
         self._own = not (in_transform() or self._stands_in() or in_backward())
         self._handled = sys.exc_info()[1]
         if self._own:
@@ -96,7 +100,10 @@ class Events:
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth > 0 or not self._own:
+        if self._depth > 0:
+            return
+        self._uncached.close()
+        if not self._own:
             return
         self._own = False
         trains = torch.is_grad_enabled() and self._watch(tensors_in(output, {}))
@@ -195,6 +202,7 @@ class Events:
     def abandon(self) -> None:
         """An exception ended a forward or a backward."""
         self._depth, self._own = 0, False
+        self._uncached.close()
         self._nested, self._apart = -1, False
         self._apply(hooks.reset_for_new_step)
 

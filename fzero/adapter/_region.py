@@ -11,7 +11,6 @@ from torch import nn
 
 from fzero._ambient import computed_in, other_autocast
 from fzero.adapter._events import ModuleHook
-from fzero.gather import Gatherer
 from fzero.transforms.autocast import around_message
 
 
@@ -22,10 +21,8 @@ class Region:
     recomputes a forward in backward.
     """
 
-    def __init__(
-        self, module: nn.Module, dtype: torch.dtype, device: torch.device, gatherer: Gatherer
-    ) -> None:
-        self._dtype, self._device, self._gatherer = dtype, device, gatherer
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
         self._entered: list[ExitStack] = []
         self._warned = False
         self._handles = [
@@ -52,9 +49,6 @@ class Region:
         entered = ExitStack()
         entered.enter_context(computed_in(self._dtype, self._device))
         self._entered.append(entered)
-        self._gatherer.casts = self._dtype
 
     def _leave(self, *_: Any) -> None:
         self._entered.pop().close()
-        if not self._entered:
-            self._gatherer.casts = None

@@ -11,6 +11,7 @@ from fzero.collectives._api import psum as psum
 from fzero.collectives._api import psum_scatter as psum_scatter
 from fzero.collectives._api import reduce_scatter as reduce_scatter
 from fzero.collectives._channel import CODES as CODES
+from fzero.collectives._channel import EVALUATION as EVALUATION
 from fzero.collectives._channel import FUNCTIONAL as FUNCTIONAL
 from fzero.collectives._channel import Channel as Channel
 from fzero.collectives._channel import Kind as Kind

@@ -35,6 +35,9 @@ CODES = 8
 FUNCTIONAL = 0
 """The number of the functional pass that runs."""
 
+EVALUATION = 2**30
+"""The number of an evaluation, which may run inside a pass; of one inside it, the next."""
+
 _MANY = 2**24
 """More units than a state has."""
 

@@ -6,6 +6,7 @@ compile(step) --> a step that is called as `step` is
     _writes        graph -> graph: no op writes; then results go where they end
     _segments      graph -> what runs, in order: segments, starts and waits of collectives
     _run           a graph with its passes; what goes in and comes out
+    _closure       what the functions of a step hold
     _api           which graph is for which arguments
 """
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from fzero._check import is_count
 from fzero._modes import in_transform, is_recorded, wants_graph
+from fzero._module_copy import Template, modes_asked
 from fzero.collectives import told_everywhere
+from fzero.compile._closure import held_by
 from fzero.compile._run import (
     COMPILERS,
     EARLY_BYTES,
@@ -46,7 +48,9 @@ def compile(
     The first call with arguments of some shapes records the graph, applies the passes of
     `fzero.compile`, and compiles what lies between two collectives as one. A collective is started
     where the step starts it, and waited for where its result is read. Other shapes, another
-    schedule of stage 3, or options of the step that changed are another graph.
+    schedule of stage 3, options of the step that changed, another mode of a functionalized module
+    (`module.eval()`), or another number or tensor that a function of the step holds (in its cells,
+    in globals and attributes that it names) are another graph.
 
     With `shard(..., donate=True)` the new state is written into the memory of the old one, which is
     used up. The update is the kernel that the step itself runs, the learning rate of a schedule is
@@ -84,11 +88,8 @@ def compile(
         >>> loss, fzero.full_params(state)["w"]
         (tensor(3.), tensor([0.5000, 0.0000]))
     """
-    _check(backend, max_graphs)
-    require_order(
-        "compile", fn, never_around=("compile", "simulate"), right="fzero.compile(step), once"
-    )
-    graphs: list[tuple[Any, Compiled]] = []
+    _check(fn, backend, max_graphs)
+    graphs: list[_Graph] = []
     sizes = checked_sizes("compile", bucket_bytes=bucket_bytes, gather_bytes=gather_bytes)
     donate = donates(fn)
 
@@ -105,18 +106,33 @@ def compile(
         if is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
             return inner(*args, **kwargs)
         _require_real_ranks()
-        key = _key(arguments)
-        found = next((one for known, one in graphs if known == key), None)
+        key = _key(arguments), held_by(inner)
+        found = _known(graphs, key)
         if found is None and len(graphs) >= max_graphs:
             warnings.warn(_MANY.format(max_graphs), UserWarning, stacklevel=4)
             return inner(*args, **kwargs)
         if found is None:
-            found = made(inner, arguments)
-            graphs.append((key, found))
+            with modes_asked() as asked:
+                found = made(inner, arguments)
+            graphs.append((key, [(one, list(one.modes())) for one in asked], found))
         return found(arguments)
 
     options = {} if backend == "inductor" else {"backend": backend}
     return Step("compile", fn, around, options=options)
+
+
+Modes = list[tuple[Template, list[bool]]]
+"""Of each module that was functionalized and that a step ran: which of its parts trained."""
+
+
+_Graph = tuple[Any, Modes, Compiled]
+
+
+def _known(graphs: list[_Graph], key: Any) -> Compiled | None:
+    """The graph for this key whose modules are in the modes that they were recorded in."""
+    alike = ((modes, one) for known, modes, one in graphs if known == key)
+    now = (one for modes, one in alike if all(x.modes() == before for x, before in modes))
+    return next(now, None)
 
 
 def _key(arguments: Any) -> Any:
@@ -138,7 +154,9 @@ def _require_real_ranks() -> None:
         )
 
 
-def _check(backend: str, max_graphs: int) -> None:
+def _check(fn: Callable[..., Any], backend: str, max_graphs: int) -> None:
+    right = "fzero.compile(step), once"
+    require_order("compile", fn, never_around=("compile", "simulate"), right=right)
     bad = [] if is_count(max_graphs, 0) else [f"max_graphs={max_graphs!r}"]
     bad += [] if backend in COMPILERS else [f"backend={backend!r}"]
     if bad:
@@ -151,6 +169,8 @@ def _check(backend: str, max_graphs: int) -> None:
 
 _MANY = explain(
     "compile: there are {0} graphs, and these arguments need another one: the step itself runs.",
-    cause="batches of many shapes, or an argument that is another number in each call.",
-    fix="pad batches to few shapes, pass numbers as tensors, or raise max_graphs.",
+    cause="batches of many shapes; an argument, or a variable that a function of the step reads, "
+    "that is another number or tensor in each call.",
+    fix="pad batches to few shapes, pass numbers as tensors, write new values into a tensor that "
+    "is held (x.copy_(new)), or raise max_graphs.",
 )

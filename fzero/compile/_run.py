@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero._check import is_count
 from fzero.collectives import channel_of
 from fzero.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
-from fzero.compile._segments import Action, Compiler, actions_of
+from fzero.compile._segments import Action, Compiler, actions_of, held_in
 from fzero.compile._writes import without_writes, write_back
 from fzero.errors import LayoutError
 from fzero.mesh import Axis
@@ -114,6 +114,7 @@ class Compiled:
     outputs: tuple[str, ...]
     returns: Returns
     axis: Axis
+    held: dict[str, Tensor]  # what the functions of the step hold, by name
     said: str  # what ranks must have in common to run it together
     donate: bool
 
@@ -125,6 +126,7 @@ class Compiled:
         given = arguments[0]
         taken = take_over(given) if self.donate else given
         env = dict(zip(self.inputs, _tensors((taken, *arguments[1:])), strict=True))
+        env |= {name: x.detach() for name, x in self.held.items()}  # as they are now
         whole = True  # nothing was written into the old state
         try:
             with torch.no_grad():
@@ -163,6 +165,7 @@ def compiled(
         outputs=tuple(node.name for node in nodes[-1].args[0]),
         returns=returns,
         axis=axis,
+        held=held_in(graph),
         said=f"compiled step {zlib.crc32(repr(lines).encode())}",
         donate=donated is not None,
     )

@@ -6,7 +6,8 @@ stands in the graph and waited for where its result is read first: what lies bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -179,13 +180,14 @@ def actions_of(
 ) -> tuple[Action, ...]:
     """Return what runs, for a graph whose collectives go over these axes, by name."""
     own_buffers(graph.graph)
+    held = held_in(graph)
     actions: list[Action] = []
     run: list[fx.Node] = []
     pending: set[fx.Node] = set()
 
     def flush() -> None:
         if run:
-            actions.append(_segment(graph, run, compiler))
+            actions.append(_segment(graph, run, compiler, held))
             run.clear()
 
     def wait(node: fx.Node) -> None:
@@ -214,6 +216,19 @@ def actions_of(
         elif node.op != "output":
             run.append(node)
     return _with_drops(actions, {x.name for x in graph.graph.output_node().all_input_nodes})
+
+
+def held_in(graph: fx.GraphModule) -> dict[str, Tensor]:
+    """Return the tensors that the step holds, by the names of their nodes: they are inputs.
+
+    A compiler would make constants of them, and not see what is written to them later. What the
+    step itself has made of numbers is a constant, and copied before it is used.
+    """
+    lift = torch.ops.aten.lift_fresh_copy.default
+    nodes = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    read = [node for node in nodes if any(user.target is not lift for user in node.users)]
+    found = {node.name: operator.attrgetter(str(node.target))(graph) for node in read}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
 
 def _is_apart(node: fx.Node) -> bool:
@@ -262,10 +277,12 @@ def _start(node: fx.Node, axes: dict[str, Axis]) -> Start | StartInPlace:
     )
 
 
-def _segment(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler) -> Segment:
+def _segment(
+    graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler, held: Mapping[str, Tensor]
+) -> Segment:
     inside = set(nodes)
     outside = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
-    reads = [x for x in outside if x.op != "get_attr"]
+    reads = [x for x in outside if x.op != "get_attr" or x.name in held]
     gives = [
         node for node in nodes if any(user not in inside for user in node.users) and _is_value(node)
     ]
@@ -273,12 +290,12 @@ def _segment(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler
     for x in reads:
         copies[x] = part.placeholder(x.name)
         copies[x].meta = x.meta
-    constants = [x for x in outside if x.op == "get_attr"]
+    constants = [x for x in outside if x.op == "get_attr" and x.name not in held]
     for node in (*constants, *nodes):
         copies[node] = part.node_copy(node, copies.__getitem__)
     part.output(tuple(copies[node] for node in gives))
     module = fx.GraphModule(graph, part)
-    run = compiler(module, [x.meta["val"] for x in reads])
+    run = compiler(module, [held[x.name] if x.name in held else x.meta["val"] for x in reads])
     writes = any(node.target is torch.ops.aten.copy_.default for node in nodes)
     return Segment(
         run, tuple(x.name for x in reads), tuple(node.name for node in gives), writes=writes

@@ -13,6 +13,7 @@ from fzero.optim._make import sgd as sgd
 from fzero.optim._masters import unscaled as unscaled
 from fzero.optim._none import NoOptimizer as NoOptimizer
 from fzero.optim._none import no_optimizer as no_optimizer
+from fzero.optim._none import without_optimizer as without_optimizer
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._pair import as_optimizer as as_optimizer

@@ -17,7 +17,7 @@ from fzero.state.setup import ParamGroups, SavedNames
 
 @dataclass(frozen=True, slots=True)
 class NoOptimizer(Base):
-    """Has no state, and steps nothing."""
+    """Has no state, and steps nothing: what `no_optimizer` returns."""
 
     def init(
         self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Any = None
@@ -25,9 +25,13 @@ class NoOptimizer(Base):
         """Return no state."""
         return ()
 
-    def advance(self, *args: Any, **options: Any) -> tuple[list[Tensor], Any]:
-        """Raise `PhaseError`."""
-        raise no_optimizer()
+    def advance(
+        self, params: Sequence[Tensor], gradients: Any, state: Any, *args: Any, **options: Any
+    ) -> tuple[list[Tensor], Any]:
+        """Step nothing where nothing learns; raise `PhaseError` elsewhere."""
+        if not params:
+            return [], state
+        raise without_optimizer()
 
     def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """What ranks compare."""
@@ -45,7 +49,25 @@ class NoOptimizer(Base):
         return "no optimizer"
 
 
-def no_optimizer() -> PhaseError:
+def no_optimizer() -> NoOptimizer:
+    """Return the optimizer of a model that is only read: a teacher, a reward model.
+
+    `fzero.init` with it freezes every leaf: there are no gradients and no optimizer states, no
+    gradient crosses ranks, and `apply_gradients` leaves the model as it is.
+
+    Returns:
+        What `init` takes in the place of an optimizer.
+
+    Example:
+        >>> import torch, fzero
+        >>> teacher = fzero.init([torch.ones(2)], fzero.optim.no_optimizer(), stage=3)
+        >>> fzero.evaluate(lambda p, x: (p[0] * x).sum(), teacher)(3.0)
+        tensor(6.)
+    """
+    return NoOptimizer()
+
+
+def without_optimizer() -> PhaseError:
     """Return the error of a step without an optimizer."""
     return PhaseError(
         "step() of an engine without optimizer.",

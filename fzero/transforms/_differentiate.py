@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.placeholder import LazyParam
-from fzero.state import NAMESPACE
+from fzero.state import NAMESPACE, TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +117,15 @@ def detached(x: Any) -> Any:
     if isinstance(x, LazyParam):  # outside of this call nobody could gather it any more
         return x.full().detach().clone()
     return x.detach() if isinstance(x, Tensor) else x
+
+
+def apart(result: Any, states: Sequence[TrainState]) -> Any:
+    """Copy the tensors in a result that are views of a state's buffer: that may be donated."""
+    flats = [flat for state in states for flat in state.params.flats if flat.numel()]
+    ours = {flat.untyped_storage()._cdata for flat in flats}
+
+    def copied(x: Any) -> Any:
+        shared = type(x) is Tensor and x.numel() and x.untyped_storage()._cdata in ours
+        return x.clone() if shared else x
+
+    return optree.tree_map(copied, result, namespace=NAMESPACE)

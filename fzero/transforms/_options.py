@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import optree
 import torch
 
-from fzero._check import check_flags, is_count, is_positive, require
+from fzero._check import check_flags, is_count, is_positive, require, unknown_option
 from fzero.errors import LayoutError
 from fzero.mesh import Axis, MeshLike
 from fzero.state import NAMESPACE, Gathering, OptimizerOver, ReduceOp, Reduction, Reshard
@@ -88,15 +88,19 @@ def names_of(kind: type) -> list[str]:
     return [one.name for one in fields(kind) if one.metadata.get("given", True)]
 
 
-def check_options(options: InitOptions, **more: Any) -> SharedOptions:
+def check_options(name: str, options: InitOptions, **more: Any) -> SharedOptions:
     """Return `InitOptions`, checked; `more` are those that transforms have of their own.
 
-    Raises `LayoutError`, naming the option, for a wrong one, `TypeError` for one that is not there.
+    Raises `LayoutError`, naming the option, for a wrong one, `CallError` for one that is not there.
     """
-    unknown = set(options) - {*InitOptions.__annotations__, *names_of(Reduction)}
+    known = {*InitOptions.__annotations__, *names_of(Reduction)}
+    unknown = set(options) - known
     if unknown:
-        raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
+        raise unknown_option(name, min(unknown), {*known, "stage", *_OWN.get(name, ())})
     return check_shared(grouped(SharedOptions, {**options, **more}))
+
+
+_OWN = {"init": ("autocast", "initializer", "offload"), "shard": ("donate",)}
 
 
 def check_shared(options: SharedOptions) -> SharedOptions:
@@ -118,10 +122,10 @@ def check_shared(options: SharedOptions) -> SharedOptions:
     return options
 
 
-def check_stage(stage: Any) -> int:
-    """Return `stage` if it is 0, 1, 2 or 3; raise `LayoutError` otherwise."""
+def check_stage(stage: Any, name: str = "Engine") -> int:
+    """Return `stage` if it is 0, 1, 2 or 3; raise `LayoutError`, of the call `name`, otherwise."""
     require(
-        "stage",
+        f"{name}: stage",
         stage,
         lambda x: is_count(x, 0) and x <= 3,
         "0 (replicas), 1 (+ optimizer sharded), 2 (+ gradients) or 3 (+ parameters)",
@@ -130,11 +134,13 @@ def check_stage(stage: Any) -> int:
     return stage
 
 
-def check_stages(stage: Any) -> Any:
+def check_stages(name: str, stage: Any) -> Any:
     """Return `stage` if it is a stage or a pytree of them; raise `LayoutError` otherwise."""
     if optree.tree_is_leaf(stage, none_is_leaf=True, namespace=NAMESPACE) or not stage:
-        return check_stage(stage)
-    return optree.tree_map(check_stage, stage, none_is_leaf=True, namespace=NAMESPACE)
+        return check_stage(stage, name)
+    return optree.tree_map(
+        lambda one: check_stage(one, name), stage, none_is_leaf=True, namespace=NAMESPACE
+    )
 
 
 def _check_reshard(reshard: Any) -> None:

@@ -69,7 +69,8 @@ class Pass:
         self.finite = FiniteCheck(states)
         self.gatherer = Gatherer([setup.layout for setup in setups], axes)
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
-        self._owner = lazy[0] if lazy else 0  # whose schedule has the programs of the pass
+        differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
+        self._owner = [*differ, *lazy, 0][0]  # whose schedule has the programs of the pass
         self._lazy = bool(lazy)
         # Below stage 3 no program is recorded: every bucket is reduced, the last one first.
         self._fixed = schedule.Program(tuple(~unit for unit in self.reducer.backwards))

@@ -9,6 +9,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 import torch
 
 from fzero.errors import LayoutError, PhaseError
+from fzero.state import TrainState
 
 P = ParamSpec("P")  # the arguments of a step
 R = TypeVar("R")  # what it returns
@@ -186,7 +187,14 @@ def require_order(name: str, fn: Any, *, never_around: tuple[str, ...], right: s
 def returned_pair(name: str, fn: Any, returned: Any) -> tuple[Any, Any]:
     """Return (state, aux), or raise `LayoutError` if a step did not return such a pair."""
     if isinstance(returned, tuple) and len(returned) == 2:
-        return returned
+        if not isinstance(returned[1], TrainState) or isinstance(returned[0], TrainState):
+            return returned
+        raise LayoutError(
+            f"{name}: {describe(fn)} returned ({type(returned[0]).__name__}, TrainState), "
+            "not (state, aux).",
+            cause="the loss before the state: a step returns the state first, as lax.scan does.",
+            fix="end it with `return state, loss`.",
+        )
     raise LayoutError(
         f"{name}: {describe(fn)} returned a {type(returned).__name__}, not (state, aux).",
         cause="the step returned only the state, or only the loss.",

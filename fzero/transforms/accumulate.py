@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._check import is_count, require
+from fzero._check import called_as, is_count, require
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, Policy, TrainState, progress
 from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
@@ -22,6 +22,7 @@ from fzero.transforms._states import flatten_states, is_state, map_states
 def accumulate(fn: Callable[P, R], /, *, steps: int) -> Step[P, R]: ...
 @overload
 def accumulate(*, steps: int) -> Transform: ...
+@called_as("accumulate(step, steps=4)")
 def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
     """Run `fn(state, *batch) -> (state, aux)` on each of `steps` equal parts of the batch.
 

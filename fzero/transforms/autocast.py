@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch
 
 from fzero._ambient import other_autocast
+from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
 from fzero.errors import explain
 from fzero.state import TrainState
@@ -34,6 +35,7 @@ def autocast(
     dtype: torch.dtype = torch.bfloat16,
     lower_precision_safe_modules: SafeModules | None = None,
 ) -> Transform: ...
+@called_as("autocast(step, dtype=torch.bfloat16)")
 def autocast(
     fn: Callable[..., Any] | None = None,
     /,
@@ -44,7 +46,9 @@ def autocast(
     """Let every loss in `fn(state, *args)` run under torch.autocast(dtype); parameters stay fp32.
 
     Operators follow torch.autocast's own policy: a matrix product in `dtype`, a norm or a softmax
-    in fp32. The backward runs outside of it, as torch advises. In a state that the step's own
+    in fp32. Each use of a parameter has a cast of its own, as with `cache_enabled=False`: the
+    gradients of several uses add up in fp32, at every stage and in both drivers. The backward runs
+    outside of the region, as torch advises. In a state that the step's own
     `init` makes, gradients of parameters that only safe modules use are reduced in `dtype` (half
     the bytes), and at stage 3 such parameters are gathered in it; all others cross ranks in fp32.
     Sums over micro-batches and the update stay in fp32. In another state all of it does.

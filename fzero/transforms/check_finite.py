@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
+from fzero._check import called_as
 from fzero.transforms._pipeline import P, R, Step, Transform, transform
 from fzero.transforms._states import under_policy
 
@@ -13,6 +14,7 @@ from fzero.transforms._states import under_policy
 def check_finite(fn: Callable[P, R], /) -> Step[P, R]: ...
 @overload
 def check_finite() -> Transform: ...
+@called_as("check_finite(step)")
 def check_finite(fn: Callable[..., Any] | None = None, /) -> Any:
     """Let `apply_gradients` raise if a loss L_r, or a gradient dL_r/dp, in `fn` is not finite.
 

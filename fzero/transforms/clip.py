@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, overload
 
-from fzero._check import is_positive, require
+from fzero._check import called_as, is_positive, require
 from fzero.transforms._pipeline import P, R, Step, Transform, transform
 from fzero.transforms._states import flatten_states, under_policy
 
@@ -17,6 +17,7 @@ def clip(
 ) -> Step[P, R]: ...
 @overload
 def clip(*, max_norm: float | None = None, max_value: float | None = None) -> Transform: ...
+@called_as("clip(step, max_norm=1.0)")
 def clip(
     fn: Callable[..., Any] | None = None,
     /,

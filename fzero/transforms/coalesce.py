@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import optree
 
+from fzero._check import called_as
 from fzero.state import TrainState, window
 from fzero.transforms._agree import agree, reduce_agreed
 from fzero.transforms._donate import check_alive
@@ -18,6 +19,7 @@ from fzero.transforms._states import flatten_states, map_states
 def coalesce(fn: Callable[P, R], /) -> Step[P, R]: ...
 @overload
 def coalesce() -> Transform: ...
+@called_as("coalesce(step)")
 def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
     """Run `fn(state, *args) -> (state, aux)` in a window: N gradients, one reduction.
 

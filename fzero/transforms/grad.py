@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero._ambient import computed_in
+from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import needs_func, require_autograd, wants_graph
 from fzero.collectives import FUNCTIONAL, Channel, channel_of, gather_many
@@ -28,6 +29,7 @@ from fzero.transforms._differentiate import (
     LossOf,
     Result,
     Source,
+    apart,
     by_func,
     detached,
     loss_and_aux,
@@ -36,13 +38,15 @@ from fzero.transforms._donate import check_alive
 from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms._pass import Pass
 from fzero.transforms._pipeline import P, R
+from fzero.transforms._reading import after_reading, as_read, learning
 from fzero.transforms._receive import mean_of, not_differentiable, receive
 from fzero.transforms._scaled import scales_of, with_value
 from fzero.transforms._states import S, flatten_states
 
 
+@called_as("grad_and_reduce(loss, state)(batch)")
 def grad_and_reduce(
-    fn: Callable[Concatenate[Any, P], R], state: S, *, has_aux: bool = False
+    fn: Callable[Concatenate[Any, P], R], state: S, *, has_aux: bool = False, wrt: Any = None
 ) -> Callable[P, tuple[S, R]]:
     """Return g: g(*args) = (state', value), gradients' = gradients + mean_r dL_r/dp.
 
@@ -57,6 +61,10 @@ def grad_and_reduce(
     state: a `TrainState`, or a pytree of them (several models under one loss): then fn is given
         the matching pytree of params, and the pytree of states comes back. With a loss scale
         (`fzero.scale_loss`) the state holds gradients times the scale; `value` is without it.
+
+    wrt: which states of a pytree get gradients: a key of it (`wrt="d"`), several in a list, or a
+        pytree of bools in its structure; None for all of them. The others are only read: nothing
+        of them is reduced, and they come back as they were.
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
@@ -84,6 +92,7 @@ def grad_and_reduce(
     states, treespec = flatten_states("grad_and_reduce", state)
     for one in states:
         check_alive(one)
+    learns = learning(wrt, state, states)
 
     @torch._disable_dynamo
     @functools.wraps(fn, updated=())
@@ -96,8 +105,13 @@ def grad_and_reduce(
         for one in states:  # again: a call of this function may have used them up
             check_alive(one)
         with running_on(states[0].setup.axis):
-            known = [with_value(one) for one in states]
+            pairs = [*zip(states, learns, strict=True)]
+            known = [with_value(one) if by else as_read(one) for one, by in pairs]
             new, result = _differentiate(loss_of, known, (args, kwargs), has_aux=has_aux)
+        new = [
+            made if by else after_reading(one, made)
+            for (one, by), made in zip(pairs, new, strict=True)
+        ]
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 
@@ -121,8 +135,6 @@ def _by_autograd(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
     passes, places = _passes_of(states)
-    for one in passes:
-        one.gatherer.casts = states[0].setup.policy.autocast
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = _versions(flats)
     try:
@@ -244,15 +256,8 @@ _DETACHED = explain(
 
 def _apart(result: Result, states: Sequence[TrainState]) -> Result:
     """Copy what the loss returned if it is a view of a state's buffer: that may be donated."""
-    flats = [flat for state in states for flat in state.params.flats if flat.numel()]
-    ours = {flat.untyped_storage()._cdata for flat in flats}
-
-    def copied(x: Any) -> Any:
-        shared = type(x) is Tensor and x.numel() and x.untyped_storage()._cdata in ours
-        return x.clone() if shared else x
-
-    aux: Any = optree.tree_map(copied, result.aux, namespace=NAMESPACE)
-    return dataclasses.replace(result, value=copied(result.value), aux=aux)
+    value, aux = apart((result.value, result.aux), states)
+    return dataclasses.replace(result, value=value, aux=aux)
 
 
 # torch.func: everything is gathered first, and the result can be differentiated again.
@@ -265,7 +270,7 @@ def _by_func(
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
     agree("grad_and_reduce of arguments that require grad", crosses)
-    held = [_with_full(state) for state in states]
+    held = [with_full(state) for state in states]
     scale, rest = scales_of(states)
     fulls = [flat for _, some in held for flat in some]
     versions = _versions(fulls)
@@ -282,7 +287,7 @@ def _by_func(
     return new, result
 
 
-def _with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
+def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     """Return full flats of every group, and the state (which keeps them if asked to)."""
     setup, layout = state.setup, state.setup.layout
     if setup.stage < 3:

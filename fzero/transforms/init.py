@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero._check import called_as
 from fzero._modes import in_transform, require_autograd
 from fzero.collectives import broadcast, cut, told_everywhere
 from fzero.errors import LayoutError
@@ -74,6 +75,7 @@ def init(
     offload: Offload | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
+@called_as("init(params, optimizer, stage=2)")
 def init(
     params: Any,
     optimizer: Any,
@@ -109,7 +111,8 @@ def init(
 
     Args:
         params: a pytree of tensors, of any shapes, the same on every rank.
-        optimizer: from `fzero.optim`, or any (init, update) pair; or a pytree of them.
+        optimizer: from `fzero.optim`, or any (init, update) pair; `fzero.optim.no_optimizer()` for
+            a model that is only read; or a pytree of them.
         stage: 0, 1, 2 or 3; or a pytree of such.
         autocast: what `fzero.autocast` is given: parameters of safe modules then cross ranks in its
             dtype, in groups of their own. `step.init` passes that of its own transform.
@@ -170,10 +173,11 @@ def init(
     axis = axis_of(options.get("mesh"))
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
-        chosen = check_options(options, autocast=autocast, offload=offload)
-        models, treespec = models_of(params, optimizer, check_stages(stage))
+        chosen = check_options("init", options, autocast=autocast, offload=offload)
+        models, treespec = models_of(params, optimizer, check_stages("init", stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
+        frozen = isinstance(optimizer, NoOptimizer)
         setup = plan(
             params,
             optimizer,
@@ -181,7 +185,7 @@ def init(
             axis=axis,
             options=chosen,
             units=options.get("units", unit_of),
-            trainable=options.get("trainable"),
+            trainable=(lambda _: False) if frozen else options.get("trainable"),
         )
         return _filled(setup, params, initializer)
 

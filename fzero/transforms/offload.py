@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
+from fzero._check import called_as
 from fzero._modes import in_transform, is_recorded
 from fzero.errors import PhaseError
 from fzero.homes import at_home
@@ -34,6 +35,7 @@ def offload(
     params: Home = None,
     folder: str | Path | None = None,
 ) -> Transform: ...
+@called_as("offload(step, ...)")
 def offload(
     fn: Callable[..., Any] | None = None,
     /,

@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from fzero._check import called_as
 from fzero.state.scale import DynamicScale, as_policy
 from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms._scaled import with_policy
@@ -20,6 +21,7 @@ Scale = float | Literal["dynamic"] | DynamicScale | Tensor | Callable[[], Any] |
 def scale_loss(fn: Callable[P, R], /, scale: Scale = "dynamic") -> Step[P, R]: ...
 @overload
 def scale_loss(*, scale: Scale = "dynamic") -> Transform: ...
+@called_as("scale_loss(step, 1024.0)")
 def scale_loss(fn: Callable[..., Any] | None = None, /, scale: Scale = "dynamic") -> Any:
     """Let `grad_and_reduce` in `fn(state, *args)` differentiate s L, and the update divide by s.
 

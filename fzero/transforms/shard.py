@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack, overload
 
-from fzero._check import check_flags
+from fzero._check import called_as, check_flags
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
@@ -43,6 +43,7 @@ def shard(
 ) -> Step[P, R]: ...
 @overload
 def shard(*, stage: Stages, donate: bool = False, **options: Unpack[InitOptions]) -> Transform: ...
+@called_as("shard(step, stage=2)")
 def shard(
     fn: Callable[..., Any] | None = None,
     /,
@@ -110,9 +111,9 @@ def shard(
         >>> fzero.full_params(state)
         {'w': tensor([0.5000, 0.5000])}
     """
-    stage = check_stages(stage)
+    stage = check_stages("shard", stage)
     check_flags(donate=donate)
-    check_options(options)
+    check_options("shard", options)
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(options.get("mesh"))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, overload
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero._check import is_count, require
+from fzero._check import called_as, is_count, require
 from fzero._modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
 from fzero.state import NAMESPACE
@@ -24,6 +26,7 @@ from fzero.virtual import current_ranks, run_ranks
 def simulate(fn: Callable[P, R], /, *, world_size: int) -> Step[P, R]: ...
 @overload
 def simulate(*, world_size: int) -> Transform: ...
+@called_as("simulate(step, world_size=2)")
 def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any:
     """Run `fn` on `world_size` virtual ranks: y[r] = fn(x[r]) with collectives between the r.
 
@@ -88,6 +91,10 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
         finally:  # also when a rank raised after its update
             _use_up(leaves, per_rank)
 
+    def one_by_one(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with _one_at_a_time():
+            return around(inner, *args, **kwargs)
+
     def init_of(inner: Any) -> Callable[..., Any]:
         def init(params: Any, optimizer: Any, **options: Any) -> Any:
             if not isinstance(inner, Step):
@@ -96,20 +103,38 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
                     cause="`fzero.shard` is missing.",
                     fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...).",
                 )
-            _check([], (), world_size)
-            return _stack(run_ranks(lambda _: inner.init(params, optimizer, **options), world_size))
+            with _one_at_a_time():
+                _check([], (), world_size)
+                made = run_ranks(lambda _: inner.init(params, optimizer, **options), world_size)
+                return _stack(made)
 
         return init
 
     return transform(
         "simulate",
         fn,
-        around,
+        one_by_one,
         never_around=("simulate",),
         right="one fzero.simulate, outermost",
         options={"world_size": world_size},
         init_of=init_of,
     )
+
+
+_RUNS = threading.Lock()
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Wait while another thread simulates: its ranks take turns with torch's state of the process.
+
+    A rank itself goes on, and is told that it is one.
+    """
+    if current_ranks() is not None:
+        yield
+        return
+    with _RUNS:
+        yield
 
 
 def _of_rank(leaf: Tensor, rank: int) -> Tensor:

@@ -210,3 +210,24 @@ def test_ranks_with_seeds_of_their_own_begin_with_the_parameters_of_rank_0(stage
     wanted = nn.Linear(3, 2).weight.detach()
     found = fzero.simulate(begun, world_size=3)(torch.arange(3))
     assert torch.equal(found, wanted.expand(3, 2, 3))
+
+
+def test_threads_that_simulate_wait_for_each_other() -> None:
+    found: dict[int, Tensor] = {}
+
+    def run(number: int) -> None:
+        def body(x: Tensor) -> Tensor:
+            for _ in range(20):
+                x = fzero.pmean(x)
+            return x
+
+        found[number] = fzero.simulate(body, world_size=2)(torch.tensor([number, number + 2.0]))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {number: x.tolist() for number, x in found.items()} == {
+        number: [number + 1.0] * 2 for number in range(3)
+    }

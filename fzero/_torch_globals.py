@@ -1,0 +1,136 @@
+"""What torch keeps for the whole process, and each virtual rank must have for itself.
+
+Ranks take turns: what one of them has set when it waits in a collective is taken away, and put back
+when it goes on. Modes that torch keeps for each thread are in `_ambient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.optim.optimizer as optimizer
+from torch._functorch import eager_transforms
+from torch.autograd import graph
+from torch.nn.modules import module
+from torch.nn.utils import parametrize
+from torch.utils import _device, _python_dispatch, checkpoint
+
+_NAMES: tuple[tuple[Any, str], ...] = (
+    (eager_transforms, "JVP_NESTING"),
+    # parametrize.cached(): keyed by id(module), which a module made later may have again
+    (parametrize, "_cache_enabled"),
+    (parametrize, "_cache"),
+    (checkpoint, "_checkpoint_debug_enabled"),
+    (checkpoint, "_enable_checkpoint_early_stop"),
+    (graph, "_allow_mutation_on_saved_tensors_enabled"),
+    (_device, "CURRENT_DEVICE"),
+    (_python_dispatch, "_is_in_torch_dispatch_mode"),
+    (_python_dispatch, "_is_in_non_infra_torch_dispatch_mode"),
+    (module, "_global_is_full_backward_hook"),
+)
+"""Module-level names of torch's that are assigned to."""
+
+_TABLES: tuple[dict[Any, Any], ...] = (
+    module._global_buffer_registration_hooks,
+    module._global_module_registration_hooks,
+    module._global_parameter_registration_hooks,
+    module._global_backward_pre_hooks,
+    module._global_backward_hooks,
+    module._global_forward_pre_hooks,
+    module._global_forward_hooks,
+    module._global_forward_hooks_always_called,
+    module._global_forward_hooks_with_kwargs,
+    optimizer._global_optimizer_pre_hooks,
+    optimizer._global_optimizer_post_hooks,
+)
+"""Tables of hooks, to which handles refer: they stay, and what is in them changes."""
+
+
+def _deterministic() -> tuple[bool, bool]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warns
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _set_anomaly(value: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*value)
+
+
+_cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+_C: Any = torch._C
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, _set_deterministic),
+    (_anomaly, _set_anomaly),
+    (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (_C._check_sparse_tensor_invariants, _C._set_check_sparse_tensor_invariants),
+)
+"""Settings of the process: how to read and to set them."""
+
+
+_latest: list[tuple[Any, ...]] = []
+"""The settings as they were read last: between two turns nobody changes them."""
+
+
+class TorchGlobals(NamedTuple):
+    """What one rank has, and the random state of the CPU."""
+
+    rng: torch.Tensor
+    names: tuple[Any, ...]
+    tables: tuple[dict[Any, Any] | None, ...]  # None: empty
+    settings: tuple[Any, ...]
+
+    @staticmethod
+    def take() -> TorchGlobals:
+        """What there is now."""
+        settings = tuple([read() for read, _ in _SETTINGS])
+        _latest[:] = [settings]
+        return TorchGlobals(
+            torch.get_rng_state(),
+            tuple([getattr(where, name) for where, name in _NAMES]),
+            tuple([dict(table) if table else None for table in _TABLES]),
+            settings,
+        )
+
+    def put(self) -> None:
+        """Let it be so again."""
+        torch.set_rng_state(self.rng)
+        for (where, name), value in zip(_NAMES, self.names, strict=True):
+            setattr(where, name, value)
+        for table, content in zip(_TABLES, self.tables, strict=True):
+            if table or content:
+                table.clear()
+                table.update(content or {})
+        if self.settings not in _latest:
+            for (read, change), value in zip(_SETTINGS, self.settings, strict=True):
+                if read() != value:
+                    change(value)
+
+    def of_ranks(self, size: int, nesting: int) -> list[TorchGlobals]:
+        """The same for each of some ranks, with a cache of its own."""
+        own = (
+            tuple(dict(x) if isinstance(x, dict) else x for x in self.names) for _ in range(size)
+        )
+        return [self._replace(names=names).with_jvp_nesting(nesting) for names in own]
+
+    def with_jvp_nesting(self, nesting: int) -> TorchGlobals:
+        """The same at another nesting of torch.func.jvp, which is the first of the names."""
+        return self._replace(names=(nesting, *self.names[1:]))

@@ -1,0 +1,175 @@
+"""`evaluate`: a function of parameters without gradient, unit by unit at stage 3."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero._ambient import computed_in
+from fzero._check import called_as
+from fzero._modes import for_training, needs_func
+from fzero.collectives import EVALUATION, Channel, channel_of
+from fzero.errors import LayoutError
+from fzero.homes import lent
+from fzero.mesh import running_on
+from fzero.packing import unpack, unpack_groups
+from fzero.partition import assemble
+from fzero.placeholder import placeholders
+from fzero.state import NAMESPACE, TrainState
+from fzero.state.schedule import Schedule
+from fzero.transforms._differentiate import apart, detached
+from fzero.transforms._donate import check_alive
+from fzero.transforms._pass import Pass
+from fzero.transforms._pipeline import P, R
+from fzero.transforms._reading import as_read
+from fzero.transforms._states import flatten_states
+from fzero.transforms.grad import with_full
+
+
+@called_as("evaluate(fn, state)(batch)")
+def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]:
+    """Return e: e(*args) = fn(params, *args), without gradient.
+
+    For validation, generation, the first pass of GradCache, a teacher. At stage 3 parameters are
+    gathered unit by unit, in the order in which `fn` reads them, and freed again: a rank never
+    holds more than the units that a forward of training holds, where `fzero.full_params` holds the
+    whole model. Below stage 3 nothing crosses ranks, and any rank may evaluate alone.
+
+    The order that the forwards of training have recorded is expected. One that differs is learned,
+    and kept with `e`: to generate, make `e` once, and call it for each token.
+
+    Values are exact, also where training gathers rounded ones; inside a step with `fzero.autocast`
+    they are those of its region. An evaluation inside a loss or another evaluation is served:
+    nothing is differentiated through it. For an engine, `fzero.evaluate(fn, engine.state)`, or the
+    engine's own call under `torch.no_grad()`.
+
+    Args:
+        fn: any function of the params, and of more. It may use torch.func, and enable gradients
+            for a while, by its inputs.
+        state: a `TrainState`, or a pytree of them: `fn` is then given the matching pytree of
+            params. It stays as it is.
+
+    Returns:
+        A function of the other arguments; what it returns has no graph. A collective at stage 3:
+        every rank must call it, the same number of times; which units each uses may differ.
+
+    Raises:
+        LayoutError: for what is no function, or no state.
+        DonatedError: for a state that was used up.
+        MismatchError: at stage 3, on every rank, if the ranks make other calls.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.tensor([3.0])}, fzero.optim.sgd(0.1), stage=3)
+        >>> fzero.evaluate(lambda params, x: params["w"] * x, state)(2.0)
+        tensor([6.])
+    """
+    if not callable(fn):
+        raise LayoutError(
+            f"evaluate got a {type(fn).__name__} in the place of the function.",
+            cause="its arguments in another order, or a function that was called already.",
+            fix="pass the function: fzero.evaluate(fn, state)(batch).",
+        )
+    states, treespec = flatten_states("evaluate", state)
+    for one in states:
+        check_alive(one)
+    known: dict[int, Schedule] = {}  # what calls of this function have recorded
+
+    @torch._disable_dynamo
+    @functools.wraps(fn, updated=())
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        def call(params: list[Any]) -> Any:
+            with computed_in(states[0].setup.policy.autocast, states[0].device), torch.no_grad():
+                return fn(optree.tree_unflatten(treespec, params), *args, **kwargs)
+
+        for one in states:
+            check_alive(one)
+        with running_on(states[0].setup.axis):
+            if needs_func([flat for one in states for flat in one.params.flats]):
+                return call([_gathered(one) for one in states])
+            return _by_unit(call, states, known)
+
+    return evaluated
+
+
+def _gathered(state: TrainState) -> Any:
+    """The params, all of them whole."""
+    layout, fulls = state.setup.layout, with_full(state)[1]
+    return assemble(layout, unpack_groups(layout, dict(enumerate(fulls))))
+
+
+def _held(state: TrainState) -> Any:
+    """The params of a state that holds them whole."""
+    layout, by_leaf = state.setup.layout, dict[int, Tensor]()
+    for i, group in enumerate(layout.groups):
+        flat = lent(state.params.flats[i].detach(), state.device)
+        by_leaf.update(zip(group.leaves, unpack(layout, i, flat), strict=True))
+    return assemble(layout, by_leaf)
+
+
+def _by_unit(
+    call: Callable[[list[Any]], Any], states: Sequence[TrainState], known: dict[int, Schedule]
+) -> Any:
+    lazy = [i for i, one in enumerate(states) if one.setup.gathers_by_unit]
+    passes = for_training(_passes_of, states, lazy, known)
+    made: dict[int, Any] = {i: _held(one) for i, one in enumerate(states) if i not in lazy}
+    try:
+        for one, numbers in passes:
+            for_training(_begin, one)
+            made.update(zip(numbers, _placed(one), strict=True))
+        result = call([made[i] for i in range(len(states))])
+        result: Any = optree.tree_map(detached, result, namespace=NAMESPACE)
+        result = apart(result, states)
+        for one, numbers in passes:
+            one.end_forward()
+            known.update(zip(numbers, (s.schedule for s in one.finish_forward()), strict=True))
+    except BaseException as error:
+        for one, _ in passes:
+            one.fail(error)
+        raise
+    finally:
+        for one, _ in passes:
+            one.close()
+    return result
+
+
+def _passes_of(
+    states: Sequence[TrainState], lazy: Sequence[int], known: dict[int, Schedule]
+) -> list[tuple[Pass, list[int]]]:
+    """One pass for each set of ranks that gathers, and the numbers of its states."""
+    by_ranks: dict[Channel | None, list[int]] = {}
+    for i in lazy:
+        by_ranks.setdefault(channel_of(states[i].setup.axis), []).append(i)
+    found = []
+    for channel, numbers in by_ranks.items():
+        inside = 0 if channel is None else sum(x.number >= EVALUATION for x in channel.running)
+        read = [as_read(states[i]) for i in numbers]
+        read = [
+            one.replace(schedule=known.get(i, one.schedule))
+            for i, one in zip(numbers, read, strict=True)
+        ]
+        # A number that all ranks know, whatever they have evaluated before.
+        found.append((Pass("evaluate", read, number=EVALUATION + inside), numbers))
+    return found
+
+
+def _begin(one: Pass) -> None:
+    one.begin_forward()
+    one.gatherer.rounds = any(state.setup.policy.autocast for state in one.states)
+
+
+def _placed(one: Pass) -> list[Any]:
+    """For each state of a pass, its params as placeholders."""
+    found, first = [], 0
+    for state in one.states:
+        layout, by_leaf = state.setup.layout, dict[int, Tensor]()
+        for i, group in enumerate(layout.groups):
+            by_leaf.update(zip(group.leaves, placeholders(one.gatherer, first + i), strict=True))
+        first += len(layout.groups)
+        found.append(assemble(layout, by_leaf))
+    return found

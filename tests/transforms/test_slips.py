@@ -1,0 +1,137 @@
+"""What a newcomer slips on: the error names the function, what was seen, and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero
+from fzero.adapter import Engine
+from fzero.errors import CallError, FzeroError, LayoutError
+
+APPLY, PARAMS = fzero.functionalize(nn.Linear(2, 1))
+X, RULE = torch.ones(3, 2), fzero.optim.sgd(0.1)
+STATE = fzero.init(PARAMS, RULE, stage=2)
+ANY: Any = fzero  # a type checker sees most of these
+
+
+def loss_fn(p: Any, x: Any) -> Any:
+    return APPLY(p, x).sum()
+
+
+def step_fn(state: Any, x: Any) -> Any:
+    state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
+    return fzero.apply_gradients(state), loss
+
+
+def swapped(state: Any, x: Any) -> Any:
+    return step_fn(state, x)[::-1]
+
+
+SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
+    **{
+        f"{name}: return loss, state": (
+            lambda wrap=wrap: wrap(swapped)(STATE, X),
+            LayoutError,
+            f"{name}: swapped returned \\(Tensor, TrainState\\)",
+            "return state, loss",
+        )
+        for name, wrap in {
+            "shard": fzero.shard(stage=2),
+            "coalesce": fzero.coalesce,
+            "accumulate": fzero.accumulate(steps=3),
+            "clip": fzero.clip(max_norm=1.0),
+            "autocast": fzero.autocast,
+            "check_finite": fzero.check_finite,
+        }.items()
+    },
+    "the batch beside the state": (
+        lambda: ANY.grad_and_reduce(loss_fn, STATE, X),
+        CallError,
+        "grad_and_reduce: too many",
+        r"grad_and_reduce\(loss, state\)\(batch\)",
+    ),
+    "the batch by name": (
+        lambda: ANY.grad_and_reduce(loss_fn, STATE, batch=X),
+        CallError,
+        "grad_and_reduce got .*'batch'",
+        r"grad_and_reduce\(loss, state\)\(batch\)",
+    ),
+    "evaluate with the batch": (
+        lambda: ANY.evaluate(APPLY, STATE, X),
+        CallError,
+        "evaluate: too many",
+        r"evaluate\(fn, state\)\(batch\)",
+    ),
+    "apply(state, x)": (
+        lambda: ANY.functionalize(nn.Linear(2, 1))[0](STATE, X),
+        LayoutError,
+        "apply got a TrainState",
+        r"fzero.evaluate\(apply, state\)\(x\)",
+    ),
+    "apply(x)": (lambda: APPLY(*(X,)),  # type: ignore[arg-type]
+        LayoutError, "apply got a Tensor", r"apply\(params, x\)"),
+    "a misspelt option of shard": (
+        lambda: ANY.shard(step_fn, stage=2, bucket_byte=3),
+        CallError,
+        "shard got .*'bucket_byte'",
+        "write bucket_bytes=",
+    ),
+    "a misspelt option of init": (
+        lambda: ANY.init(PARAMS, RULE, stage=2, initialiser=3),
+        CallError,
+        "init got .*'initialiser'",
+        "write initializer=",
+    ),
+    "a misspelt option of a transform": (
+        lambda: ANY.clip(step_fn, maxnorm=1.0),
+        CallError,
+        "clip got .*'maxnorm'",
+        "write max_norm=",
+    ),
+    "an option by position": (
+        lambda: ANY.accumulate(step_fn, 4),
+        CallError,
+        "accumulate: too many",
+        r"accumulate\(step, steps=4\)",
+    ),
+    "no stage": (
+        lambda: ANY.shard(step_fn),
+        CallError,
+        "shard: missing .*'stage'",
+        r"shard\(step, stage=2\)",
+    ),
+    "no optimizer": (
+        lambda: ANY.init(PARAMS, stage=2),
+        CallError,
+        "init: missing .*'optimizer'",
+        r"init\(params, optimizer",
+    ),
+    "stage=4": (lambda: fzero.shard(step_fn, stage=4), LayoutError, "shard: stage=4", "or 3"),
+    "stage=4 of init": (
+        lambda: fzero.init(PARAMS, RULE, stage=4), LayoutError, "init: stage=4", "or 3"
+    ),
+    "stage=4 of an engine": (
+        lambda: Engine(nn.Linear(2, 1), torch.optim.SGD, stage=4),
+        LayoutError,
+        "Engine: stage=4",
+        "or 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_slip_is_named_with_its_fix(name: str) -> None:
+    call, kind, seen, fix = SLIPS[name]
+    with pytest.raises(kind, match=f"{seen}[\\s\\S]*Fix: [\\s\\S]*{fix}") as raised:
+        call()
+    assert len(str(raised.value).splitlines()) == 3
+
+
+def test_an_error_of_the_users_own_function_is_its_own() -> None:
+    with pytest.raises(TypeError, match="takes 1 positional"):
+        fzero.grad_and_reduce(lambda p: p, STATE)(X)  # type: ignore[call-arg]

@@ -84,7 +84,8 @@ class Driver:
         self.region = Region(module, lower, device, self.running.gatherer) if lower else None
         self.masters = Masters(self.params, setup)
         self.optimizer = optimizer_of(setup, self.params.at)
-        self.guard = Guard(self.optimizer, self.begin_anew)
+        # Who holds the optimizer does not hold the engine.
+        self.guard = Guard(self.optimizer, weakref.WeakMethod(self.begin_anew))
         OWNERS.update((id(p), self) for p in self._every)
 
     @torch.no_grad()

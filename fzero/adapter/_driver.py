@@ -90,7 +90,8 @@ class Driver:
         alone = self.running.channel is None
         self.writes = Writes(self.params, watched=not self.sharded, alone=alone)
         self.optimizer = optimizer_of(setup, self.params.at)
-        self.guard = Guard(self.optimizer, self.begin_anew)
+        # Who holds the optimizer does not hold the engine.
+        self.guard = Guard(self.optimizer, weakref.WeakMethod(self.begin_anew))
         OWNERS.update((id(p), self) for p in self._every)
 
     @torch.no_grad()

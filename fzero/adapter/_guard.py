@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,7 +22,7 @@ class Guard:
     So does what looks into its `state`. clear: what `optimizer.state.clear()` does.
     """
 
-    def __init__(self, optimizer: Any, clear: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Any, clear: WeakMethod[Callable[[], None]]) -> None:
         self._steps = False
         self._optimizer, self._shown = optimizer, OptimizerStateOfEngine(clear)
         if optimizer is not None:

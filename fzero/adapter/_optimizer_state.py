@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 from fzero.errors import PhaseError
 
@@ -15,12 +16,15 @@ class OptimizerStateOfEngine(MutableMapping[Any, Any]):
     collective, and what is written into the copies that it gives would be lost.
     """
 
-    def __init__(self, clear: Callable[[], None]) -> None:
+    def __init__(self, clear: WeakMethod[Callable[[], None]]) -> None:
         self._clear = clear
 
     def clear(self) -> None:
         """Begin anew: every parameter is as before its first step. A collective."""
-        self._clear()
+        clear = self._clear()
+        if clear is None:
+            raise _is_elsewhere("state.clear(), after its engine is gone,")
+        clear()
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise _is_elsewhere("state[p]")

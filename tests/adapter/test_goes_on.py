@@ -193,6 +193,30 @@ def test_unfreezing_by_the_documented_recipe(name: str) -> None:
     compare(run, {path: x for path, x in want.items() if "nothing " not in path})
 
 
+def test_unfreezing_with_the_same_optimizer() -> None:
+    def begun() -> Any:
+        module, optimizer = _made(sorted_by_shape)
+        module.is_late = True
+        module.late.requires_grad_(False)
+        return module, optimizer
+
+    module, optimizer = plainly(*begun(), steps=2)
+    module.late.requires_grad_(True)
+    plainly(module, optimizer, 2)
+    want = {path: p.detach() for path, p in module.named_parameters()}
+
+    def run(stage: int) -> dict[str, Tensor]:
+        module, optimizer = begun()
+        for learns in (False, True):
+            module.late.requires_grad_(learns)
+            engine = Engine(module, optimizer, stage=stage)
+            by_engine(engine, 2)
+            engine.close()
+        return {path: p.detach() for path, p in module.named_parameters()}
+
+    compare(run, want)
+
+
 @pytest.mark.parametrize("closes_over", [False, True])
 def test_a_factory_keeps_its_groups(closes_over: bool) -> None:
     """By shape and by name; what is in none of them is not stepped; in both drivers."""

@@ -282,6 +282,8 @@ def test_views_of_a_donated_state_are_views_of_the_next() -> None:
 def test_a_tensor_as_a_rate_is_told_the_way(lr: Any) -> None:
     with pytest.raises(LayoutError, match=r"to be differentiated or mapped[\s\S]*closes over it"):
         fzero.optim.adamw(lr)
+    with pytest.raises(LayoutError, match=r"lion: lr is a tensor"):
+        fzero.optim.lion(0.1, groups=[(lambda leaf: True, {"lr": lr})])
 
 
 def test_a_pair_is_mapped_over_its_rate_on_several_ranks() -> None:

@@ -143,8 +143,6 @@ NAN = float("nan")
 BAD = [
     (fzero.optim.sgd, {"lr": -1.0}, "use a number >= 0 or a schedule"),
     (fzero.optim.sgd, {"lr": "0.1"}, "use a number >= 0 or a schedule"),
-    (fzero.optim.adamw, {"lr": torch.tensor(1e-3)}, r"pass float\(lr\), or a schedule"),
-    (fzero.optim.lion, {"lr": 0.1, "groups": [(is_odd, {"lr": torch.ones(1)})]}, r"pass float\("),
     (fzero.optim.sgd, {"lr": 0.1, "momentum": 1.0}, "use a number in"),
     (fzero.optim.sgd, {"lr": 0.1, "nesterov": True}, "set momentum"),
     (fzero.optim.sgd, {"lr": 0.1, "weight_decay": -0.1}, "use a number >= 0"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.certify._drivers import Seen
 from fzero.certify._reference import Task, Update
+from fzero.certify._rounding import worst_over
 from fzero.state.buffers import SIXTEEN_BIT
 
 MARGIN = 3.0  # times the change of the same number when the gradients are disturbed
@@ -136,17 +137,6 @@ def _of_dtype(update: Update, path: str, found: Tensor | None) -> Tensor:
 
 def _top(params: Mapping[str, Tensor]) -> float:
     return max(float(p.abs().max()) for p in params.values() if p.numel())
-
-
-def worst_over(mine: Tensor, theirs: Tensor, bound: Tensor | float) -> int | None:
-    """The flat index of the element that is furthest over its bound; None if none is.
-
-    A NaN is, on either side.
-    """
-    off = (mine - theirs).abs()
-    if bool((off <= bound).all()):
-        return None
-    return int((off - bound).nan_to_num(torch.inf).flatten().argmax())
 
 
 def _difference(update: int, one: _Number) -> Difference | None:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fzero.certify._rounding import TERMS, carried
 from fzero.checkpoint._pieces import leaf_names
-from fzero.diff._bound import TERMS, Found, carried, first_apart
-from fzero.diff._difference import GATHER, GRADIENT, LOSS
+from fzero.diff._bound import Found, first_apart
+from fzero.diff._difference import GATHER, GRADIENT, LOSS, MODULE
+from fzero.diff._modules import Parted, parted
 from fzero.diff._pair import Pair
 from fzero.diff._side import Apart, Side, summed
 from fzero.diff._values import Copy, Spread, whole
@@ -18,7 +20,7 @@ from fzero.diff._values import Copy, Spread, whole
 def gathers(pair: Pair) -> Iterator[Apart]:
     """Full values that a rank gathered, and those that the ranks of the same run hold."""
     for side in (pair.b, pair.a):
-        for apart in _gathers(side, pair.unit):
+        for apart in _gathers(side, pair.units.passes):
             found = apart.found
             turned = found._replace(a=found.b, b=found.a) if side is pair.a else found
             yield apart._replace(found=turned)
@@ -51,7 +53,8 @@ def losses(pair: Pair) -> Iterator[Apart]:
     a, b, c = (summed(terms, ()) for terms in (mine, other, twin))
     found = first_apart(whole(a), whole(b), carried(a, c) + pair.of_terms([*mine, *other], ()))
     if found is not None:
-        yield _blamed(pair, LOSS, "", found)
+        loss = _blamed(pair, LOSS, "", found)
+        yield _module(pair, loss) or loss
 
 
 def gradients(pair: Pair) -> Iterator[Apart]:
@@ -86,6 +89,25 @@ def _blamed(pair: Pair, operation: str, path: str, found: Found) -> Apart:
             ranks = tuple(rank for rank, _ in some)
             return Apart(operation, path, some[0][1]._replace(ranks=ranks), backward + 1)
     return Apart(operation, path, found)
+
+
+def _module(pair: Pair, loss: Apart) -> Apart | None:
+    """The first module whose output differs, on the ranks and in the backward of another loss."""
+    if loss.backward is None:
+        return None
+    found: list[tuple[int, Parted]] = []
+    for rank in loss.found.ranks:
+        backwards = [side.seen[rank].backwards for side in pair.sides]
+        if all(len(some) >= loss.backward for some in backwards):
+            trails = [some[loss.backward - 1].trail for some in backwards]
+            one = parted(*trails, unit=pair.units.passes)
+            found += [(rank, one)] if one else []
+    if not found:
+        return None
+    first = min((one for _, one in found), key=lambda one: one.place)
+    ranks = tuple(rank for rank, one in found if one.place == first.place)
+    operation = MODULE if first.into is None else f"{MODULE}, where it calls {first.into}"
+    return Apart(operation, first.path, first.found._replace(ranks=ranks), loss.backward)
 
 
 def _terms_at(side: Side, path: str, backward: int) -> list[Tensor]:

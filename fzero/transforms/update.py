@@ -125,7 +125,7 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
     found = None if state.scale is None else found_inf(state, reduced, state.scale)
     skips = found is not None and not general and _skips(state)
     ready = _prepared(state, reduced, divides=skips)
-    tell("prepared", state, ready)
+    ready = tell("prepared", state, ready, default=ready)
     try:
         if found is None or skips:
             told = (found, ready.grad_scale) if skips else None
@@ -147,7 +147,7 @@ def update(state: TrainState) -> tuple[TrainState, Tensor | None]:
         progress=after,
         **after_update(state, found),
     )
-    tell("updated", new, found)
+    new = tell("updated", new, found, default=new)
     return new if general else at_home(new), ready.norm
 
 

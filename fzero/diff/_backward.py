@@ -53,8 +53,7 @@ def losses(pair: Pair) -> Iterator[Apart]:
     a, b, c = (summed(terms, ()) for terms in (mine, other, twin))
     found = first_apart(whole(a), whole(b), carried(a, c) + pair.of_terms([*mine, *other], ()))
     if found is not None:
-        loss = _blamed(pair, LOSS, "", found)
-        yield _module(pair, loss) or loss
+        yield _blamed(pair, LOSS, "", found)
 
 
 def gradients(pair: Pair) -> Iterator[Apart]:
@@ -70,7 +69,12 @@ def gradients(pair: Pair) -> Iterator[Apart]:
 
 
 def _blamed(pair: Pair, operation: str, path: str, found: Found) -> Apart:
-    """Name the backward and the ranks, where both runs have the same ones."""
+    """Name the module, the backward and the ranks, where both runs have the same ones."""
+    apart = _on_ranks(pair, operation, path, found)
+    return _module(pair, apart) or apart
+
+
+def _on_ranks(pair: Pair, operation: str, path: str, found: Found) -> Apart:
     counts = [[len(seen.backwards) for seen in side.seen] for side in (pair.a, pair.b)]
     if len(counts[0]) != len(counts[1]) or pair.a.divisor != pair.b.divisor:
         return Apart(operation, path, found)
@@ -91,15 +95,16 @@ def _blamed(pair: Pair, operation: str, path: str, found: Found) -> Apart:
     return Apart(operation, path, found)
 
 
-def _module(pair: Pair, loss: Apart) -> Apart | None:
-    """The first module whose output differs, on the ranks and in the backward of another loss."""
-    if loss.backward is None:
+def _module(pair: Pair, apart: Apart) -> Apart | None:
+    """The first module whose output differs, where a loss or a gradient does."""
+    number = apart.backward
+    if number is None:
         return None
     found: list[tuple[int, Parted]] = []
-    for rank in loss.found.ranks:
+    for rank in apart.found.ranks:
         backwards = [side.seen[rank].backwards for side in pair.sides]
-        if all(len(some) >= loss.backward for some in backwards):
-            trails = [some[loss.backward - 1].trail for some in backwards]
+        if all(len(some) >= number for some in backwards):
+            trails = [some[number - 1].trail for some in backwards]
             one = parted(*trails, unit=pair.units.passes)
             found += [(rank, one)] if one else []
     if not found:
@@ -107,7 +112,7 @@ def _module(pair: Pair, loss: Apart) -> Apart | None:
     first = min((one for _, one in found), key=lambda one: one.place)
     ranks = tuple(rank for rank, one in found if one.place == first.place)
     operation = MODULE if first.into is None else f"{MODULE}, where it calls {first.into}"
-    return Apart(operation, first.path, first.found._replace(ranks=ranks), loss.backward)
+    return Apart(operation, first.path, first.found._replace(ranks=ranks), number)
 
 
 def _terms_at(side: Side, path: str, backward: int) -> list[Tensor]:

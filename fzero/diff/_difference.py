@@ -22,7 +22,7 @@ OPERATIONS = {
         "a shard in the place of another one, or values from before an update.",
     ),
     MODULE: (
-        "what the modules of a forward are given and return, as the losses differ",
+        "what the modules of a forward are given and return, as losses or gradients differ",
         "in the forward of this module, or in what it reads: a weight that is transposed, another "
         "constant (the theta of rope, an eps), another precision of an op, other dropout masks.",
     ),

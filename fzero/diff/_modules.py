@@ -70,7 +70,7 @@ class Trails:
         """Note what is called inside."""
         hooks = (
             register_module_forward_pre_hook(self._enters),
-            register_module_forward_hook(self._returns, with_kwargs=True, always_call=True),
+            register_module_forward_hook(self._returns, with_kwargs=True),
         )
         try:
             yield
@@ -82,6 +82,7 @@ class Trails:
         """What has run on this rank since the loss before; several states may have one loss."""
         rank = _rank()
         self._ended.add(rank)
+        self._open.pop(rank, None)  # of a forward that has raised
         return self._trails.get(rank, Trail())
 
     def _enters(self, module: nn.Module, args: Any) -> None:

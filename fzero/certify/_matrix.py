@@ -16,13 +16,8 @@ from fzero.certify._axes import Cell, Value, chosen
 from fzero.certify._compare import Wanted
 from fzero.certify._cover import covering
 from fzero.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
-from fzero.certify._reference import (
-    CopyGradient,
-    OptimizerOf,
-    Task,
-    one_process,
-    require_repeatable,
-)
+from fzero.certify._process import OptimizerOf, Process, require_repeatable
+from fzero.certify._reference import CopyGradient, Task, one_process
 from fzero.certify._report import CellResult, Report
 from fzero.certify._subject import Loss, Subject, subject_of
 from fzero.errors import LayoutError
@@ -115,7 +110,8 @@ def certify(
     cells = [Cell(values=tuple(x[i] for x, i in zip(values, row, strict=True))) for row in rows]
     _require_updates(updates)
     matrix = _Matrix(subject, step, engine or Engine, optimizer, updates, on_ranks)
-    require_repeatable(subject, matrix.task(cells[0]))
+    task = matrix.task(cells[0])
+    require_repeatable(Process(subject, task.precision, task.whole_loss))
     product = math.prod(sizes)
     coverage = f"{len(cells)} cells, the whole product."
     if len(cells) < product:
@@ -209,8 +205,8 @@ class _Matrix:
         return self.on_ranks(run, job.task.world)
 
     def _wanted(self, task: Task, optimizer: OptimizerOf, max_norm: float | None) -> Wanted:
-        run = functools.partial(one_process, self.subject, task, optimizer, max_norm=max_norm)
-        return Wanted(updates=run(), disturbed=run(disturbed=True), task=task)
+        updates = one_process(self.subject, task, optimizer, max_norm=max_norm)
+        return Wanted(updates=updates)
 
     def _max_norm(self, task: Task) -> float:
         """A bound that acts: half the norm of the first update."""

@@ -80,19 +80,33 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 class Coarsest(TorchFunctionMode):
-    """Notes the coarsest floating dtype that the functions of torch return."""
+    """Notes the coarsest floating dtype that the functions of torch return.
 
-    def __init__(self) -> None:
+    of_parameters: look only at what requires grad. Constants are the same in each run.
+    """
+
+    def __init__(self, *, of_parameters: bool = False) -> None:
         super().__init__()
-        self.unit = 0.0
+        self.of_parameters = of_parameters
+        self.dtype = torch.float64
+
+    @property
+    def unit(self) -> float:
+        """The spacing of numbers at 1 in it."""
+        return eps_of(self.dtype)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what a function returns."""
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(x, Tensor) and x.is_floating_point():
-                self.unit = max(self.unit, torch.finfo(x.dtype).eps)
+            if isinstance(x, Tensor) and (x.requires_grad or not self.of_parameters):
+                self.dtype = coarser(self.dtype, x.dtype)
         return out
+
+
+def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The one of two dtypes in which numbers are further apart."""
+    return b if eps_of(b) > eps_of(a) else a
 
 
 def worst_over(mine: Tensor, theirs: Tensor, bound: Tensor | float) -> int | None:

@@ -80,7 +80,7 @@ class Trails:
 
     def taken(self) -> Trail:
         """What has run on this rank since the loss before; several states may have one loss."""
-        rank = _rank()
+        rank = rank_here()
         self._ended.add(rank)
         self._open.pop(rank, None)  # of a forward that has raised
         return self._trails.get(rank, Trail())
@@ -88,7 +88,7 @@ class Trails:
     def _enters(self, module: nn.Module, args: Any) -> None:
         if _is_apart():
             return
-        rank = _rank()
+        rank = rank_here()
         if rank in self._ended:
             self._ended.remove(rank)
             self._trails.pop(rank, None)
@@ -103,12 +103,12 @@ class Trails:
         stack.append(_Entered(module, key, names))
 
     def _returns(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        stack = self._open.get(_rank(), [])
+        stack = self._open.get(rank_here(), [])
         if _is_apart() or not any(one.module is module for one in stack):
             return
         while stack[-1].module is not module:  # whose forward has raised
             stack.pop()
-        key, trail = stack.pop().key, self._trails[_rank()]
+        key, trail = stack.pop().key, self._trails[rank_here()]
         caller, given = trail.events[key]
         trail.events[key] = Event(caller, given + _copied(kwargs))  # by name: seen only now
         trail.events[key._replace(returns=True)] = Event(caller, _copied(out))
@@ -166,6 +166,7 @@ def _is_apart() -> bool:
     return torch._C._current_graph_task_id() != -1 or in_transform()
 
 
-def _rank() -> int:
+def rank_here() -> int:
+    """The virtual rank that runs now."""
     here = current_ranks()
     return here.rank if here else 0

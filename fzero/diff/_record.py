@@ -11,13 +11,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import eps_of
+from fzero.certify._rounding import Coarsest, eps_of
 from fzero.checkpoint._slots import slots_of
 from fzero.diff._lead import Corner, Lead, corners
-from fzero.diff._modules import Trail, Trails
+from fzero.diff._modules import Trail, Trails, rank_here
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.state.setup import MASTERS
-from fzero.virtual import current_ranks
 
 Flats = tuple[Tensor, ...]
 Leads = Sequence[Sequence[Lead | None]]  # of each state, of each update
@@ -62,7 +61,12 @@ class Recording:
             defaultdict(lambda: [Seen()]) for _ in range(count)
         ]
         self._trails, self._leads = trails, leads
+        self._coarsest = CoarsestOfPasses()
         self.unit, self.optimizer_unit = 0.0, optimizer_unit
+
+    def watching(self) -> CoarsestOfPasses:
+        """The mode that notes in which dtypes losses and gradients are computed."""
+        return self._coarsest
 
     def observers(self) -> list[Any]:
         """One function for each state: see fzero/transforms/_observe.py."""
@@ -77,8 +81,11 @@ class Recording:
         return [self._seen[state][rank] for rank in range(ranks)]
 
     def _told(self, number: int, what: str, state: TrainState, value: Any) -> Any:
-        here = current_ranks()
-        rank = here.rank if here else 0
+        rank = rank_here()
+        if what == "reduced":
+            self._coarsest.updating.add(rank)
+        elif what == "updated":
+            self._coarsest.updating.discard(rank)
         seen = self._seen[number][rank]
         leads = self._leads[number] if self._leads else ()
         lead = leads[len(seen) - 1] if len(seen) <= len(leads) else None
@@ -150,6 +157,18 @@ class Recording:
             state = copied(state)
         seen.append(Seen())
         return state
+
+
+class CoarsestOfPasses(Coarsest):
+    """The coarsest dtype of what is computed outside of updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updating: set[int] = set()  # ranks
+
+    def looks(self) -> bool:
+        """Whether this rank makes no update now."""
+        return not self.updating or rank_here() not in self.updating
 
 
 def copied(tree: Any) -> Any:

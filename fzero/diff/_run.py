@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import Coarsest, disturbed_tree
+from fzero.certify._rounding import disturbed_tree
 from fzero.certify._subject import cast, copy_of
 from fzero.checkpoint._held import row_of, stack_of
 from fzero.diff._compare import Called
@@ -122,12 +122,12 @@ class Driven:
         `disturbance`: change each floating element of the batch by so much of itself.
         """
         given = copied(state)
-        trails, coarsest = Trails(), Coarsest()
+        trails = Trails()
         count = len(flatten_states("diff", given)[0])
         recording = Recording(count, trails, leads, optimizer_unit)
 
         def watched(state: Any, batch: Any) -> Any:
-            with coarsest:
+            with recording.watching():
                 new, _ = observed(state, batch)
             return new, None
 
@@ -139,6 +139,6 @@ class Driven:
             batch = disturbed_tree(batch, disturbance)
         with trails.noted():
             new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)
-        self.unit, self.coarsest = recording.unit, max(self.coarsest, coarsest.unit)
+        self.unit, self.coarsest = recording.unit, max(self.coarsest, recording.watching().unit)
         self.optimizer_unit = recording.optimizer_unit
         return new, Called(before=self.rows(state), seen=recording, after=self.rows(new))

@@ -52,11 +52,15 @@ def certify(
     gradient zero.
 
     What is compared bit for bit is read from the bits of the numbers: where each sum over ranks and
-    micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound is what
-    re-ordering these sums may change, 16 eps times the number of terms times their size (in 16 bits
-    2 eps, or 4 where a loss is divided by other than a power of two; in int8 1/127 of the largest
-    gradient, which the next update makes up for), and what such a change does to the same quantity
-    in the one process, times 3.
+    micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound e of a gradient
+    is what re-ordering these sums may change, 16 eps times the number of terms times their size (in
+    16 bits 2 eps, or 4 where a loss is divided by other than a power of two; in int8 1/127 of the
+    largest gradient, which the next update makes up for). That of a parameter is, element by
+    element, how far the one process's optimizer goes from g + e and g - e. eps is that of the
+    coarsest dtype that a loss computes in.
+
+    torch's random numbers are drawn from a seed that the values of each batch give: dropout masks
+    are the same, whoever computes a batch.
 
     Args:
         model: a module, or a pytree of tensors (for functional steps alone). It is copied.
@@ -76,7 +80,7 @@ def certify(
             raises NotImplementedError has no such cell.
         optimizer: a torch.optim class or factory, called with a list of parameters. One that
             divides by |g| (Adam with a small eps) turns the rounding of what is nearly zero into
-            updates, which cannot be told from faults.
+            updates, in which no fault can be told.
         updates: 2 at least show what is left from the update before.
         full: all cells; else every combination of three values of any axes occurs in some cell.
         on_ranks: on_ranks(body, W) -> [body(0), ..., body(W - 1)]; default virtual ranks.
@@ -89,8 +93,8 @@ def certify(
 
     Raises:
         LayoutError: for unknown axes or values, too few batches, and a loss that is not finite,
-            not one number, or another one when it is computed again (dropout). What a rank raises
-            is an error of its cell.
+            not one number, or another one when it is computed again. What a rank raises is an
+            error of its cell.
 
     Example:
         >>> import torch, fzero

@@ -34,13 +34,16 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
     options may differ, the step and the loss may be other versions; the parameters must have the
     same names, shapes and values, and the batches of all ranks the same examples. Each call of a
     begins with the parameters, optimizer state, counters, loss scale and random state that b has
-    there, so differences do not grow from call to call; b goes on by itself, so that what it should
-    not have kept shows. In each update are compared, in this order:
+    there; each update of a begins with the gradients that b's optimizer is given, and a goes on from
+    what b has after it. So differences do not grow; b goes on by itself, so that what it should not
+    have kept shows. In each update are compared, in this order:
 
         gather                  the full values that a loss reads, and those that ranks hold
         loss                    L = sum_i s_i mean_r L_ri, i the backwards, s_i what `accumulate`
                                 multiplies by
         gradient                dL/dp, added up here from each rank's own gradients
+        module                  where one of these two differs: what each `nn.Module` of the forward
+                                is given and returns, up to the first one that differs
         reduction, norm, clip   the gradient that the update begins with, its norm, and what the
                                 optimizer is given; without the loss scale
         optimizer state, update     each slot; p' - p, and that of fp32 masters
@@ -51,9 +54,10 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
 
     If both runs have parameters of the same dtypes, they are compared in float64 first, where
     rounding is small, and then as they are. (Casts to another dtype in the loss stay as they are.)
-    What a difference may be by rounding is computed, see `fzero/diff/_bound.py`: from the terms of
-    sums over ranks and micro-batches, and elsewhere by what a small change of all parameters and
-    inputs makes of the same number. It goes by the coarsest dtype that the options ask for:
+    What a difference may be by rounding is computed, see `fzero/certify/_rounding.py`: from the
+    terms of sums over ranks and micro-batches, and elsewhere by what a small change of all
+    parameters and inputs makes of the same number, or of the gradients and slots of an update. It
+    goes by the coarsest dtype that the options ask for:
     autocast, `communication_dtype`, quantized blocks.
 
     Args:

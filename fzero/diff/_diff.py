@@ -34,9 +34,9 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
     options may differ, the step and the loss may be other versions; the parameters must have the
     same names, shapes and values, and the batches of all ranks the same examples. Each call of a
     begins with the parameters, optimizer state, counters, loss scale and random state that b has
-    there; each update of a begins with the gradients that b's optimizer is given, and a goes on from
-    what b has after it. So differences do not grow; b goes on by itself, so that what it should not
-    have kept shows. In each update are compared, in this order:
+    there; each update of a begins with the gradients that b's optimizer is given, and a goes on
+    from what b has after it. So differences do not grow; b goes on by itself, so that what it
+    should not have kept shows. In each update are compared, in this order:
 
         gather                  the full values that a loss reads, and those that ranks hold
         loss                    L = sum_i s_i mean_r L_ri, i the backwards, s_i what `accumulate`

@@ -84,15 +84,9 @@ def test_a_small_fault_is_found_where_a_loss_casts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "checks"),
-    [
-        ({"lr": 0.0101}, ["update"]),
-        ({"eps": 1e-4}, ["update"]),
-        ({"weight_decay": 0.0}, ["update"]),
-    ],
-    ids=str,
+    "wrong", [{"lr": 0.0101}, {"eps": 1e-4}, {"weight_decay": 0.0}], ids=lambda x: next(iter(x))
 )
-def test_a_wrong_optimizer_is_found(wrong: dict[str, float], checks: list[str]) -> None:
+def test_a_wrong_optimizer_is_found(wrong: dict[str, Any]) -> None:
     def engine(module: Any, optimizer: Any, **options: Any) -> Any:
         def other(params: Any) -> Any:
             made = optimizer(params)
@@ -103,7 +97,7 @@ def test_a_wrong_optimizer_is_found(wrong: dict[str, float], checks: list[str]) 
 
     for precision in ("fp64", "fp32"):
         (cell,) = certified("mlp", ADAMW, engine=engine, precisions=precision).failures
-        assert [check.what for check in cell.checks if check.difference] == checks, cell
+        assert cell.agrees("gradient") and cell.agrees("update") is False
 
 
 def test_a_batch_has_a_seed_of_its_own_and_nothing_else_is_drawn_otherwise() -> None:

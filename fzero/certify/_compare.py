@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fzero.certify._drivers import Seen
-from fzero.certify._reference import Task, Update
-from fzero.state.buffers import SIXTEEN_BIT
+from fzero.certify._reference import Update
+from fzero.certify._rounding import eps_of, largest, worst_over
 
-MARGIN = 3.0  # times the change of the same number when the gradients are disturbed
+STORED = 3.0  # times the spacing of numbers at the largest one of a parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,75 +55,56 @@ class _Number(NamedTuple):
     path: str
     found: Tensor | None  # None: it is not there
     wanted: Tensor
-    bound: float
+    bound: Tensor | float  # of each element, or of all
     size: float  # of the largest number of its kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """The updates of one process, and the same disturbed: how far rounding can carry."""
+    """The updates of one process."""
 
     updates: Sequence[Update]
-    disturbed: Sequence[Update]
-    task: Task
 
     def check(self, what: str, ranks: Sequence[Sequence[Seen]]) -> Check:
         """Compare the "loss", the "norm", or the parameters (under any other name)."""
         numbers = {"loss": self._losses, "norm": self._norms}.get(what, self._params)
-        first, largest, compared = None, 0.0, False
-        for k, (update, other) in enumerate(zip(self.updates, self.disturbed, strict=True)):
-            for one in numbers(update, other, [seen[k] for seen in ranks]):
-                compared, largest = True, max(largest, one.bound / max(one.size, 1e-300))
+        first, top, compared = None, 0.0, False
+        for k, update in enumerate(self.updates):
+            for one in numbers(update, [seen[k] for seen in ranks]):
+                allowed = largest([torch.as_tensor(one.bound)])
+                compared, top = True, max(top, allowed / max(one.size, 1e-300))
                 first = first or _difference(k + 1, one)
-        return Check(what=what, compared=compared, bound=largest, difference=first)
+        return Check(what=what, compared=compared, bound=top, difference=first)
 
-    def _params(self, update: Update, other: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    def _params(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
         """The parameters after an update."""
-        moved, size = _moved(update.masters, other.masters), _top(update.params)
+        size = largest([*update.params.values()])
         for path in update.params:
             for rank, seen in enumerate(ranks):
                 found = seen.params.get(path)
-                wanted, twin = _of_dtype(update, path, found), _of_dtype(other, path, found)
-                bound = 0.0 if path in update.exact else _bound(wanted, twin, moved)
-                yield _Number(rank, path, found, wanted, bound, size)
+                wanted = _of_dtype(update, path, found)
+                yield _Number(rank, path, found, wanted, _bound(update, path, wanted), size)
 
-    def _losses(self, update: Update, other: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    def _losses(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
         """The mean loss of each rank."""
-        size = float(update.losses.abs().max())
-        moved = float((update.losses - other.losses).abs().max())
-        bound = self._rounded(size, self.task.precision.low) + MARGIN * moved
-        bound = 0.0 if update.exact_losses else bound
+        size, bound = largest([update.losses]), update.losses_reach
         for rank, seen in enumerate(ranks):
             found = torch.stack(seen.losses).double().mean() if seen.losses else None
             yield _Number(rank, "", found, update.losses[rank].mean(), bound, size)
 
-    def _norms(self, update: Update, other: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    def _norms(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
         """The norms, where the driver tells them."""
-        bound = self._rounded(update.norm, self.task.low)
-        bound += MARGIN * abs(update.norm - other.norm)
         for rank, seen in enumerate(ranks):
             if seen.norm is not None:
                 found, wanted = torch.tensor([seen.norm, update.norm], dtype=torch.float64)
-                yield _Number(rank, "", found, wanted, bound, update.norm)
-
-    def _rounded(self, size: float, low: torch.dtype) -> float:
-        terms = 4 if low in SIXTEEN_BIT else 64 * self.task.summands
-        return size * torch.finfo(low).eps * terms
+                yield _Number(rank, "", found, wanted, update.norm_reach, update.norm)
 
 
-def _bound(wanted: Tensor, twin: Tensor, moved: float) -> float:
-    """Of a parameter that was moved so far itself; all of them were, by `moved` of their size."""
-    if not wanted.numel():
+def _bound(update: Update, path: str, wanted: Tensor) -> Tensor | float:
+    """The reach of a parameter, and the rounding of what is added to it."""
+    if path in update.exact or not wanted.numel():
         return 0.0
-    own, size = float((wanted.double() - twin.double()).abs().max()), float(wanted.abs().max())
-    return MARGIN * (max(own, moved * size) + torch.finfo(wanted.dtype).eps * size)
-
-
-def _moved(params: Mapping[str, Tensor], twins: Mapping[str, Tensor]) -> float:
-    pairs = [(p.double(), twins[path].double()) for path, p in params.items()]
-    off = sum(float((p - twin).square().sum()) for p, twin in pairs)
-    size = sum(float(p.square().sum()) for p, _ in pairs)
-    return (off / size) ** 0.5 if size else 0.0
+    return update.reach[path] + STORED * eps_of(wanted.dtype) * largest([wanted])
 
 
 def _of_dtype(update: Update, path: str, found: Tensor | None) -> Tensor:
@@ -132,21 +113,6 @@ def _of_dtype(update: Update, path: str, found: Tensor | None) -> Tensor:
     if found is not None and found.dtype != params.dtype and path in update.masters:
         return update.masters[path]
     return params
-
-
-def _top(params: Mapping[str, Tensor]) -> float:
-    return max(float(p.abs().max()) for p in params.values() if p.numel())
-
-
-def worst_over(mine: Tensor, theirs: Tensor, bound: Tensor | float) -> int | None:
-    """The flat index of the element that is furthest over its bound; None if none is.
-
-    A NaN is, on either side.
-    """
-    off = (mine - theirs).abs()
-    if bool((off <= bound).all()):
-        return None
-    return int((off - bound).nan_to_num(torch.inf).flatten().argmax())
 
 
 def _difference(update: int, one: _Number) -> Difference | None:
@@ -165,5 +131,5 @@ def _difference(update: int, one: _Number) -> Difference | None:
         index=index,
         found=float(mine.flatten()[worst]),
         wanted=float(theirs.flatten()[worst]),
-        bound=one.bound,
+        bound=float(torch.as_tensor(one.bound).expand(theirs.shape).flatten()[worst]),
     )

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from fzero._modes import in_transform
 from fzero.certify._axes import Cell
-from fzero.certify._reference import OptimizerOf, Task
+from fzero.certify._process import OptimizerOf
+from fzero.certify._reference import Task
+from fzero.certify._seed import seeded
 from fzero.certify._subject import Subject, tensors_of
 from fzero.errors import LayoutError
 from fzero.functional import functionalize
@@ -74,7 +76,8 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
         if stacks:
             batch = optree.tree_map(_first, batch, namespace=NAMESPACE)
         called = params if apply is None else functools.partial(apply, params)
-        loss = job.subject.loss(called, batch)
+        with seeded(batch):
+            loss = job.subject.loss(called, batch)
         if not in_transform():
             losses.append(loss.detach())
         return loss / share
@@ -152,7 +155,8 @@ def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
         batches, losses = job.batches(rank, update), []
         with engine.coalesce() if window == "coalesce" else nullcontext():
             for n, batch in enumerate(batches):
-                loss = job.subject.loss(engine, batch)
+                with seeded(batch):
+                    loss = job.subject.loss(engine, batch)
                 losses.append(loss.detach())
                 if window != "accumulate":
                     loss = loss / len(batches)

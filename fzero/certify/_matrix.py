@@ -16,13 +16,8 @@ from fzero.certify._axes import Cell, Value, chosen
 from fzero.certify._compare import Wanted
 from fzero.certify._cover import covering
 from fzero.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
-from fzero.certify._reference import (
-    CopyGradient,
-    OptimizerOf,
-    Task,
-    one_process,
-    require_repeatable,
-)
+from fzero.certify._process import OptimizerOf, Process, require_repeatable
+from fzero.certify._reference import CopyGradient, Task, one_process
 from fzero.certify._report import CellResult, Report
 from fzero.certify._subject import Loss, Subject, subject_of
 from fzero.errors import LayoutError
@@ -59,11 +54,15 @@ def certify(
     gradient zero. After an update all ranks have the same bits.
 
     What is compared bit for bit is read from the bits of the numbers: where each sum over ranks and
-    micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound is what
-    re-ordering these sums may change, 16 eps times the number of terms times their size (in 16 bits
-    2 eps, or 4 where a loss is divided by other than a power of two; in int8 1/127 of the largest
-    gradient, which the next update makes up for), and what such a change does to the same quantity
-    in the one process, times 3.
+    micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound e of a gradient
+    is what re-ordering these sums may change, 16 eps times the number of terms times their size (in
+    16 bits 2 eps, or 4 where a loss is divided by other than a power of two; in int8 1/127 of the
+    largest gradient, which the next update makes up for). That of a parameter is, element by
+    element, how far the one process's optimizer goes from g + e and g - e. eps is that of the
+    coarsest dtype that a loss computes in.
+
+    torch's random numbers are drawn from a seed that the values of each batch give: dropout masks
+    are the same, whoever computes a batch.
 
     Args:
         model: a module, or a pytree of tensors (for functional steps alone). It is copied.
@@ -83,7 +82,7 @@ def certify(
             raises NotImplementedError has no such cell.
         optimizer: a torch.optim class or factory, called with a list of parameters. One that
             divides by |g| (Adam with a small eps) turns the rounding of what is nearly zero into
-            updates, which cannot be told from faults.
+            updates, in which no fault can be told.
         updates: 2 at least show what is left from the update before.
         full: all cells; else every combination of three values of any axes occurs in some cell.
         on_ranks: on_ranks(body, W) -> [body(0), ..., body(W - 1)]; default virtual ranks.
@@ -96,8 +95,8 @@ def certify(
 
     Raises:
         LayoutError: for unknown axes or values, too few batches, and a loss that is not finite,
-            not one number, or another one when it is computed again (dropout). What a rank raises
-            is an error of its cell.
+            not one number, or another one when it is computed again. What a rank raises is an
+            error of its cell.
 
     Example:
         >>> import torch, fzero
@@ -117,7 +116,8 @@ def certify(
     cells = [Cell(values=tuple(x[i] for x, i in zip(values, row, strict=True))) for row in rows]
     _require_updates(updates)
     matrix = _Matrix(subject, step, engine or Engine, optimizer, updates, on_ranks)
-    require_repeatable(subject, matrix.task(cells[0]))
+    task = matrix.task(cells[0])
+    require_repeatable(Process(subject, task.precision, task.whole_loss))
     product = math.prod(sizes)
     coverage = f"{len(cells)} cells, the whole product."
     if len(cells) < product:
@@ -211,8 +211,8 @@ class _Matrix:
         return self.on_ranks(run, job.task.world)
 
     def _wanted(self, task: Task, optimizer: OptimizerOf, max_norm: float | None) -> Wanted:
-        run = functools.partial(one_process, self.subject, task, optimizer, max_norm=max_norm)
-        return Wanted(updates=run(), disturbed=run(disturbed=True), task=task)
+        updates = one_process(self.subject, task, optimizer, max_norm=max_norm)
+        return Wanted(updates=updates)
 
     def _max_norm(self, task: Task) -> float:
         """A bound that acts: half the norm of the first update."""

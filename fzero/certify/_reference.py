@@ -1,27 +1,31 @@
 """The one-process step: plain torch autograd and torch.optim on the batches of all ranks.
 
-Nothing of fzero's machine is used here.
+Nothing of fzero's machine is used here. Beside each number stands what rounding may explain of it:
+the gradient's bound e, from the sizes of its terms, is carried through the optimizer element by
+element, g + e and g - e, and what that makes of the parameters through the next gradient.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fzero.certify._axes import Precision
 from fzero.certify._exact import is_exact
-from fzero.certify._subject import Subject, tensors_of
-from fzero.errors import LayoutError
+from fzero.certify._process import OptimizerOf, Parts, Process, Stepped, Tensors
+from fzero.certify._rounding import (
+    MARGIN,
+    coarser,
+    eps_of,
+    largest,
+    shift,
+)
+from fzero.certify._subject import Subject
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.layout import learns
-
-OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,11 @@ class Task:
         """Whether gradients cross ranks as int8 blocks."""
         return self.wire is torch.int8 and self.world > 1
 
+    def numbers(self, update: int) -> list[list[int]]:
+        """[W][N]: the batches of an update."""
+        ranks, counts = range(self.world), range(self.micro_batches)
+        return [[self.batch_number(update, rank, n) for n in counts] for rank in ranks]
+
     def batch_number(self, update: int, rank: int, micro_batch: int) -> int:
         """Which batch a rank takes: no two take the same."""
         return (update * self.world + rank) * self.micro_batches + micro_batch
@@ -63,14 +72,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Update:
-    """What one update must be."""
+    """What one update must be, and how far from it rounding may carry."""
 
     losses: Tensor  # [W, N] float64
+    losses_reach: float  # 0: bit for bit
     norm: float  # of the mean gradient, before clipping
+    norm_reach: float
     params: Mapping[str, Tensor]  # after it, also what does not learn
     masters: Mapping[str, Tensor]  # what the optimizer steps: params, or fp32 copies of them
+    reach: Mapping[str, Tensor]  # of the masters, element by element
     exact: frozenset[str]  # of the params, which must be equal bit for bit
-    exact_losses: bool
 
 
 class CopyGradient(torch.optim.Optimizer):
@@ -91,12 +102,7 @@ class CopyGradient(torch.optim.Optimizer):
 
 
 def one_process(
-    subject: Subject,
-    task: Task,
-    optimizer: OptimizerOf,
-    *,
-    max_norm: float | None = None,
-    disturbed: bool = False,
+    subject: Subject, task: Task, optimizer: OptimizerOf, *, max_norm: float | None = None
 ) -> list[Update]:
     """Train one copy of the model on the batches of all ranks and micro-batches.
 
@@ -107,121 +113,140 @@ def one_process(
         task: the counts and the precision.
         optimizer: called with the list of parameters that learn.
         max_norm: clip by torch's formula, g min(1, max_norm / (|g| + 1e-6)).
-        disturbed: change each gradient by as much as another order of its sum could.
 
     Raises:
-        LayoutError: for a loss that is no finite scalar, or that differs from call to call.
+        LayoutError: for a loss that is no finite scalar.
     """
-    run = _Run(subject, task, optimizer)
+    process = Process(subject, task.precision, task.whole_loss)
+    made = [Stepped(process.learning, task.precision, optimizer) for _ in range(1 + len(SIGNS))]
+    centre, corners = made[0], made[1 : 1 + (2 if task.quantizes else len(SIGNS))]
+    reach = {path: torch.zeros(p.shape).double() for path, p in centre.masters.items()}
     rounds = max_norm is not None or task.quantizes
-    found, good = [], frozenset() if rounds else frozenset(run.masters)
-    exact = frozenset(run.tensors)
+    found, good = [], frozenset() if rounds else frozenset(reach)
+    exact = frozenset(process.tensors)
     for update in range(task.updates):
-        losses, parts = run.backwards(update)
-        same = len(exact) == len(run.tensors)  # the losses are of equal parameters
-        good = frozenset(p for p in good if is_exact(parts[p], _divisor(task), task.low))
-        mean = {path: torch.stack(terms).sum(0) / task.divisor for path, terms in parts.items()}
-        norm = float(torch.stack([g.square().sum() for g in mean.values()]).sum().sqrt())
-        if disturbed:
-            _disturb(mean, parts, good, task, update)
-            norm *= 1 + _rounding(task)  # not that of the disturbed gradients: it would hide them
-        factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-        before = {path: master.detach().clone() for path, master in run.masters.items()}
-        run.step(mean, factor)
-        exact = _exact_params(run, before, good, task)
+        before = centre.copied()
+        passed = _Passed(process, task, update, before, reach)
+        good = passed.exact(good)
+        mean, error = passed.mean, passed.error(good, clips=max_norm is not None)
+        factor = 1.0 if max_norm is None else min(1.0, max_norm / (passed.norm + 1e-6))
+        centre.step({path: g * factor for path, g in mean.items()})
+        for signs, corner in zip(SIGNS, corners, strict=False):
+            sign = signs[update % 2] * ((-1) ** update if task.quantizes else 1)
+            corner.step({path: (g + sign * error[path]) * factor for path, g in mean.items()})
+        process.follow(centre.masters)
+        same = len(exact) == len(process.tensors)  # the losses are of equal parameters
+        reach = _reach(centre, corners)
+        exact = _exact_params(process, before, centre.masters, good, task)
         found.append(
             Update(
-                losses=losses,
-                norm=norm,
-                params={path: p.detach().clone() for path, p in run.tensors.items()},
-                masters={path: p.detach().clone() for path, p in run.masters.items()},
+                losses=passed.losses,
+                losses_reach=passed.losses_reach(same),
+                norm=passed.norm,
+                norm_reach=passed.norm_reach,
+                params={path: p.detach().clone() for path, p in process.tensors.items()},
+                masters=centre.copied(),
+                reach=reach,
                 exact=exact,
-                exact_losses=same and is_exact([losses], _divisor(task), task.precision.low),
             )
         )
     return found
 
 
-class _Run:
-    """A model under training, in one process."""
+RESIDUE = 64.0  # roundings of the largest gradient, below which nothing is taken for exact
 
-    def __init__(self, subject: Subject, task: Task, optimizer: OptimizerOf) -> None:
-        self.subject, self.task = subject, task
-        self.model = subject.copy(task.precision.dtype)
-        self.tensors = tensors_of(self.model)
-        self.learning = {path: p for path, p in self.tensors.items() if learns(p)}
-        for p in self.learning.values():
-            p.requires_grad_()
-        masters = task.precision.masters
-        self.masters = {p: nn.Parameter(_stepped(x, masters)) for p, x in self.learning.items()}
-        self.optimizer = optimizer(list(self.masters.values()))
-
-    def backwards(self, update: int) -> tuple[Tensor, dict[str, list[Tensor]]]:
-        """The losses [W, N], and of each parameter the gradients by all of them, in float64."""
-        task = self.task
-        losses = torch.zeros(task.world, task.micro_batches, dtype=torch.float64)
-        parts: dict[str, list[Tensor]] = {path: [] for path in self.learning}
-        for rank in range(task.world):
-            for n in range(task.micro_batches):
-                loss = self.loss(task.batch_number(update, rank, n))
-                grads = torch.autograd.grad(
-                    loss, list(self.learning.values()), allow_unused=True, materialize_grads=True
-                )
-                losses[rank, n] = loss.detach().double()
-                for path, grad in zip(parts, grads, strict=True):
-                    parts[path].append(grad.double())
-        return losses, parts
-
-    def loss(self, number: int) -> Tensor:
-        """The loss of a batch, in the task's autocast if it has one."""
-        batch = self.subject.batch(number, self.task.precision.dtype)
-        low = self.task.precision.autocast
-        region = nullcontext if low is None else functools.partial(torch.autocast, "cpu", low)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with region():
-                return self.model(*args, **kwargs)
-
-        if self.task.whole_loss:
-            with region():
-                loss = self.subject.loss(self.model, batch)
-        else:
-            loss = self.subject.loss(forward, batch)
-        _require_good(loss, number)
-        return loss
-
-    def step(self, gradient: Mapping[str, Tensor], factor: float) -> None:
-        """Update the masters by the gradient times the factor, and the parameters from them."""
-        for path, master in self.masters.items():
-            master.grad = (gradient[path] * factor).to(master.dtype)
-        self.optimizer.step()
-        with torch.no_grad():
-            for path, p in self.learning.items():
-                p.copy_(self.masters[path])
+# With which signs the bound of a gradient is added in updates that are even, and odd.
+SIGNS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
 
 
-def require_repeatable(subject: Subject, task: Task) -> None:
-    """Raise `LayoutError` for a loss that is another one when it is computed again."""
-    run = _Run(subject, task, CopyGradient)
-    one, two = run.loss(0).detach(), run.loss(0).detach()
-    if not torch.equal(one, two):
-        raise LayoutError(
-            f"certify: the loss of batch 0 is {float(one)}, and then {float(two)}.",
-            cause="dropout, noise, or batches that are drawn anew at each call.",
-            fix="call model.eval(), fix the noise, and draw batch i from seed i.",
-        )
+class _Passed:
+    """The losses and gradients of one update, and the same from parameters within their reach."""
+
+    def __init__(
+        self, process: Process, task: Task, update: int, values: Tensors, reach: Tensors
+    ) -> None:
+        self.process, self.task, self.update, self.values = process, task, update, values
+        self.numbers = task.numbers(update)
+        self.losses, self.parts = process.backwards(self.numbers)
+        self.other: tuple[Tensor, Parts] | None = None
+        if any(bool(x.any()) for x in reach.values()):
+            self.other = process.displaced(self.numbers, values, reach)
+        self.low = coarser(task.low, process.coarsest)
+        self.mean = _mean(self.parts, task.divisor)
+        self.mean_of_other = self.mean if self.other is None else _mean(self.other[1], task.divisor)
+        self.norm = _norm(self.mean)
+
+    def exact(self, good: frozenset[str]) -> frozenset[str]:
+        """Which of the parameters `good` have a gradient that must be equal bit for bit.
+
+        Not one that the reach of the parameters moves, and not what is left where terms inside of
+        a loss cancel: it has few bits, too, and other ones in another order.
+        """
+        found = frozenset(p for p in good if is_exact(self.parts[p], _divisor(self.task), self.low))
+        if self.other is not None:
+            found = frozenset(p for p in found if _same(self.parts[p], self.other[1][p]))
+        top = max(largest(terms) for terms in self.parts.values())
+        return frozenset(p for p in found if not self._is_residue(p, top))
+
+    def _is_residue(self, path: str, top: float) -> bool:
+        """Whether an element may be what is left where terms of the size of `top` cancel."""
+        sizes = torch.stack(self.parts[path]).abs()
+        return bool(((sizes > 0) & (sizes <= RESIDUE * eps_of(self.low) * top)).any())
+
+    def error(self, good: frozenset[str], *, clips: bool) -> dict[str, Tensor]:
+        """What rounding may explain of each gradient; zero for those that are `good`."""
+        sizes = {path: _size(terms, self.task.divisor) for path, terms in self.parts.items()}
+        top, scale = max(sizes.values()), _rounding(self.task, self.low)
+        gone = _norm({p: g - self.mean_of_other[p] for p, g in self.mean.items()})
+        relative = gone / self.norm if self.norm else 0.0
+        found = {}
+        for path, mean in self.mean.items():
+            own = largest([mean - self.mean_of_other[path]])
+            # what cancels inside of a backward leaves rounding of the size of other gradients
+            size = scale * (sizes[path] + top / 16) + MARGIN * max(own, relative * sizes[path])
+            if self.task.quantizes:  # what one update loses is made up for: e, -2e, 2e, ...
+                size = scale * top * (2 if self.update else 1)
+            found[path] = torch.full_like(mean, 0.0 if path in good else size)
+            if clips and self.norm:
+                found[path] += mean.abs() * self.norm_reach / self.norm
+        return found
+
+    @property
+    def norm_reach(self) -> float:
+        """What rounding may explain of the norm."""
+        moved = MARGIN * abs(self.norm - _norm(self.mean_of_other))
+        scale = 3 * _rounding(self.task, self.low) + _relative(self.task, self.low)
+        return scale * self.norm + moved
+
+    def losses_reach(self, same: bool) -> float:
+        """What rounding may explain of a loss; `same`: they are of equal parameters."""
+        low = coarser(self.task.precision.low, self.process.coarsest)
+        if same and is_exact([self.losses], _divisor(self.task), low):
+            return 0.0
+        other = self.losses if self.other is None else self.other[0]
+        moved = MARGIN * largest([self.losses - other])
+        return float(self.losses.abs().max()) * _relative(self.task, low) + moved
 
 
-def _require_good(loss: Any, number: int) -> None:
-    scalar = isinstance(loss, Tensor) and loss.numel() == 1
-    if scalar and loss.requires_grad and bool(loss.isfinite()):
-        return
-    seen = f"{loss.detach()!r:.80}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise LayoutError(
-        f"certify: in one process the loss of batch {number} is {seen}.",
-        cause="a loss that is not reduced to one number, is detached, or is not finite.",
-        fix="return a finite scalar that the parameters made; if it grows, give a smaller lr.",
-    )
+def _reach(centre: Stepped, corners: Sequence[Stepped]) -> dict[str, Tensor]:
+    """How far from its value each element of the masters may be."""
+    found = {}
+    for path, master in centre.masters.items():
+        offs = [shift(master.detach(), corner.masters[path].detach()) for corner in corners]
+        found[path] = torch.stack(offs).amax(0)
+    return found
+
+
+def _mean(parts: Parts, divisor: int) -> dict[str, Tensor]:
+    return {path: torch.stack(terms).sum(0) / divisor for path, terms in parts.items()}
+
+
+def _norm(gradient: Tensors) -> float:
+    return float(torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt())
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _divisor(task: Task) -> int:
@@ -233,54 +258,29 @@ def _is_power_of_two(number: int) -> bool:
     return not number & (number - 1)
 
 
-def _disturb(
-    mean: dict[str, Tensor],
-    parts: Mapping[str, Sequence[Tensor]],
-    exact: frozenset[str],
-    task: Task,
-    update: int,
-) -> None:
-    """Change each gradient by what another order of its sum could.
-
-    Towards zero: so the loss moves most, and what is nearly zero changes its sign.
-    """
-    sizes = {path: float(_size(terms, task.divisor)) for path, terms in parts.items()}
-    largest, scale = max(sizes.values()), _rounding(task)
-    for path, gradient in mean.items():
-        if path not in exact and gradient.numel():
-            # what cancels inside of a backward leaves rounding of the size of other gradients
-            size = scale * (sizes[path] + largest / 16)
-            if task.quantizes:  # what one update loses is made up for in the next: e, -2e, 2e, ...
-                size = scale * largest * (-1) ** update * (2 if update else 1)
-            mean[path] = gradient - size * torch.where(gradient > 0, 1.0, -1.0)
-
-
-def _rounding(task: Task) -> float:
+def _rounding(task: Task, low: torch.dtype) -> float:
     """What another order of a sum may change, relative to the size of its terms."""
-    low = task.low
     if task.quantizes:  # twice the half of a level
         return 1 / 127
     if low not in SIXTEEN_BIT:  # each sum rounds
-        return torch.finfo(low).eps * 16 * task.summands
+        return eps_of(low) * 16 * task.summands
     # a term is rounded once or twice on its way; divided by 3, its whole backward rounds otherwise
-    return torch.finfo(low).eps * (2 if _is_power_of_two(task.micro_batches) else 4)
+    return eps_of(low) * (2 if _is_power_of_two(task.micro_batches) else 4)
 
 
-def _size(terms: Sequence[Tensor], divisor: int) -> Tensor:
-    total = torch.stack([term.abs() for term in terms]).sum(0) / divisor
-    return total.max() if total.numel() else total.sum()
+def _relative(task: Task, low: torch.dtype) -> float:
+    """The same of one number, a loss or a norm."""
+    return eps_of(low) * (4 if low in SIXTEEN_BIT else 64 * task.summands)
+
+
+def _size(terms: Sequence[Tensor], divisor: int) -> float:
+    return largest([torch.stack([term.abs() for term in terms]).sum(0) / divisor])
 
 
 def _exact_params(
-    run: _Run, before: Mapping[str, Tensor], good: frozenset[str], task: Task
+    process: Process, before: Tensors, masters: Tensors, good: frozenset[str], task: Task
 ) -> frozenset[str]:
     """The parameters that must be equal bit for bit; what does not learn is always so."""
     low = task.precision.low
-    short = {path for path in good if is_exact([before[path], run.masters[path]], 1, low)}
-    return frozenset(path for path in run.tensors if path not in run.masters or path in short)
-
-
-def _stepped(p: Tensor, masters: bool) -> Tensor:
-    """A copy for the optimizer, of 16-bit parameters in fp32 if they have `masters`."""
-    dtype = torch.float32 if masters and p.dtype in SIXTEEN_BIT else p.dtype
-    return p.detach().to(dtype, copy=True)
+    short = {path for path in good if is_exact([before[path], masters[path]], 1, low)}
+    return frozenset(path for path in process.tensors if path not in masters or path in short)

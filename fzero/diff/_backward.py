@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fzero.certify._rounding import TERMS, carried
 from fzero.checkpoint._pieces import leaf_names
-from fzero.diff._bound import TERMS, Found, carried, first_apart
-from fzero.diff._difference import GATHER, GRADIENT, LOSS
+from fzero.diff._bound import Found, first_apart
+from fzero.diff._difference import GATHER, GRADIENT, LOSS, MODULE
+from fzero.diff._modules import Parted, parted
 from fzero.diff._pair import Pair
 from fzero.diff._side import Apart, Side, summed
 from fzero.diff._values import Copy, Spread, whole
@@ -18,7 +20,7 @@ from fzero.diff._values import Copy, Spread, whole
 def gathers(pair: Pair) -> Iterator[Apart]:
     """Full values that a rank gathered, and those that the ranks of the same run hold."""
     for side in (pair.b, pair.a):
-        for apart in _gathers(side, pair.unit):
+        for apart in _gathers(side, pair.units.passes):
             found = apart.found
             turned = found._replace(a=found.b, b=found.a) if side is pair.a else found
             yield apart._replace(found=turned)
@@ -67,7 +69,12 @@ def gradients(pair: Pair) -> Iterator[Apart]:
 
 
 def _blamed(pair: Pair, operation: str, path: str, found: Found) -> Apart:
-    """Name the backward and the ranks, where both runs have the same ones."""
+    """Name the module, the backward and the ranks, where both runs have the same ones."""
+    apart = _on_ranks(pair, operation, path, found)
+    return _module(pair, apart) or apart
+
+
+def _on_ranks(pair: Pair, operation: str, path: str, found: Found) -> Apart:
     counts = [[len(seen.backwards) for seen in side.seen] for side in (pair.a, pair.b)]
     if len(counts[0]) != len(counts[1]) or pair.a.divisor != pair.b.divisor:
         return Apart(operation, path, found)
@@ -86,6 +93,26 @@ def _blamed(pair: Pair, operation: str, path: str, found: Found) -> Apart:
             ranks = tuple(rank for rank, _ in some)
             return Apart(operation, path, some[0][1]._replace(ranks=ranks), backward + 1)
     return Apart(operation, path, found)
+
+
+def _module(pair: Pair, apart: Apart) -> Apart | None:
+    """The first module whose output differs, where a loss or a gradient does."""
+    number = apart.backward
+    if number is None:
+        return None
+    found: list[tuple[int, Parted]] = []
+    for rank in apart.found.ranks:
+        backwards = [side.seen[rank].backwards for side in pair.sides]
+        if all(len(some) >= number for some in backwards):
+            trails = [some[number - 1].trail for some in backwards]
+            one = parted(*trails, unit=pair.units.passes)
+            found += [(rank, one)] if one else []
+    if not found:
+        return None
+    first = min((one for _, one in found), key=lambda one: one.place)
+    ranks = tuple(rank for rank, one in found if one.place == first.place)
+    operation = MODULE if first.into is None else f"{MODULE}, where it calls {first.into}"
+    return Apart(operation, first.path, first.found._replace(ranks=ranks), number)
 
 
 def _terms_at(side: Side, path: str, backward: int) -> list[Tensor]:

@@ -1,16 +1,4 @@
-"""How far rounding carries, and the first number that differs by more.
-
-A sum of n terms in any order is the exact sum of terms that are each changed by at most (n - 1) u
-of themselves (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). So:
-
-    over ranks and micro-batches    the terms are known: (n + 4) u sum(|terms|)
-    inside of a loss, an update     the terms are not known: run a is made a second time with every
-                                    parameter and every input changed by 4 u of itself, up or down;
-                                    4 times the largest change of a leaf's numbers that this makes
-
-u is the spacing of numbers at 1 in the coarsest dtype of the two runs, and not below 2^-44, so that
-sums of thousands of terms inside of a loss are covered.
-"""
+"""The first number of a leaf that differs by more than is allowed."""
 
 from __future__ import annotations
 
@@ -20,13 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.certify._compare import worst_over
+from fzero.certify._rounding import worst_over
 from fzero.diff._values import Copy, Spread
-
-SMALLEST_UNIT = 2.0**-44
-DISTURBANCE = 4.0  # units by which parameters and inputs are changed
-MARGIN = 4.0  # times what that makes of a number
-TERMS = 4  # roundings of one number beside its sum: casts, divisions
 
 
 class Found(NamedTuple):
@@ -37,37 +20,6 @@ class Found(NamedTuple):
     a: float
     b: float
     bound: float
-
-
-def carried(a: Tensor, twin: Tensor) -> float:
-    """What the disturbance makes of the numbers of a leaf, with the margin."""
-    off, _ = _disturbed(a, twin)
-    return MARGIN * float(off.max()) if off.numel() else 0.0
-
-
-def carried_each(a: Tensor, twin: Tensor) -> Tensor:
-    """The same element by element: a few of a leaf may be much less certain than the others.
-
-    What the disturbance makes of one element is chance; what it makes of all of them, r, is not:
-    4 (own + 3 r), and not more than `carried` says.
-    """
-    off, typical = _disturbed(a, twin)
-    return (MARGIN * (off + 3 * typical)).clamp(max=carried(a, twin))
-
-
-def noise(a: Tensor, twin: Tensor) -> Tensor:
-    """How large an element is that may be rounding and nothing else: own + 4 r, as above.
-
-    The gradient by the bias of attention's keys is such: it is zero, but for rounding.
-    """
-    off, typical = _disturbed(a, twin)
-    return off + MARGIN * typical
-
-
-def _disturbed(a: Tensor, twin: Tensor) -> tuple[Tensor, Tensor | float]:
-    """How far each element was moved, and r, the root of the mean square of that."""
-    off = (a.double() - twin.double()).abs().nan_to_num(0.0, posinf=0.0)
-    return off, off.square().mean().sqrt() if off.numel() else 0.0
 
 
 def first_apart(a: Spread, b: Spread, bound: Tensor | float) -> Found | None:

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.diff._backward import gathers, gradients, losses
-from fzero.diff._difference import GRADIENT, LOSS
-from fzero.diff._pair import Pair
+from fzero.diff._difference import GRADIENT, LOSS, MODULE
+from fzero.diff._lead import Lead
+from fzero.diff._pair import Pair, Units
 from fzero.diff._record import Recording, Seen
 from fzero.diff._side import Apart, Side
 from fzero.diff._update import returned, updates
+from fzero.diff._values import values_of
 from fzero.state import TrainState
 
 Rows = Sequence[Sequence[TrainState]]  # each state of a tree of them, as each rank has it
@@ -33,12 +35,24 @@ class Called:
         for number in range(max(map(len, by_rank))):
             seen = [some[number] if number < len(some) else Seen() for some in by_rank]
             found.append(Side(before=rows, seen=seen, averages=averages))
-            rows = [one.after or row for one, row in zip(seen, rows, strict=True)]
+            rows = [x.onward or x.after or row for x, row in zip(seen, rows, strict=True)]
         return found
+
+    def leads(self) -> list[list[Lead | None]]:
+        """What another run goes on from: of each state, of each update that all ranks make."""
+        return [[lead_of(side) for side in self.sides(i)] for i in range(len(self.before))]
+
+
+def lead_of(side: Side) -> Lead | None:
+    """What an update was given and made; None if a rank makes none."""
+    if len(side.after) < len(side.seen):
+        return None
+    gradients = {path: one.full for path, one in side.gradients(True).items()}
+    return Lead(gradients=gradients, after=values_of(side.after))
 
 
 def compare(
-    a: Called, b: Called, twin: Called, state: int, unit: float
+    a: Called, b: Called, twin: Called, state: int, units: Units
 ) -> tuple[int, Apart] | None:
     """The first difference in a state, and in which update (counted from 1) it is."""
     runs = (a, b, twin)
@@ -46,24 +60,26 @@ def compare(
     ends = [replace(sides[-1], seen=[Seen() for _ in sides[-1].seen]) for sides in columns]
     last = max(map(len, columns))
     for number in range(last):
-        sides = (
+        a_side, b_side, twin_side = (
             some[number] if number < len(some) else end
             for some, end in zip(columns, ends, strict=True)
         )
-        found = _first(Pair(*sides, unit=unit))
+        found = _first(Pair(a_side, b_side, twin_side, units))
         if found is not None:
             return number + 1, found
-    found = next(returned(Pair(*ends, unit=unit), [run.after[state] for run in runs]), None)
+    found = next(
+        returned(Pair(ends[0], ends[1], ends[2], units), [run.after[state] for run in runs]), None
+    )
     return found and (max(last - 1, 1), found)
 
 
 def _first(pair: Pair) -> Apart | None:
     found = next(_all(pair), None)
-    differs = found is not None and found.operation in (LOSS, GRADIENT)
+    differs = found is not None and found.operation in (LOSS, MODULE, GRADIENT)
     if differs and pair.a.averages != pair.b.averages:
         # Losses that are made for another `reduce_op` may differ; what is reduced may not.
         means = [replace(side, averages=True) for side in pair.sides]
-        return next(_all(Pair(*means, unit=pair.unit)), None)
+        return next(_all(Pair(means[0], means[1], means[2], pair.units)), None)
     return found
 
 

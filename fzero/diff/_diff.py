@@ -11,9 +11,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.diff._bound import DISTURBANCE, SMALLEST_UNIT, first_apart
+from fzero.certify._rounding import DISTURBANCE, SMALLEST_UNIT
+from fzero.diff._bound import first_apart
 from fzero.diff._compare import Called, compare
-from fzero.diff._difference import GRADIENT, LOSS, START, Difference, Moment
+from fzero.diff._difference import GRADIENT, LOSS, MODULE, START, Difference, Moment
+from fzero.diff._pair import Units
+from fzero.diff._record import Leads
 from fzero.diff._run import Driven, Run, dtypes_of, require_runs
 from fzero.diff._side import Apart
 from fzero.diff._values import Values, disturbed, whole
@@ -31,13 +34,16 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
     options may differ, the step and the loss may be other versions; the parameters must have the
     same names, shapes and values, and the batches of all ranks the same examples. Each call of a
     begins with the parameters, optimizer state, counters, loss scale and random state that b has
-    there, so differences do not grow from call to call; b goes on by itself, so that what it should
-    not have kept shows. In each update are compared, in this order:
+    there; each update of a begins with the gradients that b's optimizer is given, and a goes on
+    from what b has after it. So differences do not grow; b goes on by itself, so that what it
+    should not have kept shows. In each update are compared, in this order:
 
         gather                  the full values that a loss reads, and those that ranks hold
         loss                    L = sum_i s_i mean_r L_ri, i the backwards, s_i what `accumulate`
                                 multiplies by
         gradient                dL/dp, added up here from each rank's own gradients
+        module                  where one of these two differs: what each `nn.Module` of the forward
+                                is given and returns, up to the first one that differs
         reduction, norm, clip   the gradient that the update begins with, its norm, and what the
                                 optimizer is given; without the loss scale
         optimizer state, update     each slot; p' - p, and that of fp32 masters
@@ -48,9 +54,10 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
 
     If both runs have parameters of the same dtypes, they are compared in float64 first, where
     rounding is small, and then as they are. (Casts to another dtype in the loss stay as they are.)
-    What a difference may be by rounding is computed, see `fzero/diff/_bound.py`: from the terms of
-    sums over ranks and micro-batches, and elsewhere by what a small change of all parameters and
-    inputs makes of the same number. It goes by the coarsest dtype that the options ask for:
+    What a difference may be by rounding is computed, see `fzero/certify/_rounding.py`: from the
+    terms of sums over ranks and micro-batches, and elsewhere by what a small change of all
+    parameters and inputs makes of the same number, or of the gradients and slots of an update. It
+    goes by the coarsest dtype that the options ask for:
     autocast, `communication_dtype`, quantized blocks.
 
     Args:
@@ -165,11 +172,11 @@ def _starts(a: Sequence[Values], b: Sequence[Values]) -> tuple[int, Moment, Apar
 
 
 class _Trusted(NamedTuple):
-    """A call of run a from b's values, the same disturbed, and the unit by which they round."""
+    """A call of run a from b's values, the same disturbed, and the units by which they round."""
 
     called: Called
     twin: Called
-    unit: float
+    units: Units
 
 
 def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None:
@@ -177,14 +184,15 @@ def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None
     start, rng = b.values(), torch.get_rng_state()
     b.state, called = b.call(number, b.state)
     rng_after = torch.get_rng_state()
-    trusted = _beside(a, b, start, number, rng)
+    leads = called.leads()
+    trusted = _beside(a, b, start, leads, number, rng)
     for state in range(len(start)):
-        found = compare(trusted.called, called, trusted.twin, state, trusted.unit)
+        found = compare(trusted.called, called, trusted.twin, state, trusted.units)
         if found is not None:
-            there = _named(a, b, start, number, rng) if _is_sum(found[1]) else None
+            there = _named(a, b, start, leads, number, rng) if _is_sum(found[1]) else None
             if there is not None:  # a's step on the ranks of b
-                again = compare(there.called, called, there.twin, state, there.unit)
-                if again is not None and again[1].operation == found[1].operation:
+                again = compare(there.called, called, there.twin, state, there.units)
+                if again is not None and again[1].kind in (found[1].kind, MODULE):
                     found = again
             update, apart = found
             return state, Moment(number + 1, update, apart.backward), apart
@@ -192,29 +200,40 @@ def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None
     return None
 
 
-def _beside(a: Driven, b: Driven, start: list[Values], number: int, rng: Tensor) -> _Trusted:
-    """Make a call of run a, and the same disturbed, from what b began it with."""
+def _beside(
+    a: Driven, b: Driven, start: list[Values], leads: Leads, number: int, rng: Tensor
+) -> _Trusted:
+    """Make a call of run a, and the same disturbed, from what b began it with.
+
+    After each update it goes on from what b has then.
+    """
     began = a.state_at(start, a.state)
     torch.set_rng_state(rng)
-    a.state, called = a.call(number, began)
+    least = max(b.optimizer_unit, SMALLEST_UNIT)
+    a.state, called = a.call(number, began, leads=leads, optimizer_unit=least)
     unit = max(a.unit, b.unit, min(a.coarsest, b.coarsest), SMALLEST_UNIT)
-    size = DISTURBANCE * unit
+    units, size = Units(unit, a.optimizer_unit), DISTURBANCE * unit
     other = [disturbed(values, size, seed) for seed, values in enumerate(start)]
+    beyond = [
+        [lead and lead.disturbed(size, seed) for lead in some] for seed, some in enumerate(leads)
+    ]
     torch.set_rng_state(rng)
-    _, twin = a.call(number, a.state_at(other, began), disturbance=size)
-    return _Trusted(called, twin, unit)
+    _, twin = a.call(number, a.state_at(other, began), leads=beyond, disturbance=size)
+    return _Trusted(called, twin, units)
 
 
 def _is_sum(apart: Apart) -> bool:
     return apart.operation in (LOSS, GRADIENT) and not apart.found.ranks
 
 
-def _named(a: Driven, b: Driven, start: list[Values], number: int, rng: Tensor) -> _Trusted | None:
+def _named(
+    a: Driven, b: Driven, start: list[Values], leads: Leads, number: int, rng: Tensor
+) -> _Trusted | None:
     """The same by a's step on the ranks of b: it says which rank of b has another term."""
     if a.run.world_size == b.run.world_size:
         return None
     there = replace(a.run, batches=b.run.batches, world_size=b.run.world_size)
     try:
-        return _beside(Driven(there, a.wide), b, start, number, rng)
+        return _beside(Driven(there, a.wide), b, start, leads, number, rng)
     except Exception:  # a step for batches of another form
         return None

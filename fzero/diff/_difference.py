@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-START, GATHER, LOSS, GRADIENT = "start", "gather", "loss", "gradient"
+START, GATHER, MODULE, LOSS, GRADIENT = "start", "gather", "module", "loss", "gradient"
 REDUCTION, NORM, CLIP, SLOT, UPDATE = "reduction", "norm", "clip", "optimizer state", "update"
 COUNTER, SCALE, STATE, REPLICA = "counter", "loss scale", "state", "replica"
 
@@ -20,6 +20,11 @@ OPERATIONS = {
     GATHER: (
         "the full values that a loss reads, and those that the ranks hold",
         "a shard in the place of another one, or values from before an update.",
+    ),
+    MODULE: (
+        "what the modules of a forward are given and return, as losses or gradients differ",
+        "in the forward of this module, or in what it reads: a weight that is transposed, another "
+        "constant (the theta of rope, an eps), another precision of an op, other dropout masks.",
     ),
     LOSS: (
         "the loss, summed as its gradients are",
@@ -67,6 +72,11 @@ OPERATIONS = {
 }
 
 
+def kind_of(operation: str) -> str:
+    """The operation, without the name of a slot, counter or module."""
+    return max((kind for kind in OPERATIONS if operation.startswith(kind)), key=len)
+
+
 class Moment(NamedTuple):
     """When: all counted from 1."""
 
@@ -84,7 +94,7 @@ class Difference:
 
     at: Moment
     operation: str  # one of `OPERATIONS`; of a slot with its name: "optimizer state exp_avg"
-    path: str  # of the parameter; "" for what belongs to none
+    path: str  # of the parameter, or of the module; "" for what belongs to none
     ranks: tuple[int, ...]  # that have another number; empty for a sum over ranks
     index: tuple[int, ...]  # of the element that differs most, on the first of these ranks
     a: float
@@ -100,15 +110,16 @@ class Difference:
     @property
     def kind(self) -> str:
         """The operation, without the name of a slot or counter."""
-        return max((kind for kind in OPERATIONS if self.operation.startswith(kind)), key=len)
+        return kind_of(self.operation)
 
     def __str__(self) -> str:
         compared, cause = OPERATIONS[self.kind]
-        before = [OPERATIONS[kind][0] for kind in list(OPERATIONS)[: self._place]]
+        kinds = [kind for kind in list(OPERATIONS)[: self._place] if kind != MODULE]
+        before = [OPERATIONS[kind][0] for kind in kinds]
         agree = [f"all of steps 1 to {self.at.step - 1}"] if self.at.step > 1 else []
         agree += [f"in step {self.at.step}: {'; '.join(before)}"] if before else []
         lines = [
-            f"{self._where} of {self.operation}: {self.a:.9g} in run a, {self.b:.9g} in run b, "
+            f"{self._where}{self._what}: {self.a:.9g} in run a, {self.b:.9g} in run b, "
             f"{abs(self.a - self.b):.2e} apart; rounding explains at most {self.bound:.1e} "
             f"(compared in {str(self.compared_in).removeprefix('torch.')}).",
             f"Compared here: {compared}.",
@@ -125,14 +136,20 @@ class Difference:
         return 0 if self.kind == START else list(OPERATIONS).index(self.kind)
 
     @property
+    def _what(self) -> str:
+        is_module = self.kind == MODULE
+        return self.operation.removeprefix(MODULE) if is_module else f" of {self.operation}"
+
+    @property
     def _where(self) -> str:
         step, update, backward = self.at
         ranks = ", ".join(map(str, self.ranks))
+        sort = "module" if self.kind == MODULE else "parameter"
         parts = [
             f"step {step}" if step else "the start",
             *([f"update {update}"] if update > 1 else []),
             *([f"backward {backward}"] if backward else []),
             *([f"rank{'s' * (len(self.ranks) > 1)} {ranks}"] if ranks else []),
-            *([f"parameter {self.path}{list(self.index) if self.index else ''}"] * bool(self.path)),
+            *([f"{sort} {self.path}{list(self.index) if self.index else ''}"] * bool(self.path)),
         ]
         return ", ".join(parts)

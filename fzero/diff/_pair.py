@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from fzero.certify._rounding import TERMS, largest, of_terms
 from fzero.checkpoint._pieces import leaf_names
-from fzero.diff._bound import TERMS, first_apart, noise, replicas_apart
+from fzero.diff._bound import first_apart, replicas_apart
 from fzero.diff._difference import REPLICA
 from fzero.diff._side import Apart, Side, summed
 from fzero.diff._values import Spread
+
+
+class Units(NamedTuple):
+    """The relative spacing of numbers in the coarsest dtype."""
+
+    passes: float  # of forwards, backwards and reductions
+    updates: float  # of the optimizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +30,7 @@ class Pair:
     a: Side
     b: Side
     twin: Side
-    unit: float  # relative spacing of numbers
+    units: Units
 
     @property
     def sides(self) -> tuple[Side, Side, Side]:
@@ -41,8 +49,8 @@ class Pair:
 
     def of_terms(self, terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """What another order of a sum may change: (n + 4) u sum(|terms|)."""
-        count = len(terms) + TERMS
-        return count * self.unit * summed([term.abs() for term in terms], shape)
+        sizes = summed([term.abs() for term in terms], shape)
+        return of_terms(sizes, len(terms), self.units.passes)
 
     def of_sum(self, path: str, shape: Sequence[int]) -> Tensor:
         """The same of the gradient of a leaf, flat, in both runs."""
@@ -50,19 +58,10 @@ class Pair:
         bound = self.of_terms(terms, shape).reshape(-1)
         quantized = any(side.setup.quantizes_gradients for side in (self.a, self.b))
         if quantized:  # of the largest element of a block, which may be of another leaf
-            every = (x for side in (self.a, self.b) for x in side.gradient_terms.values())
-            largest = max((float(x.abs().max()) for some in every for x in some), default=0.0)
-            bound = bound + TERMS * self.unit * largest
+            sides = (self.a, self.b)
+            every = [x for side in sides for some in side.gradient_terms.values() for x in some]
+            bound = bound + TERMS * self.units.passes * largest(every)
         return bound
-
-    def unsure(self, path: str) -> Tensor:
-        """Elements whose gradients differ, and are so small that rounding may give their sign."""
-        sides = [side.gradients(True).get(path) for side in self.sides]
-        if any(side is None for side in sides):
-            return torch.zeros((), dtype=torch.bool)
-        a, b, c = (side.full for side in sides if side is not None)
-        bound = self.of_sum(path, a.shape) + noise(a, c)
-        return (a.abs() <= bound) & (a != b)
 
 
 def of_leaf(

@@ -10,10 +10,12 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.certify._rounding import disturbed_tree
 from fzero.certify._subject import cast, copy_of
 from fzero.checkpoint._held import row_of, stack_of
 from fzero.diff._compare import Called
-from fzero.diff._record import Coarsest, Recording, copied
+from fzero.diff._modules import Trails
+from fzero.diff._record import Leads, Recording, copied
 from fzero.diff._values import Values, values_of, with_whole
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
@@ -84,6 +86,7 @@ class Driven:
         self._simulated = simulate(run.step, world_size=run.world_size)
         self.state = self._simulated.init(params, run.optimizer)
         self.unit = 0.0  # of the coarsest dtype that the states of the last call ask for
+        self.optimizer_unit = 0.0  # of the coarsest dtype that its optimizer works with
         self.coarsest = 0.0  # that any call computed with
 
     def rows(self, state: Any) -> list[list[TrainState]]:
@@ -104,17 +107,27 @@ class Driven:
         treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
         return optree.tree_unflatten(treespec, made)
 
-    def call(self, number: int, state: Any, *, disturbance: float = 0.0) -> tuple[Any, Called]:
+    def call(
+        self,
+        number: int,
+        state: Any,
+        *,
+        leads: Leads = (),
+        optimizer_unit: float = 0.0,
+        disturbance: float = 0.0,
+    ) -> tuple[Any, Called]:
         """Make one call from a state: (the new one, what it showed).
 
+        `leads`: the updates of another run, from which this one goes on; its `optimizer_unit`.
         `disturbance`: change each floating element of the batch by so much of itself.
         """
         given = copied(state)
-        recording = Recording(len(flatten_states("diff", given)[0]))
-        coarsest = Coarsest()
+        trails = Trails()
+        count = len(flatten_states("diff", given)[0])
+        recording = Recording(count, trails, leads, optimizer_unit)
 
         def watched(state: Any, batch: Any) -> Any:
-            with coarsest:
+            with recording.watching():
                 new, _ = observed(state, batch)
             return new, None
 
@@ -123,19 +136,9 @@ class Driven:
         if self.wide is not None:
             batch = cast(batch, self.wide)
         if disturbance:
-            batch = _disturbed(batch, disturbance)
-        new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)
-        self.unit, self.coarsest = recording.unit, max(self.coarsest, coarsest.unit)
+            batch = disturbed_tree(batch, disturbance)
+        with trails.noted():
+            new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)
+        self.unit, self.coarsest = recording.unit, max(self.coarsest, recording.watching().unit)
+        self.optimizer_unit = recording.optimizer_unit
         return new, Called(before=self.rows(state), seen=recording, after=self.rows(new))
-
-
-def _disturbed(batch: Any, size: float) -> Any:
-    source = torch.Generator().manual_seed(0)
-
-    def of(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        signs = torch.randint(0, 2, x.shape, generator=source).to(x.device).double() * 2 - 1
-        return (x.double() * (1 + size * signs)).to(x.dtype)
-
-    return optree.tree_map(of, batch, namespace=NAMESPACE)

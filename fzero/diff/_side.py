@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero.checkpoint._pieces import leaf_names
 from fzero.diff._bound import Found
+from fzero.diff._difference import kind_of
 from fzero.diff._record import Seen
 from fzero.diff._values import Copy, Spread, params_of, slots_of, spread
 from fzero.state import Setup, TrainState
@@ -24,6 +25,11 @@ class Apart(NamedTuple):
     path: str
     found: Found
     backward: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The operation, without the name of a slot, counter or module."""
+        return kind_of(self.operation)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is derived is kept
@@ -74,6 +80,21 @@ class Side:
     def after(self) -> list[TrainState]:
         """The state after the update, of the ranks that made one."""
         return [seen.after for seen in self.seen if seen.after is not None]
+
+    @cached_property
+    def corners(self) -> list[tuple[dict[str, Spread], dict[tuple[str, str], Spread]]]:
+        """The update from gradients and slots that are disturbed: what is added, and slots."""
+        setup, by_rank = self.setup, [seen.corners for seen in self.seen]
+        placement, found = setup.optimizer_state, []
+        for same in zip(*by_rank, strict=True):
+            moved = spread(setup, setup.layout.trainable, [x.moved for x in same], placement)
+            slots: dict[tuple[str, str], Spread] = {}
+            for name, group in same[0].slots:
+                flats = [[x.slots[name, group]] for x in same]
+                cut = spread(setup, [group], flats, placement)
+                slots.update({(name, path): one for path, one in cut.items()})
+            found.append((moved, slots))
+        return found
 
     @cached_property
     def params(self) -> tuple[dict[str, Spread], dict[str, Spread]]:

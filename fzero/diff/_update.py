@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fzero.diff._bound import TERMS, carried, carried_each, first_apart
+from fzero.certify._rounding import MARGIN, TERMS, carried, eps_of, shift
+from fzero.diff._bound import first_apart
 from fzero.diff._difference import CLIP, COUNTER, NORM, REDUCTION, SCALE, SLOT, STATE, UPDATE
 from fzero.diff._pair import Pair, of_leaf
 from fzero.diff._side import Apart, Side, of_ranks
@@ -61,7 +63,7 @@ def _gradients(pair: Pair, operation: str, *, given: bool) -> Iterator[Apart]:
         a, b, c = (found.get(path, nothing) for found in parts)
         bound = carried(a.full, c.full) + pair.of_sum(path, a.full.shape)
         if given:
-            bound = bound + TERMS * pair.unit * a.full.abs()
+            bound = bound + TERMS * pair.units.passes * a.full.abs()
         yield from of_leaf(operation, path, a, b, bound)
 
 
@@ -69,7 +71,7 @@ def _norms(pair: Pair) -> Iterator[Apart]:
     a, b, c = (_norm(side) for side in pair.sides)
     if a.copies and b.copies and c.copies:
         numel = sum(leaf.numel for leaf in pair.a.setup.layout.leaves)
-        rounding = (TERMS + numel**0.5) * pair.unit * float(a.full.abs().max())
+        rounding = (TERMS + numel**0.5) * pair.units.passes * float(a.full.abs().max())
         found = first_apart(a, b, carried(a.full, c.full) + rounding)
         if found is not None:
             yield Apart(NORM, "", found._replace(index=()))
@@ -85,10 +87,9 @@ def _slots(pair: Pair) -> Iterator[Apart]:
     for name, path in after[0]:
         if name == MASTERS or any((name, path) not in found for found in after):
             continue
-        a, b, c = _at(after, (name, path))
-        size = a.full.abs().max() + before[name, path].full.abs().max()
-        bound = carried(a.full, c.full) + TERMS * pair.unit * size
-        bound = torch.where(pair.unsure(path), torch.inf, bound)
+        a, b, _ = _at(after, (name, path))
+        size = a.full.double().abs() + before[name, path].full.double().abs()
+        bound = _reach(pair, a.full, (name, path)) + TERMS * pair.units.updates * size
         yield from of_leaf(f"{SLOT} {name}", path, a, b, bound)
 
 
@@ -96,27 +97,45 @@ def _params(pair: Pair) -> Iterator[Apart]:
     """What the update adds: to the parameters, then to their masters."""
     befores, afters = ([side.params[k] for side in pair.sides] for k in (0, 1))
     for path in befores[0]:
-        yield from _moved(pair, UPDATE, path, _at(befores, path), _at(afters, path))
+        parts = _at(befores, path), _at(afters, path)
+        yield from _moved(pair, UPDATE, path, *parts, key=path)
     befores, afters = ([side.slots[k] for side in pair.sides] for k in (0, 1))
     for name, path in befores[0]:
         if name == MASTERS and all((name, path) in found for found in (*befores, *afters)):
             parts = _at(befores, (name, path)), _at(afters, (name, path))
-            yield from _moved(pair, f"{SLOT} {MASTERS}", path, *parts)
+            yield from _moved(pair, f"{SLOT} {MASTERS}", path, *parts, key=(name, path))
+
+
+def _reach(pair: Pair, a: Tensor, key: Any) -> Tensor:
+    """How far rounding inside of the optimizer carries each element, with the margin.
+
+    key: (name, path) of a slot; a path of what an update adds to a parameter.
+    """
+    found = torch.zeros(a.shape, dtype=torch.float64)
+    for moved, slots in pair.a.corners:
+        corner: Spread | None = {**moved, **slots}.get(key)
+        if corner is not None:
+            found = torch.maximum(found, shift(a, corner.full))
+    return MARGIN * found
 
 
 def _moved(
-    pair: Pair, operation: str, path: str, before: Sequence[Spread], after: Sequence[Spread]
+    pair: Pair,
+    operation: str,
+    path: str,
+    before: Sequence[Spread],
+    after: Sequence[Spread],
+    key: Any = None,
 ) -> Iterator[Apart]:
-    """What was added to a leaf: by a, by b, and by a disturbed."""
+    """What was added to a leaf: by a, by b, and by a disturbed; by an update if it has a `key`."""
     a, b, c = (_minus(y, x) for x, y in zip(before, after, strict=True))
     moved = a.full
     if not moved.numel():
         return
-    stored = [x.full for x in after[:2]]
-    rounding = max(2 * _eps(x.dtype) * float(x.double().abs().max()) for x in stored)
-    rounding += TERMS * pair.unit * float(moved.abs().max())
-    bound = carried_each(moved, c.full) + rounding
-    yield from of_leaf(operation, path, a, b, torch.where(pair.unsure(path), torch.inf, bound))
+    stored = [2 * eps_of(x.full.dtype) * x.full.double().abs() for x in after[:2]]
+    bound = torch.maximum(*stored) + TERMS * pair.units.updates * moved.abs()
+    bound = bound + (carried(moved, c.full) if key is None else _reach(pair, moved, key))
+    yield from of_leaf(operation, path, a, b, bound)
 
 
 def _minus(after: Spread, before: Spread) -> Spread:
@@ -126,10 +145,6 @@ def _minus(after: Spread, before: Spread) -> Spread:
         for rank, start, x in after.copies
     ]
     return Spread(shape=after.shape, copies=tuple(copies))
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _counters(pair: Pair) -> Iterator[Apart]:

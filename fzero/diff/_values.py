@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.certify._rounding import changed, signs_like
 from fzero.checkpoint._counters import counters_of, with_counters
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import Slot, slots_across
@@ -120,7 +121,7 @@ def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
     """Return the state of a rank with other values; slots that they do not have stay."""
     setup = state.setup
     params = [
-        _flat(setup, i, setup.params, rank, lambda path, old: _param(values, path, old), flat)
+        flat_of(setup, i, setup.params, rank, lambda path, old: _param(values, path, old), flat)
         for i, flat in enumerate(state.params.flats)
     ]
 
@@ -131,7 +132,7 @@ def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
                 found = values.params[path]
             return old if found is None else found.to(old.dtype)
 
-        return _flat(setup, slot.group, setup.optimizer_state, rank, of, slot.flat)
+        return flat_of(setup, slot.group, setup.optimizer_state, rank, of, slot.flat)
 
     counted = counters_of(state) | counters_of(values.state)
     scale = values.state.scale
@@ -156,7 +157,7 @@ def _param(values: Values, path: str, old: Tensor) -> Tensor:
     return found.to(old.dtype)
 
 
-def _flat(
+def flat_of(
     setup: Setup, index: int, placement: Placement, rank: int, of: Any, like: Tensor
 ) -> Tensor:
     """A rank's part of a group whose leaves are of(path, a tensor of the dtype)."""
@@ -173,18 +174,10 @@ def _flat(
 def disturbed(values: Values, size: float, seed: int) -> Values:
     """The values with each element changed by `size` of itself, up or down; masters alike."""
     source = torch.Generator().manual_seed(seed)
-    signs = {
-        path: torch.randint(0, 2, p.shape, generator=source).double() * 2 - 1
-        for path, p in values.params.items()
-    }
-
-    def of(path: str, x: Tensor) -> Tensor:
-        changed = x.double() * (1 + size * signs[path])
-        return changed.to(x.dtype) if x.is_floating_point() else x
-
-    params = {path: of(path, p) for path, p in values.params.items()}
+    signs = {path: signs_like(p, source) for path, p in values.params.items()}
+    params = {path: changed(p, size, signs[path]) for path, p in values.params.items()}
     slots = {
-        (name, path): of(path, x) if name == MASTERS else x
+        (name, path): changed(x, size, signs[path]) if name == MASTERS else x
         for (name, path), x in values.slots.items()
     }
     return replace(values, params=params, slots=slots)

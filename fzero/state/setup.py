@@ -159,7 +159,7 @@ class StatefulUpdate(Protocol):
         ...
 
 
-Observer = Callable[[str, Any, Any], None]
+Observer = Callable[[str, Any, Any], Any]
 """(what, state, value): is told what a step makes, beside it; see fzero/transforms/_observe.py."""
 
 

@@ -9,8 +9,10 @@
     prepared    gradients, factor, norm    they are divided by the loss scale, and clipped
     updated     None, or who skips it      the state is the one after the update
 
-Nothing is told under a torch.func transform, where tensors have no values. An observer changes
-nothing; it copies what it keeps, for a step that donates writes into these tensors later.
+Nothing is told under a torch.func transform, where tensors have no values. An observer copies what
+it keeps, for a step that donates writes into these tensors later. What it returns of `prepared`
+and `updated` takes the place of what it was told: so `fzero.diff` lets one run go on from what the
+other one has. Of the others it returns nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from fzero.transforms._pipeline import Step, returned_pair
 from fzero.transforms._states import map_states
 
 
-def tell(what: str, state: TrainState, value: Any) -> None:
-    """Tell the observer of a state, if it has one."""
+def tell(what: str, state: TrainState, value: Any, default: Any = None) -> Any:
+    """Tell the observer of a state, if it has one; return what it has instead of `default`."""
     observer = state.setup.policy.observer
-    if observer is not None and not in_transform():
-        observer(what, state, value)
+    if observer is None or in_transform():
+        return default
+    instead = observer(what, state, value)
+    return default if instead is None else instead
 
 
 def tell_added(state: TrainState, flats: Sequence[Tensor], *, reduced: bool) -> None:

@@ -132,7 +132,7 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
     found = None if state.scale is None else found_inf(state, reduced, state.scale)
     skips = found is not None and not general and _skips(state)
     ready = _prepared(state, reduced, divides=skips)
-    tell("prepared", state, ready)
+    ready = tell("prepared", state, ready, default=ready)
     advance = partial(_advance, state, ready.gradients.flats, unused=unused)
     try:
         if found is None or skips:
@@ -155,7 +155,7 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
         progress=after,
         **after_update(state, found),
     )
-    tell("updated", new, found)
+    new = tell("updated", new, found, default=new)
     return new if general else at_home(new), ready.norm
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ def linear(**options: Any) -> Any:
         ({"loss": lambda model, x: model(x)}, "loss of batch 0 is tensor"),
         ({"loss": lambda model, x: model(x).sum().detach()}, "loss of batch 0 is tensor"),
         ({"loss": lambda model, x: model(x).sum() / 0}, "loss of batch 0 is tensor.-?inf"),
-        ({"loss": lambda model, x: model(x).sum() * torch.rand(())}, "and then"),
+        ({"loss": lambda model, x: model(x).sum() * random.random()}, "and then"),
         ({"loss": lambda model, x: 0 * model(x).sum(), "clipping": "on"}, "update is zero"),
         ({"model": nn.Linear(2, 1).requires_grad_(False)}, "nothing in the model learns"),
         ({"model": {"w": torch.ones(2)}, "drivers": "engine"}, "an engine for a dict"),

@@ -16,11 +16,13 @@ from torch._C._functorch import (
 from torch.func import functional_call
 
 from fzero._ambient import AutocastModes
+from fzero._modes import in_transform
 from fzero._module_copy import tracks
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.state.layout import as_real
 from fzero.transforms._pipeline import P, R, describe, require_function, require_order
+from fzero.transforms._recompute import gradients, own, recording
 from fzero.transforms._watch import Watch
 
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
@@ -40,7 +42,9 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
     """Return `fn` with its activations recomputed in backward: y = fn(x), saving x only.
 
     For a part of a loss (a layer, a block), not for a step. First and higher order, reverse and
-    forward mode, under every torch.func transform, where torch.utils.checkpoint fails. Random
+    forward mode, under every torch.func transform, where torch.utils.checkpoint fails. `fn` may
+    itself take a derivative: torch.func.grad anywhere, torch.autograd.grad(..., create_graph=True)
+    where the call is not under a torch.func transform. Random
     numbers are drawn again as they were (those of torch's own generators; a torch.Generator of
     yours is not set back), under the autocast of the call.
 
@@ -60,7 +64,8 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
 
     Raises:
         LayoutError: `fn` is a train step, or no function. In a call: it reads a tensor that
-            requires grad and is no argument; a norm of the module updates running statistics.
+            requires grad and is no argument; it calls torch.autograd.grad under a torch.func
+            transform; a norm of the module updates running statistics.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
@@ -160,6 +165,7 @@ class _Call:
         ]
         self.tensors = [x for x in leaves if isinstance(x, Tensor)]
         self.records = torch.is_grad_enabled()
+        self.plain = not in_transform()
         self._rng = torch.get_rng_state()
         self._cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._autocast = AutocastModes.take()
@@ -204,7 +210,7 @@ class _Mapped:
 
     def __init__(self, call: Any, in_dims: tuple[Any, ...], randomness: str) -> None:
         self.call, self.in_dims, self.randomness = call, in_dims, randomness
-        self.records = call.records
+        self.records, self.plain = call.records, False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return torch.func.vmap(self.call, self.in_dims, randomness=self.randomness)(*tensors)
@@ -218,11 +224,14 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with Watch(tensors, records=call.records) as watch:
-            outputs = call(*tensors)
+        recorded = call.records and call.plain
+        with recording() if recorded else torch.no_grad():
+            given = own(tensors) if recorded else tensors
+            with Watch(given, records=call.records, plain=call.plain) as watch:
+                outputs = call(*given)
         for y in outputs:
             watch.refuse(y)
-        return outputs
+        return tuple(y.detach() if recorded else y for y in outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -233,6 +242,8 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        if ctx.call.plain and not in_transform():
+            return None, *gradients(ctx, dys)
         tensors = ctx.saved_tensors
         smooth = [i for i, x in enumerate(tensors) if _smooth(x)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+import optree
 import torch
 from torch import Tensor
 from torch._C import _DisableFuncTorch
@@ -12,7 +14,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, mayb
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.errors import PhaseError
+from fzero.errors import FzeroError, PhaseError
 from fzero.virtual import in_forward_mode, is_abstract
 
 P = ParamSpec("P")
@@ -40,6 +42,38 @@ def require_autograd(name: str) -> None:
             cause="an evaluation's context around a training step; autograd records nothing.",
             fix="leave it, or use torch.no_grad(), inside which grad_and_reduce works.",
         )
+
+
+def raise_for_inference(name: str, error: BaseException, arguments: Any) -> None:
+    """Raise `PhaseError` for torch's `error` in a call that was given an inference tensor.
+
+    arguments: (args, kwargs). Only an error leads here: a tensor that autograd need not keep is
+    as good as any other.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, FzeroError):
+        return
+    paths, leaves, _ = optree.tree_flatten_with_path(arguments)
+    for (kind, first, *rest), x in zip(paths, leaves, strict=True):
+        if isinstance(x, Tensor) and x.is_inference():
+            where = f"argument {first}" if kind == 0 else f"{first}="
+            raise PhaseError(
+                f"{name}: {where}{''.join(f'[{key!r}]' for key in rest)} was made under "
+                f"torch.inference_mode(), and torch raised {type(error).__name__}: "
+                f"{str(error).splitlines()[0]:.80}",
+                cause="a batch, or a teacher's output, that was made in an evaluation's context: "
+                "autograd cannot keep it for backward.",
+                fix="make it under torch.no_grad() instead, or give x.clone().",
+            ) from error
+
+
+@contextmanager
+def inference_named(name: str, arguments: Any) -> Iterator[None]:
+    """Do `raise_for_inference` with what the block raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise_for_inference(name, error, arguments)
+        raise
 
 
 def holds(condition: Tensor) -> bool:

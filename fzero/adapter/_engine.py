@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero._compiled import DISABLED_FRAMES
+from fzero._modes import raise_for_inference
 from fzero.adapter import _boundary as boundary
 from fzero.adapter._as_module import AsModule
 from fzero.adapter._close import give_back
@@ -200,6 +201,7 @@ class Engine(AsModule, Scaling):
             return self.module(*args, **kwargs)
         except BaseException as error:
             self._driver.failed(error)
+            raise_for_inference("engine(...)", error, (args, kwargs))
             raise
 
     @torch._disable_dynamo

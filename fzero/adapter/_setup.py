@@ -147,6 +147,14 @@ def _require_plain(module: Any) -> None:
                 cause="a lazy module (nn.LazyLinear, ...) that has not run.",
                 fix="run the module once, without gradient, then make the engine.",
             )
+    for path, x in [*module.named_parameters(), *module.named_buffers()]:
+        if x.is_inference():
+            raise LayoutError(
+                f"{path} was made under torch.inference_mode(): it cannot be trained.",
+                cause="a model that was made, loaded or moved in an evaluation's context.",
+                fix="make it outside, or under torch.no_grad(); or pass copy.deepcopy(module), "
+                "made outside, which has ordinary tensors.",
+            )
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise LayoutError(

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
+from torch import nn
+
 from fzero.errors import CallError, LayoutError
 
 P = ParamSpec("P")
@@ -55,8 +57,12 @@ def is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def called_as(usage: str, name: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def called_as(
+    usage: str, name: str = "", *, of_module: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function that is called with other arguments say how it is called.
+
+    of_module: its first argument may be an nn.Module; of others it never is.
 
     Example:
         >>> half = called_as("half(x)")(lambda x: x / 2)
@@ -72,12 +78,25 @@ def called_as(usage: str, name: str = "") -> Callable[[Callable[P, R]], Callable
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:  # of the binding, not of the function itself
+                if args and not of_module:
+                    refuse_module(name or fn.__name__, args[0])
                 raise _wrong_call(name or fn.__name__, signature, usage, kwargs, error) from None
             return fn(*args, **kwargs)
 
         return checked
 
     return wrap
+
+
+def refuse_module(name: str, fn: Any) -> None:
+    """Raise `CallError` for a module in the place of a function of the state."""
+    if isinstance(fn, nn.Module):
+        raise CallError(
+            f"{name} got a {type(fn).__name__}, an nn.Module; it takes a function.",
+            cause="a model in the place of a step, of a loss, or of the function to evaluate.",
+            fix="use fzero.adapter.Engine(model, optimizer, stage=2), or apply, params = "
+            "fzero.functionalize(model) and a function that calls apply(params, x).",
+        )
 
 
 def _wrong_call(

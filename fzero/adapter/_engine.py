@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import raise_for_inference
 from fzero.adapter import _boundary as boundary
@@ -116,6 +117,7 @@ class Engine(AsModule, Scaling):
         tensor([[0.5000, 0.0000]])
     """
 
+    @called_as("Engine(module, optimizer, stage=2)", "Engine", of_module=True)
     def __init__(
         self,
         module: nn.Module,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fzero._check import check_flags, is_count, is_positive, require
+from fzero._check import check_flags, is_count, is_positive, require, unknown_option
 from fzero._memory import require_own_memory
 from fzero._modes import require_autograd
 from fzero.adapter._driver import OWNERS
@@ -68,13 +68,14 @@ class Options(SharedOptions):
 def options_of(given: Mapping[str, Any]) -> Options:
     """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given.
 
-    Raises `TypeError` for an option that does not exist.
+    Raises `CallError` for an option that does not exist.
     """
     kinds = Updating, Reduction, Gathering, Options
     names = {name for kind in kinds for name in names_of(kind)}
     unknown = set(given.get("options", ())) - names
     if unknown:
-        raise TypeError(f"Engine() got an unexpected keyword argument {min(unknown)!r}")
+        own = {*names, "stage", "mesh"} - {"updating", "gathering", "reduction"}
+        raise unknown_option("Engine", min(unknown), own, "Engine(module, optimizer, stage=2)")
     return grouped(Options, given, updating=Updating(**given_of(Updating, given)))
 
 
@@ -85,6 +86,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         _require_options(options)
         check_stage(stage)
         _require_plain(module)
+        _require_trainable(module)
         _require_one_device(module)
         require_own_memory(module)
         autocast = as_autocast(options.autocast)
@@ -147,14 +149,6 @@ def _require_plain(module: Any) -> None:
                 cause="a lazy module (nn.LazyLinear, ...) that has not run.",
                 fix="run the module once, without gradient, then make the engine.",
             )
-    for path, x in [*module.named_parameters(), *module.named_buffers()]:
-        if x.is_inference():
-            raise LayoutError(
-                f"{path} was made under torch.inference_mode(): it cannot be trained.",
-                cause="a model that was made, loaded or moved in an evaluation's context.",
-                fix="make it outside, or under torch.no_grad(); or pass copy.deepcopy(module), "
-                "made outside, which has ordinary tensors.",
-            )
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise LayoutError(
@@ -177,6 +171,18 @@ def _require_plain(module: Any) -> None:
                 f"{name or 'the module'} gives sparse gradients.",
                 cause=f"nn.{type(part).__name__}(..., sparse=True).",
                 fix="leave sparse out: buckets of gradients are dense.",
+            )
+
+
+def _require_trainable(module: nn.Module) -> None:
+    """Raise `LayoutError` for tensors of a module that autograd cannot use, or fzero write."""
+    for path, x in [*module.named_parameters(), *module.named_buffers()]:
+        if x.is_inference():
+            raise LayoutError(
+                f"{path} was made under torch.inference_mode(): it cannot be trained.",
+                cause="a model that was made, loaded or moved in an evaluation's context.",
+                fix="make it outside, or under torch.no_grad(); or pass copy.deepcopy(module), "
+                "made outside, which has ordinary tensors.",
             )
 
 

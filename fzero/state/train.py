@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
+from fzero.errors import CallError
 from fzero.state import view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
@@ -66,6 +67,17 @@ class TrainState:
     def without_gradients(self) -> TrainState:
         """Return the state without any gradient, reduced or waiting; an open window stays open."""
         return self.replace(gradients=Buffers(), window=forget(self.window), progress=Progress())
+
+    __iter__: ClassVar[None] = None  # else Python would ask __getitem__
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Raise `CallError`: the parameters of a state are in flat buffers, a part on each rank."""
+        raise CallError(
+            f"state[{key!r}]: a TrainState has no items.",
+            cause="a state in the place of the parameters; of those it has flat buffers.",
+            fix=f"use fzero.full_params(state)[{key!r}], at stage 3 a collective; a loss is given "
+            "the parameters: grad_and_reduce(lambda params, x: ..., state)(x).",
+        )
 
     def __repr__(self) -> str:
         """A few lines: stage, phase, groups, bytes by kind. No numbers of tensors."""

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import optree
+import torch
 
-from fzero.errors import LayoutError
+from fzero.errors import CallError, LayoutError
+from fzero.optim import NoOptimizer, Optimizer, TorchOptimizer
 from fzero.state import NAMESPACE
 from fzero.transforms._states import is_state
 
@@ -33,6 +35,18 @@ def models_of(params: Any, optimizer: Any, stage: Any) -> tuple[list[Model], opt
     if not _is_one(by_stage):
         stages = _aligned(treespec, stage, "init: the stages", of)
     return list(zip(parts, optimizers, stages, strict=True)), treespec
+
+
+def require_params(params: Any) -> None:
+    """Raise `CallError` if an optimizer stands in the place of the parameters."""
+    kinds = (Optimizer, TorchOptimizer, NoOptimizer, torch.optim.Optimizer, type)
+    if isinstance(params, kinds) or _is_pair(params):
+        name = params.__name__ if isinstance(params, type) else type(params).__name__
+        raise CallError(
+            f"init got an optimizer ({name}) in the place of the parameters.",
+            cause="its arguments in another order.",
+            fix="call it as init(params, optimizer, stage=2), or step.init(params, optimizer).",
+        )
 
 
 def stages_of(stage: Any, tree: Any, states: Sequence[Any]) -> list[tuple[Any, int, str]]:

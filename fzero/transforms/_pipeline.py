@@ -8,6 +8,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from fzero._check import refuse_module
 from fzero.errors import LayoutError, PhaseError
 from fzero.state import TrainState
 
@@ -149,6 +150,7 @@ def transform(
     """
 
     def wrap(inner: Callable[..., Any]) -> Step[..., Any]:
+        refuse_module(name, inner)
         require_order(name, inner, never_around=never_around, right=right)
         return Step(
             name,

@@ -36,7 +36,7 @@ from fzero.state import (
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
-from fzero.transforms._models import models_of
+from fzero.transforms._models import models_of, require_params
 from fzero.transforms._options import (
     InitOptions,
     Stages,
@@ -173,6 +173,7 @@ def init(
     axis = axis_of(options.get("mesh"))
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
+        require_params(params)
         chosen = check_options("init", options, autocast=autocast, offload=offload)
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
 

@@ -19,6 +19,10 @@ STATE = fzero.init(PARAMS, RULE, stage=2)
 ANY: Any = fzero  # a type checker sees most of these
 
 
+ENGINE: Any = Engine
+ANY_STATE: Any = STATE
+
+
 def loss_fn(p: Any, x: Any) -> Any:
     return APPLY(p, x).sum()
 
@@ -116,6 +120,70 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         "init: missing .*'optimizer'",
         r"init\(params, optimizer",
     ),
+    "a misspelt option of an engine": (
+        lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD, stage=1, bucket_byte=3),
+        CallError,
+        "Engine got .*'bucket_byte'",
+        "write bucket_bytes=",
+    ),
+    "a misspelt option that an engine shares with init": (
+        lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD, stage=1, reduceop="sum"),
+        CallError,
+        "Engine got .*'reduceop'",
+        "write reduce_op=",
+    ),
+    "an engine without a stage": (
+        lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD),
+        CallError,
+        "Engine: missing .*'stage'",
+        r"Engine\(module, optimizer, stage=2\)",
+    ),
+    "the stage of an engine by position": (
+        lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD, 2),
+        CallError,
+        "Engine: too many",
+        r"Engine\(module, optimizer, stage=2\)",
+    ),
+    **{
+        f"init(optimizer, params): {name}": (
+            lambda optimizer=optimizer: fzero.init(optimizer, PARAMS, stage=2),
+            CallError,
+            "init got an optimizer .* in the place of the parameters",
+            r"init\(params, optimizer, stage=2\)",
+        )
+        for name, optimizer in {
+            "a rule": RULE,
+            "a class": torch.optim.SGD,
+            "an instance": torch.optim.SGD([torch.ones(1)]),
+            "a pair": (RULE.init, RULE.update),
+            "none": fzero.optim.no_optimizer(),
+        }.items()
+    },
+    "state[...]": (
+        lambda: STATE["weight"],
+        CallError,
+        r"state\['weight'\]: a TrainState has no items",
+        r"fzero.full_params\(state\)\['weight'\]",
+    ),
+    **{
+        f"{name}(model)": (
+            lambda wrap=wrap: wrap(nn.Linear(2, 1)),
+            CallError,
+            f"{name} got a Linear, an nn.Module",
+            r"fzero.adapter.Engine\(model, optimizer, stage=2\)",
+        )
+        for name, wrap in {
+            "shard": ANY.shard,
+            "clip": ANY.clip(max_norm=1.0),
+            "accumulate": lambda model: fzero.accumulate(model, steps=2),
+        }.items()
+    },
+    "shard(model, stage=2)": (
+        lambda: fzero.shard(nn.Linear(2, 1), stage=2),
+        CallError,
+        "shard got a Linear, an nn.Module",
+        r"fzero.functionalize\(model\)",
+    ),
     "a batch of an evaluation": (
         lambda: fzero.grad_and_reduce(loss_fn, STATE)(seen(X)),
         PhaseError,
@@ -195,3 +263,8 @@ def test_a_batch_of_an_evaluation_that_is_not_kept_and_its_module_are_served(sta
             return x + self.w
 
     assert gradients(Adds(), seen(X))["w"].tolist() == [3.0, 3.0]
+
+
+def test_a_state_is_not_iterable_as_before() -> None:
+    with pytest.raises(TypeError, match="not iterable"):
+        list(ANY_STATE)

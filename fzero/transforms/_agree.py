@@ -193,15 +193,17 @@ def _options(policy: Policy) -> tuple[str, ...]:
 
 
 def _values(state: TrainState) -> list[str]:
-    """The numbers of an update that the host has; from a device only what a user may have set."""
-    scale, lines = state.scale, []
-    if _is_on_host(state.step):
-        lines.append(f"update {int(state.step)}")
-    if scale is None or lacks_value(scale.scale):
-        return lines
-    if _is_on_host(scale.scale) or isinstance(scale.policy, ExternalScale):
-        lines.append(f"the loss scale is {float(scale.scale)}")
-    return lines
+    """The numbers of an update that a rank may have for itself, where no device is read for them.
+
+    With a loss scale the step is on its device; that scale is one that all ranks have found alike,
+    unless the user sets it.
+    """
+    scale = state.scale
+    if scale is None:
+        return [f"update {int(state.step)}"] if _is_on_host(state.step) else []
+    if isinstance(scale.policy, ExternalScale) and not lacks_value(scale.scale):
+        return [f"the loss scale is {float(scale.scale)}"]
+    return []
 
 
 def _is_on_host(x: Tensor) -> bool:

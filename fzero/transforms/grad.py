@@ -231,7 +231,6 @@ def _listen(
 
 
 def _versions(flats: Sequence[Tensor]) -> list[int]:
-    """How often each buffer was written to, as torch counts it."""
     return [0 if flat.is_inference() else flat._version for flat in flats]
 
 

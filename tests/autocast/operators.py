@@ -125,7 +125,9 @@ CASES: dict[str, Case] = {
     "fractional_max_pool3d": lambda w, x: F.fractional_max_pool3d(
         w.view(1, 1, 2, 2, 4), 1, output_size=1
     ),
-    "max_unpool2d": lambda w, x: F.max_unpool2d(w[None, None, :2, :2], LABELS.view(1, 1, 2, 2), 2),
+    "max_unpool2d": lambda w, x: F.max_unpool2d(
+        w[None, None, :2, :2], LABELS.view(1, 1, 2, 2), [2, 2]
+    ),
     "max_unpool3d": lambda w, x: F.max_unpool3d(
         w[:2, :2].reshape(1, 1, 1, 2, 2), LABELS.view(1, 1, 1, 2, 2), [2, 2, 2]
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._functorch import (
     is_functorch_wrapped_tensor,
@@ -39,7 +38,7 @@ class Watch(TorchFunctionMode):
     def _tracked(self, x: Tensor) -> bool:
         if is_functorch_wrapped_tensor(x):  # of a transform that this call is already below
             return maybe_get_level(x) > (maybe_current_level() or 0)
-        return self._records and x.requires_grad and not torch.is_grad_enabled()
+        return self._records and x.requires_grad
 
     def refuse(self, x: Tensor) -> None:
         """Raise, if x is differentiated by, and neither an argument nor a view of one."""

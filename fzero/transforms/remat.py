@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
+    is_functorch_wrapped_tensor,
 )
 from torch.func import functional_call
 
@@ -218,11 +219,15 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with Watch(tensors, records=call.records) as watch:
-            outputs = call(*tensors)
+        # Of constants nothing is recorded. But the function may differentiate by an input of its
+        # own, as forces are a derivative of an energy: so gradients are on.
+        plain = call.records and not get_interpreter_stack()
+        given = tuple(x.detach() for x in tensors) if plain else tensors
+        with Watch(given, records=call.records) as watch, torch.set_grad_enabled(plain):
+            outputs = call(*given)
         for y in outputs:
             watch.refuse(y)
-        return outputs
+        return tuple(y.detach() for y in outputs) if plain else outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -234,14 +239,14 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
+        if not _under_func((*tensors, *dys)):
+            return None, *_by_autograd(ctx.call, tensors, ctx.needs_input_grad[1:], dys)
         smooth = [i for i, x in enumerate(tensors) if _smooth(x)]
 
         # <y, dy> of real views, and not torch.func.vjp: that runs backward after its level is gone,
         # where the tensors that a remat inside has saved can no longer be used.
         def product(*xs: Tensor) -> Any:
-            ys = ctx.call.again(*_replaced(tensors, smooth, xs))
-            pairs = ((y, dy) for y, dy in zip(ys, dys, strict=True) if _smooth(y))
-            return sum((as_real(y) * as_real(dy)).sum() for y, dy in pairs)
+            return _product(ctx.call.again(*_replaced(tensors, smooth, xs)), dys)
 
         by = tuple(range(len(smooth)))
         found: Any = torch.func.grad(product, by)(*(tensors[i] for i in smooth)) if by else ()
@@ -265,6 +270,37 @@ class _Remat(torch.autograd.Function):
         mapped = _Mapped(call, tuple(in_dims[1:]), info.randomness)
         outputs = _Remat.apply(mapped, *tensors)
         return outputs, tuple(0 for _ in outputs)
+
+
+def _under_func(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch.func differentiates; the backward of its vjp runs when the level is gone."""
+    return bool(get_interpreter_stack()) or any(map(is_functorch_wrapped_tensor, tensors))
+
+
+def _by_autograd(
+    call: Any, tensors: Sequence[Tensor], needed: Sequence[bool], dys: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradient of each tensor that is `needed`, by ordinary autograd."""
+    again = torch.is_grad_enabled()  # it is differentiated once more: the inputs keep their graph
+    wanted = [i for i, is_needed in enumerate(needed) if is_needed]
+    given = list(tensors) if again else [x.detach() for x in tensors]
+    for i in wanted:
+        given[i] = given[i].view_as(given[i]) if again else given[i].requires_grad_()
+    with torch.enable_grad():
+        product = _product(call.again(*given), dys)
+        xs = [given[i] for i in wanted]
+        some = isinstance(product, Tensor) and product.requires_grad and xs
+        grads = (
+            torch.autograd.grad(product, xs, create_graph=again, allow_unused=True) if some else ()
+        )
+    found = dict(zip(wanted, grads, strict=False))
+    return [found.get(i) for i in range(len(tensors))]
+
+
+def _product(ys: Sequence[Tensor], dys: Sequence[Tensor]) -> Any:
+    """<y, dy> of real views."""
+    pairs = ((y, dy) for y, dy in zip(ys, dys, strict=True) if _smooth(y))
+    return sum((as_real(y) * as_real(dy)).sum() for y, dy in pairs)
 
 
 def _refuse_updates(module: nn.Module) -> None:

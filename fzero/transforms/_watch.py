@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._functorch import (
     is_functorch_wrapped_tensor,
@@ -14,6 +15,8 @@ from torch._C._functorch import (
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import LayoutError
+
+_SET_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
 class Watch(TorchFunctionMode):
@@ -31,8 +34,10 @@ class Watch(TorchFunctionMode):
                     self.refuse(part)
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(x, Tensor) and self._tracked(x):  # a view of an input
+            if isinstance(x, Tensor) and self._tracked(x):  # a view of an input, or made here
                 self._inputs[id(x)] = x
+        if func == _SET_REQUIRES_GRAD:  # a wrapper that is made anew for each call
+            self._inputs[id(args[0])] = args[0]
         return out
 
     def _tracked(self, x: Tensor) -> bool:

@@ -57,7 +57,8 @@ def test_forces_inside_of_remat_have_the_gradients_of_those_outside(stage: int, 
 
 def test_a_gradient_penalty_inside_of_remat_can_be_differentiated_again() -> None:
     def penalty(w: Tensor, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
+        x = x.detach()
+        x.requires_grad = True
         return torch.autograd.grad((w * x).pow(3).sum(), x, create_graph=True)[0].square().sum()
 
     x, found = torch.tensor([2.0, 3.0], dtype=torch.float64), []

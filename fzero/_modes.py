@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+import optree
 import torch
 from torch import Tensor
 from torch._C import _DisableFuncTorch
@@ -12,7 +14,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, mayb
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.errors import PhaseError
+from fzero.errors import FzeroError, LayoutError, PhaseError
 from fzero.virtual import in_forward_mode, is_abstract
 
 P = ParamSpec("P")
@@ -30,6 +32,24 @@ def for_training(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return do(*args, **kwargs)
     with torch.inference_mode(False), torch.no_grad():
         return do(*args, **kwargs)
+
+
+@contextmanager
+def explains_inference(arguments: Any) -> Iterator[None]:
+    """Raise `LayoutError` where autograd fails in this block by an argument of inference mode."""
+    try:
+        yield
+    except RuntimeError as error:
+        made = [x for x in optree.tree_leaves(arguments) if isinstance(x, Tensor)]
+        bad = next((x for x in made if x.is_inference()), None)
+        if bad is None or isinstance(error, FzeroError):
+            raise
+        raise LayoutError(
+            f"an argument of {bad.dtype}, shape {[*bad.shape]}, was made under inference_mode.",
+            cause="a batch, or features of another model, computed under torch.inference_mode(): "
+            "autograd cannot save it for a backward.",
+            fix="compute it under torch.no_grad(), or pass x.clone().",
+        ) from error
 
 
 def require_autograd(name: str) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
+from fzero._modes import explains_inference
 from fzero.adapter import _boundary as boundary
 from fzero.adapter._as_module import AsModule
 from fzero.adapter._close import give_back
@@ -115,6 +117,7 @@ class Engine(AsModule, Scaling):
         tensor([[0.5000, 0.0000]])
     """
 
+    @called_as("Engine(module, optimizer, stage=2)", "Engine")
     def __init__(
         self,
         module: nn.Module,
@@ -197,7 +200,8 @@ class Engine(AsModule, Scaling):
         """Call the module. `engine.module(...)` does the same."""
         self._driver.require_not_closed()
         try:
-            return self.module(*args, **kwargs)
+            with explains_inference((args, kwargs)):
+                return self.module(*args, **kwargs)
         except BaseException as error:
             self._driver.failed(error)
             raise

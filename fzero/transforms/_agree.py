@@ -24,7 +24,7 @@ from fzero._modes import needs_func, wants_graph
 from fzero.collectives import CODES, Channel, channel_of
 from fzero.errors import MismatchError, NonFiniteError
 from fzero.mesh import Axis, Runtime
-from fzero.optim import lacks_value
+from fzero.optim._recorded import lacks_value
 from fzero.state import Policy, Progress, TrainState, progress, window
 from fzero.state.layout import from_bits
 from fzero.state.scale import ExternalScale

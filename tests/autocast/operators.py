@@ -21,7 +21,7 @@ LEFT_OUT = {
     "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell",
     "cudnn_convolution", "cudnn_convolution_transpose",
     # what nn.LSTM and nn.MultiheadAttention call, which are below
-    "mkldnn_rnn_layer", "_native_multi_head_attention",
+    "mkldnn_rnn_layer", "_cudnn_rnn", "_native_multi_head_attention",
     # a name from before linalg_lu, which is not here any more
     "_lu_with_info",
     # their inputs are integers, or none is a parameter

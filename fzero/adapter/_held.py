@@ -39,6 +39,7 @@ _BY_NUMBER = {
 """What may be written, by one number for all elements: then every rank can do it to its part."""
 
 _WAYS = {
+    "its memory": "module.share_memory() before the Engine, engine.full_gradient(path) to have one",
     "_amp_": "loss_scale= of Engine and engine.scale(loss), in the place of a GradScaler",
     "set_data": "module.to(...), .half() and the like before the Engine is made",
 }
@@ -217,6 +218,15 @@ class HeldGradient(Tensor):
         """As of any tensor, at stage 0."""
         return self.values().cpu().numpy()
 
+    def untyped_storage(self) -> Any:
+        """Raise `PhaseError`: it has no memory, and what is given none ends the process."""
+        raise self.refusal("its memory")
+
+    storage = data_ptr = untyped_storage
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.values().__dlpack__(**how)
+
     def __deepcopy__(self, memo: Any) -> Any:
         return self.values()
 
@@ -303,8 +313,6 @@ def _are_numbers(given: Any) -> bool:
 def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """What `func` writes to."""
     found: list[Any] = []
-    if not func._schema.is_mutable:
-        return found
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -319,7 +327,4 @@ def _filled(x: Any) -> Any:
 
 
 def _flat(args: Any) -> list[Any]:
-    found: list[Any] = []
-    for arg in args:
-        found += _flat(arg) if isinstance(arg, list | tuple) else [arg]
-    return found
+    return [x for arg in args for x in (_flat(arg) if isinstance(arg, list | tuple) else [arg])]

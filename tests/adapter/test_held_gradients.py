@@ -45,7 +45,11 @@ REFUSED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "GradScaler": (unscale, r"engine\.scale\(loss\)"),
     "written in place": (add, r"engine\.set_full_gradient\(path, g\)"),
     "a row": (lambda e: [p.grad[0].zero_() for p in params(e) if p.grad is not None], "set_full"),
-}
+    "its memory": (lambda e: [p.grad.share_memory_() for p in params(e) if p.grad is not None],
+        r"share_memory\(\) before the Engine"),
+    "its address": (lambda e: [p.grad.data_ptr() for p in params(e) if p.grad is not None],
+        r"full_gradient\(path\)"),
+}  # fmt: skip
 # At stage 0 every rank has all elements.
 SHARDED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "another optimizer": (
@@ -231,3 +235,12 @@ def test_the_state_has_no_gradients_after_zero_grad_of_an_optimizer_and_is_saved
     save(tmp_path / "state", e)  # it refuses gradients
     assert not e.state.gradients.held and not e.state.window.pending.held
     update(e, plain, rank, 1)
+
+
+@each_stage
+def test_a_module_is_not_moved_to_shared_memory_under_its_gradients(stage: int) -> None:
+    """torch would share the memory that the stand-in has not, and end the process."""
+    e = engine_of(Net, stage)
+    back(e, Draw(0, 0))
+    with pytest.raises((PhaseError, LayoutError), match=r"(?s)share.*before"):
+        e.module.share_memory()

@@ -16,34 +16,59 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import LayoutError
 
-_SET_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
+_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+def _next_node() -> int:
+    """Return a number that autograd's nodes of this thread have from now on."""
+    x = torch.zeros((), requires_grad=True).view(())
+    assert x.grad_fn is not None
+    return x.grad_fn._sequence_nr()
+
+
+def _under_a_transform() -> LayoutError:
+    return LayoutError(
+        "remat: the function calls torch.autograd.grad, and is itself under a torch.func "
+        "transform.",
+        cause="torch.func.grad, vmap or fzero.compile around it, or a step that is given a batch "
+        "that requires grad.",
+        fix="call torch.func.grad(f)(x) in the function, which works everywhere; or give the step "
+        "x.detach() and write x = x.detach().requires_grad_() in the function.",
+    )
 
 
 class Watch(TorchFunctionMode):
     """Refuses tensors that are differentiated by and are no arguments: they would be constants."""
 
-    def __init__(self, inputs: Iterable[Tensor], *, records: bool) -> None:
+    def __init__(self, inputs: Iterable[Tensor], *, records: bool, plain: bool) -> None:
         super().__init__()
         self._inputs, self._records = {id(x): x for x in inputs}, records
+        self._plain = plain  # not under torch.func
+        self._start = _next_node() if records and torch.is_grad_enabled() else 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the arguments, then go on."""
+        if func is torch.autograd.grad and not self._plain and maybe_current_level() is None:
+            raise _under_a_transform()
         for x in (*args, *(kwargs or {}).values()):
             for part in x if isinstance(x, list | tuple) else (x,):
                 if isinstance(part, Tensor):
                     self.refuse(part)
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(x, Tensor) and self._tracked(x):  # a view of an input, or made here
+            if isinstance(x, Tensor) and self._tracked(x):  # a view of an input, or a new leaf
                 self._inputs[id(x)] = x
-        if func == _SET_REQUIRES_GRAD:  # a wrapper that is made anew for each call
+        if func == _REQUIRES_GRAD:  # x.requires_grad = True, of a tensor that the function made
             self._inputs[id(args[0])] = args[0]
         return out
 
     def _tracked(self, x: Tensor) -> bool:
         if is_functorch_wrapped_tensor(x):  # of a transform that this call is already below
             return maybe_get_level(x) > (maybe_current_level() or 0)
-        return self._records and x.requires_grad
+        if not (self._records and x.requires_grad):
+            return False
+        # Where the function is recorded, its own tensors require grad, and have later nodes.
+        return not self._start or x.grad_fn is None or x.grad_fn._sequence_nr() < self._start
 
     def refuse(self, x: Tensor) -> None:
         """Raise, if x is differentiated by, and neither an argument nor a view of one."""

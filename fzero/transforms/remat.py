@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
-    is_functorch_wrapped_tensor,
 )
 from torch.func import functional_call
 
 from fzero._ambient import AutocastModes
+from fzero._modes import in_transform
 from fzero._module_copy import tracks
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.state.layout import as_real
 from fzero.transforms._pipeline import P, R, describe, require_function, require_order
+from fzero.transforms._recompute import gradients, own, recording
 from fzero.transforms._watch import Watch
 
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
@@ -41,7 +42,9 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
     """Return `fn` with its activations recomputed in backward: y = fn(x), saving x only.
 
     For a part of a loss (a layer, a block), not for a step. First and higher order, reverse and
-    forward mode, under every torch.func transform, where torch.utils.checkpoint fails. Random
+    forward mode, under every torch.func transform, where torch.utils.checkpoint fails. `fn` may
+    itself take a derivative: torch.func.grad anywhere, torch.autograd.grad(..., create_graph=True)
+    where the call is not under a torch.func transform. Random
     numbers are drawn again as they were (those of torch's own generators; a torch.Generator of
     yours is not set back), under the autocast of the call.
 
@@ -61,7 +64,8 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
 
     Raises:
         LayoutError: `fn` is a train step, or no function. In a call: it reads a tensor that
-            requires grad and is no argument; a norm of the module updates running statistics.
+            requires grad and is no argument; it calls torch.autograd.grad under a torch.func
+            transform; a norm of the module updates running statistics.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
@@ -161,6 +165,7 @@ class _Call:
         ]
         self.tensors = [x for x in leaves if isinstance(x, Tensor)]
         self.records = torch.is_grad_enabled()
+        self.plain = not in_transform()
         self._rng = torch.get_rng_state()
         self._cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._autocast = AutocastModes.take()
@@ -205,7 +210,7 @@ class _Mapped:
 
     def __init__(self, call: Any, in_dims: tuple[Any, ...], randomness: str) -> None:
         self.call, self.in_dims, self.randomness = call, in_dims, randomness
-        self.records = call.records
+        self.records, self.plain = call.records, False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return torch.func.vmap(self.call, self.in_dims, randomness=self.randomness)(*tensors)
@@ -219,15 +224,14 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Of constants nothing is recorded. But the function may differentiate by an input of its
-        # own, as forces are a derivative of an energy: so gradients are on.
-        plain = call.records and not get_interpreter_stack()
-        given = tuple(x.detach() for x in tensors) if plain else tensors
-        with Watch(given, records=call.records) as watch, torch.set_grad_enabled(plain):
-            outputs = call(*given)
+        recorded = call.records and call.plain
+        with recording() if recorded else torch.no_grad():
+            given = own(tensors) if recorded else tensors
+            with Watch(given, records=call.records, plain=call.plain) as watch:
+                outputs = call(*given)
         for y in outputs:
             watch.refuse(y)
-        return tuple(y.detach() for y in outputs) if plain else outputs
+        return tuple(y.detach() if recorded else y for y in outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -238,15 +242,17 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        if ctx.call.plain and not in_transform():
+            return None, *gradients(ctx, dys)
         tensors = ctx.saved_tensors
-        if not _under_func((*tensors, *dys)):
-            return None, *_by_autograd(ctx.call, tensors, ctx.needs_input_grad[1:], dys)
         smooth = [i for i, x in enumerate(tensors) if _smooth(x)]
 
         # <y, dy> of real views, and not torch.func.vjp: that runs backward after its level is gone,
         # where the tensors that a remat inside has saved can no longer be used.
         def product(*xs: Tensor) -> Any:
-            return _product(ctx.call.again(*_replaced(tensors, smooth, xs)), dys)
+            ys = ctx.call.again(*_replaced(tensors, smooth, xs))
+            pairs = ((y, dy) for y, dy in zip(ys, dys, strict=True) if _smooth(y))
+            return sum((as_real(y) * as_real(dy)).sum() for y, dy in pairs)
 
         by = tuple(range(len(smooth)))
         found: Any = torch.func.grad(product, by)(*(tensors[i] for i in smooth)) if by else ()
@@ -270,37 +276,6 @@ class _Remat(torch.autograd.Function):
         mapped = _Mapped(call, tuple(in_dims[1:]), info.randomness)
         outputs = _Remat.apply(mapped, *tensors)
         return outputs, tuple(0 for _ in outputs)
-
-
-def _under_func(tensors: Sequence[Tensor]) -> bool:
-    """Whether torch.func differentiates; the backward of its vjp runs when the level is gone."""
-    return bool(get_interpreter_stack()) or any(map(is_functorch_wrapped_tensor, tensors))
-
-
-def _by_autograd(
-    call: Any, tensors: Sequence[Tensor], needed: Sequence[bool], dys: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """The gradient of each tensor that is `needed`, by ordinary autograd."""
-    again = torch.is_grad_enabled()  # it is differentiated once more: the inputs keep their graph
-    wanted = [i for i, is_needed in enumerate(needed) if is_needed]
-    given = list(tensors) if again else [x.detach() for x in tensors]
-    for i in wanted:
-        given[i] = given[i].view_as(given[i]) if again else given[i].requires_grad_()
-    with torch.enable_grad():
-        product = _product(call.again(*given), dys)
-        xs = [given[i] for i in wanted]
-        some = isinstance(product, Tensor) and product.requires_grad and xs
-        grads = (
-            torch.autograd.grad(product, xs, create_graph=again, allow_unused=True) if some else ()
-        )
-    found = dict(zip(wanted, grads, strict=False))
-    return [found.get(i) for i in range(len(tensors))]
-
-
-def _product(ys: Sequence[Tensor], dys: Sequence[Tensor]) -> Any:
-    """<y, dy> of real views."""
-    pairs = ((y, dy) for y, dy in zip(ys, dys, strict=True) if _smooth(y))
-    return sum((as_real(y) * as_real(dy)).sum() for y, dy in pairs)
 
 
 def _refuse_updates(module: nn.Module) -> None:

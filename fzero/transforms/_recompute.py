@@ -1,0 +1,79 @@
+"""The forward and the backward of `remat` by ordinary autograd, which the function may use itself.
+
+A function that calls torch.autograd.grad(..., create_graph=True) needs a graph of its own: in the
+forward one that goes when the call is over, in the backward the one of the recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _autograd
+
+
+class _Same(torch.autograd.Function):
+    """y = x, on the same memory, and no view of x for autograd: a function may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        return dys[0]
+
+
+def own(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the same values with a graph that begins here, where they require grad."""
+    return [_Same.apply(_leaf(x)) if x.requires_grad else x for x in tensors]
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Record a graph that goes with the call: no larger than the one that backward makes.
+
+    Hooks that move what is kept for backward, to host memory for one, are not to see it.
+    """
+    hooks: list[Any] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def gradients(ctx: Any, dys: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients by the saved tensors of a call that is run again.
+
+    They can be differentiated again where the backward itself is recorded (create_graph).
+    """
+    tensors, graph = ctx.saved_tensors, torch.is_grad_enabled()
+    given = list(tensors)
+    sources: dict[int, Any] = {}
+    with torch.enable_grad():
+        for i, x in enumerate(tensors):
+            if x.requires_grad:
+                sources[i] = _Same.apply(x) if graph else _leaf(x)
+                given[i] = _Same.apply(sources[i])
+        ys = ctx.call.again(*given)
+    pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
+    asked = {i: x for i, x in sources.items() if ctx.needs_input_grad[i + 1]}
+    if not (pairs and asked):
+        return [None] * len(tensors)
+    outputs, by = [list(one) for one in zip(*pairs, strict=True)]
+    inputs = list(asked.values())
+    found = torch.autograd.grad(outputs, inputs, by, create_graph=graph, allow_unused=True)
+    of = dict(zip(asked, found, strict=True))
+    return [of.get(i) for i in range(len(tensors))]
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()

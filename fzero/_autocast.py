@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero._ambient import kinds_of_autocast
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, PhaseError
 
 _C: Any = torch._C
 
@@ -82,3 +83,21 @@ def run_as_called(func: Any, args: Any, kwargs: Any, lower: Mapping[str, torch.d
         )
     with _under_autocast([kind for kind, meets in met.items() if meets]):
         return func(*args, **kwargs)
+
+
+class Cast:
+    """A cast by autocast, of gathered values that may have been gathered in its dtype."""
+
+    __slots__ = ("_changes", "_gatherer", "dtype")
+
+    def __init__(self, gatherer: Any, dtype: torch.dtype) -> None:
+        self._gatherer, self.dtype, self._changes = gatherer, dtype, gatherer.changes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._gatherer.changes != self._changes:
+            raise PhaseError(
+                "a graph from before the update is differentiated under autocast.",
+                cause="a loss that was made before step(), and backward() after it.",
+                fix="run the backward before the update, or the forward again after it.",
+            )
+        return x.to(self.dtype)

@@ -89,6 +89,13 @@ def require_apart(held: Sequence[Held], *, buffers: bool = False, attributes: bo
         Usual cause: ...
         Fix: ...
     """
+    for one in held:
+        if one.tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise LayoutError(
+                f"{one.path} was made under torch.inference_mode(): it cannot be trained.",
+                cause="a model that was built, loaded or converted inside of such a block.",
+                fix="build it outside, or under torch.no_grad().",
+            )
     compared = {(Kind.BUFFER, Kind.BUFFER)} if buffers else set()
     if attributes:
         compared |= {(Kind.BUFFER, Kind.ATTRIBUTE), (Kind.ATTRIBUTE, Kind.BUFFER)}

@@ -14,7 +14,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, mayb
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.errors import FzeroError, PhaseError
+from fzero.errors import FzeroError, LayoutError, PhaseError
 from fzero.virtual import in_forward_mode, is_abstract
 
 P = ParamSpec("P")
@@ -34,6 +34,24 @@ def for_training(do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return do(*args, **kwargs)
 
 
+@contextmanager
+def explains_inference(arguments: Any) -> Iterator[None]:
+    """Raise `LayoutError` where autograd fails in this block by an argument of inference mode."""
+    try:
+        yield
+    except RuntimeError as error:
+        made = [x for x in optree.tree_leaves(arguments) if isinstance(x, Tensor)]
+        bad = next((x for x in made if x.is_inference()), None)
+        if bad is None or isinstance(error, FzeroError):
+            raise
+        raise LayoutError(
+            f"an argument of {bad.dtype}, shape {[*bad.shape]}, was made under inference_mode.",
+            cause="a batch, or features of another model, computed under torch.inference_mode(): "
+            "autograd cannot save it for a backward.",
+            fix="compute it under torch.no_grad(), or pass x.clone().",
+        ) from error
+
+
 def require_autograd(name: str) -> None:
     """Raise `PhaseError` in inference mode, where every gradient would be a silent zero."""
     if torch.is_inference_mode_enabled():
@@ -42,38 +60,6 @@ def require_autograd(name: str) -> None:
             cause="an evaluation's context around a training step; autograd records nothing.",
             fix="leave it, or use torch.no_grad(), inside which grad_and_reduce works.",
         )
-
-
-def raise_for_inference(name: str, error: BaseException, arguments: Any) -> None:
-    """Raise `PhaseError` for torch's `error` in a call that was given an inference tensor.
-
-    arguments: (args, kwargs). Only an error leads here: a tensor that autograd need not keep is
-    as good as any other.
-    """
-    if not isinstance(error, RuntimeError) or isinstance(error, FzeroError):
-        return
-    paths, leaves, _ = optree.tree_flatten_with_path(arguments)
-    for (kind, first, *rest), x in zip(paths, leaves, strict=True):
-        if isinstance(x, Tensor) and x.is_inference():
-            where = f"argument {first}" if kind == 0 else f"{first}="
-            raise PhaseError(
-                f"{name}: {where}{''.join(f'[{key!r}]' for key in rest)} was made under "
-                f"torch.inference_mode(), and torch raised {type(error).__name__}: "
-                f"{str(error).splitlines()[0]:.80}",
-                cause="a batch, or a teacher's output, that was made in an evaluation's context: "
-                "autograd cannot keep it for backward.",
-                fix="make it under torch.no_grad() instead, or give x.clone().",
-            ) from error
-
-
-@contextmanager
-def inference_named(name: str, arguments: Any) -> Iterator[None]:
-    """Do `raise_for_inference` with what the block raises."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise_for_inference(name, error, arguments)
-        raise
 
 
 def holds(condition: Tensor) -> bool:

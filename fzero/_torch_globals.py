@@ -33,9 +33,6 @@ _NAMES: tuple[tuple[Any, str], ...] = (
 """Module-level names of torch's that are assigned to."""
 
 _TABLES: tuple[dict[Any, Any], ...] = (
-    module._global_buffer_registration_hooks,
-    module._global_module_registration_hooks,
-    module._global_parameter_registration_hooks,
     module._global_backward_pre_hooks,
     module._global_backward_hooks,
     module._global_forward_pre_hooks,
@@ -45,7 +42,11 @@ _TABLES: tuple[dict[Any, Any], ...] = (
     optimizer._global_optimizer_pre_hooks,
     optimizer._global_optimizer_post_hooks,
 )
-"""Tables of hooks, to which handles refer: they stay, and what is in them changes."""
+"""Tables of hooks, to which handles refer: they stay, and what is in them changes.
+
+Those of registrations are not among them: a rank pauses inside of such a hook, under torch's loop
+over the table, which must not change then; `sharded_init` serves all ranks by one.
+"""
 
 
 def _deterministic() -> tuple[bool, bool]:

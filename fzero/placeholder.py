@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero._autocast import autocast_of_call, run_as_called
+from fzero._autocast import Cast, autocast_of_call, run_as_called
 from fzero._compiled import Read, Traced
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import LayoutError
 from fzero.state.layout import Leaf
 from fzero.virtual import in_forward_mode, unseen
 
@@ -202,7 +202,7 @@ class LazyParam(torch.Tensor):
             return first._seen(meta, *(() if same else (_Replay(func, rest, kwargs),)))
         lower = autocast_of_call()
         if func is torch.ops.aten._to_copy.default and _by_autocast(args[0], kwargs, lower):
-            cast = _Cast(args[0].gatherer, kwargs["dtype"])
+            cast = Cast(args[0].gatherer, kwargs["dtype"])
             with unseen():
                 return args[0]._seen(args[0].meta.to(cast.dtype), cast)
         filled = [*map(_filled, args)], {name: _filled(x) for name, x in kwargs.items()}
@@ -269,24 +269,6 @@ def _by_autocast(x: Any, options: Any, lower: Mapping[str, torch.dtype]) -> bool
     if not lower or not isinstance(x, LazyParam) or in_forward_mode():
         return False
     return options == {"dtype": lower.get(x.device.type)} and not isinstance(x.gatherer, Traced)
-
-
-class _Cast:
-    """A cast by autocast, of gathered values that may have been gathered in its dtype."""
-
-    __slots__ = ("_changes", "_gatherer", "dtype")
-
-    def __init__(self, gatherer: Gathers, dtype: torch.dtype) -> None:
-        self._gatherer, self.dtype, self._changes = gatherer, dtype, gatherer.changes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._gatherer.changes != self._changes:
-            raise PhaseError(
-                "a graph from before the update is differentiated under autocast.",
-                cause="a loss that was made before step(), and backward() after it.",
-                fix="run the backward before the update, or the forward again after it.",
-            )
-        return x.to(self.dtype)
 
 
 def _filled(argument: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter._access import Access
+from fzero.adapter._events import ModuleHook
 from fzero.adapter._gathered import gathered
 from fzero.errors import LayoutError
 
@@ -166,10 +167,19 @@ def _is_elsewhere(device: torch.device, held: torch.device) -> bool:
     return device.type != held.type or (device.index is not None and device.index != held.index)
 
 
+def _load_hooks(module: nn.Module) -> Iterator[Any]:
+    return iter(module._load_state_dict_pre_hooks.values())
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is the user's, or a library's, and not the engine's own."""
+    return not isinstance(getattr(hook, "hook", hook), ModuleHook)
+
+
 def _require_fit(module: nn.Module, given: Mapping[str, Any], *, strict: bool) -> None:
     """Raise `LayoutError` for a state dict that is not this module's."""
-    if any(part._load_state_dict_pre_hooks for part in module.modules()):
-        return  # which give names and values their form: torch checks them then
+    if any(map(_is_users, (x for m in module.modules() for x in _load_hooks(m)))):
+        return  # they give names and values their form: torch checks them then
     held = module.state_dict()
     wrong = [f"no {name}" for name in held if name not in given] if strict else []
     wrong += [f"an unknown {name}" for name in given if name not in held] if strict else []

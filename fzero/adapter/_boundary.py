@@ -20,7 +20,8 @@ from fzero.adapter._events import in_backward
 from fzero.adapter._gradient import as_held
 from fzero.errors import PhaseError
 from fzero.homes import change
-from fzero.optim import NoOptimizer, require_ordered, without_optimizer
+from fzero.optim import NoOptimizer, require_ordered
+from fzero.optim._none import without_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms._agree import Agreed, agree, nonfinite, raises_together, reduce_agreed

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
-from fzero._modes import raise_for_inference
+from fzero._modes import explains_inference
 from fzero.adapter import _boundary as boundary
 from fzero.adapter._as_module import AsModule
 from fzero.adapter._close import give_back
@@ -200,10 +200,10 @@ class Engine(AsModule, Scaling):
         """Call the module. `engine.module(...)` does the same."""
         self._driver.require_not_closed()
         try:
-            return self.module(*args, **kwargs)
+            with explains_inference((args, kwargs)):
+                return self.module(*args, **kwargs)
         except BaseException as error:
             self._driver.failed(error)
-            raise_for_inference("engine(...)", error, (args, kwargs))
             raise
 
     @torch._disable_dynamo

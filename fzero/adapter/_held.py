@@ -125,7 +125,8 @@ class HeldGradient(Tensor):
         numbers = _are_numbers([*args[1:], *kwargs.values()])
         if packet in _BY_NUMBER and numbers and _may_be_written(args[0]):
             return _written(_BY_NUMBER[packet], args, kwargs)
-        copies = func is _ATEN._to_copy.default and not held.by.shows
+        moves = kwargs.get("device") not in (None, held.device)
+        copies = func is _ATEN._to_copy.default and not held.by.shows and not moves
         if (func.is_view or copies) and isinstance(args[0], cls):
             return held._seen(func, args[1:], kwargs)
         if any(isinstance(x, cls) for x in _written_by(func, args, kwargs)):

@@ -55,7 +55,8 @@ class ModuleParameters:
                 p = self.at(path)
                 if type(p.data) is Tensor and p.device == own.device:
                     p.data = own
-                else:  # made under sharded_init; or somebody moved it
+                else:  # made under sharded_init; or somebody moved it, a stand-in of p.grad, too
+                    p.grad = p.grad if p.device == own.device else None
                     self._assign(path, in_place_of(p, own))
 
     @torch.no_grad()

@@ -33,19 +33,19 @@ class OptimizerStateOfEngine(MutableMapping[Any, Any]):
         raise _is_elsewhere("state[p] = ...")
 
     def __delitem__(self, key: Any) -> NoReturn:
-        raise _is_elsewhere("del state[p]")
+        raise _is_elsewhere("state, del [p],")
 
     def __iter__(self) -> Iterator[Any]:
-        raise _is_elsewhere("a loop over state")
+        raise _is_elsewhere("state, a loop over it,")
 
     def __len__(self) -> int:
-        raise _is_elsewhere("len(state)")
+        raise _is_elsewhere("state, its length,")
 
     def __contains__(self, key: object) -> bool:
-        raise _is_elsewhere("p in state")
+        raise _is_elsewhere("state, whether p is in it,")
 
     def __reduce__(self) -> NoReturn:
-        raise _is_elsewhere("a copy of state")
+        raise _is_elsewhere("state, a copy of it,")
 
     def __repr__(self) -> str:
         return "<in engine.state, sharded>"
@@ -53,10 +53,10 @@ class OptimizerStateOfEngine(MutableMapping[Any, Any]):
 
 def _is_elsewhere(seen: str) -> PhaseError:
     return PhaseError(
-        f"{seen} of an optimizer that an engine runs.",
+        f"optimizer.{seen} of an optimizer that an engine runs.",
         cause="a loop of before the engine, or a tool that looks into the optimizer: what it keeps "
         "is in engine.state, sharded over the ranks.",
         fix="engine.full_optimizer_state(path, name) gives a whole value, full_optimizer_states() "
         "all of them, set_full_optimizer_state(path, name, value) writes one, each on all ranks; "
-        "optimizer.state.clear() begins anew.",
+        "optimizer.state.clear() begins anew. fzero.checkpoint.save(path, engine.state) saves.",
     )

@@ -51,4 +51,5 @@ class Region:
         self._entered.append(entered)
 
     def _leave(self, *_: Any) -> None:
-        self._entered.pop().close()
+        if self._entered:  # else the forward raised, and was abandoned before this hook
+            self._entered.pop().close()

@@ -86,7 +86,6 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         _require_options(options)
         check_stage(stage)
         _require_plain(module)
-        _require_trainable(module)
         _require_one_device(module)
         require_own_memory(module)
         autocast = as_autocast(options.autocast)
@@ -171,18 +170,6 @@ def _require_plain(module: Any) -> None:
                 f"{name or 'the module'} gives sparse gradients.",
                 cause=f"nn.{type(part).__name__}(..., sparse=True).",
                 fix="leave sparse out: buckets of gradients are dense.",
-            )
-
-
-def _require_trainable(module: nn.Module) -> None:
-    """Raise `LayoutError` for tensors of a module that autograd cannot use, or fzero write."""
-    for path, x in [*module.named_parameters(), *module.named_buffers()]:
-        if x.is_inference():
-            raise LayoutError(
-                f"{path} was made under torch.inference_mode(): it cannot be trained.",
-                cause="a model that was made, loaded or moved in an evaluation's context.",
-                fix="make it outside, or under torch.no_grad(); or pass copy.deepcopy(module), "
-                "made outside, which has ordinary tensors.",
             )
 
 

@@ -50,8 +50,9 @@ def certify(
     the functional step or by the engine. They must have what one process has that takes all W N
     batches, with torch.autograd and torch.optim alone: the losses, the gradient that the optimizer
     is given (the mean over ranks and micro-batches, or W times it where the cell sums; clipped
-    where the cell clips), its norm before clipping, and the parameters. Unused parameters have
-    gradient zero. After an update all ranks have the same bits.
+    where the cell clips), its norm before clipping, and the parameters. One that no rank uses has
+    gradient zero in a functional step, and is not stepped by an engine. After an update all ranks
+    have the same bits.
 
     What is compared bit for bit is read from the bits of the numbers: where each sum over ranks and
     micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound e of a gradient
@@ -181,6 +182,7 @@ class _Matrix:
             wire=cell.fact("wires"),
             sums=cell.at["reductions"] == "sum",
             whole_loss=precision.autocast is None or cell.at["drivers"] == "step",
+            steps_unused=cell.at["drivers"] == "step",
         )
 
     def result(self, cell: Cell) -> CellResult:

@@ -35,9 +35,9 @@ class Stepped:
         self.optimizer = optimizer(list(self.masters.values()))
 
     def step(self, gradient: Tensors) -> None:
-        """Update the masters."""
+        """Update the masters that have a gradient."""
         for path, master in self.masters.items():
-            master.grad = gradient[path].to(master.dtype)
+            master.grad = gradient[path].to(master.dtype) if path in gradient else None
         self.optimizer.step()
 
     def copied(self) -> dict[str, Tensor]:
@@ -56,9 +56,14 @@ class Process:
         self.model, self.tensors, self.learning = _made(subject, precision)
         self.twin: Any = None
         self.coarsest = torch.float64  # that a number of a loss passes through
+        self.used: set[str] = set()
 
     def backwards(self, numbers: Sequence[Sequence[int]]) -> tuple[Tensor, Parts]:
-        """The losses [W, N], and of each parameter the gradients by all of them, in float64."""
+        """The losses [W, N], and of each parameter the gradients by all of them, in float64.
+
+        `used` are then the parameters that any of them has used.
+        """
+        self.used = set()
         return self._backwards(self.model, self.learning, numbers)
 
     def displaced(
@@ -88,12 +93,11 @@ class Process:
         for rank, of_rank in enumerate(numbers):
             for n, number in enumerate(of_rank):
                 loss = self._loss(model, number)
-                grads = torch.autograd.grad(
-                    loss, list(learning.values()), allow_unused=True, materialize_grads=True
-                )
+                grads = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
                 losses[rank, n] = loss.detach().double()
-                for path, grad in zip(parts, grads, strict=True):
-                    parts[path].append(grad.double())
+                for (path, p), grad in zip(learning.items(), grads, strict=True):
+                    self.used |= set() if grad is None else {path}
+                    parts[path].append((torch.zeros_like(p) if grad is None else grad).double())
         return losses, parts
 
     def _loss(self, model: Any, number: int) -> Tensor:

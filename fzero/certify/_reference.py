@@ -39,6 +39,7 @@ class Task:
     wire: torch.dtype | None  # bf16 or int8, in which gradients cross ranks; None: their own
     sums: bool  # over ranks; else the mean
     whole_loss: bool  # autocast is around the loss, not around the module's forward alone
+    steps_unused: bool  # what no rank has used is stepped by zeros, as JAX does and torch does not
 
     @property
     def summands(self) -> int:
@@ -92,12 +93,10 @@ class CopyGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Write each gradient into its parameter; zero where there is none."""
+        """Write each gradient into its parameter, which stays where there is none."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    p.zero_()
-                else:
+                if p.grad is not None:
                     p.copy_(p.grad)
 
 
@@ -106,7 +105,8 @@ def one_process(
 ) -> list[Update]:
     """Train one copy of the model on the batches of all ranks and micro-batches.
 
-    g = (1 / W N) sum_rn dL_rn/dp, added up in float64; zero for a parameter that no loss uses.
+    g = (1 / W N) sum_rn dL_rn/dp, added up in float64. A parameter that no loss uses is stepped by
+    zeros, or not at all, as the task says.
 
     Args:
         subject: the model, its loss and its batches.
@@ -130,10 +130,12 @@ def one_process(
         good = passed.exact(good)
         mean, error = passed.mean, passed.error(good, clips=max_norm is not None)
         factor = 1.0 if max_norm is None else min(1.0, max_norm / (passed.norm + 1e-6))
-        centre.step({path: g * factor for path, g in mean.items()})
+        stepped = {path: g for path, g in mean.items() if task.steps_unused or path in passed.used}
+        centre.step({path: g * factor for path, g in stepped.items()})
         for signs, corner in zip(SIGNS, corners, strict=False):
             sign = signs[update % 2] * ((-1) ** update if task.quantizes else 1)
-            corner.step({path: (g + sign * error[path]) * factor for path, g in mean.items()})
+            off = {path: (g + sign * error[path]) * factor for path, g in stepped.items()}
+            corner.step(off)
         process.follow(centre.masters)
         same = len(exact) == len(process.tensors)  # the losses are of equal parameters
         reach = _reach(centre, corners)
@@ -168,6 +170,7 @@ class _Passed:
         self.process, self.task, self.update, self.values = process, task, update, values
         self.numbers = task.numbers(update)
         self.losses, self.parts = process.backwards(self.numbers)
+        self.used = process.used
         self.other: tuple[Tensor, Parts] | None = None
         if any(bool(x.any()) for x in reach.values()):
             self.other = process.displaced(self.numbers, values, reach)

@@ -23,6 +23,7 @@ from fzero._modes import in_transform
 from fzero.certify._rounding import TERMS, carried, largest
 from fzero.diff._bound import Found, first_apart
 from fzero.diff._values import whole
+from fzero.state.layout import as_real
 from fzero.virtual import current_ranks
 
 
@@ -153,7 +154,7 @@ def _copied(given: Any) -> list[Tensor | None]:
     """The tensors in arguments or a result, in their order."""
     if isinstance(given, Tensor):
         stands = type(given) in (Tensor, nn.Parameter)
-        return [given.detach().clone() if stands else None]
+        return [as_real(given.detach()).clone() if stands else None]
     if isinstance(given, Mapping):
         given = tuple(given.values())
     if isinstance(given, list | tuple):

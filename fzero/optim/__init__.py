@@ -13,13 +13,11 @@ from fzero.optim._make import sgd as sgd
 from fzero.optim._masters import unscaled as unscaled
 from fzero.optim._none import NoOptimizer as NoOptimizer
 from fzero.optim._none import no_optimizer as no_optimizer
-from fzero.optim._none import without_optimizer as without_optimizer
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._pair import as_optimizer as as_optimizer
 from fzero.optim._piece import Piece as Piece
 from fzero.optim._precision import Precision as Precision
 from fzero.optim._precision import require_precision as require_precision
-from fzero.optim._recorded import lacks_value as lacks_value
 from fzero.optim._torch import TorchOptimizer as TorchOptimizer
 from fzero.optim._torch_state import TorchState as TorchState

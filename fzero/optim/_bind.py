@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError
@@ -146,11 +146,16 @@ def _tried_shape(instance: Optimizer, shape: Shape, *, elementwise: bool) -> Sha
 
 
 def _made_by(factory: Factory, given: Named) -> Optimizer:
-    """Call the factory: errors in it come before anything is moved."""
-    made: Any = factory(given)
+    """Call the factory: errors in it come before anything is moved.
+
+    torch's optimizers take no empty list: where nothing learns, they get a parameter of nobody's.
+    """
+    made: Any = factory(given or Named({"nothing": nn.Parameter(torch.zeros(1))}))
     if not isinstance(made, Optimizer):
         raise no_optimizer(f"{name_of(factory)}, which gives a {type(made).__name__}")
     require_plain(type(made))
+    for group in () if given else made.param_groups:
+        group["params"] = []
     return made
 
 

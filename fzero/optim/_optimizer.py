@@ -234,7 +234,7 @@ class Optimizer(Base):
         Of a schedule they compare what it gives at `step`.
         """
         lines = [f"optimizer {self!r}"]
-        for number, (_, changes) in enumerate(self.overrides):
+        for number, (_, changes) in enumerate(() if leaves else self.overrides):
             shown = ", ".join(f"{key}={_shown(value)}" for key, value in changes)
             lines.append(f"options {number} of some leaves: {shown}")
         if step is not None and not lacks_value(step):

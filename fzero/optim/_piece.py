@@ -22,7 +22,8 @@ def pieces_in(pieces: Sequence[Piece], indices: Sequence[int]) -> list[Piece]:
     """Return the pieces of some parameters, numbered as those are in `indices`.
 
     Example:
-        >>> leaf = Leaf(path="w", shape=(4,), dtype=None, trainable=True)
+        >>> import torch
+        >>> leaf = Leaf(path="w", shape=(4,), dtype=torch.float32, trainable=True)
         >>> pieces_in([Piece(0, leaf, 0, 4), Piece(1, leaf, 0, 2)], [1])[0].index
         0
     """

@@ -24,7 +24,7 @@ from fzero._modes import needs_func, wants_graph
 from fzero.collectives import CODES, Channel, channel_of
 from fzero.errors import MismatchError, NonFiniteError
 from fzero.mesh import Axis, Runtime
-from fzero.optim import lacks_value
+from fzero.optim._recorded import lacks_value
 from fzero.state import Policy, Progress, TrainState, progress, window
 from fzero.state.layout import from_bits
 from fzero.state.scale import ExternalScale
@@ -193,15 +193,17 @@ def _options(policy: Policy) -> tuple[str, ...]:
 
 
 def _values(state: TrainState) -> list[str]:
-    """The numbers of an update that the host has; from a device only what a user may have set."""
-    scale, lines = state.scale, []
-    if _is_on_host(state.step):
-        lines.append(f"update {int(state.step)}")
-    if scale is None or lacks_value(scale.scale):
-        return lines
-    if _is_on_host(scale.scale) or isinstance(scale.policy, ExternalScale):
-        lines.append(f"the loss scale is {float(scale.scale)}")
-    return lines
+    """The numbers of an update that a rank may have for itself, where no device is read for them.
+
+    With a loss scale the step is on its device; that scale is one that all ranks have found alike,
+    unless the user sets it.
+    """
+    scale = state.scale
+    if scale is None:
+        return [f"update {int(state.step)}"] if _is_on_host(state.step) else []
+    if isinstance(scale.policy, ExternalScale) and not lacks_value(scale.scale):
+        return [f"the loss scale is {float(scale.scale)}"]
+    return []
 
 
 def _is_on_host(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fzero._ambient import computed_in
 from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
-from fzero._modes import inference_named, needs_func, require_autograd, wants_graph
+from fzero._modes import explains_inference, needs_func, require_autograd, wants_graph
 from fzero.collectives import FUNCTIONAL, Channel, channel_of, gather_many
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.homes import lent
@@ -104,7 +104,7 @@ def grad_and_reduce(
         require_autograd("grad_and_reduce")
         for one in states:  # again: a call of this function may have used them up
             check_alive(one)
-        with running_on(states[0].setup.axis), inference_named("grad_and_reduce", (args, kwargs)):
+        with running_on(states[0].setup.axis), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
             known = [with_value(one) if by else as_read(one) for one, by in pairs]
             new, result = _differentiate(loss_of, known, (args, kwargs), has_aux=has_aux)
@@ -231,7 +231,6 @@ def _listen(
 
 
 def _versions(flats: Sequence[Tensor]) -> list[int]:
-    """How often each buffer was written to, as torch counts it."""
     return [0 if flat.is_inference() else flat._version for flat in flats]
 
 

@@ -19,13 +19,8 @@ from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
 from fzero.state.view import require_state
 from fzero.transforms._agree import Agreed, agree, nonfinite, reduce_agreed, require_held
-from fzero.transforms._donate import (
-    check_alive,
-    donates,
-    give_back,
-    take_over,
-    without_donation,
-)
+from fzero.transforms._donate import check_alive, donates, give_back, take_over
+from fzero.transforms._donate import without_donation as undonated
 from fzero.transforms._observe import tell
 from fzero.transforms._pieces import pieces_of
 from fzero.transforms._scaled import after_update, chosen, found_inf, with_value, without_scale
@@ -93,7 +88,7 @@ def global_norm(state: TrainState) -> Tensor:
     check_alive(state)
     said = agree("global_norm", [state])
     require_held(said, "global_norm")
-    return norm_of_state(state, reduce_agreed(without_donation(state), said[0]).gradients)
+    return norm_of_state(state, reduce_agreed(undonated(state), said[0]).gradients)
 
 
 def _apply(state: TrainState, said: Iterator[Agreed]) -> TrainState:

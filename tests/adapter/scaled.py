@@ -13,7 +13,10 @@ INF = float("inf")
 
 
 class Net(nn.Module):
-    """A scalar, an empty, a frozen, an unused and a tied parameter."""
+    """A scalar, an empty, a frozen, a frozen and unused, and a tied parameter.
+
+    What learns is used: an engine leaves alone what is not, and a functional step steps zeros.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -24,9 +27,11 @@ class Net(nn.Module):
         self.gain = nn.Parameter(torch.ones((), dtype=dtype))
         self.empty = nn.Parameter(torch.ones(0, 3, dtype=dtype))
         self.a.bias.requires_grad_(False)
+        self.unused.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gain * self.c(torch.tanh(self.a(self.b(torch.tanh(self.a(x))))))
+        out = self.c(torch.tanh(self.a(self.b(torch.tanh(self.a(x))))))
+        return self.gain * out + self.empty.sum()
 
 
 def rows(rank: int, number: int, *, bad: bool, dtype: torch.dtype = torch.float32) -> Tensor:

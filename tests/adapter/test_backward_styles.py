@@ -172,4 +172,4 @@ def test_a_gradient_of_the_input_is_no_backward(rank: int, stage: int) -> None:
     assert all(p.grad is None for p in e.module.parameters())
     assert e.hooks.backward_active_depth == 0
     with pytest.raises(RuntimeError, match="no gradients"):
-        e.step()
+        e.full_gradients()

@@ -34,7 +34,7 @@ def test_a_plain_backward_raises_and_changes_nothing(stage: int, scale: Any) -> 
         with pytest.raises(PhaseError, match=r"without engine\.scale[\s\S]*engine\.backward"):
             backward(retain_graph=True)
         with pytest.raises(PhaseError, match="no gradients"):
-            engine.step()
+            engine.full_gradients()
     engine.scale(out).backward()
     wanted, _ = gradients(lambda e, a, b: e.backward(a), scale=1.0)
     torch.testing.assert_close(engine.full_gradients(), wanted)
@@ -103,7 +103,7 @@ def test_a_loss_is_not_scaled_twice() -> None:
     with pytest.raises(PhaseError, match="scaled twice"):
         engine.backward(engine.scale(loss) + 1)
     with pytest.raises(PhaseError, match="no gradients"):
-        engine.step()
+        engine.full_gradients()
     engine.close()
 
 

@@ -21,7 +21,7 @@ LEFT_OUT = {
     "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell",
     "cudnn_convolution", "cudnn_convolution_transpose",
     # what nn.LSTM and nn.MultiheadAttention call, which are below
-    "mkldnn_rnn_layer", "_native_multi_head_attention",
+    "mkldnn_rnn_layer", "_cudnn_rnn", "_native_multi_head_attention",
     # a name from before linalg_lu, which is not here any more
     "_lu_with_info",
     # their inputs are integers, or none is a parameter
@@ -125,7 +125,9 @@ CASES: dict[str, Case] = {
     "fractional_max_pool3d": lambda w, x: F.fractional_max_pool3d(
         w.view(1, 1, 2, 2, 4), 1, output_size=1
     ),
-    "max_unpool2d": lambda w, x: F.max_unpool2d(w[None, None, :2, :2], LABELS.view(1, 1, 2, 2), 2),
+    "max_unpool2d": lambda w, x: F.max_unpool2d(
+        w[None, None, :2, :2], LABELS.view(1, 1, 2, 2), [2, 2]
+    ),
     "max_unpool3d": lambda w, x: F.max_unpool3d(
         w[:2, :2].reshape(1, 1, 1, 2, 2), LABELS.view(1, 1, 1, 2, 2), [2, 2, 2]
     ),

@@ -11,7 +11,7 @@ from torch import nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.errors import CallError, FzeroError, LayoutError, PhaseError
+from fzero.errors import CallError, FzeroError, LayoutError
 
 APPLY, PARAMS = fzero.functionalize(nn.Linear(2, 1))
 X, RULE = torch.ones(3, 2), fzero.optim.sgd(0.1)
@@ -30,11 +30,6 @@ def loss_fn(p: Any, x: Any) -> Any:
 def step_fn(state: Any, x: Any) -> Any:
     state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
     return fzero.apply_gradients(state), loss
-
-
-def seen(x: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return x.clone()
 
 
 def swapped(state: Any, x: Any) -> Any:
@@ -184,32 +179,6 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         "shard got a Linear, an nn.Module",
         r"fzero.functionalize\(model\)",
     ),
-    "a batch of an evaluation": (
-        lambda: fzero.grad_and_reduce(loss_fn, STATE)(seen(X)),
-        PhaseError,
-        r"grad_and_reduce: argument 0 was made under torch.inference_mode\(\)",
-        r"x.clone\(\)",
-    ),
-    "a part of a batch of an evaluation": (
-        lambda: fzero.grad_and_reduce(lambda p, *, x: loss_fn(p, x["ids"]), STATE)(
-            x={"ids": seen(X)}
-        ),
-        PhaseError,
-        r"grad_and_reduce: x=\['ids'\] was made",
-        r"x.clone\(\)",
-    ),
-    "a batch of an evaluation for an engine": (
-        lambda: Engine(nn.Linear(2, 1), torch.optim.SGD, stage=3)(seen(X)),
-        PhaseError,
-        r"engine\(...\): argument 0 was made",
-        r"x.clone\(\)",
-    ),
-    "a module of an evaluation": (
-        lambda: Engine(torch.inference_mode()(lambda: nn.Linear(2, 1))(), stage=0),
-        LayoutError,
-        "weight was made under torch.inference_mode",
-        r"copy.deepcopy\(module\)",
-    ),
     "stage=4": (lambda: fzero.shard(step_fn, stage=4), LayoutError, "shard: stage=4", "or 3"),
     "stage=4 of init": (
         lambda: fzero.init(PARAMS, RULE, stage=4), LayoutError, "init: stage=4", "or 3"
@@ -234,35 +203,6 @@ def test_a_slip_is_named_with_its_fix(name: str) -> None:
 def test_an_error_of_the_users_own_function_is_its_own() -> None:
     with pytest.raises(TypeError, match="takes 1 positional"):
         fzero.grad_and_reduce(lambda p: p, STATE)(X)  # type: ignore[call-arg]
-
-
-def test_another_error_about_a_batch_of_an_evaluation_is_shown() -> None:
-    with pytest.raises(PhaseError, match=r"torch raised RuntimeError: shape .*7") as raised:
-        fzero.grad_and_reduce(lambda p, x: loss_fn(p, x.view(7)), STATE)(seen(X))
-    assert isinstance(raised.value.__cause__, RuntimeError)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_batch_of_an_evaluation_that_is_not_kept_and_its_module_are_served(stage: int) -> None:
-    def gradients(module: nn.Module, x: torch.Tensor) -> Any:
-        apply, params = fzero.functionalize(module)
-        state = fzero.init(params, RULE, stage=stage)
-        x = x.clone() if isinstance(module, nn.Linear) else x
-        return fzero.gradients(fzero.grad_and_reduce(lambda p, x: apply(p, x).sum(), state)(x)[0])
-
-    with torch.inference_mode():
-        module = nn.Linear(2, 1)
-    assert gradients(module, seen(X))["weight"].tolist() == [[3.0, 3.0]]
-
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.w
-
-    assert gradients(Adds(), seen(X))["w"].tolist() == [3.0, 3.0]
 
 
 def test_a_state_is_not_iterable_as_before() -> None:

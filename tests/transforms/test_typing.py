@@ -115,7 +115,7 @@ def wrong_calls(state: fzero.TrainState, x: Tensor) -> None:
     step(state, "x", scale=1.0)  # pyright: ignore[reportArgumentType]
     step(state, x, scale=1.0, size=2)  # pyright: ignore[reportCallIssue]
     decorated(x, state)  # pyright: ignore[reportArgumentType]
-    fzero.clip(step_fn)  # pyright: ignore[reportCallIssue]
+    fzero.clip(step_fn, max_nrm=1.0)  # pyright: ignore[reportCallIssue]
     fzero.accumulate(step_fn, steps="2")  # pyright: ignore[reportArgumentType]
     fzero.coalesce(state)  # pyright: ignore[reportArgumentType]
     sharded(state)  # pyright: ignore[reportCallIssue]

@@ -263,7 +263,7 @@ def test_of_16_bits_the_master_is_what_is_given_and_set() -> None:
     p = next(engine.parameters())
     fine = torch.full((2, 3), 1 + 2.0**-20)
     deepspeed.safe_set_local_fp32_param(p, fine.flatten())
-    assert torch.equal(deepspeed.safe_get_full_fp32_param(p), fine)
+    assert torch.equal(has(deepspeed.safe_get_full_fp32_param(p)), fine)
     assert torch.equal(engine.full_state_dict()["weight"], torch.ones(2, 3, dtype=torch.bfloat16))
     deepspeed.safe_set_full_fp32_param(p, 2 * fine)
     assert torch.equal(deepspeed.safe_get_local_fp32_param(p), 2 * fine.flatten())

@@ -88,7 +88,10 @@ def shown(cell: Any, *, words: bool = True) -> list[Any]:
     return [
         (_words(output.text) if words else output.name)
         if output.output_type == "stream"
-        else {kind: words and _words(text) for kind, text in sorted(output.get("data", {}).items())}
+        else {
+            kind: words and not kind.startswith("image/") and _words(text)
+            for kind, text in sorted(output.get("data", {}).items())
+        }
         for output in cell.outputs
     ]
 

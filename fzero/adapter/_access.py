@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from fzero.adapter import _parts as parts
-from fzero.adapter._boundary import call, require_no_window, with_gradients
+from fzero.adapter._boundary import call, reduced, with_gradients
 from fzero.adapter._driver import Driver
 from fzero.errors import LayoutError, PhaseError
-from fzero.homes import lent
-from fzero.packing import unpack
 from fzero.partition import identity
 from fzero.placeholder import LazyParam
 from fzero.state import TrainState, progress
@@ -44,7 +42,7 @@ class Access:
         state = with_gradients(self._driver, "full_gradients()")
         layout, found = state.setup.layout, {}
         for number, index in enumerate(layout.trainable):
-            leaves = parts.leaves_of(state, index, _used(state, state.gradients.flats[number]))
+            leaves = parts.leaves_of(state, index, used(state, state.gradients.flats[number]))
             found.update(zip(layout.groups[index].leaves, leaves, strict=True))
         return {
             leaf.path: found[i].clone() for i, leaf in enumerate(layout.leaves) if leaf.trainable
@@ -52,23 +50,8 @@ class Access:
 
     def full_gradient(self, path: str) -> Tensor:
         """`full_gradients()[path]`, gathering only its group."""
-        number, index, position = parts.find_learning(self._driver, path)
-        state = with_gradients(self._driver, "full_gradient()", path)
-        flat = _used(state, state.gradients.flats[number])
-        return parts.leaves_of(state, index, flat)[position].clone()
-
-    def pending_gradient(self, path: str) -> Tensor | None:
-        """What this rank's own backwards in an open window have brought; None if they have not.
-
-        No collective. As `full_gradient`, it is divided by the loss scale and the micro-batches.
-        """
-        self._driver.wait()
-        number, index, position = parts.find_learning(self._driver, path)
-        state = self._driver.state
-        if not state.window.pending.held:
-            return None
-        flat = lent(state.window.pending.flats[number], state.device)
-        return _used(state, unpack(state.setup.layout, index, flat)[position]).clone()
+        where = parts.find_learning(self._driver, path)
+        return whole_gradient(with_gradients(self._driver, "full_gradient()", path), *where)
 
     def set_full_gradient(self, path: str, value: Tensor) -> None:
         """Make `value` (the same on every rank) the gradient that the update will use."""
@@ -88,7 +71,7 @@ class Access:
         number, index, position = parts.find_learning(self._driver, path)
         state = self._driver.state
         flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
-        return _used(state, parts.piece_of(state, index, position, flats[number]))
+        return used(state, parts.piece_of(state, index, position, flats[number]))
 
     def set_local_gradient(self, path: str, value: Tensor) -> None:
         """Make `value` this rank's piece of the gradient that the update will use.
@@ -116,11 +99,9 @@ class Access:
 
         Without gradients, that of the last update if `max_norm` was given, else None.
         """
-        require_no_window(self._driver, "global_grad_norm")
-        try:
-            state = with_gradients(self._driver, "global_grad_norm")
-        except PhaseError:
+        if not reduced(self._driver, "global_grad_norm"):
             return self._driver.norm
+        state = self._driver.state
         return norm_of_state(state, state.gradients) * share(state)
 
     # Parameters.
@@ -262,7 +243,13 @@ def _saw_use(driver: Driver, index: int, position: int) -> None:
     driver.put(state.replace(progress=progress.saw_use(state.progress, as_bits([leaf]))))
 
 
-def _used(state: TrainState, gradient: Tensor) -> Tensor:
+def whole_gradient(state: TrainState, number: int, index: int, position: int) -> Tensor:
+    """The gradient of one leaf, as `parts.find_learning` says where it is. A collective."""
+    flat = used(state, state.gradients.flats[number])
+    return parts.leaves_of(state, index, flat)[position].clone()
+
+
+def used(state: TrainState, gradient: Tensor) -> Tensor:
     """A gradient that a state holds as an update uses it."""
     return without_scale(state, gradient) * share(state)
 

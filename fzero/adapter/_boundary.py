@@ -50,7 +50,7 @@ def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
 
     Raises `PhaseError` if no rank holds any.
     """
-    if not _reduced(driver, name, path):
+    if not reduced(driver, name, path):
         raise PhaseError(
             f"{name}: there are no gradients; {int(driver.state.step)} updates so far.",
             cause="no backward ran since the last step() or zero_grad(), or it ran on "
@@ -60,7 +60,7 @@ def with_gradients(driver: Driver, name: str, path: str = "") -> TrainState:
     return driver.state
 
 
-def _reduced(driver: Driver, name: str, path: str = "") -> bool:
+def reduced(driver: Driver, name: str, path: str = "") -> bool:
     """Reduce what waits on any rank; return whether any rank holds gradients."""
     require_no_window(driver, name)
     _drop_what_user_dropped(driver)
@@ -130,7 +130,7 @@ def clip(driver: Driver, max_norm: float) -> Tensor:
     """Scale the gradients to a global norm of at most `max_norm`; return that before."""
     good = max_norm == float("inf") or (is_number(max_norm) and max_norm >= 0)
     require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
-    held = _reduced(driver, f"clip_grad_norm_({max_norm})")
+    held = reduced(driver, f"clip_grad_norm_({max_norm})")
     state = driver.state
     norm = norm_of_state(state, state.gradients) * share(state)
     if not held:  # as torch.nn.utils.clip_grad_norm_: nothing to scale

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter import Engine, gathered
+from fzero.adapter import Engine, deepspeed, gathered
 from fzero.errors import AxisError, LayoutError, MismatchError, PeerFailedError, PhaseError
 from tests.adapter.nets import Net, linear
 from tests.adapter.on_ranks import each_stage, on_ranks
@@ -260,3 +260,21 @@ def test_gradients_are_clipped_to_one_norm_on_all_ranks(rank: int, stage: int) -
     after = engine.full_gradients()
     assert all(torch.equal(x, after[path]) for path, x in before.items())
     assert engine.clip_grad_norm_(float("inf")) > 0
+
+
+ASKED: dict[str, Callable[[Engine], object]] = {
+    "global_grad_norm": lambda e: e.global_grad_norm,
+    "safe_get_full_grad": lambda e: deepspeed.safe_get_full_grad(next(e.parameters())),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ASKED)
+def test_a_question_of_gradients_on_one_rank_alone_raises_on_both(rank: int, name: str) -> None:
+    """Also where there are none: the answer None is one that all ranks have agreed on."""
+    engine = engine_of(layer, 2)
+    assert ASKED[name](engine) is None
+    with pytest.raises(MismatchError, match="full_parameters"):
+        ASKED[name](engine) if rank == 0 else engine.full_parameters()
+    assert ASKED[name](engine) is None
+    engine.close()

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import _parts as parts
-from fzero.adapter._access import Access
-from fzero.adapter._driver import OWNERS
-from fzero.errors import LayoutError, PhaseError
+from fzero.adapter._access import Access, used, whole_gradient
+from fzero.adapter._boundary import reduced
+from fzero.adapter._driver import OWNERS, Driver
+from fzero.errors import LayoutError
+from fzero.homes import lent
+from fzero.packing import unpack
 from fzero.state.buffers import SIXTEEN_BIT
 
 
@@ -38,12 +41,22 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     access, path, learns = _of(param)
     if not learns:
         return None
-    if access._driver.state.window.is_open:
-        return access.pending_gradient(path)
-    try:
-        return access.full_gradient(path)
-    except PhaseError:  # no rank has any: all of them agree
+    driver = access._driver
+    where = parts.find_learning(driver, path)
+    if driver.state.window.is_open:
+        return _pending(driver, *where)
+    held = reduced(driver, "safe_get_full_grad()", path)
+    return whole_gradient(driver.state, *where) if held else None
+
+
+def _pending(driver: Driver, number: int, index: int, position: int) -> Tensor | None:
+    """What this rank's own backwards in an open window have brought; None if they have not."""
+    driver.wait()
+    state = driver.state
+    if not state.window.pending.held:
         return None
+    flat = lent(state.window.pending.flats[number], state.device)
+    return used(state, unpack(state.setup.layout, index, flat)[position]).clone()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:

@@ -38,7 +38,7 @@ LEVELS = (
     ("gather", "reduce", "functional", "optim"),
     ("sequence",),
     ("transforms",),
-    ("adapter", "trace"),
+    ("adapter", "tools", "trace"),
     ("certify", "compile", "plan"),
     ("diff",),
 )

@@ -5,8 +5,10 @@ certify(model, loss, batches) --> Report
     print(report), _repr_html_()      as a table
 """
 
+from fzero.certify._compare import CellDifference as CellDifference
 from fzero.certify._compare import Check as Check
-from fzero.certify._compare import Difference as Difference
 from fzero.certify._matrix import certify as certify
 from fzero.certify._report import CellResult as CellResult
 from fzero.certify._report import Report as Report
+
+Difference = CellDifference  # the older name; `fzero.Difference` is of `fzero.diff`

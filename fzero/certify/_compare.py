@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fzero.certify._drivers import Seen
 from fzero.certify._reference import Update
-from fzero.certify._rounding import eps_of, largest, worst_over
+from fzero.tools.compare import eps_of, furthest, largest
 
 STORED = 3.0  # times the spacing of numbers at the largest one of a parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class CellDifference:
     """One number that is not that of the one-process step."""
 
     update: int  # counted from 1
@@ -45,7 +45,7 @@ class Check:
     what: str  # "loss", "gradient", "norm" or "update"
     compared: bool  # False where the driver does not tell it
     bound: float  # the largest that was allowed, relative to the largest number; 0: bit for bit
-    difference: Difference | None  # the first; None if all agree
+    difference: CellDifference | None  # the first; None if all agree
 
 
 class _Number(NamedTuple):
@@ -115,21 +115,23 @@ def _of_dtype(update: Update, path: str, found: Tensor | None) -> Tensor:
     return params
 
 
-def _difference(update: int, one: _Number) -> Difference | None:
+def _difference(update: int, one: _Number) -> CellDifference | None:
     found, theirs = one.found, one.wanted.double()
     if found is None or found.shape != theirs.shape:
         found = torch.full_like(theirs, torch.nan)
-    mine = found.double()
-    worst = worst_over(mine, theirs, one.bound)
-    if worst is None:
-        return None
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), theirs.shape))
-    return Difference(
+    worst = furthest(
+        found.double().flatten(), theirs.flatten(), _flat(one.bound), shape=theirs.shape
+    )
+    return worst and CellDifference(
         update=update,
         rank=one.rank,
         parameter=one.path,
-        index=index,
-        found=float(mine.flatten()[worst]),
-        wanted=float(theirs.flatten()[worst]),
-        bound=float(torch.as_tensor(one.bound).expand(theirs.shape).flatten()[worst]),
+        index=worst.index,
+        found=worst.b,
+        wanted=worst.a,
+        bound=worst.bound,
     )
+
+
+def _flat(bound: Tensor | float) -> Tensor | float:
+    return bound.flatten() if isinstance(bound, Tensor) else bound

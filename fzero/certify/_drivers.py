@@ -22,6 +22,7 @@ from fzero.errors import LayoutError
 from fzero.functional import functionalize
 from fzero.optim import from_torch
 from fzero.state import NAMESPACE
+from fzero.tools.compare import copied
 from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
 
 StepOf = Callable[..., Any]
@@ -95,7 +96,7 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
             Seen(
                 losses=list(losses),
                 norm=None if norm is None else float(norm),
-                params=_copied(tensors_of(full_params(state))),
+                params=copied(tensors_of(full_params(state))),
             )
         )
     return seen
@@ -168,7 +169,7 @@ def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
         norm = None if clips else _norm_of(engine)
         engine.step()
         norm = _norm_of(engine) if clips else norm
-        params = _copied(engine.full_parameters())
+        params = copied(engine.full_parameters())
         seen.append(Seen(losses=losses, norm=norm, params=params))
     if hasattr(engine, "close"):
         engine.close()
@@ -178,7 +179,3 @@ def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
 def _norm_of(engine: Any) -> float | None:
     norm = getattr(engine, "global_grad_norm", None)
     return None if norm is None else float(norm)
-
-
-def _copied(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {path: p.detach().clone() for path, p in params.items()}

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fzero.certify._axes import Precision
-from fzero.certify._rounding import Coarsest, coarser, signs_like
 from fzero.certify._seed import seeded
 from fzero.certify._subject import Subject, tensors_of
 from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import learns
+from fzero.tools.compare import Coarsest, coarser, copied, signs_like
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Tensors = Mapping[str, Tensor]
@@ -42,7 +42,7 @@ class Stepped:
 
     def copied(self) -> dict[str, Tensor]:
         """The masters as they are now."""
-        return {path: master.detach().clone() for path, master in self.masters.items()}
+        return copied(self.masters)
 
 
 class Process:

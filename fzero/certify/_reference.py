@@ -17,15 +17,9 @@ from torch import Tensor
 from fzero.certify._axes import Precision
 from fzero.certify._exact import is_exact
 from fzero.certify._process import OptimizerOf, Parts, Process, Stepped, Tensors
-from fzero.certify._rounding import (
-    MARGIN,
-    coarser,
-    eps_of,
-    largest,
-    shift,
-)
 from fzero.certify._subject import Subject
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.tools.compare import MARGIN, coarser, copied, eps_of, largest, shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +140,7 @@ def one_process(
                 losses_reach=passed.losses_reach(same),
                 norm=passed.norm,
                 norm_reach=passed.norm_reach,
-                params={path: p.detach().clone() for path, p in process.tensors.items()},
+                params=copied(process.tensors),
                 masters=centre.copied(),
                 reach=reach,
                 exact=exact,

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import TERMS, carried
-from fzero.checkpoint._pieces import leaf_names
-from fzero.diff._bound import Found, first_apart
+from fzero.checkpoint.elements import leaf_names
 from fzero.diff._difference import GATHER, GRADIENT, LOSS, MODULE
-from fzero.diff._modules import Parted, parted
-from fzero.diff._pair import Pair
+from fzero.diff._modules import Divergence, parted
+from fzero.diff._pair import SidePair
 from fzero.diff._side import Apart, Side, summed
-from fzero.diff._values import Copy, Spread, whole
+from fzero.tools.compare import TERMS, Copy, Found, Spread, carried, first_apart, whole
 
 
-def gathers(pair: Pair) -> Iterator[Apart]:
+def gathers(pair: SidePair) -> Iterator[Apart]:
     """Full values that a rank gathered, and those that the ranks of the same run hold."""
     for side in (pair.b, pair.a):
         for apart in _gathers(side, pair.units.passes):
@@ -44,7 +42,7 @@ def _gathers(side: Side, unit: float) -> Iterator[Apart]:
                     yield Apart(GATHER, names[leaf], found._replace(ranks=(rank,)), backward + 1)
 
 
-def losses(pair: Pair) -> Iterator[Apart]:
+def losses(pair: SidePair) -> Iterator[Apart]:
     """The sum of the losses that are differentiated."""
     made = [one for side in (pair.a, pair.b) for seen in side.seen for one in seen.backwards]
     if any(one.loss is None for one in made):  # gradients by hand: they are compared alone
@@ -56,7 +54,7 @@ def losses(pair: Pair) -> Iterator[Apart]:
         yield _blamed(pair, LOSS, "", found)
 
 
-def gradients(pair: Pair) -> Iterator[Apart]:
+def gradients(pair: SidePair) -> Iterator[Apart]:
     """The sum of the ranks' own gradients, leaf by leaf."""
     mine, other, twin = (side.gradient_terms for side in pair.sides)
     for path, shape in pair.learning().items():
@@ -68,13 +66,13 @@ def gradients(pair: Pair) -> Iterator[Apart]:
             yield _blamed(pair, GRADIENT, path, found)
 
 
-def _blamed(pair: Pair, operation: str, path: str, found: Found) -> Apart:
+def _blamed(pair: SidePair, operation: str, path: str, found: Found) -> Apart:
     """Name the module, the backward and the ranks, where both runs have the same ones."""
     apart = _on_ranks(pair, operation, path, found)
     return _module(pair, apart) or apart
 
 
-def _on_ranks(pair: Pair, operation: str, path: str, found: Found) -> Apart:
+def _on_ranks(pair: SidePair, operation: str, path: str, found: Found) -> Apart:
     counts = [[len(seen.backwards) for seen in side.seen] for side in (pair.a, pair.b)]
     if len(counts[0]) != len(counts[1]) or pair.a.divisor != pair.b.divisor:
         return Apart(operation, path, found)
@@ -95,12 +93,12 @@ def _on_ranks(pair: Pair, operation: str, path: str, found: Found) -> Apart:
     return Apart(operation, path, found)
 
 
-def _module(pair: Pair, apart: Apart) -> Apart | None:
+def _module(pair: SidePair, apart: Apart) -> Apart | None:
     """The first module whose output differs, where a loss or a gradient does."""
     number = apart.backward
     if number is None:
         return None
-    found: list[tuple[int, Parted]] = []
+    found: list[tuple[int, Divergence]] = []
     for rank in apart.found.ranks:
         backwards = [side.seen[rank].backwards for side in pair.sides]
         if all(len(some) >= number for some in backwards):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from fzero.diff._backward import gathers, gradients, losses
 from fzero.diff._difference import GRADIENT, LOSS, MODULE
 from fzero.diff._lead import Lead
-from fzero.diff._pair import Pair, Units
-from fzero.diff._record import Recording, Seen
+from fzero.diff._pair import SidePair, Units
+from fzero.diff._record import RankUpdate, Recording
 from fzero.diff._side import Apart, Side
 from fzero.diff._update import returned, updates
 from fzero.diff._values import values_of
@@ -33,7 +33,7 @@ class Called:
         averages = rows[0].setup.reduction.reduce_op == "mean"
         found = []
         for number in range(max(map(len, by_rank))):
-            seen = [some[number] if number < len(some) else Seen() for some in by_rank]
+            seen = [some[number] if number < len(some) else RankUpdate() for some in by_rank]
             found.append(Side(before=rows, seen=seen, averages=averages))
             rows = [x.onward or x.after or row for x, row in zip(seen, rows, strict=True)]
         return found
@@ -57,33 +57,34 @@ def compare(
     """The first difference in a state, and in which update (counted from 1) it is."""
     runs = (a, b, twin)
     columns = [run.sides(state) for run in runs]
-    ends = [replace(sides[-1], seen=[Seen() for _ in sides[-1].seen]) for sides in columns]
+    ends = [replace(sides[-1], seen=[RankUpdate() for _ in sides[-1].seen]) for sides in columns]
     last = max(map(len, columns))
     for number in range(last):
         a_side, b_side, twin_side = (
             some[number] if number < len(some) else end
             for some, end in zip(columns, ends, strict=True)
         )
-        found = _first(Pair(a_side, b_side, twin_side, units))
+        found = _first(SidePair(a_side, b_side, twin_side, units))
         if found is not None:
             return number + 1, found
     found = next(
-        returned(Pair(ends[0], ends[1], ends[2], units), [run.after[state] for run in runs]), None
+        returned(SidePair(ends[0], ends[1], ends[2], units), [run.after[state] for run in runs]),
+        None,
     )
     return found and (max(last - 1, 1), found)
 
 
-def _first(pair: Pair) -> Apart | None:
+def _first(pair: SidePair) -> Apart | None:
     found = next(_all(pair), None)
     differs = found is not None and found.operation in (LOSS, MODULE, GRADIENT)
     if differs and pair.a.averages != pair.b.averages:
         # Losses that are made for another `reduce_op` may differ; what is reduced may not.
         means = [replace(side, averages=True) for side in pair.sides]
-        return next(_all(Pair(means[0], means[1], means[2], pair.units)), None)
+        return next(_all(SidePair(means[0], means[1], means[2], pair.units)), None)
     return found
 
 
-def _all(pair: Pair) -> Iterator[Apart]:
+def _all(pair: SidePair) -> Iterator[Apart]:
     yield from gathers(pair)
     yield from losses(pair)
     yield from gradients(pair)

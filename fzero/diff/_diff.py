@@ -11,18 +11,17 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import DISTURBANCE, SMALLEST_UNIT
-from fzero.diff._bound import first_apart
 from fzero.diff._compare import Called, compare
 from fzero.diff._difference import GRADIENT, LOSS, MODULE, START, Difference, Moment
 from fzero.diff._pair import Units
 from fzero.diff._record import Leads
-from fzero.diff._run import Driven, Run, dtypes_of, require_runs
+from fzero.diff._run import Run, RunUnderWay, dtypes_of, require_runs
 from fzero.diff._side import Apart
-from fzero.diff._values import Values, disturbed, whole
+from fzero.diff._values import Values, disturbed
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
-from fzero.transforms._states import is_state
+from fzero.tools.compare import DISTURBANCE, SMALLEST_UNIT, first_apart, whole
+from fzero.transforms.inside import is_state
 
 _WIDE = torch.float64
 
@@ -54,11 +53,11 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
 
     If both runs have parameters of the same dtypes, they are compared in float64 first, where
     rounding is small, and then as they are. (Casts to another dtype in the loss stay as they are.)
-    What a difference may be by rounding is computed, see `fzero/certify/_rounding.py`: from the
-    terms of sums over ranks and micro-batches, and elsewhere by what a small change of all
+    What a difference may be by rounding is computed, see `fzero/tools/compare/_rounding.py`: from
+    the terms of sums over ranks and micro-batches, and elsewhere by what a small change of all
     parameters and inputs makes of the same number, or of the gradients and slots of an update. It
-    goes by the coarsest dtype that the options ask for:
-    autocast, `communication_dtype`, quantized blocks.
+    goes by the coarsest dtype that the options ask for: autocast, `communication_dtype`, quantized
+    blocks.
 
     Args:
         run_a: the run that is trusted.
@@ -104,7 +103,7 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
 
 def _compared(run_a: Run, run_b: Run, wide: torch.dtype | None) -> Difference | None:
     with _made_in(wide or torch.get_default_dtype()):
-        a, b = Driven(run_a, wide), Driven(run_b, wide)
+        a, b = RunUnderWay(run_a, wide), RunUnderWay(run_b, wide)
         paths = _paths(a, b)
         found = _starts(a.values(), b.values())
         for number in range(len(run_a.batches)):
@@ -134,7 +133,7 @@ def _made_in(default: torch.dtype) -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
-def _paths(a: Driven, b: Driven) -> list[str]:
+def _paths(a: RunUnderWay, b: RunUnderWay) -> list[str]:
     """Where each state is in the tree of states. Raises `LayoutError` for other parameters."""
     names, leaves = [], []
     for run in (a, b):
@@ -179,7 +178,7 @@ class _Trusted(NamedTuple):
     units: Units
 
 
-def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None:
+def _call(a: RunUnderWay, b: RunUnderWay, number: int) -> tuple[int, Moment, Apart] | None:
     """Make one call of both from b's values; b goes on by itself, so that nothing of it is lost."""
     start, rng = b.values(), torch.get_rng_state()
     b.state, called = b.call(number, b.state)
@@ -201,7 +200,7 @@ def _call(a: Driven, b: Driven, number: int) -> tuple[int, Moment, Apart] | None
 
 
 def _beside(
-    a: Driven, b: Driven, start: list[Values], leads: Leads, number: int, rng: Tensor
+    a: RunUnderWay, b: RunUnderWay, start: list[Values], leads: Leads, number: int, rng: Tensor
 ) -> _Trusted:
     """Make a call of run a, and the same disturbed, from what b began it with.
 
@@ -227,13 +226,13 @@ def _is_sum(apart: Apart) -> bool:
 
 
 def _named(
-    a: Driven, b: Driven, start: list[Values], leads: Leads, number: int, rng: Tensor
+    a: RunUnderWay, b: RunUnderWay, start: list[Values], leads: Leads, number: int, rng: Tensor
 ) -> _Trusted | None:
     """The same by a's step on the ranks of b: it says which rank of b has another term."""
     if a.run.world_size == b.run.world_size:
         return None
     there = replace(a.run, batches=b.run.batches, world_size=b.run.world_size)
     try:
-        return _beside(Driven(there, a.wide), b, start, leads, number, rng)
+        return _beside(RunUnderWay(there, a.wide), b, start, leads, number, rng)
     except Exception:  # a step for batches of another form
         return None

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import CORNERS, DISTURBANCE, changed, signs_like
-from fzero.checkpoint._counters import counters_of, unstepped_of, with_counters
-from fzero.checkpoint._slots import Slot, slots_of
+from fzero.checkpoint.elements import Slot, counters_of, slots_of, unstepped_of, with_counters
 from fzero.collectives import cut
 from fzero.diff._values import Values, disturbed, flat_of, with_whole
 from fzero.state import Buffers, TrainState
 from fzero.state.setup import MASTERS
-from fzero.transforms._pieces import pieces_of
+from fzero.tools.compare import CORNERS, DISTURBANCE, changed, signs_like
+from fzero.transforms.inside import pieces_of
 
 Flats = Sequence[Tensor]
 

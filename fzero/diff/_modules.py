@@ -20,14 +20,12 @@ from torch.nn.modules.module import (
 )
 
 from fzero._modes import in_transform
-from fzero.certify._rounding import TERMS, carried, largest
-from fzero.diff._bound import Found, first_apart
-from fzero.diff._values import whole
 from fzero.state.layout import as_real
+from fzero.tools.compare import TERMS, Found, carried, first_apart, largest, whole
 from fzero.virtual import current_ranks
 
 
-class Key(NamedTuple):
+class EventKey(NamedTuple):
     """Which event of a forward: the same in all runs."""
 
     path: str  # of the module that is entered, or returns
@@ -46,7 +44,7 @@ class Event(NamedTuple):
 class Trail:
     """The events of what runs before a loss, in their order."""
 
-    events: dict[Key, Event] = field(default_factory=dict)
+    events: dict[EventKey, Event] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +52,7 @@ class _Entered:
     """A module that has not returned."""
 
     module: nn.Module
-    key: Key
+    key: EventKey
     names: dict[int, str]  # of the modules inside of the outermost one, by identity
 
 
@@ -99,7 +97,7 @@ class Trails:
         names = caller.names if caller else {id(x): name for name, x in module.named_modules()}
         path = (names.get(id(module)) if caller else "") or type(module).__name__
         number = sum(key.path == path and not key.returns for key in trail.events)
-        key = Key(path, number, False)
+        key = EventKey(path, number, False)
         trail.events[key] = Event(caller.key.path if caller else None, _copied(args))
         stack.append(_Entered(module, key, names))
 
@@ -115,7 +113,7 @@ class Trails:
         trail.events[key._replace(returns=True)] = Event(caller, _copied(out))
 
 
-class Parted(NamedTuple):
+class Divergence(NamedTuple):
     """Where two forwards part."""
 
     path: str  # of the module that made the difference
@@ -124,7 +122,7 @@ class Parted(NamedTuple):
     found: Found
 
 
-def parted(a: Trail, b: Trail, twin: Trail, unit: float) -> Parted | None:
+def parted(a: Trail, b: Trail, twin: Trail, unit: float) -> Divergence | None:
     """The first event of two forwards that differs; `twin` is a, disturbed.
 
     None where the outermost module is given something else: the difference is older.
@@ -137,10 +135,10 @@ def parted(a: Trail, b: Trail, twin: Trail, unit: float) -> Parted | None:
             if found is None:
                 continue
             if key.returns:
-                return Parted(key.path, None, place, found)
+                return Divergence(key.path, None, place, found)
             if event.caller is None:
                 return None
-            return Parted(event.caller, key.path, place, found)
+            return Divergence(event.caller, key.path, place, found)
     return None
 
 

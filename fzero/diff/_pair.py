@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fzero.certify._rounding import TERMS, largest, of_terms
-from fzero.checkpoint._pieces import leaf_names
-from fzero.diff._bound import first_apart, replicas_apart
+from fzero.checkpoint.elements import leaf_names
 from fzero.diff._difference import REPLICA
 from fzero.diff._side import Apart, Side, summed
-from fzero.diff._values import Spread
+from fzero.tools.compare import TERMS, Spread, first_apart, largest, of_terms, replicas_apart
 
 
 class Units(NamedTuple):
@@ -24,7 +22,7 @@ class Units(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class SidePair:
     """Two runs up to one update of one state; `twin` is run a, disturbed."""
 
     a: Side

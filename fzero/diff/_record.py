@@ -11,13 +11,13 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import Coarsest, eps_of
-from fzero.checkpoint._slots import slots_of
+from fzero.checkpoint.elements import slots_of
 from fzero.diff._lead import Corner, Lead, corners
 from fzero.diff._modules import Trail, Trails, rank_here
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.state.layout import as_real
 from fzero.state.setup import MASTERS
+from fzero.tools.compare import Coarsest, copied, eps_of
 
 Flats = tuple[Tensor, ...]
 Leads = Sequence[Sequence[Lead | None]]  # of each state, of each update
@@ -34,7 +34,7 @@ class Backward:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Seen:
+class RankUpdate:
     """What one rank made between two updates of a state, and the update."""
 
     backwards: list[Backward] = field(default_factory=list)
@@ -58,8 +58,8 @@ class Recording:
     def __init__(
         self, count: int, trails: Trails, leads: Leads = (), optimizer_unit: float = 0.0
     ) -> None:
-        self._seen: list[dict[int, list[Seen]]] = [
-            defaultdict(lambda: [Seen()]) for _ in range(count)
+        self._seen: list[dict[int, list[RankUpdate]]] = [
+            defaultdict(lambda: [RankUpdate()]) for _ in range(count)
         ]
         self._trails, self._leads = trails, leads
         self._coarsest = CoarsestOfPasses()
@@ -77,7 +77,7 @@ class Recording:
 
         return [of(number) for number in range(len(self._seen))]
 
-    def updates(self, state: int, ranks: int) -> list[list[Seen]]:
+    def updates(self, state: int, ranks: int) -> list[list[RankUpdate]]:
         """For each rank, what it made up to each of its updates, and after the last one."""
         return [self._seen[state][rank] for rank in range(ranks)]
 
@@ -97,24 +97,24 @@ class Recording:
                 return self._updated(seen, state, rank, lead)
             getattr(self, f"_{what}")(seen[-1], state, value)
 
-    def _gathered(self, seen: Seen, state: TrainState, value: tuple[int, Tensor]) -> None:
+    def _gathered(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor]) -> None:
         seen.gathered.append((len(seen.backwards), value[0], value[1].detach().clone()))
 
-    def _loss(self, seen: Seen, state: TrainState, loss: Tensor) -> None:
+    def _loss(self, seen: RankUpdate, state: TrainState, loss: Tensor) -> None:
         policy = state.setup.policy
         self.unit = max(self.unit, unit_of(state))
         value = loss.detach().double().cpu()
         made = Backward(weight=policy.grad_scale, loss=value, trail=self._trails.taken())
         seen.backwards.append(made)
 
-    def _gradient(self, seen: Seen, state: TrainState, value: tuple[int, Tensor]) -> None:
+    def _gradient(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor]) -> None:
         leaf, gradient = value
         weight = state.setup.policy.grad_scale
         if state.scale is not None:
             weight /= float(state.scale.scale)
         self._add(seen, leaf, gradient, weight)
 
-    def _added(self, seen: Seen, state: TrainState, value: tuple[int, Tensor, bool]) -> None:
+    def _added(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor, bool]) -> None:
         leaf, gradient, reduced = value
         self.unit = max(self.unit, unit_of(state))
         if not seen.backwards or seen.backwards[-1].loss is not None:
@@ -123,19 +123,19 @@ class Recording:
         share = 1 / state.setup.axis.size if reduced and summed else 1.0
         self._add(seen, leaf, gradient, share * state.setup.policy.grad_scale)
 
-    def _add(self, seen: Seen, leaf: int, gradient: Tensor, weight: float) -> None:
+    def _add(self, seen: RankUpdate, leaf: int, gradient: Tensor, weight: float) -> None:
         if not seen.backwards:  # of a loss that was differentiated before the update
             seen.backwards.append(Backward(weight=0.0, loss=None))
         own = seen.backwards[-1].gradients
         new = as_real(gradient.detach()).double().cpu() * weight
         own[leaf] = own[leaf] + new if leaf in own else new
 
-    def _reduced(self, seen: Seen, state: TrainState, held: Buffers) -> None:
+    def _reduced(self, seen: RankUpdate, state: TrainState, held: Buffers) -> None:
         scale = 1.0 if state.scale is None else float(state.scale.scale)
         seen.reduced = tuple(flat.detach().double() / scale for flat in held.flats)
 
     def _prepared(
-        self, seen: Seen, state: TrainState, ready: Any, rank: int, lead: Lead | None
+        self, seen: RankUpdate, state: TrainState, ready: Any, rank: int, lead: Lead | None
     ) -> Any:
         by = 1.0 if ready.grad_scale is None else float(ready.grad_scale)
         seen.given = tuple(flat.detach().double() / by for flat in ready.gradients.flats)
@@ -151,13 +151,13 @@ class Recording:
         return ready
 
     def _updated(
-        self, seen: list[Seen], state: TrainState, rank: int, lead: Lead | None
+        self, seen: list[RankUpdate], state: TrainState, rank: int, lead: Lead | None
     ) -> TrainState:
         seen[-1].after = copied(state)
         if lead is not None:
             seen[-1].onward = state = lead.onward(state, rank)
             state = copied(state)
-        seen.append(Seen())
+        seen.append(RankUpdate())
         return state
 
 
@@ -171,13 +171,6 @@ class CoarsestOfPasses(Coarsest):
     def looks(self) -> bool:
         """Whether this rank makes no update now."""
         return not self.updating or rank_here() not in self.updating
-
-
-def copied(tree: Any) -> Any:
-    """The same in memory of its own."""
-    return optree.tree_map(
-        lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE
-    )
 
 
 def unit_of(state: TrainState) -> float:

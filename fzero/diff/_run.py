@@ -10,19 +10,16 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import disturbed_tree
-from fzero.certify._subject import cast, copy_of
-from fzero.checkpoint._held import row_of, stack_of
+from fzero.checkpoint.elements import row_of, stack_of
 from fzero.diff._compare import Called
 from fzero.diff._modules import Trails
-from fzero.diff._record import Leads, Recording, copied
+from fzero.diff._record import Leads, Recording
 from fzero.diff._values import Values, values_of, with_whole
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
+from fzero.tools.compare import cast, copied, copy_of, disturbed_tree
 from fzero.transforms import simulate
-from fzero.transforms._observe import observe
-from fzero.transforms._pipeline import Step
-from fzero.transforms._states import flatten_states, is_state
+from fzero.transforms.inside import Step, flatten_states, is_state, observe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,7 +74,7 @@ def dtypes_of(run: Run) -> set[torch.dtype]:
     return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
 
 
-class Driven:
+class RunUnderWay:
     """A run under way: its state, and one call after another."""
 
     def __init__(self, run: Run, wide: torch.dtype | None) -> None:

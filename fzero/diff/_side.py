@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._pieces import leaf_names
-from fzero.diff._bound import Found
+from fzero.checkpoint.elements import leaf_names
 from fzero.diff._difference import kind_of
-from fzero.diff._record import Seen
-from fzero.diff._values import Copy, Spread, params_of, slots_of, spread
+from fzero.diff._record import RankUpdate
+from fzero.diff._values import params_of, slots_of, spread
 from fzero.state import Setup, TrainState
+from fzero.tools.compare import Found, Spread
 
 
 class Apart(NamedTuple):
@@ -37,7 +37,7 @@ class Side:
     """What one run made up to one update of one state: the state before it, and each rank's."""
 
     before: Sequence[TrainState]
-    seen: Sequence[Seen]
+    seen: Sequence[RankUpdate]
     averages: bool  # losses and gradients over ranks; else they are summed
 
     @property
@@ -105,12 +105,6 @@ class Side:
     def slots(self) -> tuple[dict[tuple[str, str], Spread], dict[tuple[str, str], Spread]]:
         """The slots of the optimizer before the update, and after it."""
         return slots_of(self.before), slots_of(self.after) if self.after else {}
-
-
-def of_ranks(values: Sequence[float]) -> Spread:
-    """One number that each rank has."""
-    copies = [Copy(rank, 0, torch.tensor([float(x)]).double()) for rank, x in enumerate(values)]
-    return Spread(shape=(1,), copies=tuple(copies))
 
 
 def summed(terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

@@ -8,19 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import MARGIN, TERMS, carried, eps_of, shift
-from fzero.diff._bound import first_apart
 from fzero.diff._difference import CLIP, COUNTER, NORM, REDUCTION, SCALE, SLOT, STATE, UPDATE
-from fzero.diff._pair import Pair, of_leaf
-from fzero.diff._side import Apart, Side, of_ranks
-from fzero.diff._values import Copy, Spread, counters, params_of, slots_of, whole
+from fzero.diff._pair import SidePair, of_leaf
+from fzero.diff._side import Apart, Side
+from fzero.diff._values import counters, params_of, slots_of
 from fzero.state import TrainState
 from fzero.state.setup import MASTERS
+from fzero.tools.compare import (
+    MARGIN,
+    TERMS,
+    Copy,
+    Spread,
+    carried,
+    eps_of,
+    first_apart,
+    of_ranks,
+    shift,
+    whole,
+)
 
 Parts = Sequence[Mapping[Any, Spread]]  # of a, of b, and of a disturbed
 
 
-def updates(pair: Pair) -> Iterator[Apart]:
+def updates(pair: SidePair) -> Iterator[Apart]:
     """All of an update that both runs make on every rank; or else who makes none."""
     made = [[float(seen.after is not None) for seen in side.seen] for side in (pair.a, pair.b)]
     if {*made[0], *made[1]} == {1.0}:
@@ -39,7 +49,7 @@ def updates(pair: Pair) -> Iterator[Apart]:
             yield Apart(UPDATE, "", found._replace(index=()))
 
 
-def returned(pair: Pair, rows: Sequence[Sequence[TrainState]]) -> Iterator[Apart]:
+def returned(pair: SidePair, rows: Sequence[Sequence[TrainState]]) -> Iterator[Apart]:
     """Where what a step makes of the state after its last update differs.
 
     pair: of the states after that update. rows: what each of the three returned.
@@ -56,7 +66,7 @@ def returned(pair: Pair, rows: Sequence[Sequence[TrainState]]) -> Iterator[Apart
     yield from _of_counters(STATE, added[0], added[1])
 
 
-def _gradients(pair: Pair, operation: str, *, given: bool) -> Iterator[Apart]:
+def _gradients(pair: SidePair, operation: str, *, given: bool) -> Iterator[Apart]:
     parts = [side.gradients(given) for side in pair.sides]
     for path, shape in pair.learning().items():
         nothing = whole(torch.zeros(shape, dtype=torch.float64))
@@ -67,7 +77,7 @@ def _gradients(pair: Pair, operation: str, *, given: bool) -> Iterator[Apart]:
         yield from of_leaf(operation, path, a, b, bound)
 
 
-def _norms(pair: Pair) -> Iterator[Apart]:
+def _norms(pair: SidePair) -> Iterator[Apart]:
     a, b, c = (_norm(side) for side in pair.sides)
     if a.copies and b.copies and c.copies:
         numel = sum(leaf.numel for leaf in pair.a.setup.layout.leaves)
@@ -81,7 +91,7 @@ def _norm(side: Side) -> Spread:
     return of_ranks([seen.norm for seen in side.seen if seen.norm is not None])
 
 
-def _slots(pair: Pair) -> Iterator[Apart]:
+def _slots(pair: SidePair) -> Iterator[Apart]:
     """What the optimizer keeps, after the update; of the slots that both runs have."""
     before, after = pair.a.slots[0], [side.slots[1] for side in pair.sides]
     for name, path in after[0]:
@@ -93,7 +103,7 @@ def _slots(pair: Pair) -> Iterator[Apart]:
         yield from of_leaf(f"{SLOT} {name}", path, a, b, bound)
 
 
-def _params(pair: Pair) -> Iterator[Apart]:
+def _params(pair: SidePair) -> Iterator[Apart]:
     """What the update adds: to the parameters, then to their masters."""
     befores, afters = ([side.params[k] for side in pair.sides] for k in (0, 1))
     for path in befores[0]:
@@ -106,7 +116,7 @@ def _params(pair: Pair) -> Iterator[Apart]:
             yield from _moved(pair, f"{SLOT} {MASTERS}", path, *parts, key=(name, path))
 
 
-def _reach(pair: Pair, a: Tensor, key: Any) -> Tensor:
+def _reach(pair: SidePair, a: Tensor, key: Any) -> Tensor:
     """How far rounding inside of the optimizer carries each element, with the margin.
 
     key: (name, path) of a slot; a path of what an update adds to a parameter.
@@ -120,7 +130,7 @@ def _reach(pair: Pair, a: Tensor, key: Any) -> Tensor:
 
 
 def _moved(
-    pair: Pair,
+    pair: SidePair,
     operation: str,
     path: str,
     before: Sequence[Spread],
@@ -147,7 +157,7 @@ def _minus(after: Spread, before: Spread) -> Spread:
     return Spread(shape=after.shape, copies=tuple(copies))
 
 
-def _counters(pair: Pair) -> Iterator[Apart]:
+def _counters(pair: SidePair) -> Iterator[Apart]:
     mine, other = ([counters(state) for state in side.after] for side in (pair.a, pair.b))
     yield from _of_counters(COUNTER, mine, other)
     scales = [[x.scale for x in side.after if x.scale is not None] for side in (pair.a, pair.b)]

@@ -4,54 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.certify._rounding import changed, signs_like
-from fzero.checkpoint._counters import counters_of, with_counters
-from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import Slot, slots_across
+from fzero.checkpoint.elements import Slot, counters_of, leaf_names, slots_across, with_counters
 from fzero.packing import leaf_ranges, pack, part_of
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.setup import MASTERS
+from fzero.tools.compare import Copy, Spread, changed, signs_like
 
 Slots = dict[tuple[str, str], Tensor]  # (name of the slot, path)
-
-
-class Copy(NamedTuple):
-    """What one rank has of a leaf: elements from `start` on, flat. rank -1: a sum over ranks."""
-
-    rank: int
-    start: int
-    values: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spread:
-    """A leaf as the ranks have it."""
-
-    shape: tuple[int, ...]
-    copies: tuple[Copy, ...]
-
-    @property
-    def full(self) -> Tensor:
-        """The leaf, flat; of each element, the copy on the lowest rank. Zero where nobody has it.
-
-        In its own dtype.
-        """
-        numel = torch.Size(self.shape).numel()
-        dtype = self.copies[0].values.dtype if self.copies else torch.float64
-        found = torch.zeros(numel, dtype=dtype)
-        for _, start, values in reversed(self.copies):
-            found[start : start + values.numel()] = values
-        return found
-
-
-def whole(value: Tensor, rank: int = -1) -> Spread:
-    """A leaf that one rank has whole, or that is a sum over ranks."""
-    return Spread(shape=tuple(value.shape), copies=(Copy(rank, 0, value.reshape(-1).cpu()),))
 
 
 def spread(

@@ -115,17 +115,6 @@ def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return b if eps_of(b) > eps_of(a) else a
 
 
-def worst_over(mine: Tensor, theirs: Tensor, bound: Tensor | float) -> int | None:
-    """The flat index of the element that is furthest over its bound; None if none is.
-
-    A NaN is, on either side.
-    """
-    off = (mine - theirs).abs()
-    if bool((off <= bound).all()):
-        return None
-    return int((off - bound).nan_to_num(torch.inf).flatten().argmax())
-
-
 def largest(tensors: Sequence[Tensor]) -> float:
     """The largest size of any element."""
     return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)

@@ -1,0 +1,44 @@
+"""Pytrees in memory of their own, and in another dtype: what is run is never the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fzero.state import NAMESPACE
+from fzero.state.layout import learns
+
+
+def copied(tree: Any) -> Any:
+    """The same in memory of its own."""
+    return optree.tree_map(
+        lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE
+    )
+
+
+def copy_of(params: Any, dtype: torch.dtype) -> Any:
+    """A copy of a pytree, floating tensors in `dtype`; ties and frozen leaves as they are."""
+    made: dict[int, Tensor] = {}
+    for leaf in optree.tree_leaves(params, namespace=NAMESPACE):
+        made.setdefault(id(leaf), _copy_of(leaf, dtype))
+    return optree.tree_map(lambda leaf: made[id(leaf)], params, namespace=NAMESPACE)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """A pytree with its floating tensors in `dtype`."""
+    return optree.tree_map(lambda leaf: _cast(leaf, dtype), tree, namespace=NAMESPACE)
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if floats else leaf
+
+
+def _copy_of(leaf: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf  # named_leaves refuses it by its path
+    made = _cast(leaf.detach(), dtype).clone()
+    return made if learns(leaf) else nn.Parameter(made, requires_grad=False)

@@ -88,13 +88,13 @@ def run_as_called(func: Any, args: Any, kwargs: Any, lower: Mapping[str, torch.d
 class Cast:
     """A cast by autocast, of gathered values that may have been gathered in its dtype."""
 
-    __slots__ = ("_changes", "_gatherer", "dtype")
+    __slots__ = ("_changes", "_reader", "dtype")
 
-    def __init__(self, gatherer: Any, dtype: torch.dtype) -> None:
-        self._gatherer, self.dtype, self._changes = gatherer, dtype, gatherer.changes
+    def __init__(self, reader: Any, dtype: torch.dtype) -> None:
+        self._reader, self.dtype, self._changes = reader, dtype, reader.changes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._gatherer.changes != self._changes:
+        if self._reader.changes != self._changes:
             raise PhaseError(
                 "a graph from before the update is differentiated under autocast.",
                 cause="a loss that was made before step(), and backward() after it.",

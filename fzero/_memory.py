@@ -149,7 +149,7 @@ def _region(held: Held) -> _Region | None:
     """Where the tensor is; None for one without elements, or without memory that can be known."""
     x = held.tensor
     if isinstance(x, LazyParam):
-        place, first = (id(x.gatherer), x.where), _FIRST + x.storage_offset() * x.element_size()
+        place, first = (id(x.reader), x.where), _FIRST + x.storage_offset() * x.element_size()
     elif not _has_memory(x):
         return None
     else:

@@ -24,12 +24,12 @@ _View = Callable[[Tensor], Tensor]
 
 
 class Gathers(Protocol):
-    """What a placeholder needs: somebody who has, or gets, full values.
+    """What a placeholder needs: somebody who has, or gets, full values."""
 
-    changes: how often the values have changed.
-    """
-
-    changes: int
+    @property
+    def changes(self) -> int:
+        """How often the values have changed."""
+        ...
 
     def leaf(self, group: int, position: int) -> Tensor:
         """Return one full leaf of a group, gathering what is needed; it may be rounded."""
@@ -58,7 +58,7 @@ class LazyParam(torch.Tensor):
     Any kernel that is given one gets the gathered values; views of it stay lazy.
     """
 
-    gatherer: Gathers
+    reader: Gathers
     where: tuple[int, int]  # group, position of the leaf in it
     meta: Tensor
     views: tuple[_View, ...]
@@ -67,7 +67,7 @@ class LazyParam(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        gatherer: Gathers,
+        reader: Gathers,
         where: tuple[int, int],
         meta: Tensor,
         views: tuple[_View, ...] = (),
@@ -79,9 +79,9 @@ class LazyParam(torch.Tensor):
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device=gatherer.device_of(where[0]),
+            device=reader.device_of(where[0]),
         )
-        made.gatherer, made.where, made.meta, made.views = gatherer, where, meta, views
+        made.reader, made.where, made.meta, made.views = reader, where, meta, views
         made.read = None
         return made
 
@@ -89,16 +89,16 @@ class LazyParam(torch.Tensor):
 
     def full(self) -> Tensor:
         """Return the values, gathered."""
-        return _values(self.gatherer, self.where, self.views, self.dtype)
+        return _values(self.reader, self.where, self.views, self.dtype)
 
     def _seen(self, meta: Tensor, *more: _Replay) -> LazyParam:
         """A view of it: its values are those of this one, seen through `more` as well."""
-        return type(self)(self.gatherer, self.where, meta, (*self.views, *more))
+        return type(self)(self.reader, self.where, meta, (*self.views, *more))
 
     def __repr__(self) -> str:
         group, position = self.where
-        traced = isinstance(self.gatherer, Traced)
-        name = "traced" if traced else self.gatherer.leaves_of(group)[position].path
+        traced = isinstance(self.reader, Traced)
+        name = "traced" if traced else self.reader.leaves_of(group)[position].path
         return f"LazyParam({name}, shape={tuple(self.shape)})"
 
     @property
@@ -168,18 +168,18 @@ class LazyParam(torch.Tensor):
     @property
     def token(self) -> Tensor:
         """The tensor that a compiled graph is given in its place."""
-        if isinstance(self.gatherer, Traced):
-            return self.gatherer.token
+        if isinstance(self.reader, Traced):
+            return self.reader.token
         if self.read is None:
             # Not self.full: a reference to itself would keep the placeholder alive.
             self.read = Read(
-                functools.partial(_values, self.gatherer, self.where, self.views, self.dtype)
+                functools.partial(_values, self.reader, self.where, self.views, self.dtype)
             )
         return self.read.token
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the tensors that it is made of, and what else it needs."""
-        return ["token"], (self.dtype, self.gatherer.device_of(self.where[0]))
+        return ["token"], (self.dtype, self.reader.device_of(self.where[0]))
 
     __tensor_unflatten__: ClassVar[Any]  # see `_Unflatten`
 
@@ -190,7 +190,7 @@ class LazyParam(torch.Tensor):
         kwargs = kwargs or {}
         written = _written(func, args, kwargs) if func._schema.is_mutable else ()
         for placeholder in written:
-            placeholder.gatherer.begin_write(placeholder, func)
+            placeholder.reader.begin_write(placeholder, func)
         # Forward mode insists that a view and its base share storage, so there it must gather.
         if _is_view(func) and isinstance(args[0], cls) and not in_forward_mode():
             first, rest = args[0], args[1:]
@@ -202,13 +202,13 @@ class LazyParam(torch.Tensor):
             return first._seen(meta, *(() if same else (_Replay(func, rest, kwargs),)))
         lower = autocast_of_call()
         if func is torch.ops.aten._to_copy.default and _by_autocast(args[0], kwargs, lower):
-            cast = Cast(args[0].gatherer, kwargs["dtype"])
+            cast = Cast(args[0].reader, kwargs["dtype"])
             with unseen():
                 return args[0]._seen(args[0].meta.to(cast.dtype), cast)
         filled = [*map(_filled, args)], {name: _filled(x) for name, x in kwargs.items()}
         result = run_as_called(func, *filled, lower) if lower else func(*filled[0], **filled[1])
         for placeholder in written:
-            placeholder.gatherer.end_write(placeholder)
+            placeholder.reader.end_write(placeholder)
         return result
 
 
@@ -244,7 +244,7 @@ def _traced(inner: Any, context: Any, shape: Any, stride: Any) -> LazyParam:
 
 def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:
     """Return the shape and strides of a view of it; a graph that is traced is not to have this."""
-    if not isinstance(placeholder.gatherer, Traced):
+    if not isinstance(placeholder.reader, Traced):
         with unseen():
             return func(placeholder.meta, *args, **kwargs)
     with _disable_current_modes():
@@ -252,9 +252,9 @@ def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _values(
-    gatherer: Gathers, where: tuple[int, int], views: Sequence[_View], dtype: torch.dtype
+    reader: Gathers, where: tuple[int, int], views: Sequence[_View], dtype: torch.dtype
 ) -> Tensor:
-    x = gatherer.leaf(*where)
+    x = reader.leaf(*where)
     for view in views:
         x = view(x)
     return x.to(dtype)
@@ -268,7 +268,7 @@ def _by_autocast(x: Any, options: Any, lower: Mapping[str, torch.dtype]) -> bool
     """
     if not lower or not isinstance(x, LazyParam) or in_forward_mode():
         return False
-    return options == {"dtype": lower.get(x.device.type)} and not isinstance(x.gatherer, Traced)
+    return options == {"dtype": lower.get(x.device.type)} and not isinstance(x.reader, Traced)
 
 
 def _filled(argument: Any) -> Any:
@@ -308,9 +308,9 @@ def _is_view(func: Any) -> bool:
     return func.is_view or func is torch.ops.aten.detach.default
 
 
-def placeholders(gatherer: Gathers, group: int) -> list[LazyParam]:
+def placeholders(reader: Gathers, group: int) -> list[LazyParam]:
     """Return a placeholder for each leaf of a group."""
-    leaves = gatherer.leaves_of(group)
+    leaves = reader.leaves_of(group)
     with unseen():
         metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-    return [LazyParam(gatherer, (group, i), meta) for i, meta in enumerate(metas)]
+    return [LazyParam(reader, (group, i), meta) for i, meta in enumerate(metas)]

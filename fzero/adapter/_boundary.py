@@ -35,10 +35,8 @@ def call(driver: Driver, name: str, value: int = 0, more: str = "") -> frozenset
     `more`: what must be the same on every rank besides.
     """
     driver.require_not_closed()
-    channel = driver.running.channel
-    if channel is None:
-        return frozenset([value])
-    values = channel.call(f"{name} of engine {driver.number}{more}", value)
+    said = f"{name} of engine {driver.number}{more}"
+    values = driver.running.performer.call(said, value)
     driver.running.take_served()
     return values
 
@@ -112,18 +110,17 @@ def _step(driver: Driver) -> None:
         driver.gradients.require_taken()
         driver.put(with_value(driver.state))
     said = _agreed(driver, "step()", updates=True)
-    if said.written and driver.running.channel is not None:
-        driver.writes.compare(driver.running.channel)
+    if said.written:
+        driver.writes.compare(driver.running.performer)
     if error := nonfinite([driver.state], None, [said]):
         raise error
     driver.masters.follow(driver.state)
     state = reduce_agreed(driver.state, said, used=0)
     driver.put(state)  # if the optimizer raises, this is what the engine has
     with driver.guard.stepping():
-        new, driver.norm = update(state, said.unused)
+        new, norm = update(state, said.unused)
     driver.gradients.drop()
-    driver.put(new)
-    driver.published()
+    driver.stepped(new, norm)
 
 
 def clip(driver: Driver, max_norm: float) -> Tensor:
@@ -161,7 +158,7 @@ def zero_grad(driver: Driver) -> progress.Progress:
     if not in_backward():
         driver.events.abandon()  # the gradients of a backward that raised are thrown away
         driver.running.put_aside()  # and those that came inside of a forward
-    driver.norm = None
+    driver.forget_norm()
     if not driver.state.window.is_open:
         call(driver, "zero_grad()")
         if driver.state.scale is not None:
@@ -181,10 +178,8 @@ def window(driver: Driver, name: str) -> Iterator[None]:
     require_outside(driver, name)
     require_no_window(driver, name)
     driver.wait()
-    before = driver.state
-    opened = open_window(replace(before.window, pending=CLOSED.pending))
-    driver.put(before.replace(window=opened))
-    driver.outside = before
+    opened = open_window(replace(driver.state.window, pending=CLOSED.pending))
+    driver.enter_window(driver.state.replace(window=opened))
     good = False
     try:
         yield
@@ -193,7 +188,7 @@ def window(driver: Driver, name: str) -> Iterator[None]:
         driver.wait()
         if good:
             driver.drop_if_user_did()
-        now, before, driver.outside = driver.state, driver.outside, None
+        now, before = driver.state, driver.leave_window()
         waits, counted = before.window.pending, now.progress if good else before.progress
         if good and now.window.pending.held:  # with what waited before, for one reduction
             waits = buffers.add(waits, now.window.pending)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,15 +19,51 @@ from fzero._check import require
 from fzero._memory import require_own_memory
 from fzero.adapter._module import in_place_of
 from fzero.collectives import broadcast
-from fzero.gather import Gatherer
-from fzero.group_shard import GroupShard
+from fzero.machine import Gatherer, GroupShard, Reader, UnitTable
 from fzero.mesh import Axis, MeshLike, Runtime, axis_of
 from fzero.packing import pack
 from fzero.partition import plan_layout, shard_of
 from fzero.placeholder import LazyParam, placeholders
 
 
-class _Unowned(Gatherer):
+class _UnownedUnits:
+    """The units of no model yet: gathered where they are read, on all ranks at once."""
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
+        self.holds: Counter[int] = Counter()  # how many blocks hold a unit
+
+    def use(self, unit: int) -> None:
+        """Gather a unit unless it is held."""
+        if unit not in self._gatherer.held:
+            self._gatherer.start(unit, exact=True)
+            self._gatherer.wait(unit)
+
+    def hold(self, units: Sequence[int]) -> Sequence[int]:
+        """Gather units; they stay until `let_go`."""
+        for unit in units:
+            self.use(unit)
+        self.holds.update(units)
+        return units
+
+    def let_go(self, units: Sequence[int]) -> None:
+        """End a `hold`."""
+        self.holds.subtract(units)
+        for unit in units:
+            self.read(unit)
+
+    def read(self, unit: int) -> None:
+        """Free a unit that was read, unless a block holds it."""
+        if not self.holds[unit]:
+            self._gatherer.free(unit)
+
+    def changed(self) -> None:
+        """Free everything."""
+        for unit in [*self._gatherer.held]:
+            self._gatherer.free(unit)
+
+
+class _Unowned(Reader):
     """Parameters between their construction and their engine: a unit each, always writable.
 
     A write (an initializer) gathers the parameter, runs on the full values, and leaves each rank
@@ -35,7 +71,9 @@ class _Unowned(Gatherer):
     """
 
     def __init__(self, axis: Axis, dtype: torch.dtype | None) -> None:
-        super().__init__([], [])
+        gatherer = Gatherer(UnitTable([], []))
+        self._units = _UnownedUnits(gatherer)
+        super().__init__(gatherer, self._units)
         self.axis, self.dtype = axis, dtype
         self.made: dict[int, nn.Module] = {}  # modules with parameters of the block
         self._written: set[int] = set()  # groups that are gathered for one write
@@ -61,21 +99,21 @@ class _Unowned(Gatherer):
         layout = plan_layout(OrderedDict({name: p}), ranks=shards.size, bucket_bytes=2**62)
         flat = broadcast([pack(layout, 0, [p.detach()])], self.axis, 0)[0]
         own = shard_of(flat, shards.size, shards.rank).clone()
-        self.groups.append(GroupShard(layout, 0, own, own.device))
+        self.gatherer.groups.append(GroupShard(layout, 0, own, own.device))
+        number = self.gatherer.table.add(layout, self.axis)
         # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
-        return in_place_of(p, placeholders(self, self.add(layout, self.axis))[0])
+        return in_place_of(p, placeholders(self, number)[0])
 
     def leaf(self, group: int, position: int) -> Tensor:
         """Return the full values; they go at once unless they are held."""
-        self.fetch(group)
-        values = self.held[group].leaves[0][position]
-        self.free(group)
+        values = super().leaf(group, position)
+        self._units.read(group)
         return values
 
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
         """Gather the parameter for one write; refuse it where `gathered` reads."""
         unit = placeholder.where[0]
-        if self.holds[unit] and not self.writable[unit]:
+        if self._units.holds[unit] and not self.writable[unit]:
             super().begin_write(placeholder, func)
         if not self.writable[unit]:
             self._written.add(placeholder.where[0])

@@ -27,12 +27,13 @@ from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
 from fzero.adapter._writes import Writes
-from fzero.collectives import broadcast, channel_of
+from fzero.collectives import broadcast, performer_of
 from fzero.errors import LayoutError, PhaseError
 from fzero.packing import unpack
 from fzero.placeholder import placeholders
 from fzero.state import Setup, TrainState
 from fzero.state.scale import ScalePolicy, carried
+from fzero.transforms._announcement import of_engine
 from fzero.transforms._pass import Pass
 from fzero.transforms._scaled import with_policy
 from fzero.transforms.init import begun_anew, fill
@@ -55,39 +56,32 @@ class Driver:
         scale: ScalePolicy | None,
         reduced: Callable[[Driver, str], TrainState],
     ) -> None:
-        channel = channel_of(setup.axis)
-        if channel is not None:  # the engines of an axis share one group: their order is one
-            setup = replace(setup, axis=channel.over(setup.axis))
+        performer = performer_of(setup.axis)
+        if performer is not None:  # the engines of an axis share one group: their order is one
+            setup = replace(setup, axis=performer.over(setup.axis))
         self.module, self.axis, self.sharded = module, setup.axis, setup.gathers_by_unit
         self.params = ModuleParameters(module, setup.layout)
         self.closed = False
         self.outside: TrainState | None = None
         self.norm: Tensor | None = None
         state = with_policy(self._moved(setup), scale)
-        self.number = channel.number() if channel is not None else 0
-        self.running = Pass(
-            f"a forward or backward of engine {self.number}",
-            [state],
-            number=self.number,
-            served=True,
-            uses=True,
-        )
+        self.number = performer.number() if performer is not None else 0
+        form, on_written = of_engine(self.number), self._hears_of_writes()
+        self.running = Pass(form, [state], on_written=on_written, drop_raised=self._drop_raised)
         self.losses = Losses(self.running)
-        self.running.gatherer.on_written = self._hears_of_writes()
         if self.sharded:
             with free_to_swap(module):
                 for index in range(len(setup.layout.groups)):
-                    self.params.place(index, placeholders(self.running.gatherer, index))
+                    self.params.place(index, placeholders(self.running.reader, index))
         self.params.remember()
         self._every = self.params.all_objects
         learning = self.params.learning
         self.gradients = Gradients(self, learning, reduced)
         self.events = Events(module, learning, self)
-        self.running.drop_if_raised = self.events.drop_unfinished
         lower, device = setup.policy.autocast, state.device
         self.region = Region(module, lower, device) if lower else None
         self.masters = Masters(self.params, setup)
-        alone = self.running.channel is None
+        alone = performer is None
         self.writes = Writes(self.params, watched=not self.sharded, alone=alone)
         self.optimizer = optimizer_of(setup, self.params.at)
         # Who holds the optimizer does not hold the engine.
@@ -117,7 +111,33 @@ class Driver:
 
     def put(self, state: TrainState) -> None:
         """Go on with another state."""
-        self.running.states[0] = state
+        self.running.put(0, state)
+
+    def put_each(self, change: Callable[[TrainState], TrainState]) -> None:
+        """Change the state; inside of a window, also the one before it."""
+        self.put(change(self.state))
+        self.outside = None if self.outside is None else change(self.outside)
+
+    def enter_window(self, opened: TrainState) -> None:
+        """Go on in a window; what was before it is kept beside."""
+        self.outside = self.state
+        self.put(opened)
+
+    def leave_window(self) -> TrainState:
+        """Return the state from before the window."""
+        before, self.outside = self.outside, None
+        assert before is not None
+        return before
+
+    def stepped(self, state: TrainState, norm: Tensor | None) -> None:
+        """Go on with an updated state. norm: of the gradients, if they were clipped."""
+        self.norm = norm
+        self.put(state)
+        self.published()
+
+    def forget_norm(self) -> None:
+        """The gradients of the last update are of no interest any more."""
+        self.norm = None
 
     @torch.no_grad()
     def adopt(self, state: TrainState) -> None:
@@ -157,7 +177,9 @@ class Driver:
 
         def written(units: Sequence[int]) -> None:
             if (driver := held()) is not None:
-                groups = [index for unit in units for index in driver.running.gatherer.units[unit]]
+                groups = [
+                    index for unit in units for index in driver.running.gatherer.table.units[unit]
+                ]
                 driver.masters.take(driver.state, groups)
 
         return written
@@ -180,10 +202,10 @@ class Driver:
             self.failed(raised)
             return
         if error is not None and raised is None:
-            told, channel = self.running.phase.crosses, self.running.channel
+            told = self.running.phase.crosses
             self.failed(error)
-            if channel is not None and not told:  # in a window: the others hear it at its end
-                channel.fail()
+            if not told:  # in a window: the others hear it at its end
+                self.running.performer.fail()
             raise error
         self.running.end_forward()
         if not trains:
@@ -197,21 +219,22 @@ class Driver:
             self.clear()
         self.running.begin_backward(silent=True, dropped=dropped)
 
-    def received(self, leaf: int, p: Any, task: int) -> None:
+    def received(
+        self, leaf: int, p: Any, task: int, outer_task: int | None, *, first: bool = False
+    ) -> None:
         """A parameter got a gradient: it goes into its bucket, unless it must not be used.
 
-        task: the graph task that brought it.
+        task: the graph task that brought it. outer_task: the one that began the backward. first:
+        it may be the first one of the backward.
         """
         try:
-            self.losses.require(task, self.events.hooks.post_backward_callback_graph_task_id)
-            if self.running.phase.silent:
+            self.losses.require(task, outer_task)
+            if first and self.running.phase.silent:
                 self.running.first_gradient()
-            if not isinstance(p.grad, HeldGradient):
-                self.running.finite.gradient(0, leaf, p.grad)
-                self.running.reducer.pop_grad(0, leaf, p)
-            elif (gradient := p.grad.taken()) is not None:
-                self.running.finite.gradient(0, leaf, gradient)
-                self.running.reducer.add(0, leaf, gradient.detach())
+            if isinstance(p.grad, HeldGradient):
+                p.grad = p.grad.taken()
+            if p.grad is not None:
+                self.running.take(0, leaf, p)
         finally:
             self.gradients.stand_for(p, task)  # the user's hooks come after this one
 
@@ -245,8 +268,7 @@ class Driver:
 
     def clear(self) -> None:
         """Forget every gradient, also what an open window adds to."""
-        self.put(self.state.without_gradients())
-        self.outside = self.outside and self.outside.without_gradients()
+        self.put_each(lambda state: state.without_gradients())
 
     def drop_if_user_did(self) -> None:
         """Forget every gradient if somebody has set `p.grad` to None."""
@@ -266,8 +288,10 @@ class Driver:
     def drop_unfinished(self) -> None:
         """Drop a plain backward that raised, of any engine on these ranks."""
         self.events.drop_unfinished()
-        if self.running.channel is not None:
-            self.running.channel.drop_raised()
+        self.running.performer.drop_raised()
+
+    def _drop_raised(self) -> None:
+        self.events.drop_unfinished()
 
     def require_not_closed(self) -> None:
         """Raise `PhaseError` for an engine that was closed."""
@@ -281,9 +305,8 @@ class Driver:
     def begin_anew(self) -> None:
         """Forget what the optimizer keeps, but for masters: no step was made. A collective."""
         self.wait()
-        if self.running.channel is not None:
-            self.running.channel.call(f"optimizer.state.clear() of engine {self.number}", 0)
-            self.running.take_served()
+        self.running.performer.call(f"optimizer.state.clear() of engine {self.number}", 0)
+        self.running.take_served()
         self.put(begun_anew(self.state))
 
     def end(self) -> None:

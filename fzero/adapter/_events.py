@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from fzero._ambient import without_cast_cache
 from fzero._modes import for_training, in_transform
@@ -57,10 +56,11 @@ class Events:
     def __init__(
         self, module: nn.Module, learning: Sequence[tuple[Tensor, int]], driver: Driver
     ) -> None:
-        self.hooks = HookState()
+        self._hooks = HookState()
+        self._uncounted = 0  # hooks that the record does not have yet: see `hooks`
+        self._own_task: int | None = None  # whose hooks change nothing but counts
         self._driver = driver
         self._learning = [p for p, _ in learning]
-        self._nodes = [get_gradient_edge(p).node for p, _ in learning]
         self._depth = 0  # of root forwards that are running
         self._uncached = ExitStack()  # what the outermost of them has entered
         self._own = False  # the one that runs is no recompute, and not under torch.func
@@ -77,6 +77,14 @@ class Events:
             ],
             *[_first_hook(p, self._hook_of(leaf)) for p, leaf in learning],
         ]
+
+    @property
+    def hooks(self) -> HookState:
+        """The record of the gradient hooks."""
+        if self._uncounted:
+            fired, self._uncounted = self._uncounted, 0
+            self._hooks, _ = hooks.count_hooks(self._hooks, fired=fired)
+        return self._hooks
 
     def remove(self) -> None:
         """Take every hook off."""
@@ -151,9 +159,14 @@ class Events:
 
     def _on_gradient(self, leaf: int, p: Tensor) -> None:
         task = current_graph_task()
+        if task == self._own_task:  # all but the first hook of a backward, mostly
+            self._driver.received(leaf, p, task, task)
+            self._uncounted += 1
+            self._apart = False
+            return
         if not self.hooks.backward_active_depth and not self._depth:
             self._enter(task, p)  # it came by another way than an output
-        self._driver.received(leaf, p, task)
+        self._driver.received(leaf, p, task, self._task_of_record, first=True)
         state = self.hooks
         inside = state.backward_active_depth > 0
         if inside and task != self._task_of_record:
@@ -163,10 +176,10 @@ class Events:
                 self._queue(self._another_completed)
         else:
             self._apart = False
-        first = inside and not state.hooks_fired_this_backward
+        # The callback decides when the backward is over: nobody asks autograd what it will run.
         self._apply(
             hooks.update_hook_state_and_maybe_run_epilogue,
-            expected=self._expected() if first else state.max_expected_hooks_seen,
+            expected=state.hooks_fired_this_backward + 1,
             graph_task_id=task,
         )
 
@@ -209,7 +222,10 @@ class Events:
     # Transitions and effects.
 
     def _apply(self, transition: Callable[..., Any], **event: Any) -> None:
-        self.hooks, effects = transition(self.hooks, **event)
+        self._hooks, effects = transition(self.hooks, **event)
+        s = self._hooks
+        counts = s.backward_active_depth > 0 and s.hooks_fired_this_backward > 0
+        self._own_task = s.post_backward_callback_graph_task_id if counts else None
         for effect in effects:
             match effect:
                 case QueueCallback(task):
@@ -227,11 +243,6 @@ class Events:
     @property
     def _task_of_record(self) -> int | None:
         return self.hooks.post_backward_callback_graph_task_id
-
-    def _expected(self) -> int:
-        """The hooks of this backward as far as is known: those that fired, and those to come."""
-        will = torch._C._will_engine_execute_node
-        return self.hooks.hooks_fired_this_backward + sum(map(will, self._nodes))
 
 
 class ModuleHook:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter._driver import OWNERS, Driver
-from fzero.collectives import Channel, broadcast, channel_of
+from fzero.collectives import Performer, broadcast, performer_of
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.mesh import Axis, MeshLike, axis_of
 from fzero.packing import checksums
@@ -68,9 +68,9 @@ def gathered(
 def _written(wanted: Sequence[Tensor], axis: Axis, source: int) -> Iterator[list[Tensor]]:
     """Full parameters that may be written; the values of rank `source` become those of all."""
     whole = [p for p in wanted if not isinstance(p, LazyParam)]
-    channel = channel_of(axis) if whole else None
-    if channel is not None:
-        channel.call(f"gathered(modify=True, from_rank={source}) of {len(whole)} parameters")
+    performer = performer_of(axis) if whole else None
+    if performer is not None:
+        performer.call(f"gathered(modify=True, from_rank={source}) of {len(whole)} parameters")
     held = _hold(wanted, source)
     try:
         yield _full(wanted)
@@ -91,7 +91,7 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
     """Full parameters that nobody may write: at the end all ranks raise if one of them did."""
     held = _hold(wanted, None)
     owners: list[Any] = list(
-        {id(p.gatherer): p.gatherer for p in wanted if isinstance(p, LazyParam)}.values()
+        {id(p.reader): p.reader for p in wanted if isinstance(p, LazyParam)}.values()
     )
     drivers = list({id(one): one for one in map(_driver_of, wanted) if one is not None}.values())
     inside = any(driver.running.phase.runs for driver in drivers)  # of a forward or a backward
@@ -113,11 +113,11 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
         ranks = [0] if wrote else []
         if not inside and not isinstance(error, AxisError):
             with suppress(*[AxisError] if error is not None else []):
-                ranks = _ranks_that_wrote(_channels(wanted, axis), wrote)
+                ranks = _ranks_that_wrote(_performers(wanted, axis), wrote)
         kept = any(owner.writable[unit] for owner, units in held for unit in units)
         if ranks and not (inside or kept):  # what was gathered is dropped, on every rank
             for owner in owners:
-                owner.release(all_of_them=True)
+                owner.line.changed()
             for driver in drivers:
                 driver.running.changed()
     if ranks:
@@ -131,28 +131,28 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
         )
 
 
-def _ranks_that_wrote(channels: Sequence[Channel], wrote: bool) -> list[int]:
+def _ranks_that_wrote(performers: Sequence[Performer], wrote: bool) -> list[int]:
     """Return which ranks wrote, the same on every one of them. A collective."""
     found = set[int]()
-    for channel in channels:
-        mine = 1 + channel.axis.rank if wrote else 0
-        found |= {rank - 1 for rank in channel.call("the end of gathered(...)", mine) if rank}
-    return sorted(found) if channels else [0] * wrote
+    for performer in performers:
+        mine = 1 + performer.axis.rank if wrote else 0
+        found |= {rank - 1 for rank in performer.call("the end of gathered(...)", mine) if rank}
+    return sorted(found) if performers else [0] * wrote
 
 
-def _channels(wanted: Sequence[Tensor], axis: Axis) -> list[Channel]:
+def _performers(wanted: Sequence[Tensor], axis: Axis) -> list[Performer]:
     """Return over what the ranks that have these parameters agree, in one order."""
-    found: dict[int, Channel] = {}
+    found: dict[int, Performer] = {}
     for p in wanted:
         driver = _driver_of(p)
         if driver is not None:
-            channel = driver.running.channel
+            performer = driver.running.performer
         else:  # between `sharded_init` and an engine, or before there is any
-            channel = channel_of(
-                getattr(p.gatherer, "axis", axis) if isinstance(p, LazyParam) else axis
+            performer = performer_of(
+                getattr(p.reader, "axis", axis) if isinstance(p, LazyParam) else axis
             )
-        if channel is not None:
-            found.setdefault(id(channel), channel)
+        if performer is not None:
+            found.setdefault(id(performer), performer)
     return list(found.values())
 
 
@@ -183,7 +183,7 @@ def _hold(wanted: Sequence[Tensor], source: int | None) -> list[tuple[Any, Seque
     """Gather the units of placeholders; return those that are held, by their gatherers."""
     units: dict[int, tuple[Any, list[int]]] = {}
     for p in (p for p in wanted if isinstance(p, LazyParam)):
-        owner, ids = units.setdefault(id(p.gatherer), (p.gatherer, []))
+        owner, ids = units.setdefault(id(p.reader), (p.reader, []))
         unit = owner.unit_of(p.where[0])
         if unit not in ids:
             ids.append(unit)

@@ -129,7 +129,7 @@ class Gradients:
         task: the graph task that brought it.
         """
         p.grad = held = self._of[id(p)]
-        held.task, held.arrived = task, None
+        held.stand_for(task)
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""
@@ -208,8 +208,7 @@ class Gradients:
             return state.replace(progress=progress.saw_zero(state.progress, as_bits([leaf])))
 
         with torch.inference_mode(False), torch.no_grad():
-            driver.put(zeroed(driver.state))
-            driver.outside = driver.outside and zeroed(driver.outside)
+            driver.put_each(zeroed)
 
     def values(self, held: HeldGradient) -> Tensor:
         """Return a gradient as an update would use it, in the dtype of the parameter."""

@@ -134,6 +134,10 @@ class HeldGradient(Tensor):
         filled = {name: _filled(x) for name, x in kwargs.items()}
         return func(*map(_filled, args), **filled)
 
+    def stand_for(self, task: int) -> None:
+        """Stand for a gradient that graph task `task` has brought."""
+        self.task, self.arrived = task, None
+
     @property
     def by(self) -> Serves:
         """Who has the gradient. Raises `PhaseError` if the engine is gone."""
@@ -265,10 +269,9 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _zeroed(held: Any) -> Any:
-    every = held if isinstance(held, list | tuple) else [held]
-    for one in every:
+    for one in _flat([held]):
         one.by.zero(one)
-    return None if every is held else held  # an op on a list returns nothing
+    return None if isinstance(held, list | tuple) else held  # an op on a list returns nothing
 
 
 def _written(name: str, args: Any, kwargs: Any) -> Any:
@@ -290,22 +293,19 @@ def _written(name: str, args: Any, kwargs: Any) -> Any:
 
 def _are_whole(held: Any) -> bool:
     """Whether they are gradients as they stand in p.grad, or seen whole in another shape."""
-    every = held if isinstance(held, list | tuple) else [held]
-    return all(isinstance(x, HeldGradient) and x.whole for x in every)
+    return all(isinstance(x, HeldGradient) and x.whole for x in _flat([held]))
 
 
 def _may_be_written(held: Any) -> bool:
-    every = held if isinstance(held, list | tuple) else [held]
-    return _are_whole(every) and not any(x.copied for x in every)
+    return _are_whole(held) and not any(x.copied for x in _flat([held]))
 
 
 def _are_numbers(given: Any) -> bool:
     """Whether each of these is a number, or a tensor of one element that is no gradient."""
 
     def is_number(x: Any) -> bool:
-        if isinstance(x, Tensor):
-            return x.numel() == 1 and not isinstance(x, HeldGradient)
-        return x is None or isinstance(x, int | float)
+        one = isinstance(x, Tensor) and x.numel() == 1 and not isinstance(x, HeldGradient)
+        return one or x is None or isinstance(x, int | float)
 
     return all(is_number(x) for x in _flat(list(given)))
 

@@ -41,5 +41,5 @@ def refuse_load(
 
 def _is_writable(p: LazyParam) -> bool:
     """Whether it is in a block of `gathered(modify=True)`, or waits for its engine."""
-    gatherer: Any = p.gatherer
-    return bool(gatherer.writable[gatherer.unit_of(p.where[0])])
+    reader: Any = p.reader
+    return bool(reader.writable[reader.unit_of(p.where[0])])

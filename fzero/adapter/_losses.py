@@ -121,7 +121,7 @@ class Losses:
         """Return loss x scale; the loss itself if there is no scale."""
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             raise _no_loss("scale", loss, "; engine.scale_if_loss(x) takes anything")
-        self._running.states[0] = with_value(self._running.states[0])
+        self._running.put(0, with_value(self._running.states[0]))
         held = self.multiplier
         if held is None:
             return loss
@@ -174,14 +174,13 @@ class Losses:
         task: the graph task that runs. outer_task: the one that began the backward, in which it
             may run.
         """
-        tasks = (task, outer_task)
         latest, owner = Losses.latest
-        if owner is not None and owner is not self and latest in tasks:
+        if owner is not None and owner is not self and latest in (task, outer_task):
             raise PhaseError(_BY_ANOTHER)
         held = self.multiplier
         if held is None:
             return
-        if self._task not in tasks:
+        if self._task not in (task, outer_task):
             raise PhaseError(
                 f"a backward without engine.scale; loss_scale={_shown(held)}.",
                 cause="plain loss.backward() where the update divides by the loss scale.",

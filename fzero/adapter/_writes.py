@@ -14,7 +14,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from fzero.adapter._module import ModuleParameters
-from fzero.collectives import Channel
+from fzero.collectives import Performer
 from fzero.errors import PhaseError
 from fzero.packing import digest
 from fzero.transforms.replicas import unequal
@@ -74,15 +74,15 @@ class Writes:
         rows = zip(self._paths, self._settled, now, strict=True)
         return [path for path, before, after in rows if after != before]
 
-    def compare(self, channel: Channel) -> None:
+    def compare(self, performer: Performer) -> None:
         """Raise on every rank if ranks differ in a parameter that any of them has written.
 
         A collective, which every rank makes if one of them has written.
         """
-        written = {path for some in channel.tell(self.since()) for path in some}
+        written = {path for some in performer.tell(self.since()) for path in some}
         pairs = zip(self._paths, self._watched, strict=True)
         mine = [(f"parameter {path}", digest(p)) for path, p in pairs if path in written]
-        if (error := unequal(channel.tell(mine))) is not None:
+        if (error := unequal(performer.tell(mine))) is not None:
             raise error
         self.settle()
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
-from fzero.collectives._channels import SETUP_OR_CHECKPOINT, channel_of
-from fzero.collectives._round import first_difference
+from fzero.collectives._channel import first_difference
+from fzero.collectives._performers import SETUP_OR_CHECKPOINT, performer_of
 from fzero.errors import AxisError, MismatchError
 from fzero.mesh import Axis, Runtime
 
@@ -23,13 +23,13 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
     """
     if axis.runtime is Runtime.LOCAL:
         return
-    channel = channel_of(axis)
-    assert channel is not None
+    performer = performer_of(axis)
+    assert performer is not None
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    if len(channel.call(SETUP_OR_CHECKPOINT, number)) == 1:
+    if len(performer.call(SETUP_OR_CHECKPOINT, number)) == 1:
         return
-    raise disagreement(channel.tell(list(lines)), what=what)
+    raise disagreement(performer.tell(list(lines)), what=what)
 
 
 def disagreement(everyone: Sequence[Sequence[str]], *, what: str) -> MismatchError:

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fzero._modes import is_recorded
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
-from fzero.collectives._channels import before_collective
+from fzero.collectives._performers import before_collective
 from fzero.errors import AxisError
 from fzero.mesh import Axis, Runtime
 

@@ -29,12 +29,11 @@ class InFlight:
     the stream that it was started from: the memory that is then let go belongs to that stream.
     """
 
-    __slots__ = ("_error", "_outs", "_rest", "_started", "as_blocks")
+    __slots__ = ("_error", "_outs", "_rest", "_started")
 
     def __init__(self, started: lowering.Started, rest: Mapping[int, Tensor]) -> None:
         """Take what is under way, and {position: output} of what was never sent."""
         self._started: lowering.Started | None = started
-        self.as_blocks = False  # whether what comes was rounded on the wire
         self._rest = rest
         self._outs: list[Tensor] = []
         self._error: Exception | None = None
@@ -69,9 +68,7 @@ def start_gather(shards: Sequence[Tensor], axis: Axis, *, as_blocks: bool = Fals
     `as_blocks`: floating ones are sent as int8 blocks, and given as every rank receives them.
     """
     begin = _begin_gather_of_blocks if as_blocks else lowering.begin_all_gather
-    flight = _start("gather", begin, shards, axis)
-    flight.as_blocks = as_blocks
-    return flight
+    return _start("gather", begin, shards, axis)
 
 
 def _begin_gather_of_blocks(shards: Sequence[Tensor], axis: Axis) -> lowering.Started:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero._check import is_count
-from fzero.collectives import channel_of
+from fzero.collectives import performer_of
 from fzero.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
 from fzero.compile._segments import Action, Compiler, actions_of, held_in
 from fzero.compile._writes import without_writes, write_back
@@ -120,9 +120,9 @@ class Compiled:
 
     def __call__(self, arguments: Any) -> Any:
         """Run it on real tensors."""
-        channel = channel_of(self.axis)
-        if channel is not None:
-            channel.call(self.said)
+        performer = performer_of(self.axis)
+        if performer is not None:
+            performer.call(self.said)
         given = arguments[0]
         taken = take_over(given) if self.donate else given
         env = dict(zip(self.inputs, _tensors((taken, *arguments[1:])), strict=True))
@@ -154,8 +154,8 @@ def compiled(
     """
     if donated is not None:
         write_back(graph.graph, donated)
-    channel = channel_of(axis)
-    over = axis if channel is None else channel.over(axis)
+    performer = performer_of(axis)
+    over = axis if performer is None else performer.over(axis)
     axes = {one.name: one for one in (over.replicas, over.shards, over)}
     nodes = list(graph.graph.nodes)
     lines = [f"{node.target} {node.args[1:]}" for node in nodes if is_collective(node)]

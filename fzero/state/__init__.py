@@ -3,7 +3,10 @@
 from fzero.state import effects as effects
 from fzero.state import hooks as hooks
 from fzero.state import pass_state as pass_state
+from fzero.state import protocol as protocol
 from fzero.state import replay as replay
+from fzero.state import residency as residency
+from fzero.state import rounds as rounds
 from fzero.state import scale as scale
 from fzero.state import schedule as schedule
 from fzero.state._record import NAMESPACE as NAMESPACE

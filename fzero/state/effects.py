@@ -1,12 +1,22 @@
 """What a transition asks for: a closed set of records, data and nothing else.
 
-Who made the transition (the engine's events, the pass, the sequencer) matches on the type and does
-what is asked; a test compares with `==`. Nothing here holds a tensor, a stream or a callable.
+Whoever made the transition matches on the type and does what is asked; a test compares with `==`.
+Nothing here holds a tensor, a stream or a callable.
+
+    of the hooks     RunEpilogue  QueueCallback  DropBackward      done by the engine
+    of a plan        GatherUnit  FreeUnit  ReduceUnit              translated by the protocol
+    of a pass        AnnouncePhase  EndPhase                       translated by the protocol
+    of the protocol  Post  Read  Exchange  Raise                   done by the channel
+                     Gather  Wait  Free  TakePart                  done by the gatherer of a model
+                     Reduce  WaitForReductions  Drop  Discard      done by the reducers
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from fzero.state.rounds import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,106 @@ class EndPhase:
     """Wait until no rank is in the phase any more, and take part in what they need till then."""
 
 
+# Of the protocol. `model` is the number of a model on its axis, `unit` that of a unit of it.
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Say `message` to all ranks; nobody waits."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Wait until every rank has posted this round; it comes back as an `Answer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Exchange values that can be pickled; those of all ranks come back as `Told`. A collective."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Raise the error that all ranks have found in the same round.
+
+    failed: the ranks that raised. Where there are none, the ranks make different calls.
+    """
+
+    failed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Start to gather a unit; rounded as autocast has it, unless it is `exact`. A collective."""
+
+    model: int
+    unit: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TakePart:
+    """Gather a unit for another rank, and drop it. A collective."""
+
+    model: int
+    unit: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for a gather that was started."""
+
+    model: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Let go of the full values of a unit; wait for them if they are on the way."""
+
+    model: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start to reduce the gradients of a unit, zeros where there are none. A collective.
+
+    Not `mine`: another rank asked for it, and what this rank has of it stays here.
+    """
+
+    model: int
+    unit: int
+    mine: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForReductions:
+    """Wait for every reduction of every model: all ranks are at one place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Drop the gradients of a model that no reduction has. Waits for nothing."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Discard all that a backward has brought. Waits for what was started."""
+
+    model: int
+
+
 HookEffect = RunEpilogue | QueueCallback | DropBackward
 HookEffects = tuple[HookEffect, ...]
-ReplayEffect = GatherUnit | FreeUnit | ReduceUnit
+PlanEffect = GatherUnit | FreeUnit | ReduceUnit
 PassEffect = AnnouncePhase | EndPhase
+ModelEffect = Gather | TakePart | Wait | Free | Reduce | Drop | Discard
+Effect = ModelEffect | Post | Read | Exchange | Raise | WaitForReductions

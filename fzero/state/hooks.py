@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fzero.errors import PhaseError
 from fzero.state.effects import DropBackward, HookEffects, QueueCallback, RunEpilogue
 from fzero.state.hook_state import BackwardPhase as BackwardPhase
 from fzero.state.hook_state import HookState as HookState
@@ -201,6 +202,31 @@ def update_hook_state_and_maybe_run_epilogue(
         post_backward_callback_graph_task_id=s.post_backward_callback_graph_task_id,
     )
     return counted, effects
+
+
+def count_hooks(s: HookState, *, fired: int) -> tuple[HookState, HookEffects]:
+    """Count `fired` gradient hooks more, of the graph task whose callback is queued.
+
+    Each of them would change the counts and nothing else: the callback alone decides. So whoever
+    keeps the record may count them all at once, when somebody reads it.
+
+    Raises `PhaseError` if no callback is queued.
+
+    Example:
+        >>> state, _ = enter_backward(HookState())
+        >>> state, _ = queue_post_backward_callback(state, graph_task_id=7)
+        >>> count_hooks(state, fired=3)[0].hooks_fired_this_backward
+        3
+    """
+    if not s.post_backward_callback_queued:
+        raise PhaseError(
+            f"{fired} hooks are counted at once, and no callback is queued.",
+            cause="hooks of a backward whose end is found by counting.",
+            fix="use update_hook_state_and_maybe_run_epilogue for each of them.",
+        )
+    count = s.hooks_fired_this_backward + fired
+    most = max(s.max_expected_hooks_seen, count)
+    return replace(s, hooks_fired_this_backward=count, max_expected_hooks_seen=most), ()
 
 
 def _phase_ended(s: HookState) -> bool:

@@ -11,13 +11,14 @@ ranks have come.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from fzero.state.effects import FreeUnit, GatherUnit, ReduceUnit, ReplayEffect
+from fzero.state._replaced import replaced
+from fzero.state.effects import FreeUnit, GatherUnit, PlanEffect, ReduceUnit
 from fzero.state.schedule import Limits, Plan, Program, plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Replay:
     """A place in a plan.
 
@@ -40,7 +41,7 @@ class Replay:
     gathered_here: tuple[int, ...] = ()
 
 
-Effects = tuple[ReplayEffect, ...]
+Effects = tuple[PlanEffect, ...]
 Next = tuple[Replay, Effects]
 
 
@@ -80,7 +81,7 @@ def use(replay: Replay, unit: int, *, held: bool) -> Next | None:
 
 def complete(replay: Replay, units: Collection[int]) -> Replay:
     """The gradients of these units are complete on this rank."""
-    return replace(replay, ready=replay.ready.union(units)) if units else replay
+    return replaced(replay, ready=replay.ready.union(units)) if units else replay
 
 
 def start_ready(replay: Replay) -> Next:
@@ -89,7 +90,7 @@ def start_ready(replay: Replay) -> Next:
     if not effects:
         return replay, ()
     ready = replay.ready.difference(effect.unit for effect in effects)
-    return replace(replay, started=replay.started + len(effects), ready=ready), effects
+    return replaced(replay, started=replay.started + len(effects), ready=ready), effects
 
 
 def run(replay: Replay) -> tuple[Replay | None, Effects]:
@@ -103,15 +104,27 @@ def run(replay: Replay) -> tuple[Replay | None, Effects]:
     return None, (*effects, *_rest(replay))
 
 
-def gathered(replay: Replay, unit: int) -> Replay:
-    """A unit was gathered beside the plan, while this rank waits at a sync point."""
-    return replace(replay, gathered_here=(*replay.gathered_here, unit))
+def gathered(replay: Replay, unit: int) -> Next:
+    """Gather a unit beside the plan, while this rank waits at a sync point.
+
+    Of those that were gathered so before, the last one stays.
+
+    Example:
+        >>> place = begin(Program((2, 0)), (4, 4), frozenset(), Limits())  # 2 is the sync point
+        >>> place, _ = run(place)
+        >>> place, _ = gathered(place, 0)
+        >>> gathered(gathered(place, 1)[0], 0)[1]
+        (FreeUnit(unit=0),)
+    """
+    before = replay.gathered_here
+    frees = tuple(FreeUnit(one) for one in before[:-1])
+    return replaced(replay, gathered_here=(*before[-1:], unit)), frees
 
 
 def leave_sync_point(replay: Replay) -> Next:
     """All ranks have come to the sync point: what was gathered there for one of them goes."""
     frees = tuple(FreeUnit(unit) for unit in replay.gathered_here)
-    replay, reduces = start_ready(replace(replay, waits=False, gathered_here=()))
+    replay, reduces = start_ready(replaced(replay, waits=False, gathered_here=()))
     return replay, (*frees, *reduces)
 
 
@@ -120,7 +133,7 @@ def _next_sync_point(replay: Replay) -> int | None:
 
 
 def _walk(replay: Replay, place: int) -> Next:
-    found: list[ReplayEffect] = []
+    found: list[PlanEffect] = []
     for at in range(replay.at + 1, place + 1):
         step = replay.plan.steps[at]
         found += [FreeUnit(unit) for unit in step.frees]  # first: gradients take room
@@ -128,7 +141,7 @@ def _walk(replay: Replay, place: int) -> Next:
         found += reduces
         found += [GatherUnit(unit) for unit in (*step.gathers, *step.ahead)]
         replay, started = start_ready(
-            replace(
+            replaced(
                 replay,
                 at=at,
                 started=0,

@@ -62,6 +62,17 @@ class Schedule:
     passes: tuple[tuple[Program | None, Program | None], ...] = ()
 
 
+@lru_cache(maxsize=64)
+def backwards(count: int) -> Program:
+    """Return the program that reduces each of `count` units, the last one first.
+
+    Example:
+        >>> backwards(3).events
+        (-3, -2, -1)
+    """
+    return Program(tuple(~unit for unit in range(count - 1, -1, -1)))
+
+
 def expected(schedule: Schedule, index: int, phase: int) -> Program | None:
     """Return the program of pass `index` in `phase` (0 forward, 1 backward); None if unknown."""
     known = schedule.passes[: index + 1]

@@ -21,12 +21,13 @@ import optree
 from torch import Tensor
 
 from fzero._modes import needs_func, wants_graph
-from fzero.collectives import CODES, Channel, channel_of
+from fzero.collectives import Performer, performer_of
 from fzero.errors import MismatchError, NonFiniteError
 from fzero.mesh import Axis, Runtime
 from fzero.optim._recorded import lacks_value
 from fzero.state import Policy, Progress, TrainState, progress, window
 from fzero.state.layout import from_bits
+from fzero.state.rounds import CODES
 from fzero.state.scale import ExternalScale
 from fzero.transforms._finite import first_of, report_of
 from fzero.transforms._receive import accumulate, filled, reduce_window
@@ -83,7 +84,7 @@ def agree(
     """
     here = now or (lambda: states)
     found: dict[int, Agreed] = {}
-    for channel, chosen in _by_ranks(states):
+    for performer, chosen in _by_ranks(states):
         lines = [name]
         for i in chosen:
             lines += _facts(states[i], updates=updates, counts=now is None)
@@ -91,10 +92,10 @@ def agree(
         for begin in range(0, len(chosen), CODES // width):
             some = chosen[begin : begin + CODES // width]
             numbers = partial(_numbers, here, some, uses=uses, written=written)
-            said = channel.call_with(text, numbers)
+            said = performer.call_with(text, numbers)
             for k, i in enumerate(some):
                 rows = [row[width * k : width * (k + 1)] for row in said]
-                found[i] = _together(here()[i], rows, channel)
+                found[i] = _together(here()[i], rows, performer)
     for i in range(len(states)):
         if i not in found:
             own = _numbers(here, [i], uses=uses, written=written)
@@ -138,7 +139,7 @@ def nonfinite(
     found = report_of(states, treespec) if bad else None
     for axis, state in bad.items():
         asks = not needs_func(state.params.flats)
-        found = first_of(channel_of(axis) if asks else None, found)
+        found = first_of(performer_of(axis) if asks else None, found)
     return found
 
 
@@ -148,26 +149,26 @@ def raises_together(axis: Axis) -> Iterator[None]:
     try:
         yield
     except Exception:
-        channel = channel_of(axis)
-        if channel is not None:
-            channel.fail()
+        performer = performer_of(axis)
+        if performer is not None:
+            performer.fail()
         raise
 
 
 # What is said.
 
 
-def _by_ranks(states: Sequence[TrainState]) -> Iterator[tuple[Channel, list[int]]]:
-    """Yield the channel of each set of ranks that are asked, and which states they share."""
+def _by_ranks(states: Sequence[TrainState]) -> Iterator[tuple[Performer, list[int]]]:
+    """Yield the performer of each set of ranks that are asked, and which states they share."""
     by_axis: dict[Axis, list[int]] = {}
     for i, state in enumerate(states):
         axis = state.setup.axis
         if axis.runtime is not Runtime.LOCAL and not needs_func(state.params.flats):
             by_axis.setdefault(axis, []).append(i)
     for axis, chosen in by_axis.items():
-        channel = channel_of(axis)
-        assert channel is not None
-        yield channel, chosen
+        performer = performer_of(axis)
+        assert performer is not None
+        yield performer, chosen
 
 
 def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
@@ -246,7 +247,7 @@ def _digest(bits: int) -> int:
 # What it means.
 
 
-def _together(state: TrainState, rows: Sequence[Row], channel: Channel | None) -> Agreed:
+def _together(state: TrainState, rows: Sequence[Row], performer: Performer | None) -> Agreed:
     """Return what is true on all ranks, from what each has said of a state."""
     flags = [row[0] for row in rows]
     if len({flag & _REDUCED for flag in flags}) > 1:
@@ -257,20 +258,20 @@ def _together(state: TrainState, rows: Sequence[Row], channel: Channel | None) -
         bad=any(flag & _BAD for flag in flags),
         written=any(flag & _WRITTEN for flag in flags),
         backwards=max(flag // _BACKWARDS for flag in flags),
-        unused=_unused_by_all(state, [row[1] for row in rows if len(row) > 1], channel),
+        unused=_unused_by_all(state, [row[1] for row in rows if len(row) > 1], performer),
     )
 
 
 def _unused_by_all(
-    state: TrainState, digests: Sequence[int], channel: Channel | None
+    state: TrainState, digests: Sequence[int], performer: Performer | None
 ) -> tuple[int, ...]:
     """The leaves that no rank has used. An exchange if ranks have left out other ones."""
     if not all(digests) or not digests:
         return ()
     bits = _unused(state)
     if len(set(digests)) > 1:
-        assert channel is not None
-        for others in channel.tell(bits):
+        assert performer is not None
+        for others in performer.tell(bits):
             bits &= others
     return _indices(bits)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded
-from fzero.collectives import Channel
+from fzero.collectives import Performer
 from fzero.errors import NonFiniteError, PhaseError
 from fzero.mesh import world
 from fzero.packing import unpack_groups
@@ -57,10 +57,6 @@ class FiniteCheck:
             tell("loss", state, x)
         if any(self._wanted) and isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             self.losses.append(_bounds(x))
-
-    def looks_at(self, state: int) -> bool:
-        """Whether gradients of a state are looked at."""
-        return self._whole[state] or state in self._observed
 
     def gradient(self, state: int, leaf: int, gradient: Tensor) -> None:
         """The backward has made the gradient of one leaf of a state."""
@@ -155,9 +151,9 @@ def report_of(
     return NonFiniteError(int(state.step), rank, noted.what, path, noted.backward)
 
 
-def first_of(channel: Channel | None, own: NonFiniteError | None) -> NonFiniteError | None:
+def first_of(performer: Performer | None, own: NonFiniteError | None) -> NonFiniteError | None:
     """Return the first that any rank reports, the same on every rank. An exchange."""
-    told = [own] if channel is None else channel.tell(own)
+    told = [own] if performer is None else performer.tell(own)
     found = [error for error in told if error is not None]
     if not found:
         return None

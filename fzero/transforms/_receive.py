@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fzero._modes import in_transform, is_recorded, needs_func
-from fzero.collectives import channel_of, sum_parts
+from fzero.collectives import performer_of, sum_parts
 from fzero.errors import PhaseError
 from fzero.homes import lent, placed
+from fzero.machine import Reducer
 from fzero.mesh import Runtime
 from fzero.quantize import ErrorFeedback, residual_of
-from fzero.reduce import Reducer
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.transforms._donate import add_donated, donates, take_over
 
@@ -42,12 +42,12 @@ def receive_local(
     waits, donated = state.window.is_open, donates(state)
     old = state.window.pending if waits else state.gradients
     if not old.held or not donated or state.setup.offload.gradients is not None:
-        found = reducer.pop_local(number, to_write=donated and not old.held)
+        found = reducer.states[number].pop_local(to_write=donated and not old.held)
         placement = Placement.PARTIAL if waits else state.setup.gradients
         return receive(state, filled(state, found, placement), used=used)
     total: Buffers = take_over(old)
     totals = dict(zip(state.setup.layout.trainable, total.flats, strict=True))
-    reducer.pop_local_into(number, totals, state.setup.policy.grad_scale)
+    reducer.states[number].pop_local_into(totals, state.setup.policy.grad_scale)
     counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
     state = state.replace(progress=counted)
     if waits:
@@ -116,17 +116,17 @@ def reduced(
     written to only if it is `owned`. The state that comes back knows what was lost, if gradients
     are quantized.
     """
-    setup, channel = state.setup, channel_of(state.setup.axis)
-    if channel is None:
+    setup, performer = state.setup, performer_of(state.setup.axis)
+    if performer is None:
         return state, local
-    reducer = Reducer([setup], [channel.over(setup.axis)], [state.device])
-    feed_back(state, reducer.feedback[0])
+    reducer = Reducer([setup], [performer.over(setup.axis)], [state.device])
+    feed_back(state, reducer.feedback(0))
     reducer.add_waiting(0, local, owned=owned)
     local.clear()
-    for unit in reducer.backwards:
+    for unit in reversed(range(reducer.unit_count)):
         reducer.start(unit)
     reducer.wait_all()
-    return with_lost(state, reducer.feedback[0]), reducer.pop_means(0)
+    return with_lost(state, reducer.feedback(0)), reducer.pop_means(0)
 
 
 def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 1.0) -> None:

@@ -13,18 +13,19 @@ from torch import Tensor
 from fzero._ambient import computed_in
 from fzero._check import called_as
 from fzero._modes import for_training, needs_func
-from fzero.collectives import EVALUATION, Channel, channel_of
+from fzero.collectives import EVALUATION, Performer
 from fzero.errors import LayoutError
 from fzero.homes import lent
 from fzero.mesh import running_on
 from fzero.packing import unpack, unpack_groups
 from fzero.partition import assemble
-from fzero.placeholder import placeholders
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule
+from fzero.transforms._announcement import PassForm
 from fzero.transforms._differentiate import apart, detached
 from fzero.transforms._donate import check_alive
 from fzero.transforms._pass import Pass
+from fzero.transforms._passes import leaves_of, passes_of
 from fzero.transforms._pipeline import P, R
 from fzero.transforms._reading import as_read
 from fzero.transforms._states import flatten_states
@@ -116,60 +117,45 @@ def _by_unit(
     call: Callable[[list[Any]], Any], states: Sequence[TrainState], known: dict[int, Schedule]
 ) -> Any:
     lazy = [i for i, one in enumerate(states) if one.setup.gathers_by_unit]
-    passes = for_training(_passes_of, states, lazy, known)
+    passes, places = for_training(_passes_of, states, lazy, known)
     made: dict[int, Any] = {i: _held(one) for i, one in enumerate(states) if i not in lazy}
     try:
-        for one, numbers in passes:
-            for_training(_begin, one)
-            made.update(zip(numbers, _placed(one), strict=True))
+        for one in passes:
+            for_training(one.begin_forward)
+        for i, (number, position) in zip(lazy, places, strict=True):
+            layout = states[i].setup.layout
+            made[i] = assemble(layout, leaves_of(passes[number], position))
         result = call([made[i] for i in range(len(states))])
         result: Any = optree.tree_map(detached, result, namespace=NAMESPACE)
         result = apart(result, states)
-        for one, numbers in passes:
+        for one in passes:
             one.end_forward()
-            known.update(zip(numbers, (s.schedule for s in one.finish_forward()), strict=True))
+            one.finish_forward()
+        for i, (number, position) in zip(lazy, places, strict=True):
+            known[i] = passes[number].states[position].schedule
     except BaseException as error:
-        for one, _ in passes:
+        for one in passes:
             one.fail(error)
         raise
     finally:
-        for one, _ in passes:
+        for one in passes:
             one.close()
     return result
 
 
 def _passes_of(
     states: Sequence[TrainState], lazy: Sequence[int], known: dict[int, Schedule]
-) -> list[tuple[Pass, list[int]]]:
-    """One pass for each set of ranks that gathers, and the numbers of its states."""
-    by_ranks: dict[Channel | None, list[int]] = {}
-    for i in lazy:
-        by_ranks.setdefault(channel_of(states[i].setup.axis), []).append(i)
-    found = []
-    for channel, numbers in by_ranks.items():
-        inside = 0 if channel is None else sum(x.number >= EVALUATION for x in channel.running)
-        read = [as_read(states[i]) for i in numbers]
-        read = [
-            one.replace(schedule=known.get(i, one.schedule))
-            for i, one in zip(numbers, read, strict=True)
-        ]
+) -> tuple[list[Pass], list[tuple[int, int]]]:
+    """One pass for each set of ranks that gathers; for each such state its pass and place."""
+    read = [as_read(states[i]) for i in lazy]
+    exact = not any(state.setup.policy.autocast for state in read)
+    read = [
+        one.replace(schedule=known.get(i, one.schedule)) for i, one in zip(lazy, read, strict=True)
+    ]
+
+    def form(performer: Performer | None) -> PassForm:
         # A number that all ranks know, whatever they have evaluated before.
-        found.append((Pass("evaluate", read, number=EVALUATION + inside), numbers))
-    return found
+        number = EVALUATION if performer is None else performer.nested(EVALUATION)
+        return PassForm(name="evaluate", number=number, exact=exact)
 
-
-def _begin(one: Pass) -> None:
-    one.begin_forward()
-    one.gatherer.rounds = any(state.setup.policy.autocast for state in one.states)
-
-
-def _placed(one: Pass) -> list[Any]:
-    """For each state of a pass, its params as placeholders."""
-    found, first = [], 0
-    for state in one.states:
-        layout, by_leaf = state.setup.layout, dict[int, Tensor]()
-        for i, group in enumerate(layout.groups):
-            by_leaf.update(zip(group.leaves, placeholders(one.gatherer, first + i), strict=True))
-        first += len(layout.groups)
-        found.append(assemble(layout, by_leaf))
-    return found
+    return passes_of(read, form)

@@ -16,15 +16,15 @@ from fzero._ambient import computed_in
 from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import explains_inference, needs_func, require_autograd, wants_graph
-from fzero.collectives import FUNCTIONAL, Channel, channel_of, gather_many
+from fzero.collectives import gather_many, performer_of
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.homes import lent
 from fzero.mesh import running_on
-from fzero.packing import input_shape, unpack, unpack_groups
+from fzero.packing import input_shape, unpack_groups
 from fzero.partition import assemble
-from fzero.placeholder import placeholders
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms._agree import agree
+from fzero.transforms._announcement import functional
 from fzero.transforms._differentiate import (
     LossOf,
     Result,
@@ -37,6 +37,7 @@ from fzero.transforms._differentiate import (
 from fzero.transforms._donate import check_alive
 from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms._pass import Pass
+from fzero.transforms._passes import leaves_of, passes_of
 from fzero.transforms._pipeline import P, R
 from fzero.transforms._reading import after_reading, as_read, learning
 from fzero.transforms._receive import mean_of, not_differentiable, receive
@@ -134,7 +135,8 @@ def _differentiate(
 def _by_autograd(
     loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
 ) -> tuple[list[TrainState], Result]:
-    passes, places = _passes_of(states)
+    _require_one_gathers(states)
+    passes, places = passes_of(states, functional)
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = _versions(flats)
     try:
@@ -168,29 +170,19 @@ def _by_autograd(
         if isinstance(error, RuntimeError) and _versions(flats) != versions:
             raise PhaseError(_WROTE) from error
         raise
+    finally:
+        for one in passes:
+            one.close()
     return [new[number][position] for number, position in places], result
 
 
-def _passes_of(states: Sequence[TrainState]) -> tuple[list[Pass], list[tuple[int, int]]]:
-    """One pass for each set of ranks; and for each state its pass, and its place in it."""
-    by_ranks: dict[Channel | None, list[TrainState]] = {}
-    places = []
-    for state in states:
-        channel = channel_of(state.setup.axis)
-        some = by_ranks.setdefault(channel, [])
-        places.append((list(by_ranks).index(channel), len(some)))
-        some.append(state)
-    _require_one_gathers(list(by_ranks.values()))
-    passes = [Pass("grad_and_reduce", some, number=FUNCTIONAL) for some in by_ranks.values()]
-    return passes, places
-
-
-def _require_one_gathers(by_ranks: Sequence[Sequence[TrainState]]) -> None:
-    gathering = ([s.setup.axis for s in some if s.setup.gathers_by_unit] for some in by_ranks)
-    lazy = [axes[0] for axes in gathering if axes]
-    if len(lazy) > 1:
+def _require_one_gathers(states: Sequence[TrainState]) -> None:
+    gathering = [one.setup.axis for one in states if one.setup.gathers_by_unit]
+    by_ranks = {performer_of(axis): axis for axis in reversed(gathering)}
+    if len(by_ranks) > 1:
+        last, first, *_ = by_ranks.values()
         raise AxisError(
-            f"states of stage 3 on {lazy[0]} and on {lazy[1]} under one loss.",
+            f"states of stage 3 on {first} and on {last} under one loss.",
             cause="models that are sharded over other groups of ranks.",
             fix="make all but one of them at stages 0 to 2, or on the same mesh.",
         )
@@ -198,16 +190,7 @@ def _require_one_gathers(by_ranks: Sequence[Sequence[TrainState]]) -> None:
 
 def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
     """The pytree of one state for the loss, and by index its leaves to differentiate by."""
-    state = one.states[number]
-    layout = state.setup.layout
-    by_leaf: dict[int, Tensor] = {}
-    first = sum(len(other.setup.layout.groups) for other in one.states[:number])
-    for i, group in enumerate(layout.groups):
-        if state.setup.gathers_by_unit:
-            tensors: Sequence[Tensor] = placeholders(one.gatherer, first + i)
-        else:
-            tensors = unpack(layout, i, state.params.flats[i].detach())
-        by_leaf.update(zip(group.leaves, tensors, strict=True))
+    layout, by_leaf = one.states[number].setup.layout, leaves_of(one, number)
     learning = {
         index: by_leaf[index].requires_grad_()
         for index, leaf in enumerate(layout.leaves)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fzero.collectives import channel_of
+from fzero.collectives import performer_of
 from fzero.errors import MismatchError
 from fzero.homes import lent
 from fzero.packing import digest, unpack
@@ -52,8 +52,8 @@ def check_replicas(state: Any) -> None:
         check_alive(one)
     agree("check_replicas", states)
     for one in states:
-        channel = channel_of(one.setup.axis)
-        if channel is not None and (error := unequal(channel.tell(_digests(one)))) is not None:
+        performer = performer_of(one.setup.axis)
+        if performer is not None and (error := unequal(performer.tell(_digests(one)))) is not None:
             raise error
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.adapter import Engine
-from fzero.collectives import channel_of, gather_objects
+from fzero.collectives import gather_objects, performer_of
 from fzero.errors import LayoutError, NonFiniteError
 from tests.adapter.nets import TiledLoss
 from tests.adapter.on_ranks import each_stage, on_ranks
@@ -131,8 +131,9 @@ def test_a_step_has_as_many_rounds_as_without_it(stage: int) -> None:
     rounds = []
     for check in (False, True):
         engine = Engine(Net(), torch.optim.AdamW, stage=stage, check_finite=check)
-        channel = channel_of(engine.axis)
-        assert channel is not None
+        performer = performer_of(engine.axis)
+        assert performer is not None
+        channel = performer.channel
         for _ in range(3):
             before = channel.rounds
             _engines(engine, GOOD)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-import fzero.reduce
+import fzero.machine.reduce
 from fzero.adapter import Engine
 from fzero.checkpoint import save
 from fzero.state import TrainState
@@ -131,7 +131,7 @@ def steps_of(
 ) -> None:
     x = torch.ones(1, WIDTH) * (rank + 1)
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as live:
-        patch.setattr(fzero.reduce, "IN_FLIGHT", in_flight)
+        patch.setattr(fzero.machine.reduce, "IN_FLIGHT", in_flight)
         with live.at_most(max(resident(stage), P) + BUCKET + SLACK, f"stage {stage}, made"):
             driver = kind(stage, max_norm=max_norm)
         for _ in range(2):  # the first one records the schedule

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero import reduce
 from fzero.adapter import Engine
+from fzero.machine import reduce
 from fzero.state import Setup
 from fzero.transforms import update
 
@@ -225,7 +225,9 @@ def _mean_is_a_sum(patch: pytest.MonkeyPatch) -> None:
     pop = reduce.Reducer.pop_means
 
     def sums(self: Any, state: int) -> dict[int, Tensor]:
-        return {index: mean * self.axes[state].size for index, mean in pop(self, state).items()}
+        return {
+            index: mean * self.states[state].axis.size for index, mean in pop(self, state).items()
+        }
 
     patch.setattr(reduce.Reducer, "pop_means", sums)
 

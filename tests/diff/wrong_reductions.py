@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero import gather, reduce
+from fzero.machine import gather, reduce
 from fzero.state import Setup
 from tests.diff.fault import Fault, on_rank
 from tests.diff.runs import FIRST, Landed, loss, patched

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import mesh
 from fzero.adapter import Engine
-from fzero.collectives import assert_same_everywhere, channel_of, gather_objects
+from fzero.collectives import assert_same_everywhere, gather_objects, performer_of
 from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.training import Task
@@ -74,14 +74,15 @@ def no_cpu_backend_body(rank: int, world_size: int) -> list[Any]:
     with pytest.raises(RuntimeError, match=r"(?i)no backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1), group=group)
     axis = mesh.axis_of(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pair",)))
-    channel = channel_of(axis)
-    assert channel is not None
+    performer = performer_of(axis)
+    assert performer is not None
+    channel = performer.channel
     assert_same_everywhere(["the same"], axis, what="a test")
     with pytest.raises(fzero.AxisError, match="rank 0 has 0, rank 1 has 1"):
         assert_same_everywhere([str(rank)], axis, what="a test")
     backends = [dist.get_backend_config(x.group()) for x in (channel.axis, channel.data)]
     assert "cpu:gloo" in backends[0].split(",") and backends[1] == "cuda:gloo"
-    return [sorted(channel.call("a call", 7 + rank)), gather_objects({"rank": rank}, axis)]
+    return [sorted(performer.call("a call", 7 + rank)), gather_objects({"rank": rank}, axis)]
 
 
 def test_ranks_agree_over_a_group_of_their_own_where_that_of_the_data_has_no_cpu_backend() -> None:

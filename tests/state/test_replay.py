@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.state import replay
-from fzero.state.effects import FreeUnit, GatherUnit, ReduceUnit, ReplayEffect
+from fzero.state.effects import FreeUnit, GatherUnit, PlanEffect, ReduceUnit
 from fzero.state.replay import Replay
 from fzero.state.schedule import Limits, Program
 
@@ -45,10 +45,10 @@ class Rank:
     def __init__(self, case: Case) -> None:
         self.place: Replay | None = case.first
         self.here = set(case.whole)
-        self.started: list[ReplayEffect] = []
-        self.at_sync_points: list[list[ReplayEffect]] = []
+        self.started: list[PlanEffect] = []
+        self.at_sync_points: list[list[PlanEffect]] = []
 
-    def go(self, to: tuple[Replay | None, tuple[ReplayEffect, ...]]) -> None:
+    def go(self, to: tuple[Replay | None, tuple[PlanEffect, ...]]) -> None:
         """Be there, and do what is asked for."""
         self.place = to[0]
         for effect in to[1]:
@@ -73,7 +73,7 @@ class Rank:
             self.go(there)
             assert event in self.here, "a kernel reads a unit that is not there"
 
-    def run(self, own: list[list[int]]) -> list[ReplayEffect]:
+    def run(self, own: list[list[int]]) -> list[PlanEffect]:
         """Go through the whole plan; return the collectives in their order."""
         for number, part in enumerate(own):
             for event in part:
@@ -125,8 +125,12 @@ def test_what_is_gathered_beside_the_plan_at_a_sync_point_goes_when_all_ranks_ha
     assert there is not None and there.waits
     assert replay.run(there) == (there, ()), "the walk went on without the other ranks"
     assert replay.start_ready(there) == (there, ())
-    after, effects = replay.leave_sync_point(replay.gathered(replay.gathered(there, 3), 1))
-    assert effects == (FreeUnit(3), FreeUnit(1), ReduceUnit(0))
+    there, frees = replay.gathered(replay.gathered(there, 3)[0], 1)
+    assert frees == ()
+    there, frees = replay.gathered(there, 2)
+    assert frees == (FreeUnit(3),), "more than two are kept beside the plan"
+    after, effects = replay.leave_sync_point(there)
+    assert effects == (FreeUnit(1), FreeUnit(2), ReduceUnit(0))
     assert not after.waits and after.gathered_here == ()
 
 

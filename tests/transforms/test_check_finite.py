@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from fzero.collectives import channel_of
+from fzero.collectives import performer_of
 from fzero.errors import LayoutError, MismatchError, NonFiniteError, PhaseError
 from fzero.state import NAMESPACE
 from tests.ranks import run_ranks
@@ -169,8 +169,9 @@ def test_no_exchange_is_added(stage: int) -> None:
         def body(state: Any, x: Tensor) -> Any:
             with fzero.count_collectives() as log:
                 state, _ = inner(state, x)
-            rounds = channel_of(fzero.world())
-            return state, (len(log.of(fzero.axis_index())), rounds and rounds.rounds)
+            performer = performer_of(fzero.world())
+            assert performer is not None
+            return state, (len(log.of(fzero.axis_index())), performer.channel.rounds)
 
         inner = fzero.shard(fn, stage=stage)
         step = fzero.simulate(fzero.shard(fn, stage=stage), world_size=2)

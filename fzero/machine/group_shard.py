@@ -35,4 +35,3 @@ class FullUnit(NamedTuple):
 
     flats: list[Tensor]
     leaves: list[list[Tensor]]  # views of the flats
-    as_blocks: bool  # they came as int8 blocks

@@ -1,4 +1,4 @@
-"""The open channels: one for each set of ranks, which all states and engines on them share."""
+"""The performers: one for each set of ranks, which all states and engines on them share."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from fzero._modes import for_training
 from fzero.collectives import _alive
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._channel import Channel
+from fzero.collectives._performer import Performer
 from fzero.errors import AxisError
 from fzero.mesh import Axis, Runtime, own_group
+from fzero.state.protocol import SyncPoint
 from fzero.virtual import current_ranks
 
-_OPEN: dict[tuple[tuple[int, ...], str], Channel] = {}
-"""The channel of each set of processes and backend: a handle, like torch's own table of groups. It
-lives as long as the process group, for garbage is collected at another time on each rank."""
+_OPEN: dict[tuple[tuple[int, ...], str], Performer] = {}
+"""The performer of each set of processes and backend: a handle, like torch's own table of groups.
+It lives as long as the process group, for garbage is collected at another time on each rank."""
 
 SETUP_OR_CHECKPOINT = "init, an Engine or a checkpoint"
 """The call that ranks announce. One name for all: a rank that raised does not know in which of them
 the others wait."""
 
 
-def channel_of(axis: Axis) -> Channel | None:
-    """Return the channel of the ranks of `axis`; None on one local rank. A collective at first.
+def performer_of(axis: Axis) -> Performer | None:
+    """Return the performer of the ranks of `axis`; None on one local rank. A collective at first.
 
     States and engines on the same ranks share it.
     """
@@ -40,7 +42,8 @@ def channel_of(axis: Axis) -> Channel | None:
     if found is None or not _is_alive(found):
         _alive.start()
         whole = replace(axis, dims=None)
-        found = _OPEN[place] = Channel(own_group(whole, backend="gloo"), own_group(whole))
+        channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
+        found = _OPEN[place] = Performer(channel)
     return found
 
 
@@ -48,19 +51,19 @@ def _ranks_of(axis: Axis) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(axis.group()))
 
 
-def _is_alive(channel: Channel) -> bool:
+def _is_alive(performer: Performer) -> bool:
     """Whether its group is there: torch.distributed may have been started anew."""
     with suppress(AxisError):
-        channel.axis.group()
+        performer.axis.group()
         return True
     return False
 
 
-def _of_run(kept: dict[Any, Any], axis: Axis) -> Channel:
-    if Channel not in kept:
+def _of_run(kept: dict[Any, Any], axis: Axis) -> Performer:
+    if Performer not in kept:
         whole = replace(axis, dims=None)
-        kept[Channel] = Channel(whole, whole)
-    return kept[Channel]
+        kept[Performer] = Performer(Channel(whole, whole))
+    return kept[Performer]
 
 
 def before_collective(axis: Axis) -> None:
@@ -71,13 +74,15 @@ def before_collective(axis: Axis) -> None:
     axis = axis.whole or axis
     here = current_ranks()
     if here is not None:
-        channels = [here.kept[Channel]] if Channel in here.kept else []
+        performers = [here.kept[Performer]] if Performer in here.kept else []
     else:
-        running = [place for place, channel in _OPEN.items() if channel.running]
+        running = [place for place, one in _OPEN.items() if one.protocol.running]
         ours = _ranks_of(axis) if running else ()
-        channels = [_OPEN[place] for place in running if place[0] == ours]
-    for member in [member for channel in channels for member in channel.running]:
-        for_training(member.sync)
+        performers = [_OPEN[place] for place in running if place[0] == ours]
+    for performer in performers:
+        for number in performer.protocol.running:
+            performer.drop_raised()
+            for_training(performer.send, SyncPoint(number))
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
@@ -86,11 +91,11 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     Ranks in a pass are served until they come here, too. Raises `MismatchError` on every rank if
     one makes another call instead, as after `if rank == 0: save(...)`.
     """
-    channel = channel_of(axis)
-    if channel is None:
+    performer = performer_of(axis)
+    if performer is None:
         return [value]
-    channel.call(SETUP_OR_CHECKPOINT)
-    return channel.tell(value)
+    performer.call(SETUP_OR_CHECKPOINT)
+    return performer.tell(value)
 
 
 def gather_objects_beside(value: Any, axis: Axis) -> list[Any]:

@@ -1,0 +1,215 @@
+"""Does what the protocol of a rank asks for, and tells it what the other ranks said.
+
+    an event -> advance -> effects, one after another -> channel, gatherers, reducers
+                  ^------- what the channel brings -------'
+
+It decides nothing. The ranks of an axis share one: all models on them are in one record.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from fzero._modes import for_training
+from fzero.collectives._channel import Channel, mismatch
+from fzero.errors import AxisError, PeerFailedError, PhaseError
+from fzero.mesh import Axis
+from fzero.state import protocol as rank
+from fzero.state.effects import (
+    Discard,
+    Drop,
+    Effect,
+    Exchange,
+    Free,
+    Gather,
+    ModelEffect,
+    Post,
+    Raise,
+    Read,
+    Reduce,
+    TakePart,
+    Wait,
+    WaitForReductions,
+)
+from fzero.state.protocol import Answer, Broke, Call, Event, Join, Leave, Raised, Told, Units
+
+FUNCTIONAL = 2**29
+"""The number of a functional pass; of one inside its loss, the next."""
+
+EVALUATION = 2**30
+"""The number of an evaluation, which may run inside a pass; of one inside it, the next."""
+
+
+class Party(Protocol):
+    """Whoever has a model: it holds the values, and does to them what an effect says."""
+
+    def perform(self, effect: ModelEffect) -> None:
+        """Do what an effect on the model's units or gradients says."""
+        ...
+
+    def wait_for_reductions(self) -> None:
+        """Wait for the reductions that were started."""
+        ...
+
+    def drop_raised(self) -> None:
+        """Drop a backward that raised on this rank without a word to the other ranks."""
+        ...
+
+
+class Performer:
+    """The protocol of one rank on an axis, and whoever does what it asks for."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.protocol = channel, rank.Protocol()
+        self._parties: dict[int, weakref.ref[Party]] = {}
+        self._running: dict[int, Party] = {}  # those in a pass live until it is over
+        self._joined = 0
+        self._values: Callable[[], Sequence[int]] = tuple  # of the call that is made
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks."""
+        return self.channel.axis
+
+    def over(self, axis: Axis) -> Axis:
+        """Return the axis that gathers and reductions go over, see `Channel.over`."""
+        return self.channel.over(axis)
+
+    # Models.
+
+    def number(self) -> int:
+        """Return the next number, the same on every rank that makes the same engines."""
+        self._joined += 1
+        return self._joined
+
+    def nested(self, first: int) -> int:
+        """Return the number of a pass that may run inside others of its kind.
+
+        first: the number of the outermost, `FUNCTIONAL` or `EVALUATION`.
+        """
+        return first + sum(first <= number < 2 * first for number in self.protocol.models)
+
+    def join(self, party: Party, units: Units, number: int) -> None:
+        """Add a model by its number, which is the same on every rank."""
+        self._parties[number] = weakref.ref(party)
+        self.send(Join(number, units))
+
+    def leave(self, number: int) -> None:
+        """Remove a model."""
+        self._parties.pop(number, None)
+        self.send(Leave(number))
+
+    def _party(self, number: int) -> Party:
+        party = self._parties.get(number, lambda: None)()
+        if party is None:
+            raise PhaseError(
+                f"rank {self.axis.rank}: another rank uses model {number} of this axis, which "
+                "is closed or gone here.",
+                cause="close(), or the last reference to an engine or a state, on some ranks only.",
+                fix="keep it on every rank for as long as any rank uses it.",
+            )
+        return party
+
+    def drop_raised(self) -> None:
+        """End the passes of backwards that raised here without a word to the other ranks.
+
+        An engine does not see the exception of a plain loss.backward(). It may be gone before its
+        pass is over, at another time on each rank.
+        """
+        for number in sorted(self._running):
+            if number in self._running:
+                self._running[number].drop_raised()
+
+    # Events.
+
+    def send(self, event: Event) -> None:
+        """Tell the protocol of an event, and do what follows from it."""
+        todo: deque[Effect] = deque()
+        try:
+            self._advance(event, todo)
+            while todo:
+                answer = self._perform(todo.popleft())
+                if answer is not None:
+                    self._advance(answer, todo)
+        except BaseException:
+            self._advance(Broke(tuple(todo)), todo)
+            raise
+
+    def _advance(self, event: Event, todo: deque[Effect]) -> None:
+        before = self.protocol.running
+        self.protocol, effects = rank.advance(self.protocol, event)
+        todo.extend(effects)
+        if self.protocol.running is not before:
+            self._running = {number: self._party(number) for number in self.protocol.running}
+
+    def _perform(self, effect: Effect) -> Answer | Told | None:
+        match effect:
+            case Gather() | TakePart() | Wait() | Free() | Reduce() | Drop() | Discard():
+                self._party(effect.model).perform(effect)
+            case WaitForReductions():
+                # A reduction may communicate again when it is waited for. So no rank waits for one
+                # alone, while another waits for it in a round.
+                for number in sorted(self._parties):
+                    party = self._parties[number]()
+                    if party is not None:
+                        party.wait_for_reductions()
+            case Post(message):
+                codes = self._values() if message.codes is None else message.codes
+                self.channel.post(message, codes)
+            case Read():
+                return Answer(self.channel.read())
+            case Exchange(value):
+                return Told(tuple(self.channel.tell_each_once(value)))
+            case Raise(failed):
+                raise self._error(failed)
+        return None
+
+    def _error(self, failed: tuple[int, ...]) -> Exception:
+        """What all ranks raise. A collective if they make different calls."""
+        if not failed:
+            posted = self.protocol.posted
+            return mismatch(self.channel.tell("" if posted is None else posted.text))
+        return PeerFailedError(
+            f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
+            f"{[*failed]}, so its gradients cannot be reduced.",
+            cause="an error in the loss, the forward or the backward, on that rank only.",
+            fix=f"see the error of rank {failed[0]}; here nothing was changed.",
+        )
+
+    # Calls that all ranks make.
+
+    def call(self, text: str, value: int = 0) -> frozenset[int]:
+        """Wait until every rank makes this call; return the values that they give, each once.
+
+        Ranks that are in a pass are served until they come here. Raises `MismatchError` on every
+        rank if the ranks make calls that differ, naming them.
+        """
+        return frozenset(values[0] for values in self.call_with(text, lambda: [value]))
+
+    def call_with(
+        self, text: str, values: Callable[[], Sequence[int]]
+    ) -> tuple[tuple[int, ...], ...]:
+        """As `call`, with up to `CODES` numbers of 0 or more; return those of each rank.
+
+        They are asked for before each round: what this rank holds changes while it serves others.
+        """
+        self.drop_raised()
+        before, self._values = self._values, values
+        try:
+            for_training(self.send, Call(text, None))
+        finally:
+            self._values = before
+        return self.protocol.heard
+
+    def tell(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank, in rank order."""
+        return self.channel.tell(value)
+
+    def fail(self) -> None:
+        """Say that this rank raised. The others raise where they read it."""
+        with suppress(AxisError):
+            self.send(Raised())

@@ -1,0 +1,16 @@
+"""The machine: values and gradients that come and go, as the protocol of the rank decides.
+
+What comes in: reads of placeholders, gradients of leaves, and effects of `state.protocol`. What
+goes out: events (`ModelLine`), full values for kernels (`Reader`, `Gatherer`), means over ranks
+(`Reducer`). Nothing here decides when a collective starts.
+"""
+
+from fzero.machine.gather import Gatherer as Gatherer
+from fzero.machine.group_shard import FullUnit as FullUnit
+from fzero.machine.group_shard import GroupShard as GroupShard
+from fzero.machine.line import ModelLine as ModelLine
+from fzero.machine.machine import Machine as Machine
+from fzero.machine.reader import Line as Line
+from fzero.machine.reader import Reader as Reader
+from fzero.machine.reduce import Reducer as Reducer
+from fzero.machine.unit_table import UnitTable as UnitTable

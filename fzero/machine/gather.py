@@ -1,0 +1,146 @@
+"""Full values of sharded parameters, for as long as the protocol wants them.
+
+The gatherer holds values and flights. When to gather and when to free is an effect of the protocol
+(fzero/state/protocol), in an order that is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import InFlight, about, start_gather
+from fzero.errors import AxisError
+from fzero.homes import page_out
+from fzero.machine.group_shard import FullUnit, GroupShard
+from fzero.machine.unit_table import UnitTable
+from fzero.packing import unpack
+from fzero.state.layout import Leaf
+from fzero.virtual import current_ranks, read_elsewhere
+
+
+class Gatherer:
+    """The full values of groups, gathered unit by unit.
+
+    Groups are numbered over all the states of a pass, in order; so are units.
+
+    Attributes:
+        table: the units.
+        groups: this rank's shard of each group.
+        held: the full values of units that are here.
+        changes: how often the values have changed.
+    """
+
+    def __init__(
+        self, table: UnitTable, on_gathered: Callable[[int, Tensor], None] | None = None
+    ) -> None:
+        self.table = table
+        self.groups: list[GroupShard] = []
+        self.held: dict[int, FullUnit] = {}
+        self.changes = 0
+        self._flights: dict[int, InFlight] = {}
+        self._on_gathered = on_gathered  # (group, its full flat)
+        self._here = current_ranks()  # the virtual rank whose values these are
+
+    def hold_shards(
+        self, flats: Sequence[Sequence[Tensor]], devices: Sequence[torch.device]
+    ) -> None:
+        """Take the shards of each state as they are now, and where full values are wanted."""
+        self.groups = [
+            GroupShard(layout, i, flat.detach(), device)
+            for layout, some, device in zip(self.table.layouts, flats, devices, strict=True)
+            for i, flat in enumerate(some)
+        ]
+
+    def changed(self) -> None:
+        """The values have changed."""
+        self.changes += 1
+
+    # What is here.
+
+    def leaf(self, group: int, position: int) -> Tensor:
+        """Return one full leaf of a group that is here."""
+        unit = self.table.unit_of[group]
+        return self.held[unit].leaves[self.table.units[unit].index(group)][position]
+
+    def require_own_rank(self, group: int, position: int) -> None:
+        """Raise `PhaseError` if another virtual rank asks."""
+        here = current_ranks()
+        if here and self._here and here.rank != self._here.rank:
+            path = self.leaves_of(group)[position].path
+            raise read_elsewhere(path, self._here.rank, here.rank)
+
+    def leaves_of(self, group: int) -> list[Leaf]:
+        """Return the leaves of a group."""
+        layout, index, *_ = self.groups[group]
+        return [layout.leaves[i] for i in layout.groups[index].leaves]
+
+    # What effects ask for.
+
+    def start(self, unit: int, *, exact: bool) -> None:
+        """Start to gather a unit. A collective."""
+        self._flights[unit] = self._started(unit, exact=exact)
+
+    def take_part(self, unit: int, *, exact: bool) -> None:
+        """Gather a unit because a rank asks for it, and drop it."""
+        self._started(unit, exact=exact).wait()
+
+    def _started(self, unit: int, *, exact: bool) -> InFlight:
+        table, groups = self.table, [self.groups[group] for group in self.table.units[unit]]
+        shards = [group.sent(exact=exact) for group in groups]
+        as_blocks = not exact and table.is_quantized(unit)
+        with about(lambda: [x for group in groups for x in group.paths]):
+            return start_gather(shards, table.axes[unit].shards, as_blocks=as_blocks)
+
+    def wait(self, unit: int) -> None:
+        """Wait until a unit that was started is here."""
+        flight = self._flights.pop(unit)
+        self._hold(unit, flight.wait())
+        for group in self.table.units[unit]:
+            page_out(self.groups[group].shard)
+
+    def _hold(self, unit: int, flats: list[Tensor]) -> None:
+        leaves = []
+        for group, flat in zip(self.table.units[unit], flats, strict=True):
+            if self._on_gathered is not None:
+                self._on_gathered(group, flat)
+            leaves.append(unpack(self.groups[group].layout, self.groups[group].index, flat))
+        self.held[unit] = FullUnit(flats, leaves)
+
+    def free(self, unit: int) -> None:
+        """Let go of a unit; one that is on the way is waited for."""
+        self.held.pop(unit, None)
+        flight = self._flights.pop(unit, None)
+        if flight is not None:
+            with suppress(AxisError):  # nobody wants it any more, whether it comes or not
+                flight.wait()
+
+    # What is carried from one pass to the next.
+
+    def adopt(self, gathered: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
+        """Take the full flats that each state brings; return the units of which they are all."""
+        flats: dict[int, Tensor] = {}
+        table = self.table
+        for layout, groups, some in zip(table.layouts, table.groups, gathered, strict=True):
+            for i, flat in enumerate(some):
+                if flat.numel() == layout.full_numel(i):
+                    flats[groups[i]] = flat
+        whole = [n for n, unit in enumerate(self.table.units) if all(g in flats for g in unit)]
+        for unit in whole:
+            self._hold(unit, [flats[group] for group in self.table.units[unit]])
+        return tuple(whole)
+
+    def flats_of(self, units: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        """Return, for each state, the full flat of each group of these units; of others, empty."""
+        full = {
+            group: flat
+            for unit in units
+            for group, flat in zip(self.table.units[unit], self.held[unit].flats, strict=True)
+        }
+        return [
+            tuple(full.get(n, self.groups[n].shard.new_empty(0)) for n in groups)
+            for groups in self.table.groups
+        ]

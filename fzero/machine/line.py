@@ -1,0 +1,63 @@
+"""From the parts of a model to the protocol of its rank: what happens to them are events there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fzero.collectives import Performer
+from fzero.state.protocol import (
+    Changed,
+    Enter,
+    Hold,
+    LetGo,
+    Model,
+    Ready,
+    Use,
+)
+
+
+class ModelLine:
+    """One model of a performer's protocol."""
+
+    __slots__ = ("number", "performer")
+
+    def __init__(self, performer: Performer, number: int) -> None:
+        self.performer, self.number = performer, number
+
+    @property
+    def record(self) -> Model:
+        """What the protocol has of this model."""
+        return self.performer.protocol.models[self.number]
+
+    def use(self, unit: int) -> None:
+        """A kernel reads a unit: it is here afterwards."""
+        here = self.record.residency
+        if unit != here.current or unit not in here.gathered:  # many kernels read one unit
+            self.performer.send(Use(self.number, unit))
+
+    def ready(self, unit: int) -> None:
+        """The gradients of a unit are complete."""
+        performer = self.performer
+        is_open = performer.protocol.open == self.number
+        answered = not is_open or performer.channel.is_answered
+        performer.send(Ready(self.number, unit, answered))
+
+    def hold(self, units: Sequence[int]) -> Sequence[int]:
+        """Hold units, gathered, until `let_go`; none in a pass. A collective."""
+        if self.record.rounds:
+            return ()
+        number, wanted = self.number, tuple(units)
+        self.performer.send(Enter(number, wanted))
+        missing = any(unit not in self.record.residency.gathered for unit in units)
+        name = f"gathered(...) of units {[*units]} of model {number}"
+        missing = any(self.performer.call(name, int(missing)))
+        self.performer.send(Hold(number, wanted, missing))
+        return units
+
+    def let_go(self, units: Sequence[int]) -> None:
+        """End a `hold`."""
+        self.performer.send(LetGo(self.number, tuple(units)))
+
+    def changed(self) -> None:
+        """The parameters changed: what was gathered of them is freed."""
+        self.performer.send(Changed(self.number))

@@ -1,0 +1,131 @@
+"""The gradients of one state that this rank has made, and their means over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fzero._modes import is_recorded
+from fzero.homes import add_to, lent, placed
+from fzero.machine.bucket import Bucket
+from fzero.mesh import Axis
+from fzero.quantize import ErrorFeedback
+from fzero.state.layout import as_bits
+from fzero.state.progress import ALL
+from fzero.state.setup import Setup
+
+
+class LocalGradients:
+    """Buckets of a state's gradients: filled leaf by leaf, handed on to a reduction.
+
+    Attributes:
+        keeps: whether they stay on this rank, for a coalescing window.
+        means: {group: its mean over ranks} of what was reduced.
+        feedback: what quantization has lost of them; None if they are not quantized.
+    """
+
+    def __init__(self, setup: Setup, axis: Axis, device: torch.device) -> None:
+        self.setup, self.axis, self._device = setup, axis, device
+        layout, contiguous = setup.layout, setup.reduction.contiguous_gradients
+        self.buckets = {i: Bucket(layout, i, contiguous=contiguous) for i in layout.trainable}
+        self.feedback = ErrorFeedback(setup) if setup.quantizes_gradients else None
+        self.keeps = False
+        self.means: dict[int, Tensor] = {}
+        self._used: set[int] = set()
+
+    def add(self, leaf: int, index: int, position: int, gradient: Tensor) -> None:
+        """Add the gradient of one leaf, which is at `position` in group `index`."""
+        self.buckets[index].add(position, gradient)
+        self._used.add(leaf)
+
+    def begin(self, *, keeps: bool) -> None:
+        """A backward begins."""
+        self.keeps = keeps
+
+    def sent(self, index: int, *, mine: bool) -> Tensor:
+        """What this rank puts on the wire for one group: zeros if it is not `mine`, or none."""
+        setup, feedback, device = self.setup, self.feedback, self._device
+        gradient = self._popped(index) if mine else None
+        if gradient is not None:
+            gradient = lent(gradient, device)
+        if feedback is not None:
+            return feedback.sent(index, gradient) if mine else feedback.nothing(index, device)
+        if gradient is not None:
+            return setup.sent(index, gradient)
+        dtype = setup.communication_dtype(index)
+        return torch.zeros(setup.layout.full_numel(index), dtype=dtype, device=device)
+
+    def _popped(self, index: int) -> Tensor | None:
+        if _in_place(self.setup):
+            return self.buckets[index].pop_owned(self.setup.divides_first(index))
+        return self.buckets[index].pop()
+
+    def add_sum(self, index: int, got: Tensor) -> None:
+        """Divide what a reduction has brought, and add it to the mean of the group."""
+        setup = self.setup
+        summed = got if self.feedback is None else self.feedback.summed(index, got)
+        mean = summed.to(setup.accumulate_dtype(index))
+        first = setup.divides_first(index) if _in_place(setup) else 1.0
+        if (divisor := setup.divisor / first) != 1.0:
+            mean.div_(divisor)
+        if index in self.means:
+            add_to(self.means[index], mean)
+        else:
+            self.means[index] = placed(setup.offload.gradients, mean, setup.offload)
+
+    # What is here.
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any of this rank's own gradients are still here."""
+        return any(bucket.has_any for bucket in self.buckets.values())
+
+    def pop_local(self, *, to_write: bool = False) -> dict[int, Tensor]:
+        """Return, and forget, this rank's own gradients that are still here: {group: [W l]}.
+
+        `to_write`: later gradients are added to them in place.
+        """
+        written = set[int]() if to_write else None
+        found = {}
+        for index, bucket in self.buckets.items():
+            flat = bucket.pop(written)
+            if flat is not None:
+                found[index] = flat.to(self.setup.accumulate_dtype(index))
+        return found
+
+    def pop_local_into(self, totals: dict[int, Tensor], factor: float) -> None:
+        """Add `pop_local()`, times a factor, to {group: [W l]}, without a copy between."""
+        for index, total in totals.items():
+            self.buckets[index].pop_into(total, factor)
+
+    def pop_means(self) -> dict[int, Tensor]:
+        """Return, and forget, the means."""
+        means, self.means = self.means, {}
+        return means
+
+    def pop_used(self) -> int:
+        """Return, and forget, the leaves that got a gradient, as bits; `ALL` if all did."""
+        used, self._used = self._used, set()
+        layout = self.setup.layout
+        count = sum(len(layout.groups[i].leaves) for i in self.buckets)
+        return ALL if len(used) == count else as_bits(used)
+
+    def discard_local(self) -> None:
+        """Discard what no reduction has."""
+        self.pop_local()
+        self._used.clear()
+
+    def discard(self) -> None:
+        """Discard everything."""
+        self.discard_local()
+        self.means = {}
+        if self.feedback is not None:
+            self.feedback.changed()
+
+
+def _in_place(setup: Setup) -> bool:
+    """Whether gradients are summed in the memory that is sent.
+
+    In a graph none are, and what divides them after the sum is compiled into the update.
+    """
+    return setup.reduces_in_place and not is_recorded(())

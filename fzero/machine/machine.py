@@ -1,0 +1,94 @@
+"""One model of a rank: what gathers its units, reduces its gradients, reads its placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import Channel, Performer, performer_of
+from fzero.machine.gather import Gatherer
+from fzero.machine.line import ModelLine
+from fzero.machine.reader import Reader
+from fzero.machine.reduce import Reducer
+from fzero.machine.unit_table import UnitTable
+from fzero.state import Setup
+from fzero.state.effects import (
+    Discard,
+    Drop,
+    Free,
+    Gather,
+    ModelEffect,
+    Reduce,
+    TakePart,
+    Wait,
+)
+from fzero.state.protocol import Units
+from fzero.state.setup import Gathering
+
+
+class Machine:
+    """The units and gradients of some states on the same ranks, each on a mesh of its own.
+
+    number: of the model among those of the ranks. gathering: how units are gathered and planned.
+    on_gathered: is told of each group that was gathered. on_written: is told which units a
+    `gathered` block has written. drop_raised: drops a backward that raised without a word.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        setups: Sequence[Setup],
+        devices: Sequence[torch.device],
+        gathering: Gathering,
+        *,
+        on_gathered: Callable[[int, Tensor], None] | None = None,
+        on_written: Callable[[Sequence[int]], None] | None = None,
+        drop_raised: Callable[[], None] | None = None,
+    ) -> None:
+        shared = performer_of(setups[0].axis)
+        performer = shared or Performer(Channel(setups[0].axis, setups[0].axis))
+        axes = [one.axis if shared is None else shared.over(one.axis) for one in setups]
+        table = UnitTable([setup.layout for setup in setups], axes)
+        self.line = ModelLine(performer, number)
+        self.reducer = Reducer(setups, axes, devices, self.line.ready)
+        self.gatherer = Gatherer(table, on_gathered)
+        self.reader = Reader(self.gatherer, self.line, on_written)
+        self._drop_raised = drop_raised
+        units = Units(
+            numels=table.numels,
+            persistent=gathering.persistent,
+            rounds=table.rounds,
+            bounded=frozenset(filter(self.reducer.is_bounded, range(len(table.units)))),
+            limits=gathering.limits,
+            gathers=any(setup.gathers_by_unit for setup in setups),
+        )
+        performer.join(self, units, number)
+
+    def perform(self, effect: ModelEffect) -> None:
+        """Do what the protocol asks for."""
+        match effect:
+            case Gather(_, unit, exact):
+                self.gatherer.start(unit, exact=exact)
+            case TakePart(_, unit, exact):
+                self.gatherer.take_part(unit, exact=exact)
+            case Wait(_, unit):
+                self.gatherer.wait(unit)
+            case Free(_, unit):
+                self.gatherer.free(unit)
+            case Reduce(_, unit, mine):
+                self.reducer.start(unit, mine=mine)
+            case Drop():
+                self.reducer.discard_local()
+            case Discard():
+                self.reducer.discard()
+
+    def wait_for_reductions(self) -> None:
+        """Wait for the reductions that were started."""
+        self.reducer.wait_all()
+
+    def drop_raised(self) -> None:
+        """Drop a backward that raised on this rank without a word to the other ranks."""
+        if self._drop_raised is not None:
+            self._drop_raised()

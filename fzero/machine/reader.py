@@ -1,0 +1,156 @@
+"""What placeholders hold: their values, whoever makes sure that these are here, and who may write.
+
+placeholder read by a kernel -> Reader.leaf -> Line.use -> the values are here
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fzero._modes import for_training
+from fzero.collectives import broadcast
+from fzero.errors import LayoutError, PhaseError
+from fzero.machine.gather import Gatherer
+from fzero.partition import shard_of
+from fzero.placeholder import LazyParam
+from fzero.state.layout import Leaf
+
+
+class Line(Protocol):
+    """From a reader to whoever decides when a unit is gathered and freed."""
+
+    def use(self, unit: int) -> None:
+        """Have a unit here: a kernel reads it."""
+        ...
+
+    def hold(self, units: Sequence[int]) -> Sequence[int]:
+        """Hold units, gathered, until `let_go`; return those that are held. A collective."""
+        ...
+
+    def let_go(self, units: Sequence[int]) -> None:
+        """End a `hold`."""
+        ...
+
+    def changed(self) -> None:
+        """Free everything: it is stale."""
+        ...
+
+
+class Reader:
+    """The values of placeholders, read as they are wanted; written in `gathered` blocks only.
+
+    Attributes:
+        writable: how many blocks write to a unit now.
+        refused: how many writes were refused.
+    """
+
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        line: Line,
+        on_written: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        self.gatherer, self.line = gatherer, line
+        self._on_written = on_written
+        self.writable: Counter[int] = Counter()
+        self._sources: dict[int, int] = {}  # whose values count in the last block that writes
+        self.refused = 0
+
+    # What placeholders call.
+
+    def leaf(self, group: int, position: int) -> Tensor:
+        """Return one full leaf of a group, gathering its unit unless it is here."""
+        self.gatherer.require_own_rank(group, position)
+        for_training(self.line.use, self.gatherer.table.unit_of[group])
+        return self.gatherer.leaf(group, position)
+
+    @property
+    def changes(self) -> int:
+        """How often the values have changed."""
+        return self.gatherer.changes
+
+    def device_of(self, group: int) -> torch.device:
+        """Return where the values of a group are."""
+        return self.gatherer.groups[group].device
+
+    def leaves_of(self, group: int) -> list[Leaf]:
+        """Return the leaves of a group."""
+        return self.gatherer.leaves_of(group)
+
+    def unit_of(self, group: int) -> int:
+        """Return the unit of a group."""
+        return self.gatherer.table.unit_of[group]
+
+    def begin_write(self, placeholder: LazyParam, func: Any) -> None:
+        """Refuse: a write would reach the gathered copy only, and be forgotten."""
+        if self.writable[self.unit_of(placeholder.where[0])]:
+            return
+        self.refused += 1
+        raise LayoutError(
+            f"{placeholder!r} is written in place ({func}); this rank holds a shard of it.",
+            cause="an in-place method (add_, copy_, ...), an initializer, or an optimizer of "
+            "one's own on a parameter of stage 3.",
+            fix="in a loss, clone it first: losses are pure. To change a parameter of a "
+            "module, use `with fzero.adapter.gathered(module, modify=True)`; "
+            "engine.step() runs the optimizer that the engine was made with.",
+        )
+
+    def end_write(self, placeholder: LazyParam) -> None:
+        """Nothing to do: what was written is sharded where `gathered(modify=True)` ends."""
+
+    # What `gathered` calls.
+
+    def hold(self, units: Sequence[int], source: int | None) -> Sequence[int]:
+        """Gather units, and hold them until `let_go`; writable with a `source`. A collective.
+
+        Returns those that it holds: none in a pass, whose order says what is here. What is read
+        there lives as long as whoever has read it.
+        """
+        if source is not None:
+            self._require_one_source(units, source)
+        held = for_training(self.line.hold, units)
+        if source is None:
+            return held
+        if units and not held:
+            raise PhaseError(
+                "gathered(modify=True) at stage 3 in a forward or a backward.",
+                cause="a module that writes to its own parameters in its forward.",
+                fix="write parameters between steps.",
+            )
+        self.writable.update(held)
+        self._sources.update(dict.fromkeys(held, source))
+        return held
+
+    def let_go(self, units: Sequence[int], source: int | None) -> None:
+        """End a `hold`; a unit of another block stays. All shards get the values of a `source`."""
+        if source is not None:
+            self.writable.subtract(units)
+            self._share(units, source)
+        self.line.let_go(units)
+
+    def _require_one_source(self, units: Sequence[int], source: int) -> None:
+        for unit in units:
+            if self.writable[unit] and self._sources[unit] != source:
+                raise PhaseError(
+                    f"gathered(modify=True, from_rank={source}) inside a block with "
+                    f"from_rank={self._sources[unit]}, on parameters of one unit.",
+                    cause="parameters that stage 3 gathers together, written by two ranks.",
+                    fix="give both blocks the same from_rank, or end one before the other.",
+                )
+
+    @torch.no_grad()
+    def _share(self, units: Sequence[int], source: int) -> None:
+        table = self.gatherer.table
+        for unit in units:
+            shards = table.axes[unit].shards
+            flats = broadcast(self.gatherer.held[unit].flats, table.axes[unit], source)
+            for group, flat in zip(table.units[unit], flats, strict=True):
+                shard = self.gatherer.groups[group].shard
+                shard.copy_(shard_of(flat, shards.size, shards.rank))
+        if self._on_written is not None:
+            self._on_written(units)

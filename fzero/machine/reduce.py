@@ -1,0 +1,221 @@
+"""Gradients of leaves -> buckets -> collectives that run beside the backward -> this rank's shard.
+
+    pop_grad(state, leaf, p)        autograd made one
+      the bucket is full            pack -> [W l] in the dtype of the wire
+      it may start                  reduce-scatter (or all-reduce), at most two at a time; of
+                                    int8 blocks an all-to-all, and the sum is made here
+      it is over                    on a mesh of two dims: then across replicas, beside the next one
+    all of it is over             / W, unless packing did -> means, in the dtype of their sums
+
+A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
+together. The protocol says which one may start, in one order on every rank, so ranks may use other
+parameters, or use them in another order.
+
+Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3 (buckets in one order).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import InFlight, about, start_all_to_all, start_reduce, start_scatter
+from fzero.errors import AxisError
+from fzero.machine.local_gradients import LocalGradients
+from fzero.mesh import Axis, Runtime
+from fzero.quantize import ErrorFeedback
+from fzero.state.buffers import Placement
+from fzero.state.setup import Setup
+
+IN_FLIGHT = 1
+"""Reduce-scatters that run at once: with the bucket that fills up, the inputs of two are alive, as
+in FSDP2. All-reduces run in place, in memory that the gradient needs anyway: they have no bound."""
+
+
+class Reducer:
+    """The gradients of some states on the same ranks, for one backward after another.
+
+    on_full: called with a unit whose gradients are complete; default: it is reduced. `received`
+    counts the gradients of leaves since `begin`.
+    """
+
+    def __init__(
+        self,
+        setups: Sequence[Setup],
+        axes: Sequence[Axis],
+        devices: Sequence[torch.device],
+        on_full: Callable[[int], None] | None = None,
+    ) -> None:
+        self.states = [LocalGradients(*one) for one in zip(setups, axes, devices, strict=True)]
+        self.received = 0
+        self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
+        # Of each state, for each leaf: its unit, its group, its place in the group.
+        self._where = [self._add(number, setup) for number, setup in enumerate(setups)]
+        self._flights: deque[tuple[int, InFlight]] = deque()
+        self._across: deque[tuple[int, InFlight]] = deque()  # of one bucket, across replicas
+        streams = any(setup.streams for setup in setups)
+        alone = axes[0].runtime is Runtime.LOCAL and not streams
+        self._on_full = None if alone else (on_full or self.start)  # alone, gradients stay here
+
+    def _add(self, number: int, setup: Setup) -> dict[int, tuple[int, int, int]]:
+        where: dict[int, tuple[int, int, int]] = {}
+        learning = set(setup.layout.trainable)
+        for unit in setup.layout.units:
+            indices = tuple(i for i in unit if i in learning)
+            for i in indices:
+                for position, leaf in enumerate(setup.layout.groups[i].leaves):
+                    where[leaf] = len(self._units), i, position
+            self._units.append((number, indices))
+        return where
+
+    # Events.
+
+    def pop_grad(self, state: int, leaf: int, p: Tensor) -> None:
+        """Add `p.grad`, the gradient of one leaf of a state, and take it away from `p`."""
+        unit, index, position = self._where[state][leaf]
+        self.states[state].add(leaf, index, position, _popped(p))
+        self._received(state, unit, index)
+
+    def _received(self, state: int, unit: int, index: int) -> None:
+        self.received += 1
+        one = self.states[state]
+        if self._on_full is None or one.keeps or not one.buckets[index].is_full:
+            return
+        if len(self._units[unit][1]) == 1 or self.is_complete(unit):
+            self._on_full(unit)
+
+    def begin(self, keeps: Sequence[bool]) -> None:
+        """A backward begins: gradients of the states that `keeps` stay on this rank."""
+        self.settle()
+        for one, stays in zip(self.states, keeps, strict=True):
+            one.begin(keeps=stays)
+
+    def settle(self) -> None:
+        """What was received is in a state: count again."""
+        self.received = 0
+
+    # Collectives.
+
+    @property
+    def unit_count(self) -> int:
+        """How many units there are, also those of which nothing learns."""
+        return len(self._units)
+
+    def is_bounded(self, unit: int) -> bool:
+        """Whether the inputs of few reductions may be alive at once: those of reduce-scatters."""
+        return not self.states[self._units[unit][0]].setup.reduces_in_place
+
+    def start(self, unit: int, *, mine: bool = True) -> None:
+        """Start the reduction of a unit, with zeros where this rank has nothing. A collective.
+
+        Not `mine`: another rank asked for it, and what this rank has of it stays here.
+        """
+        number, indices = self._units[unit]
+        one = self.states[number]
+        if not indices or (mine and one.keeps):
+            return
+        setup, sharded = one.setup, self.is_bounded(unit)
+        while sharded and len(self._flights) >= IN_FLIGHT:
+            self._wait_for_oldest()
+        local = [one.sent(i, mine=mine) for i in indices]
+        ordered = setup.reduction.ordered
+        with about(lambda: setup.layout.paths(indices)):
+            if setup.quantizes_gradients:
+                flight = start_all_to_all(local, one.axis)
+            elif sharded:
+                flight = start_scatter(local, one.axis.shards, ordered=ordered)
+            else:
+                flight = start_reduce(local, one.axis, ordered=ordered)
+        self._flights.append((unit, flight))
+        if not setup.reduction.overlap:
+            self.wait_all()
+
+    def _wait_for_oldest(self) -> None:
+        """Wait for the oldest reduction; across the replicas it goes on beside the next one."""
+        # In the order of the starts: what is waited for may communicate again.
+        self._wait_across()
+        unit, flight = self._flights.popleft()
+        number, indices = self._units[unit]
+        setup, axis = self.states[number].setup, self.states[number].axis
+        if axis.dims is None or not self.is_bounded(unit):
+            self._add_sums(unit, flight)
+            return
+        over_all = setup.gradients is Placement.OVER_ALL
+        start = start_scatter if over_all else start_reduce
+        summed = flight.wait()
+        with about(lambda: setup.layout.paths(indices)):
+            crossing = start(summed, axis.replicas, ordered=setup.reduction.ordered)
+        self._across.append((unit, crossing))
+
+    def _wait_across(self) -> None:
+        while self._across:
+            self._add_sums(*self._across.popleft())
+
+    def _add_sums(self, unit: int, flight: InFlight) -> None:
+        number, indices = self._units[unit]
+        for index, got in zip(indices, flight.wait(), strict=True):
+            self.states[number].add_sum(index, got)
+
+    def wait_all(self) -> None:
+        """Wait for all that was started. All ranks are at one place."""
+        while self._flights:
+            self._wait_for_oldest()
+        self._wait_across()
+
+    # The end of a backward.
+
+    def feedback(self, state: int) -> ErrorFeedback | None:
+        """What quantization has lost of a state's gradients."""
+        return self.states[state].feedback
+
+    def add_waiting(self, state: int, flats: dict[int, Tensor], *, owned: bool = False) -> None:
+        """Take whole local gradients of a state, {group: [W l]}: what has waited in a window.
+
+        They are written to only if they are `owned`.
+        """
+        for index, flat in flats.items():
+            self.states[state].buckets[index].add_waiting(flat, owned=owned)
+
+    def unreduced(self) -> tuple[tuple[int, bool], ...]:
+        """(unit, whether they are complete) of units with gradients that were not handed on."""
+        found = []
+        for unit, (state, indices) in enumerate(self._units):
+            one = self.states[state]
+            if not one.keeps and any(one.buckets[i].has_any for i in indices):
+                found.append((unit, self.is_complete(unit)))
+        return tuple(found)
+
+    def is_complete(self, unit: int) -> bool:
+        """Whether all of a unit's gradients are here."""
+        state, indices = self._units[unit]
+        return all(self.states[state].buckets[i].is_full for i in indices)
+
+    def pop_means(self, state: int) -> dict[int, Tensor]:
+        """Return, and forget, the means of a state: {group: its part of this rank}."""
+        return self.states[state].pop_means()
+
+    def discard_local(self) -> None:
+        """Discard what this backward has brought and no reduction has. Waits for nothing."""
+        self.settle()
+        for one in self.states:
+            one.discard_local()
+
+    def discard(self) -> None:
+        """Discard what this backward has brought. Waits for what was started."""
+        self.discard_local()
+        while self._flights or self._across:
+            with suppress(AxisError):
+                self.wait_all()
+        for one in self.states:
+            one.discard()
+
+
+def _popped(p: Tensor) -> Tensor:
+    """Take `p.grad` away. No frame keeps it: a bucket's gradients go as soon as it is packed."""
+    gradient, p.grad = p.grad, None
+    assert gradient is not None
+    return gradient.detach() if gradient.requires_grad else gradient

@@ -1,0 +1,29 @@
+"""`dataclasses.replace` for records of the protocol, which are made anew at each event."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+
+def replaced(record: R, **changes: Any) -> R:
+    """Return a frozen record with other values of some fields.
+
+    As `dataclasses.replace`, of a record without slots, and without its `__post_init__`: it takes a
+    fifth of the time.
+
+    Raises `TypeError` for a name that is no field.
+
+    Example:
+        >>> from fzero.state.residency import Residency
+        >>> replaced(Residency(), current=3).current
+        3
+    """
+    fields = record.__dict__
+    if not changes.keys() <= fields.keys():
+        raise TypeError(f"{type(record).__name__} has no field {sorted(changes.keys() - fields)}")
+    new = object.__new__(type(record))
+    new.__dict__.update(fields)
+    new.__dict__.update(changes)
+    return new

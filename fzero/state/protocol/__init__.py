@@ -1,0 +1,168 @@
+"""When anything is gathered, freed, reduced, announced or asked for: a record and one transition.
+
+What comes in: events of a driver (`Begin`, `Use`, `Ready`, ...) and what the other ranks said
+(`Answer`). What goes out: the next record, and effects in the order in which they are done. A
+record has host integers, texts and tuples only; nothing here communicates, waits or holds a tensor.
+
+All ranks that announce the same program run its collectives in its order, whatever they use
+themselves (see `state.replay`). A rank that needs what the rest of the plan does not have runs the
+plan to its end, and asks there: every rank takes part in what any rank asks for. At stage 3 a
+program is recorded: what the ranks did before. Below stage 3 it is known: every bucket is reduced
+once, the last one first. One plan runs at a time on the same ranks: where a pass of another model
+begins in the middle of a pass, or asks, the plan of this one is run to its end first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fzero.state._replaced import replaced
+from fzero.state.effects import Effect, Free, Gather, Post, Reduce
+from fzero.state.protocol import _pass, _plan, _rounds
+from fzero.state.protocol import _tasks as tasks
+from fzero.state.protocol.events import Adopt as Adopt
+from fzero.state.protocol.events import Announcement as Announcement
+from fzero.state.protocol.events import Answer as Answer
+from fzero.state.protocol.events import Begin as Begin
+from fzero.state.protocol.events import Broke as Broke
+from fzero.state.protocol.events import Call as Call
+from fzero.state.protocol.events import Changed as Changed
+from fzero.state.protocol.events import EndForward as EndForward
+from fzero.state.protocol.events import Enter as Enter
+from fzero.state.protocol.events import Event as Event
+from fzero.state.protocol.events import Failed as Failed
+from fzero.state.protocol.events import Finish as Finish
+from fzero.state.protocol.events import FinishForward as FinishForward
+from fzero.state.protocol.events import FirstGradient as FirstGradient
+from fzero.state.protocol.events import GiveUp as GiveUp
+from fzero.state.protocol.events import Hold as Hold
+from fzero.state.protocol.events import Join as Join
+from fzero.state.protocol.events import Leave as Leave
+from fzero.state.protocol.events import LetGo as LetGo
+from fzero.state.protocol.events import Raised as Raised
+from fzero.state.protocol.events import Ready as Ready
+from fzero.state.protocol.events import Settle as Settle
+from fzero.state.protocol.events import SyncPoint as SyncPoint
+from fzero.state.protocol.events import Told as Told
+from fzero.state.protocol.events import Use as Use
+from fzero.state.protocol.events import WindowEnded as WindowEnded
+from fzero.state.protocol.records import Awaiting, Next
+from fzero.state.protocol.records import Course as Course
+from fzero.state.protocol.records import Model as Model
+from fzero.state.protocol.records import Protocol as Protocol
+from fzero.state.residency import Residency as Residency
+from fzero.state.residency import Units as Units
+
+
+def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, ...]]:
+    """Return the record after an event, and what is to be done, in this order.
+
+    If the last effect is `Read` or `Exchange`, the event goes on with its answer: `advance` it with
+    that before any other event. Else it is over.
+
+    Example:
+        >>> from fzero.state.rounds import Kind, Round
+        >>> from fzero.state.schedule import Program
+        >>> protocol, _ = advance(Protocol(), Join(1, Units(numels=(4, 4))))
+        >>> said = Announcement(text="forward", place=(0, 0), program=Program((0, 1)))
+        >>> begun, effects = advance(protocol, Begin(1, announcement=said, sums=True))
+        >>> [type(effect).__name__ for effect in effects]
+        ['Post']
+        >>> asked, effects = advance(begun, Use(1, 0))
+        >>> effects
+        (Read(),)
+        >>> alone = Round([[Kind.PASS, 0, 0, 0]])
+        >>> there, effects = advance(asked, Answer(alone))
+        >>> [(type(effect).__name__, effect.unit) for effect in effects]
+        [('Gather', 0), ('Gather', 1), ('Wait', 0)]
+    """
+    if isinstance(event, Broke):
+        return _broke(protocol, event), ()
+    found: list[Effect] = []
+    if isinstance(event, Answer | Told):
+        waiting, *rest = protocol.agenda
+        protocol, effects = _resume(replaced(protocol, agenda=tuple(rest)), waiting.task, event)
+        found += effects
+    else:
+        protocol = protocol.then(event)
+    while protocol.agenda and not isinstance(protocol.agenda[0], Awaiting):
+        task = protocol.agenda[0]
+        step = _STEPS[type(task)]
+        protocol, effects = step(replaced(protocol, agenda=protocol.agenda[1:]), task)
+        found += effects
+    return protocol, tuple(found)
+
+
+def _resume(protocol: Protocol, task: Any, event: Answer | Told) -> Next:
+    if isinstance(event, Told):
+        if isinstance(task, tasks.EndOfPass):
+            return _pass.told(protocol, task, event)
+        return protocol, ()
+    if event.round.failed and not isinstance(task, Raised):
+        return _rounds.peers_failed(protocol, event.round)
+    return _ANSWERED[type(task)](protocol, task, event.round)
+
+
+def _broke(protocol: Protocol, event: Broke) -> Protocol:
+    """An effect raised: the rest of its event is given up; `Failed` does what others wait for."""
+    undone = tuple(x for x in event.undone if isinstance(x, Gather | Free | Reduce))
+    unposted = any(isinstance(x, Post) for x in event.undone)
+    still_open = None if unposted else protocol.open
+    return replaced(protocol, agenda=(), undone=undone, open=still_open)
+
+
+_STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
+    Join: _pass.join,
+    Leave: _pass.leave,
+    Begin: _pass.begin,
+    FirstGradient: _pass.first_gradient,
+    Use: _plan.use,
+    Ready: _plan.ready,
+    SyncPoint: _plan.sync_point,
+    EndForward: _pass.end_forward,
+    FinishForward: _pass.finish_forward,
+    Finish: _pass.finish,
+    Failed: _pass.failed,
+    GiveUp: _pass.give_up,
+    Raised: _rounds.raised,
+    Call: _rounds.call,
+    Enter: _pass.enter,
+    Hold: _pass.hold,
+    LetGo: _pass.let_go,
+    Adopt: _pass.adopt,
+    Settle: _pass.settle,
+    Changed: _pass.changed,
+    WindowEnded: _pass.window_ended,
+    tasks.Announce: _rounds.announce,
+    tasks.Learn: _rounds.learn,
+    tasks.Pin: _pass.pin,
+    tasks.Follow: _rounds.follow,
+    tasks.EndPlan: _plan.end_plan,
+    tasks.EndOthers: _plan.end_others,
+    tasks.Walk: _plan.walk,
+    tasks.ClosePlan: _plan.close_plan,
+    tasks.ReduceDue: _plan.reduce_due,
+    tasks.Reach: _plan.reach,
+    tasks.Obtain: _plan.obtain,
+    tasks.Ask: _rounds.ask,
+    tasks.AskNext: _rounds.ask_next,
+    tasks.AskLeft: _rounds.ask_left,
+    tasks.Arrive: _plan.arrive,
+    tasks.Depart: _plan.depart,
+    tasks.EndOfForward: _pass.end_of_forward,
+    tasks.Done: _rounds.done,
+    tasks.SayDone: _rounds.say_done,
+    tasks.EndOfPass: _pass.end_of_pass,
+    tasks.DropInexact: _pass.drop_inexact,
+}
+"""What each event and each task does first."""
+
+_ANSWERED: dict[type, Callable[[Protocol, Any, Any], Next]] = {
+    tasks.Learn: _rounds.learned,
+    tasks.AskNext: _rounds.asked,
+    tasks.SayDone: _rounds.heard_done,
+    Call: _rounds.called,
+    Raised: _rounds.heard_raised,
+}
+"""How those go on that read a round."""

@@ -1,0 +1,246 @@
+"""Events of one model: its forward and backward, from their beginning to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fzero.state import pass_state, residency
+from fzero.state._replaced import replaced
+from fzero.state.effects import (
+    AnnouncePhase,
+    Discard,
+    Drop,
+    EndPhase,
+    Exchange,
+    PassEffect,
+    TakePart,
+)
+from fzero.state.pass_state import FORWARD, PassState
+from fzero.state.protocol import _tasks as tasks
+from fzero.state.protocol import events as e
+from fzero.state.protocol._plan import started
+from fzero.state.protocol.records import Awaiting, Course, Model, Next, Protocol
+from fzero.state.schedule import Phases, joined
+
+
+def join(p: Protocol, event: e.Join) -> Next:
+    """A model is there."""
+    return p.put(event.model, Model(units=event.units)), ()
+
+
+def leave(p: Protocol, event: e.Leave) -> Next:
+    """A model is gone."""
+    models = {number: model for number, model in p.models.items() if number != event.model}
+    return replaced(p.without(event.model), models=models), ()
+
+
+def begin(p: Protocol, event: e.Begin) -> Next:
+    """A phase begins: it is announced if anything of it crosses ranks."""
+    model, here = p.models[event.model], p.models[event.model].residency
+    reads = model.units.gathers and len(here.pinned) < len(model.units.numels)
+    if event.announcement.place[1] == FORWARD:
+        p = replaced(p, known=False)  # an error of the pass before does not concern this one
+        to = pass_state.begin_forward(model.phase, reads=reads, sums=event.sums)
+    else:
+        to = pass_state.begin_backward(
+            model.phase,
+            reads=reads,
+            sums=event.sums,
+            silent=event.silent,
+            dropped=event.dropped,
+        )
+    course = replaced(model.course, announcement=event.announcement)
+    here = replaced(here, stays=event.stays)
+    model = replaced(model, phase=to[0], course=course, residency=here, rounds=event.rounds)
+    return _crossing(p.put(event.model, model), event.model, to[1])
+
+
+def first_gradient(p: Protocol, event: e.FirstGradient) -> Next:
+    """What a silent backward brings crosses ranks: it is announced."""
+    model = p.models[event.model]
+    phase, effects = pass_state.first_gradient(model.phase)
+    return _crossing(p.put(event.model, replaced(model, phase=phase)), event.model, effects)
+
+
+def end_forward(p: Protocol, event: e.EndForward) -> Next:
+    """A forward is over that a backward may follow."""
+    model = p.models[event.model]
+    if model.phase.gathered:
+        return p.then(tasks.EndPlan(event.model), tasks.EndOfForward(event.model)), ()
+    return p.put(event.model, _after_forward(model)), ()
+
+
+def end_of_forward(p: Protocol, t: tasks.EndOfForward) -> Next:
+    """What is read between forward and backward is no part of the pass."""
+    model = _after_forward(p.models[t.model])
+    here, frees = residency.release(replaced(model.residency, current=-1), t.model)
+    course = replaced(model.course, place=None)
+    model = replaced(model, residency=here, course=course)
+    return p.put(t.model, model).without(t.model), frees
+
+
+def _after_forward(model: Model) -> Model:
+    return replaced(model, phase=pass_state.end_forward(model.phase), rounds=False)
+
+
+def finish_forward(p: Protocol, event: e.FinishForward) -> Next:
+    """A forward is over that no backward follows."""
+    model = p.models[event.model]
+    phase, effects = pass_state.finish_forward(model.phase)
+    return _ending(p.put(event.model, replaced(model, phase=phase)), event.model, effects, ())
+
+
+def finish(p: Protocol, event: e.Finish) -> Next:
+    """A backward is over."""
+    model = p.models[event.model]
+    phase, effects = pass_state.finish(model.phase)
+    model = replaced(model, phase=phase)
+    return _ending(p.put(event.model, model), event.model, effects, event.left)
+
+
+def _crossing(p: Protocol, number: int, effects: tuple[PassEffect, ...]) -> Next:
+    if AnnouncePhase in map(type, effects):
+        return p.then(tasks.EndOthers(number), tasks.Announce(number)), ()
+    return p, ()
+
+
+def _ending(
+    p: Protocol, number: int, effects: tuple[PassEffect, ...], left: tuple[tuple[int, bool], ...]
+) -> Next:
+    model = p.models[number]
+    course = replaced(model.course, left=left, learned={})
+    if EndPhase not in map(type, effects):
+        return p.put(number, replaced(model, course=course, rounds=False)), ()
+    p = p.put(number, replaced(model, course=course))
+    return p.then(tasks.EndPlan(number), tasks.AskLeft(number), tasks.Done(number)), ()
+
+
+def end_of_pass(p: Protocol, t: tasks.EndOfPass) -> Next:
+    """No rank is in the pass any more: free what was kept for it alone."""
+    model, did = p.models[t.model], p.models[t.model].course.did
+    course = replaced(model.course, did={}, place=None, asked=False, replay=None, left=())
+    here = replaced(model.residency, current=-1)
+    here, frees = residency.end_backward(here, t.model, model.units.persistent)
+    model = replaced(model, course=course, residency=here, rounds=False)
+    p = p.put(t.model, model).without(t.model)
+    if not t.asked:
+        return p, frees
+    return p.then(Awaiting(t)), (*frees, Exchange((t.model, dict(did))))
+
+
+def told(p: Protocol, t: tasks.EndOfPass, event: e.Told) -> Next:
+    """Learn what all ranks did in this pass: it is expected from now on."""
+    model = p.models[t.model]
+    mine = _phases_of(t.model, event.values)
+    learned = joined(mine, len(model.units.numels))
+    return p.put(t.model, replaced(model, course=replaced(model.course, learned=learned))), ()
+
+
+def _phases_of(number: int, values: tuple[Any, ...]) -> list[Phases]:
+    """What the ranks did in a model's pass; a rank that was in none says None."""
+    found: list[Mapping[Any, Any]] = [did for one, did in filter(None, values) if one == number]
+    return found
+
+
+def failed(p: Protocol, event: e.Failed) -> Next:
+    """The pass raised: keep in step with the other ranks, and tell those that do not know."""
+    model = p.models[event.model]
+    phase, in_step, tells = pass_state.fail(model.phase, known=p.known, astray=event.astray)
+    course = replaced(model.course, due=(), left=())
+    undone = p.undone if in_step else ()
+    p = replaced(p.put(event.model, replaced(model, phase=phase, course=course)), undone=())
+    steps = [tasks.EndPlan(event.model)] if in_step else []
+    more = [tasks.EndOthers(event.model), e.Raised()] if tells else []
+    return p.then(*steps, *more), (Drop(event.model), *undone)
+
+
+def give_up(p: Protocol, event: e.GiveUp) -> Next:
+    """Forget the pass."""
+    model = p.models[event.model]
+    here = replaced(model.residency, current=-1)
+    here, frees = residency.release(here, event.model, pinned=True)
+    model = Model(units=model.units, phase=PassState(), course=Course(), residency=here)
+    p = replaced(p.put(event.model, model).without(event.model), undone=())
+    p = replaced(p, open=None) if p.open == event.model else p
+    return p, (Discard(event.model), *frees)
+
+
+# Between passes.
+
+
+def enter(p: Protocol, event: e.Enter) -> Next:
+    """A block wants exact values."""
+    wanted = tasks.DropInexact(event.model, event.units)
+    return p.then(tasks.EndOthers(event.model), wanted), ()
+
+
+def drop_inexact(p: Protocol, t: tasks.DropInexact) -> Next:
+    """Free what is rounded of these units."""
+    model = p.models[t.model]
+    here, frees = residency.drop_inexact(model.residency, t.model, t.units)
+    return p.put(t.model, replaced(model, residency=here)), frees
+
+
+def hold(p: Protocol, event: e.Hold) -> Next:
+    """A block holds units: each is gathered on all ranks if any is missing on any of them."""
+    model, here = p.models[event.model], p.models[event.model].residency
+    found: list[Any] = []
+    for unit in event.units if event.missing else ():
+        if here.has(unit):
+            found.append(TakePart(event.model, unit, exact=True))
+            continue
+        here, starts = residency.start(here, event.model, unit, inexact=False)
+        here, waits = residency.wait(here, event.model, [unit])
+        found += [*starts, *waits]
+    here = residency.open_block(here, event.units)
+    return p.put(event.model, replaced(model, residency=here)), tuple(found)
+
+
+def let_go(p: Protocol, event: e.LetGo) -> Next:
+    """A block ends."""
+    model = p.models[event.model]
+    here, frees = residency.close_block(model.residency, event.model, event.units)
+    return p.put(event.model, replaced(model, residency=here)), frees
+
+
+def adopt(p: Protocol, event: e.Adopt) -> Next:
+    """Units come with a window."""
+    model = p.models[event.model]
+    inexact = model.units.rounds.intersection(event.units)
+    here = residency.adopt(model.residency, event.units, inexact=inexact)
+    return p.put(event.model, replaced(model, residency=here)), ()
+
+
+def settle(p: Protocol, event: e.Settle) -> Next:
+    """Wait for all that is pinned."""
+    model = p.models[event.model]
+    here, waits = residency.wait(model.residency, event.model, sorted(model.residency.pinned))
+    return p.put(event.model, replaced(model, residency=here)), waits
+
+
+def changed(p: Protocol, event: e.Changed) -> Next:
+    """What is gathered is stale."""
+    model = p.models[event.model]
+    here, frees = residency.release(model.residency, event.model, pinned=True)
+    return p.put(event.model, replaced(model, residency=here)), frees
+
+
+def window_ended(p: Protocol, event: e.WindowEnded) -> Next:
+    """Nothing is kept any longer than a backward."""
+    model = p.models[event.model]
+    here = replaced(model.residency, stays=False)
+    here, frees = residency.end_backward(here, event.model, model.units.persistent)
+    return p.put(event.model, replaced(model, residency=here)), frees
+
+
+def pin(p: Protocol, t: tasks.Pin) -> Next:
+    """Gather the missing persistent units, and pin all of them."""
+    model, here = p.models[t.model], p.models[t.model].residency
+    units, found = model.units.persistent, []
+    for unit in units:
+        here, more = started(model, here, t.model, unit)
+        found += more
+    here, waits = residency.wait(residency.pin(here, units), t.model, units)
+    here = replaced(here, seen=here.seen.union(units))
+    return p.put(t.model, replaced(model, residency=here)), (*found, *waits)

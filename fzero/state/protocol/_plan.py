@@ -1,0 +1,196 @@
+"""Tasks of one model: its plan, the units that it uses, the reductions that are due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fzero.state import replay, residency
+from fzero.state._replaced import replaced
+from fzero.state.effects import Effect, FreeUnit, GatherUnit, PlanEffect, Reduce, ReduceUnit
+from fzero.state.protocol import _tasks as tasks
+from fzero.state.protocol.events import Call, Ready, SyncPoint, Use
+from fzero.state.protocol.records import Model, Next, Protocol
+from fzero.state.replay import Replay
+from fzero.state.rounds import What
+
+LIVE = 2
+"""Units gathered at once while a rank asks: the one in use, and the one before it."""
+
+SYNC = "a collective in a loss"
+
+
+def use(p: Protocol, e: Use) -> Next:
+    """A kernel reads a unit."""
+    here = p.models[e.model].residency
+    if e.unit == here.current and e.unit in here.gathered:
+        return p, ()
+    there = tasks.Reach(e.model, e.unit)
+    return (p.then(tasks.Learn(e.model), there), ()) if p.open == e.model else reach(p, there)
+
+
+def reach(p: Protocol, t: tasks.Reach) -> Next:
+    """Record the use of a unit, and go to it in the plan, which gathers it ahead of its use."""
+    model, unit = p.models[t.model], t.unit
+    here, frees = model.residency, tuple[Effect, ...]()
+    if not model.rounds:
+        here, frees = residency.drop_inexact(here, t.model, [unit])
+    held = unit in here.gathered
+    here, course = residency.touch(here, unit), model.course
+    if unit not in here.seen:
+        course = course.did_also(unit)
+        if model.units.limits.keeps:
+            here = replaced(here, seen=here.seen | {unit})
+    if course.replay is None or course.replay.waits:
+        p = p.put(t.model, replaced(model, residency=here, course=course))
+        return p.then(tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)), frees
+    # What is complete may start behind what this use frees.
+    ready = replay.complete(course.replay, course.due)
+    there = replay.use(ready, unit, held=held)
+    p = p.put(t.model, replaced(model, residency=here, course=replaced(course, due=())))
+    p, effects = go_on(p, t.model, there or (ready, ()))
+    model = p.models[t.model]
+    if there is None and not model.residency.has(unit):
+        # It is asked for at the next sync point, or at the end of the plan.
+        p = p.put(t.model, replaced(model, course=replaced(model.course, asked=True)))
+        after = tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)
+        return p.then(tasks.Walk(t.model), *after), (*frees, *effects)
+    # The plan is followed, and nothing is due any more: nobody has to be asked on the way.
+    p, starts = reduce_due(p, tasks.ReduceDue(t.model))
+    p, waits = obtain(p, tasks.Obtain(t.model, unit))
+    return p, (*frees, *effects, *starts, *waits)
+
+
+def obtain(p: Protocol, t: tasks.Obtain) -> Next:
+    """Wait for a unit, which is asked for unless it is gathered or flying."""
+    model, here = p.models[t.model], p.models[t.model].residency
+    if here.has(t.unit) or not model.course.asks:
+        here, waits = residency.wait(here, t.model, [t.unit])
+        return p.put(t.model, replaced(model, residency=here)), waits
+    if model.course.replay is None:
+        loose = [unit for unit in here.gathered if unit not in here.pinned]
+        oldest = loose[: max(0, len(loose) - LIVE + 1)]
+        here, frees = residency.free(here, t.model, oldest)
+        p = p.put(t.model, replaced(model, residency=here))
+    else:  # the rest of what is here belongs to the plan
+        p, frees = go_on(p, t.model, replay.gathered(model.course.replay, t.unit))
+    what = What.GATHER if model.rounds else What.GATHER_EXACT
+    return p.then(tasks.Ask(t.model, what, (t.unit,)), t), frees
+
+
+def ready(p: Protocol, e: Ready) -> Next:
+    """The gradients of a unit are complete: reduce it.
+
+    Below stage 3, while another rank has not begun its backward, this one goes on with its own,
+    with one bucket to scatter at most.
+    """
+    model = p.models[e.model]
+    course = model.course.did_also(~e.unit)
+    course = replaced(course, due=(*course.due, e.unit))
+    p = p.put(e.model, replaced(model, course=course))
+    waits = not model.units.gathers and p.open == e.model and not e.answered
+    if waits and sum(unit in model.units.bounded for unit in course.due) <= 1:
+        return p, ()
+    after = tasks.ReduceDue(e.model)
+    return (p.then(tasks.Learn(e.model), after), ()) if p.open == e.model else reduce_due(p, after)
+
+
+def reduce_due(p: Protocol, t: tasks.ReduceDue) -> Next:
+    """Start the reductions that are due as the plan has them, or ask for them."""
+    model, course = p.models[t.model], p.models[t.model].course
+    due = course.due
+    p = p.put(t.model, replaced(model, course=replaced(course, due=()))) if due else p
+    if due and course.asks:
+        return p.then(tasks.Ask(t.model, What.REDUCE, due)), ()
+    if course.replay is None:
+        return p, ()
+    return go_on(p, t.model, replay.start_ready(replay.complete(course.replay, due)))
+
+
+def walk(p: Protocol, t: tasks.Walk) -> Next:
+    """Run the plan to its next sync point, or to its end."""
+    course = p.models[t.model].course
+    if course.due:
+        return p.then(tasks.ReduceDue(t.model), t), ()
+    return (p, ()) if course.replay is None else go_on(p, t.model, replay.run(course.replay))
+
+
+def end_plan(p: Protocol, t: tasks.EndPlan) -> Next:
+    """Run the plan, but not beyond a sync point that never came: its phase is over."""
+    return p.then(tasks.Learn(t.model), tasks.Walk(t.model), tasks.ClosePlan(t.model)), ()
+
+
+def close_plan(p: Protocol, t: tasks.ClosePlan) -> Next:
+    """Leave the plan where it is; it was not what this phase did."""
+    model, course = p.models[t.model], p.models[t.model].course
+    if course.replay is None:
+        return p, ()
+    return p.put(t.model, replaced(model, course=replaced(course, replay=None, asked=True))), ()
+
+
+def end_others(p: Protocol, t: tasks.EndOthers) -> Next:
+    """A model begins, or asks, in the middle of other passes: their plans end here."""
+    return p.then(*(tasks.EndPlan(number) for number in p.running if number != t.model)), ()
+
+
+def sync_point(p: Protocol, e: SyncPoint) -> Next:
+    """Run the plan to its sync point, and wait for ranks there: they serve each other until then.
+
+    It is recorded like the use of a unit that is always here. Below stage 3 reductions start in one
+    order, over a group of their own: nobody waits.
+    """
+    if not p.models[e.model].units.gathers:
+        return p, ()
+    return p.then(tasks.Learn(e.model), tasks.Arrive(e.model)), ()
+
+
+def arrive(p: Protocol, t: tasks.Arrive) -> Next:
+    """Be at the sync point."""
+    model = p.models[t.model]
+    course = model.course.did_also(len(model.units.numels))
+    had_plan = course.replay is not None
+    here = replaced(model.residency, current=-1)
+    p = p.put(t.model, replaced(model, course=course, residency=here))
+    return p.then(
+        tasks.Walk(t.model),
+        tasks.ReduceDue(t.model),
+        tasks.EndOthers(t.model),
+        Call(SYNC),
+        tasks.Depart(t.model, had_plan),
+    ), ()
+
+
+def depart(p: Protocol, t: tasks.Depart) -> Next:
+    """What a rank does from a sync point on is the same on every rank again."""
+    model, course = p.models[t.model], p.models[t.model].course
+    if course.replay is not None:
+        return go_on(p, t.model, replay.leave_sync_point(course.replay))
+    asked = course.asked or t.had_plan  # which did not have this sync point
+    return p.put(t.model, replaced(model, course=replaced(course, asked=asked))), ()
+
+
+def go_on(p: Protocol, number: int, to: tuple[Replay | None, Sequence[PlanEffect]]) -> Next:
+    """Be at a place of the plan, and do what it asks for."""
+    model = p.models[number]
+    here, course = model.residency, replaced(model.course, replay=to[0])
+    found: list[Effect] = []
+    for effect in to[1]:
+        match effect:
+            case GatherUnit(unit):
+                here, more = started(model, here, number, unit)
+                found += more
+            case FreeUnit(unit):
+                here, more = residency.free(here, number, [unit])
+                found += more
+            case ReduceUnit(unit):
+                course = replaced(course, left=tuple(x for x in course.left if x[0] != unit))
+                found.append(Reduce(number, unit))
+    return p.put(number, replaced(model, residency=here, course=course)), tuple(found)
+
+
+def started(
+    model: Model, here: residency.Residency, number: int, unit: int
+) -> tuple[residency.Residency, tuple[Effect, ...]]:
+    """Start to gather a unit, which is then pinned if what is gathered stays for the backward."""
+    if model.units.limits.keeps:
+        here = residency.pin(here, [unit])
+    return residency.start(here, number, unit, inexact=model.is_inexact(unit))

@@ -1,0 +1,232 @@
+"""Rounds of a rank: what it posts, and how it goes on with what all ranks said."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from fzero.state import replay, residency
+from fzero.state._replaced import replaced
+from fzero.state.effects import (
+    Effect,
+    Exchange,
+    Post,
+    Raise,
+    Read,
+    Reduce,
+    TakePart,
+    WaitForReductions,
+)
+from fzero.state.protocol import _tasks as tasks
+from fzero.state.protocol.events import Call, Raised
+from fzero.state.protocol.records import Awaiting, Next, Protocol
+from fzero.state.rounds import CODES, Asked, Kind, Message, Round, What, as_code
+
+
+def _say(p: Protocol, message: Message, task: Any) -> Next:
+    """Post a message; the task goes on with the answer."""
+    p = replaced(p, posted=message, known=False)
+    return p.then(Awaiting(task)), (Post(message), Read())
+
+
+# Announcements.
+
+
+def announce(p: Protocol, t: tasks.Announce) -> Next:
+    """Tell the other ranks that a phase begins. Nobody waits: the answer is read when it counts."""
+    model, course = p.models[t.model], p.models[t.model].course
+    said = course.announcement
+    assert said is not None
+    did = {**course.did, said.place: ()}
+    course = replaced(course, did=did, place=said.place, replay=None)
+    here = replaced(model.residency, current=-1)
+    here, frees = residency.release(here, t.model)
+    # What is here already is part of what ranks must have in common to follow one plan.
+    facts = said.program and (said.program.digest, sorted(here.pinned))
+    message = Message(
+        Kind.PASS,
+        f"{said.text}\nphase {said.place[1]}",
+        hint=zlib.crc32(repr(facts).encode()),
+        served=said.served,
+    )
+    p = p.put(t.model, replaced(model, course=course, residency=here)).without(t.model)
+    p = replaced(p, running=(*p.running, t.model), open=t.model, posted=message, known=False)
+    return p, (*frees, Post(message))
+
+
+def learn(p: Protocol, t: tasks.Learn) -> Next:
+    """Read what was announced, if it was not read."""
+    return (p.then(Awaiting(t)), (Read(),)) if p.open == t.model else (p, ())
+
+
+def learned(p: Protocol, t: tasks.Learn, said: Round) -> Next:
+    """Follow the plan if all ranks announced the same, in the same order; else ask.
+
+    All ranks then ask, also those of a rank that is done or makes a call, and so is not in this
+    pass. What ranks ask for that are still in the pass before is served first.
+    """
+    if Kind.ASK in said.kinds:
+        p, effects = serve(p, said)
+        assert p.posted is not None
+        again, more = _say(p, p.posted, t)
+        return again, (*effects, *more)
+    if not said.is_same and not said.is_served:
+        return differ(p)
+    p = replaced(p, open=None)
+    model, course = p.models[t.model], p.models[t.model].course
+    program = course.announcement and course.announcement.program
+    if program is not None and said.is_same and said.is_in_order:
+        return p.then(tasks.Pin(t.model), tasks.Follow(t.model, program)), ()
+    p = p.put(t.model, replaced(model, course=replaced(course, asked=True)))
+    here = model.residency
+    missing = tuple(u for u in model.units.persistent if u not in here.gathered)
+    asks = [tasks.Ask(t.model, What.GATHER, missing)] if missing else []
+    return p.then(*asks, tasks.Pin(t.model)), ()
+
+
+def follow(p: Protocol, t: tasks.Follow) -> Next:
+    """Begin the plan of a program, in which what is pinned is here."""
+    model, units = p.models[t.model], p.models[t.model].units
+    place = replay.begin(t.program, units.numels, model.residency.pinned, units.limits)
+    return p.put(t.model, replaced(model, course=replaced(model.course, replay=place))), ()
+
+
+# Asking.
+
+
+def ask(p: Protocol, t: tasks.Ask) -> Next:
+    """Ask, after the plans of other models have come to their ends."""
+    return p.then(tasks.EndOthers(t.model), tasks.AskNext(t)), ()
+
+
+def ask_next(p: Protocol, t: tasks.AskNext) -> Next:
+    """Post as many as a message has room for."""
+    model, what, units = t.ask.model, t.ask.what, t.ask.units[t.at : t.at + CODES]
+    codes = tuple(as_code(Asked(model, what, unit)) for unit in units)
+    return _say(p, Message(Kind.ASK, codes=codes), t)
+
+
+def asked(p: Protocol, t: tasks.AskNext, said: Round) -> Next:
+    """Take part in what any rank asked for in this round."""
+    mine = frozenset(Asked(t.ask.model, t.ask.what, unit) for unit in t.ask.units)
+    p, effects = serve(p, said, mine)
+    if t.at + CODES < len(t.ask.units):
+        p = p.then(replaced(t, at=t.at + CODES))
+    return p, effects
+
+
+def ask_left(p: Protocol, t: tasks.AskLeft) -> Next:
+    """What is left at the end of a backward is reduced on the way out."""
+    model, course = p.models[t.model], p.models[t.model].course
+    if not course.left:
+        return p, ()
+    units = tuple(unit for unit, _ in course.left)
+    for unit, complete in course.left:
+        course = course if complete else course.did_also(~unit)
+    course = replaced(course, asked=True, left=())
+    p = p.put(t.model, replaced(model, course=course))
+    return p.then(tasks.Ask(t.model, What.REDUCE, units)), ()
+
+
+def serve(p: Protocol, said: Round, mine: frozenset[Asked] = frozenset()) -> Next:
+    """Take part in every collective that a rank asks for, in one order."""
+    found: list[Effect] = []
+    for one in said.asked:
+        p, effects = _served(p, one, mine=one in mine)
+        found += effects
+    return p, tuple(found)
+
+
+def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
+    if one.what is What.REDUCE:
+        return p, (Reduce(one.model, one.unit, mine=mine),)
+    model = p.models.get(one.model)
+    if model is None:  # the performer says that it is gone
+        return p, (TakePart(one.model, one.unit, exact=True),)
+    here = model.residency
+    # Outside of a pass nothing would end what is kept for one.
+    keeps = model.units.limits.keeps and one.model in p.running
+    inexact = one.what is What.GATHER and one.unit in model.units.rounds
+    if keeps:
+        here = residency.pin(here, [one.unit])
+    if here.has(one.unit) or not (mine or keeps):
+        effects: tuple[Effect, ...] = (TakePart(one.model, one.unit, exact=not inexact),)
+    else:
+        here, starts = residency.start(here, one.model, one.unit, inexact=inexact)
+        here, waits = residency.wait(here, one.model, [one.unit])
+        effects = (*starts, *waits)
+    return p.put(one.model, replaced(model, residency=here)), effects
+
+
+# The end of a pass.
+
+
+def done(p: Protocol, t: tasks.Done) -> Next:
+    """Say that this rank is done, after the plans of other models have come to their ends."""
+    return p.then(tasks.EndOthers(t.model), tasks.SayDone(t.model)), ()
+
+
+def say_done(p: Protocol, t: tasks.SayDone) -> Next:
+    """Say it."""
+    has_asked = p.models[t.model].course.asked
+    return _say(p, Message(Kind.DONE, hint=int(has_asked)), t)
+
+
+def heard_done(p: Protocol, t: tasks.SayDone, said: Round) -> Next:
+    """Take part in what other ranks need, until no rank is in a pass."""
+    if said.is_over:
+        return p.then(tasks.EndOfPass(t.model, asked=said.has_asked)), (WaitForReductions(),)
+    p, effects = serve(p, said)
+    return p.then(t), effects
+
+
+# Calls.
+
+
+def call(p: Protocol, e: Call) -> Next:
+    """Make a call together with every rank; ranks that are in a pass are served until they come."""
+    if p.open is not None:
+        return p.then(tasks.Learn(p.open), e), ()
+    return _say(p, Message(Kind.CALL, e.text, codes=e.values), e)
+
+
+def called(p: Protocol, e: Call, said: Round) -> Next:
+    """Go on if every rank makes this call."""
+    if said.kinds <= {Kind.PASS, Kind.CALL}:
+        everybody = said.kinds == {Kind.CALL}
+        if not said.is_same and (everybody or not said.is_served):
+            return differ(p)
+        if everybody:
+            return replaced(p, heard=tuple(said.values)), ()
+    p, effects = serve(p, said)
+    if not said.is_over:
+        return p.then(e), effects
+    effects = (*effects, WaitForReductions())
+    if not said.has_asked:
+        return p.then(e), effects
+    # Those that end their pass tell what they did.
+    return p.then(Awaiting(tasks.HearOthers()), e), (*effects, Exchange(None))
+
+
+# Errors.
+
+
+def raised(p: Protocol, e: Raised) -> Next:
+    """Say that this rank raised. The others raise where they read it."""
+    return _say(p, Message(Kind.FAILED), e)
+
+
+def heard_raised(p: Protocol, e: Raised, said: Round) -> Next:
+    """All ranks know."""
+    return replaced(p, known=True), (WaitForReductions(),)
+
+
+def peers_failed(p: Protocol, said: Round) -> Next:
+    """Raise, with all ranks that have read this round."""
+    p = replaced(p, agenda=(), known=True, open=None)
+    return p, (WaitForReductions(), Raise(tuple(said.failed)))
+
+
+def differ(p: Protocol) -> Next:
+    """The ranks make different calls: all of them raise."""
+    return replaced(p, agenda=(), known=True, open=None), (WaitForReductions(), Raise())

@@ -1,0 +1,264 @@
+"""What happens to a rank: the same events from both drivers, and what the other ranks said.
+
+`model` is the number of a model on its axis: the same on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fzero.state.effects import Effect
+from fzero.state.residency import Units
+from fzero.state.rounds import Round
+from fzero.state.schedule import Place, Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What the other ranks are told of a phase.
+
+    Attributes:
+        text: what must be equal on all ranks for their phases to go together.
+        place: which pass since the update, and which phase of it.
+        program: what the phase is expected to do; None if nothing was recorded.
+        served: ranks that make a call meanwhile take part in it.
+    """
+
+    text: str
+    place: Place
+    program: Program | None = None
+    served: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A model is there from now on. An earlier one of the same number is forgotten."""
+
+    model: int
+    units: Units
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """No pass of the model will follow."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A forward or a backward begins.
+
+    Attributes:
+        announcement: told to the others if anything of the phase crosses ranks.
+        sums: gradients are reduced, in this phase or in the backward that may follow.
+        stays: what is gathered stays until the window ends.
+        rounds: values may be rounded (autocast, int8 blocks).
+        silent: a backward that is announced at its first gradient only.
+        dropped: this rank has just thrown its gradients away.
+    """
+
+    model: int
+    announcement: Announcement
+    sums: bool
+    stays: bool = False
+    rounds: bool = True
+    silent: bool = False
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FirstGradient:
+    """A silent backward brings a gradient."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A kernel reads a unit: it must be here when the effects are done."""
+
+    model: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The gradients of a unit are complete on this rank.
+
+    answered: every rank has answered the announcement, so that reading it waits for nobody.
+    """
+
+    model: int
+    unit: int
+    answered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPoint:
+    """A collective of the user's begins, in the middle of a pass of a model."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndForward:
+    """A forward is over."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishForward:
+    """A forward is over, and no backward follows."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A backward is over on this rank.
+
+    left: (unit, whether its gradients are complete) of units with gradients that were not reduced.
+    """
+
+    model: int
+    left: tuple[tuple[int, bool], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The pass of a model raised on this rank.
+
+    astray: the error came from the communication itself, after which ranks may not be at one place.
+    """
+
+    model: int
+    astray: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Forget the pass of a model, and all that it has gathered. No other rank hears of it."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """This rank raised outside of a pass, and the others come to a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that every rank makes together; the values of all ranks are in `Protocol.heard`.
+
+    values: of this rank; None for those that the caller has when they are posted.
+    """
+
+    text: str
+    values: tuple[int, ...] | None = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """A `gathered()` block wants units, outside of a pass: what is rounded of them goes."""
+
+    model: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Hold units for a block; gather them, on all ranks, if `missing` on any of them."""
+
+    model: int
+    units: tuple[int, ...]
+    missing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """A block ends."""
+
+    model: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """A window brings units that it has gathered."""
+
+    model: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Wait for what is pinned and flying."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The parameters changed: what was gathered of them is stale."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowEnded:
+    """What a window kept is freed."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What every rank said in the round that was read."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The values that were exchanged, those that differ, in the order of the ranks."""
+
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """An effect raised; those after it were not done."""
+
+    undone: tuple[Effect, ...]
+
+
+Event = (
+    Join
+    | Leave
+    | Begin
+    | FirstGradient
+    | Use
+    | Ready
+    | SyncPoint
+    | EndForward
+    | FinishForward
+    | Finish
+    | Failed
+    | GiveUp
+    | Raised
+    | Call
+    | Enter
+    | Hold
+    | LetGo
+    | Adopt
+    | Settle
+    | Changed
+    | WindowEnded
+    | Answer
+    | Told
+    | Broke
+)

@@ -1,0 +1,123 @@
+"""The record of a rank: where each of its models is in a pass, and what is still to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fzero.state._replaced import replaced
+from fzero.state.effects import Effect
+from fzero.state.pass_state import PassState
+from fzero.state.protocol.events import Announcement
+from fzero.state.replay import Replay
+from fzero.state.residency import Residency, Units
+from fzero.state.rounds import Message
+from fzero.state.schedule import Events, Place, Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What a model has done in its pass, and how far it is in the plan.
+
+    Attributes:
+        announcement: of the latest phase.
+        place: the phase in which uses and reductions are recorded; None between passes.
+        did: what was done in each phase of this pass.
+        asked: whether this rank has asked for a collective that the plan did not have.
+        replay: the place in the plan; None where ranks ask for each collective.
+        due: units whose gradients are complete, and not handed to a reduction yet.
+        left: (unit, whether complete) at the end of a backward, as far as no reduction has them.
+        learned: what the phases of the last pass do from now on, if that is new.
+    """
+
+    announcement: Announcement | None = None
+    place: Place | None = None
+    did: Mapping[Place, Events] = field(default_factory=dict)
+    asked: bool = False
+    replay: Replay | None = None
+    due: tuple[int, ...] = ()
+    left: tuple[tuple[int, bool], ...] = ()
+    learned: Mapping[Place, Program] = field(default_factory=dict)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the other ranks come to a round before the plan goes on."""
+        return self.replay is None or self.replay.waits
+
+    def did_also(self, event: int) -> Course:
+        """Record a use or a reduction."""
+        if self.place is None:
+            return self
+        return replaced(self, did={**self.did, self.place: (*self.did[self.place], event)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model of a rank: its units, and where it is.
+
+    `rounds`: whether what is gathered now may be rounded.
+    """
+
+    units: Units
+    phase: PassState = field(default_factory=PassState)
+    course: Course = field(default_factory=Course)
+    residency: Residency = field(default_factory=Residency)
+    rounds: bool = False
+
+    def is_inexact(self, unit: int) -> bool:
+        """Whether a gather that starts now rounds the values of a unit."""
+        return self.rounds and unit in self.units.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Awaiting:
+    """A task that goes on with the next answer."""
+
+    task: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """One rank among the ranks of an axis: everything that decides when a collective starts.
+
+    Attributes:
+        models: by their numbers, which are the same on every rank.
+        running: the models in a pass, in the order in which their passes began.
+        open: the model whose announcement was posted and not read; None if there is none.
+        posted: the last message of this rank.
+        known: whether the last round ended in an error, on every rank.
+        heard: the values of each rank in the last call.
+        agenda: what is still to do of the event that is handled, the next task first.
+        undone: effects that an error in another effect has prevented.
+
+    Example:
+        >>> from fzero.state.protocol import Join, Use, Units, advance
+        >>> protocol, _ = advance(Protocol(), Join(1, Units(numels=(4, 4))))
+        >>> sorted(protocol.models), protocol.running
+        ([1], ())
+    """
+
+    models: Mapping[int, Model] = field(default_factory=dict)
+    running: tuple[int, ...] = ()
+    open: int | None = None
+    posted: Message | None = None
+    known: bool = False
+    heard: tuple[tuple[int, ...], ...] = ()
+    agenda: tuple[Any, ...] = ()
+    undone: tuple[Effect, ...] = ()
+
+    def put(self, number: int, model: Model) -> Protocol:
+        """Return the protocol with another record of a model."""
+        return replaced(self, models={**self.models, number: model})
+
+    def then(self, *tasks: Any) -> Protocol:
+        """Return the protocol that does these tasks next, in this order."""
+        return replaced(self, agenda=(*tasks, *self.agenda))
+
+    def without(self, number: int) -> Protocol:
+        """Return the protocol with a model that is in no pass."""
+        return replaced(self, running=tuple(n for n in self.running if n != number))
+
+
+Next = tuple[Protocol, tuple[Effect, ...]]

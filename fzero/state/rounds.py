@@ -1,0 +1,159 @@
+"""A round: one message from every rank, read by all of them.
+
+PASS   "my forward (or backward) begins"      replayed if all ranks announce the same
+ASK    "I need this collective now"           every rank takes part in it
+DONE   "my pass is over"                      repeated until no rank is in a pass
+CALL   "step(), full_params(), ..."           repeated until every rank makes the same call
+FAILED "I raised"                             every other rank raises, too
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+CODES = 8
+"""How many numbers a message has room for: collectives that are asked for, or values of a call."""
+
+_MANY = 2**24
+"""More units than a state has."""
+
+
+class Kind(IntEnum):
+    """What a rank says in a round."""
+
+    FAILED = 0
+    DONE = 1
+    ASK = 2
+    PASS = 3
+    CALL = 4
+
+
+class What(IntEnum):
+    """Which collective of a unit a rank asks for."""
+
+    GATHER = 0  # rounded, under autocast
+    REDUCE = 1
+    GATHER_EXACT = 2
+
+
+class Asked(NamedTuple):
+    """One collective that a rank asks all ranks to take part in."""
+
+    model: int
+    what: What
+    unit: int
+
+
+class Message(NamedTuple):
+    """What one rank says in one round.
+
+    Attributes:
+        kind: what is said.
+        text: what is announced: equal texts go together.
+        hint: stands for the order of collectives that the rank expects; of DONE, whether this rank
+            has asked for any.
+        served: ranks that make a call take part in this pass.
+        codes: what is asked for, or the values of a call. None: the caller's values of that moment.
+    """
+
+    kind: Kind
+    text: str = ""
+    hint: int = 0
+    served: bool = True
+    codes: tuple[int, ...] | None = ()
+
+
+class Row(NamedTuple):
+    """A message as it crosses ranks. `digest` stands for its text."""
+
+    kind: Kind
+    digest: int
+    hint: int
+    served: int
+    codes: tuple[int, ...]
+
+
+def row_of(message: Message, codes: Sequence[int]) -> list[int]:
+    """Return the numbers that cross ranks. Codes count from 1: a 0 is one that is not there."""
+    digest = zlib.crc32(message.text.encode())
+    return [message.kind, digest, message.hint, message.served, *(1 + code for code in codes)]
+
+
+def as_code(asked: Asked) -> int:
+    """Return the number of a collective that is asked for; see `as_asked`.
+
+    Example:
+        >>> as_asked(as_code(Asked(2, What.REDUCE, 7)))
+        Asked(model=2, what=<What.REDUCE: 1>, unit=7)
+    """
+    return asked.what + len(What) * (asked.unit + asked.model * _MANY)
+
+
+def as_asked(code: int) -> Asked:
+    """Return the collective that a number stands for; see `as_code`."""
+    rest, what = divmod(code, len(What))
+    model, unit = divmod(rest, _MANY)
+    return Asked(model, What(what), unit)
+
+
+class Round:
+    """What all ranks said in one round: a row of numbers from each, in rank order.
+
+    Virtual ranks share it: what a round means is found out once, and not by each of them.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self._messages = [
+            Row(Kind(kind), digest, hint, served, tuple(code - 1 for code in codes if code))
+            for kind, digest, hint, served, *codes in rows
+        ]
+
+    @cached_property
+    def failed(self) -> list[int]:
+        """The ranks that raised."""
+        return [r for r, message in enumerate(self._messages) if message.kind is Kind.FAILED]
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """What was said."""
+        return frozenset(message.kind for message in self._messages)
+
+    @cached_property
+    def is_same(self) -> bool:
+        """Whether all ranks announce what can go together."""
+        return len({message.digest for message in self._messages}) == 1
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether all ranks expect the same order of collectives."""
+        return len({message.hint for message in self._messages}) == 1
+
+    @cached_property
+    def is_served(self) -> bool:
+        """Whether ranks that make a call take part in the pass of every other."""
+        return all(message.served for message in self._messages)
+
+    @cached_property
+    def asked(self) -> list[Asked]:
+        """The collectives that ranks ask for, each once, in one order."""
+        codes = {c for m in self._messages if m.kind is Kind.ASK for c in m.codes}
+        return [as_asked(code) for code in sorted(codes)]
+
+    @cached_property
+    def values(self) -> list[tuple[int, ...]]:
+        """The numbers that each rank gives with its call, in rank order."""
+        return [message.codes for message in self._messages]
+
+    @cached_property
+    def is_over(self) -> bool:
+        """Whether no rank is in a pass any more."""
+        return self.kinds.isdisjoint((Kind.ASK, Kind.PASS))
+
+    @cached_property
+    def has_asked(self) -> bool:
+        """Whether a rank that ends its pass has asked for a collective in it."""
+        return any(message.hint for message in self._messages if message.kind is Kind.DONE)

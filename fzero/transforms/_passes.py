@@ -1,0 +1,46 @@
+"""The passes of some states under one function: one for each set of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from fzero.collectives import Performer, performer_of
+from fzero.packing import unpack
+from fzero.placeholder import placeholders
+from fzero.state import TrainState
+from fzero.transforms._announcement import PassForm
+from fzero.transforms._pass import Pass
+
+
+def passes_of(
+    states: Sequence[TrainState], form: Callable[[Performer | None], PassForm]
+) -> tuple[list[Pass], list[tuple[int, int]]]:
+    """One pass for each set of ranks; and for each state its pass, and its place in it.
+
+    form: of a pass on the ranks of a performer; None is one rank.
+    """
+    by_ranks: dict[Performer | None, list[TrainState]] = {}
+    places = []
+    for state in states:
+        performer = performer_of(state.setup.axis)
+        some = by_ranks.setdefault(performer, [])
+        places.append((list(by_ranks).index(performer), len(some)))
+        some.append(state)
+    return [Pass(form(performer), some) for performer, some in by_ranks.items()], places
+
+
+def leaves_of(one: Pass, number: int) -> dict[int, Tensor]:
+    """The leaves of one state of a pass, by index: placeholders where they are gathered."""
+    state = one.states[number]
+    layout = state.setup.layout
+    by_leaf: dict[int, Tensor] = {}
+    groups = one.gatherer.table.groups[number]
+    for i, group in enumerate(layout.groups):
+        if state.setup.gathers_by_unit:
+            tensors: Sequence[Tensor] = placeholders(one.reader, groups[i])
+        else:
+            tensors = unpack(layout, i, state.params.flats[i].detach())
+        by_leaf.update(zip(group.leaves, tensors, strict=True))
+    return by_leaf

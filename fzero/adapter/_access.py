@@ -31,6 +31,13 @@ class Access:
 
     _driver: Driver
 
+    @classmethod
+    def of(cls, driver: Driver) -> Access:
+        """Return the access to the state of a driver."""
+        new = Access()
+        new._driver = driver
+        return new
+
     # Gradients.
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -265,7 +272,7 @@ def _held(state: TrainState, gradient: Any) -> Any:
 def _memory_of(value: Any) -> Any:
     """What is equal for values of one memory."""
     if isinstance(value, LazyParam) and not value.views:
-        return id(value.gatherer), value.where
+        return id(value.reader), value.where
     return identity(value) if isinstance(value, Tensor) else id(value)
 
 

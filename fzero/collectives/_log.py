@@ -22,7 +22,15 @@ _LOGS: list[CollectiveLog] = []
 class _About(threading.local):
     """The parameters that the buffers of a collective are about, while it begins."""
 
-    paths: Iterator[tuple[str, ...]] = iter(())
+    _paths: Iterator[tuple[str, ...]] = iter(())
+
+    def begin(self, paths: Iterator[tuple[str, ...]]) -> None:
+        """The next collective is about these, buffer by buffer."""
+        self._paths = paths
+
+    def pop(self) -> tuple[str, ...]:
+        """Return the parameters of the next buffer; nothing if they were not said."""
+        return next(self._paths, ())
 
 
 _ABOUT = _About()
@@ -160,11 +168,11 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Iterator[None]:
     if not _open_logs():
         yield
         return
-    _ABOUT.paths = cycle(paths())
+    _ABOUT.begin(cycle(paths()))
     try:
         yield
     finally:
-        _ABOUT.paths = iter(())
+        _ABOUT.begin(iter(()))
 
 
 def note(op: str, axis: Axis, numel: int, dtype: torch.dtype, said: str = "") -> None:
@@ -182,7 +190,7 @@ def note(op: str, axis: Axis, numel: int, dtype: torch.dtype, said: str = "") ->
         numel=numel,
         dtype=dtype,
         wire_bytes=wire_bytes,
-        paths=() if op == "agree" else next(_ABOUT.paths, ()),
+        paths=() if op == "agree" else _ABOUT.pop(),
         said=said,
     )
     for log in logs:

@@ -181,7 +181,7 @@ class _Trusted(NamedTuple):
 def _call(a: RunUnderWay, b: RunUnderWay, number: int) -> tuple[int, Moment, Apart] | None:
     """Make one call of both from b's values; b goes on by itself, so that nothing of it is lost."""
     start, rng = b.values(), torch.get_rng_state()
-    b.state, called = b.call(number, b.state)
+    called = b.go_on(number, b.state)
     rng_after = torch.get_rng_state()
     leads = called.leads()
     trusted = _beside(a, b, start, leads, number, rng)
@@ -209,7 +209,7 @@ def _beside(
     began = a.state_at(start, a.state)
     torch.set_rng_state(rng)
     least = max(b.optimizer_unit, SMALLEST_UNIT)
-    a.state, called = a.call(number, began, leads=leads, optimizer_unit=least)
+    called = a.go_on(number, began, leads=leads, optimizer_unit=least)
     unit = max(a.unit, b.unit, min(a.coarsest, b.coarsest), SMALLEST_UNIT)
     units, size = Units(unit, a.optimizer_unit), DISTURBANCE * unit
     other = [disturbed(values, size, seed) for seed, values in enumerate(start)]

@@ -104,6 +104,11 @@ class RunUnderWay:
         treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
         return optree.tree_unflatten(treespec, made)
 
+    def go_on(self, number: int, state: Any, **options: Any) -> Called:
+        """Make one call from a state, see `call`, and go on from what comes of it."""
+        self.state, called = self.call(number, state, **options)
+        return called
+
     def call(
         self,
         number: int,

@@ -85,8 +85,8 @@ def save(path: Any, engine: Engine) -> None:
 
     So are random generators, which the libraries save themselves. A collective.
     """
-    idle: Any = SimpleNamespace(module=engine.module, optimizer=engine.optimizer)
-    idle.state = engine.state.without_gradients()
+    state = engine.state.without_gradients()
+    idle: Any = SimpleNamespace(module=engine.module, optimizer=engine.optimizer, state=state)
     checkpoint.save(path, idle, rng=False)
 
 

@@ -32,6 +32,10 @@ class Memory:
     def __init__(self, nbytes: int, kind: str, *, on_device: bool) -> None:
         self.nbytes, self.kind, self.on_device = nbytes, kind, on_device
 
+    def rename(self, kind: str) -> None:
+        """It is of this kind."""
+        self.kind = kind
+
 
 class Watch(TorchDispatchMode):
     """Follows the storages of meta tensors while it is entered, and counts what operations do.
@@ -61,7 +65,7 @@ class Watch(TorchDispatchMode):
         """The tensors of a pytree of records are there already, and of that kind."""
         for x in optree.tree_leaves(tree, namespace=NAMESPACE):
             if isinstance(x, Tensor) and has_no_values(x):
-                self._memory(x.untyped_storage(), kind).kind = kind
+                self._memory(x.untyped_storage(), kind).rename(kind)
 
     def __torch_dispatch__(
         self,
@@ -123,7 +127,7 @@ def rename(kind: str, tree: Any) -> None:
     for x in optree.tree_leaves(tree, namespace=NAMESPACE):
         memory = getattr(x.untyped_storage(), "memory", None) if isinstance(x, Tensor) else None
         if memory is not None:
-            memory.kind = kind
+            memory.rename(kind)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -41,6 +41,10 @@ class Named:
 
     events: list[StepEvent]
 
+    def take(self, later: Named) -> None:
+        """Have the events of the next one, too."""
+        self.events += later.events
+
     @property
     def start(self) -> float:
         return self.events[0].start_s
@@ -77,7 +81,7 @@ def named(events: Sequence[StepEvent], points_per_s: float) -> list[tuple[Named,
         found.append(Named([event]))
         while len(found) > 1 and _too_near(found[-2], found[-1], points_per_s):
             last = found.pop()
-            found[-1].events += last.events
+            found[-1].take(last)
     return [(some, _inside(some, points_per_s)) for some in found]
 
 

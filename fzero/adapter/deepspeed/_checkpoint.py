@@ -142,8 +142,8 @@ def load(
     if scheduler and None not in (engine.lr_scheduler, position):
         engine.lr_scheduler.load_state_dict(position)
     if counters:
-        engine.global_steps = extra.get("global_steps", int(engine.state.step))
-        engine.global_samples = extra.get("global_samples", 0)
+        steps = extra.get("global_steps", int(engine.state.step))
+        engine._go_on_from(steps, extra.get("global_samples", 0))
     return str(path), extra.get("client_state", {})
 
 

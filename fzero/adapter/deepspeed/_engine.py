@@ -142,6 +142,10 @@ class DeepSpeedEngine(Configured):
             self.global_samples += per_backward * (count if self._managed else backwards)
         return self._was_due
 
+    def _go_on_from(self, global_steps: int, global_samples: int) -> None:
+        """Count from there."""
+        self.global_steps, self.global_samples = global_steps, global_samples
+
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the parameters. It waits for the device in fp16."""
         return self._was_due and not self.step_was_skipped

@@ -154,9 +154,11 @@ def _of(param: Any) -> tuple[Access, str, bool]:
             "model, or of an engine that was closed.",
             fix="take it from engine.module.parameters().",
         )
-    access = Access()
-    access._driver = driver
-    return access, path, parts.find(driver, path)[0] in driver.state.setup.layout.trainable
+    return (
+        Access.of(driver),
+        path,
+        parts.find(driver, path)[0] in driver.state.setup.layout.trainable,
+    )
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fzero.collectives import Performer
+from fzero.errors import PhaseError
 from fzero.state.protocol import (
     Changed,
     Enter,
@@ -26,8 +27,15 @@ class ModelLine:
 
     @property
     def record(self) -> Model:
-        """What the protocol has of this model."""
-        return self.performer.protocol.models[self.number]
+        """What the protocol has of this model. Raises `PhaseError` if it is closed."""
+        found = self.performer.protocol.models.get(self.number)
+        if found is None:
+            raise PhaseError(
+                f"rank {self.performer.axis.rank}: an engine that is closed is used.",
+                cause="a backward through a forward that ran before engine.close().",
+                fix="run loss.backward() before close(), or the forward again after it.",
+            )
+        return found
 
     def use(self, unit: int) -> None:
         """A kernel reads a unit: it is here afterwards."""
@@ -37,7 +45,7 @@ class ModelLine:
 
     def ready(self, unit: int) -> None:
         """The gradients of a unit are complete."""
-        performer = self.performer
+        performer, _ = self.performer, self.record
         is_open = performer.protocol.open == self.number
         answered = not is_open or performer.channel.is_answered
         performer.send(Ready(self.number, unit, answered))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fzero.adapter import Engine
+from fzero.errors import PhaseError
 from tests.adapter.nets import Odd, Tied
 from tests.adapter.on_ranks import each_stage, on_ranks
 from tests.adapter.plain import (
@@ -155,3 +156,14 @@ def test_a_part_is_frozen_from_some_update_on_by_another_engine_with_the_states_
         engine(Draw(rank, number)(4, 3)).square().mean().backward()
         engine.step()
         same(engine.full_state_dict(), dict(plain.named_parameters()), 1e-9)
+
+
+@on_ranks(2)
+def test_a_backward_through_a_forward_from_before_says_so(rank: int) -> None:
+    module = two_layers()
+    engine = Engine(module, torch.optim.SGD(module.parameters(), lr=0.1), stage=3)
+    weight = next(module.parameters())
+    out = engine(torch.ones(2, weight.shape[1], dtype=weight.dtype)).sum()
+    engine.close()
+    with pytest.raises(PhaseError, match="engine that is closed"):
+        out.backward()

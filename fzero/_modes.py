@@ -44,8 +44,10 @@ def explains_inference(arguments: Any) -> Iterator[None]:
         bad = next((x for x in made if x.is_inference()), None)
         if bad is None or isinstance(error, FzeroError):
             raise
+        first = str(error).partition("\n")[0]
         raise LayoutError(
-            f"an argument of {bad.dtype}, shape {[*bad.shape]}, was made under inference_mode.",
+            f"an argument of {bad.dtype}, shape {[*bad.shape]}, was made under inference_mode; "
+            f"torch says: {first:.200}",
             cause="a batch, or features of another model, computed under torch.inference_mode(): "
             "autograd cannot save it for a backward.",
             fix="compute it under torch.no_grad(), or pass x.clone().",

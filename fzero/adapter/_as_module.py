@@ -167,18 +167,15 @@ def _is_elsewhere(device: torch.device, held: torch.device) -> bool:
     return device.type != held.type or (device.index is not None and device.index != held.index)
 
 
-def _load_hooks(module: nn.Module) -> Iterator[Any]:
-    return iter(module._load_state_dict_pre_hooks.values())
-
-
-def _is_users(hook: Any) -> bool:
-    """Whether a hook is the user's, or a library's, and not the engine's own."""
-    return not isinstance(getattr(hook, "hook", hook), ModuleHook)
+def _has_load_hooks(module: nn.Module) -> bool:
+    """Whether a user, or a library, has hooks on what a module loads, beside the engine's own."""
+    hooks = (x for part in module.modules() for x in part._load_state_dict_pre_hooks.values())
+    return any(not isinstance(getattr(x, "hook", x), ModuleHook) for x in hooks)
 
 
 def _require_fit(module: nn.Module, given: Mapping[str, Any], *, strict: bool) -> None:
     """Raise `LayoutError` for a state dict that is not this module's."""
-    if any(map(_is_users, (x for m in module.modules() for x in _load_hooks(m)))):
+    if _has_load_hooks(module):
         return  # they give names and values their form: torch checks them then
     held = module.state_dict()
     wrong = [f"no {name}" for name in held if name not in given] if strict else []

@@ -267,7 +267,7 @@ class DeepSpeedEngine(Configured):
         self._moved = self._moved + moving.to_host(self._driver, wanted, pin=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` has moved."""
+        """Move back what `offload_states` has moved; also `non_blocking`, copies are waited for."""
         moving.to_device(self._driver, self._moved)
         self._moved = []
 

@@ -28,11 +28,12 @@ from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
 from fzero.adapter._writes import Writes
 from fzero.collectives import broadcast, performer_of
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import PhaseError
+from fzero.mesh import Axis
 from fzero.packing import unpack
 from fzero.placeholder import placeholders
 from fzero.state import Setup, TrainState
-from fzero.state.scale import ScalePolicy, carried
+from fzero.state.scale import ScalePolicy
 from fzero.transforms._announcement import of_engine
 from fzero.transforms._pass import Pass
 from fzero.transforms._scaled import with_policy
@@ -59,17 +60,17 @@ class Driver:
         performer = performer_of(setup.axis)
         if performer is not None:  # the engines of an axis share one group: their order is one
             setup = replace(setup, axis=performer.over(setup.axis))
-        self.module, self.axis, self.sharded = module, setup.axis, setup.gathers_by_unit
         self.params = ModuleParameters(module, setup.layout)
         self.closed = False
         self.outside: TrainState | None = None
         self.norm: Tensor | None = None
         state = with_policy(self._moved(setup), scale)
-        self.number = performer.number() if performer is not None else 0
-        form, on_written = of_engine(self.number), self._hears_of_writes()
+        form = of_engine(performer.number() if performer is not None else 0)
+        on_written = self._hears_of_writes()
         self.running = Pass(form, [state], on_written=on_written, drop_raised=self._drop_raised)
         self.losses = Losses(self.running)
-        if self.sharded:
+        sharded = setup.gathers_by_unit
+        if sharded:
             with free_to_swap(module):
                 for index in range(len(setup.layout.groups)):
                     self.params.place(index, placeholders(self.running.reader, index))
@@ -82,7 +83,7 @@ class Driver:
         self.region = Region(module, lower, device) if lower else None
         self.masters = Masters(self.params, setup)
         alone = performer is None
-        self.writes = Writes(self.params, watched=not self.sharded, alone=alone)
+        self.writes = Writes(self.params, watched=not sharded, alone=alone)
         self.optimizer = optimizer_of(setup, self.params.at)
         # Who holds the optimizer does not hold the engine.
         self.guard = Guard(self.optimizer, weakref.WeakMethod(self.begin_anew))
@@ -92,15 +93,37 @@ class Driver:
     def _moved(self, setup: Setup) -> TrainState:
         """Everything was checked: move the module's values into the buffers of a state."""
         for buffer in self.module.buffers():
-            buffer.copy_(broadcast([buffer], self.axis, 0)[0])
+            buffer.copy_(broadcast([buffer], setup.axis, 0)[0])
 
         def done(index: int, flat: Tensor) -> None:
-            if self.sharded:
+            if setup.gathers_by_unit:
                 self.params.let_go(index)
             else:
                 self.params.have(index, unpack(setup.layout, index, flat))
 
         return fill(setup, self.params.values, done)
+
+    # What it is.
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is trained."""
+        return self.params.module
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks."""
+        return self.state.setup.axis
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the module has placeholders (stage 3)."""
+        return self.state.setup.gathers_by_unit
+
+    @property
+    def number(self) -> int:
+        """The number of this engine, the same on every rank."""
+        return self.running.form.number
 
     # The state.
 
@@ -138,27 +161,6 @@ class Driver:
     def forget_norm(self) -> None:
         """The gradients of the last update are of no interest any more."""
         self.norm = None
-
-    @torch.no_grad()
-    def adopt(self, state: TrainState) -> None:
-        """Write the values of another state into this one's buffers."""
-        own = self.state
-        if _form(state.setup) != _form(own.setup):
-            raise LayoutError(
-                f"engine.state was set to a state of {_named(state.setup)}; the engine has "
-                f"{_named(own.setup)}.",
-                cause="a state of another model, stage, number of ranks or mesh.",
-                fix="load it into the engine's form: "
-                "engine.state = fzero.checkpoint.load(path, engine.state).",
-            )
-        for mine, theirs in zip(own.params.flats, state.params.flats, strict=True):
-            if mine is not theirs:
-                mine.copy_(theirs)
-        self.gradients.drop()
-        scale = carried(own.scale, state.scale)
-        self.put(state.replace(params=own.params, setup=own.setup, scale=scale))
-        self.writes.agree(self._every)
-        self.published()
 
     def published(self) -> None:
         """The parameters have new values, for the module too."""
@@ -315,13 +317,3 @@ class Driver:
         for p in self._every:
             OWNERS.pop(id(p), None)
         self.closed = True
-
-
-def _form(setup: Setup) -> tuple[Any, ...]:
-    """What two states must have in common to have buffers of the same sizes on each rank."""
-    return setup.stage, setup.layout, setup.replicas, setup.optimizer_state
-
-
-def _named(setup: Setup) -> str:
-    groups = f"stage {setup.stage} with {len(setup.layout.groups)} groups on {setup.axis}"
-    return f"{groups}, its optimizer {setup.optimizer_state.value}"

@@ -19,6 +19,7 @@ from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import explains_inference
 from fzero.adapter import _boundary as boundary
+from fzero.adapter._adopt import adopt
 from fzero.adapter._as_module import AsModule
 from fzero.adapter._close import give_back
 from fzero.adapter._driver import Driver
@@ -185,8 +186,7 @@ class Engine(AsModule, Scaling):
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._driver.require_not_closed()
-        self._driver.adopt(state)
+        adopt(self._driver, state)
 
     @property
     def hooks(self) -> HookState:

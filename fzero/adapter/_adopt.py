@@ -1,0 +1,45 @@
+"""`engine.state = state`: the values of another state, in the buffers of the engine's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero.adapter._driver import Driver
+from fzero.errors import LayoutError
+from fzero.state import Setup, TrainState
+from fzero.state.scale import carried
+
+
+@torch.no_grad()
+def adopt(driver: Driver, state: TrainState) -> None:
+    """Write the values of another state into the buffers of this one."""
+    driver.require_not_closed()
+    own = driver.state
+    if _form(state.setup) != _form(own.setup):
+        raise LayoutError(
+            f"engine.state was set to a state of {_named(state.setup)}; the engine has "
+            f"{_named(own.setup)}.",
+            cause="a state of another model, stage, number of ranks or mesh.",
+            fix="load it into the engine's form: "
+            "engine.state = fzero.checkpoint.load(path, engine.state).",
+        )
+    for mine, theirs in zip(own.params.flats, state.params.flats, strict=True):
+        if mine is not theirs:
+            mine.copy_(theirs)
+    driver.gradients.drop()
+    scale = carried(own.scale, state.scale)
+    driver.put(state.replace(params=own.params, setup=own.setup, scale=scale))
+    driver.writes.agree(driver.params.all_objects)
+    driver.published()
+
+
+def _form(setup: Setup) -> tuple[Any, ...]:
+    """What two states must have in common to have buffers of the same sizes on each rank."""
+    return setup.stage, setup.layout, setup.replicas, setup.optimizer_state
+
+
+def _named(setup: Setup) -> str:
+    groups = f"stage {setup.stage} with {len(setup.layout.groups)} groups on {setup.axis}"
+    return f"{groups}, its optimizer {setup.optimizer_state.value}"

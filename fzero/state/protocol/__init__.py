@@ -83,9 +83,9 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
     if isinstance(event, Answer | Told):
         waiting, *rest = protocol.agenda
         protocol, effects = _resume(replaced(protocol, agenda=tuple(rest)), waiting.task, event)
-        found += effects
     else:
-        protocol = protocol.then(event)
+        protocol, effects = _STEPS[type(event)](protocol, event)
+    found += effects
     while protocol.agenda and not isinstance(protocol.agenda[0], Awaiting):
         task = protocol.agenda[0]
         step = _STEPS[type(task)]

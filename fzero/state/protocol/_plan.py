@@ -9,8 +9,9 @@ from fzero.state._replaced import replaced
 from fzero.state.effects import Effect, FreeUnit, GatherUnit, PlanEffect, Reduce, ReduceUnit
 from fzero.state.protocol import _tasks as tasks
 from fzero.state.protocol.events import Call, Ready, SyncPoint, Use
-from fzero.state.protocol.records import Model, Next, Protocol
+from fzero.state.protocol.records import Course, Model, Next, Protocol
 from fzero.state.replay import Replay
+from fzero.state.residency import Residency
 from fzero.state.rounds import What
 
 LIVE = 2
@@ -46,18 +47,20 @@ def reach(p: Protocol, t: tasks.Reach) -> Next:
     # What is complete may start behind what this use frees.
     ready = replay.complete(course.replay, course.due)
     there = replay.use(ready, unit, held=held)
-    p = p.put(t.model, replaced(model, residency=here, course=replaced(course, due=())))
-    p, effects = go_on(p, t.model, there or (ready, ()))
-    model = p.models[t.model]
-    if there is None and not model.residency.has(unit):
+    if there is None and not here.has(unit):
         # It is asked for at the next sync point, or at the end of the plan.
-        p = p.put(t.model, replaced(model, course=replaced(model.course, asked=True)))
+        course = replaced(course, replay=ready, due=(), asked=True)
+        p = p.put(t.model, replaced(model, residency=here, course=course))
         after = tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)
-        return p.then(tasks.Walk(t.model), *after), (*frees, *effects)
-    # The plan is followed, and nothing is due any more: nobody has to be asked on the way.
-    p, starts = reduce_due(p, tasks.ReduceDue(t.model))
-    p, waits = obtain(p, tasks.Obtain(t.model, unit))
-    return p, (*frees, *effects, *starts, *waits)
+        return p.then(tasks.Walk(t.model), *after), frees
+    # The plan is followed: nobody has to be asked on the way.
+    place, planned = there or (ready, ())
+    place, starts = replay.start_ready(place)
+    course = replaced(course, replay=place, due=())
+    here, course, effects = _done(model, t.model, here, course, (*planned, *starts))
+    here, waits = residency.wait(here, t.model, [unit])
+    p = p.put(t.model, replaced(model, residency=here, course=course))
+    return p, (*frees, *effects, *waits)
 
 
 def obtain(p: Protocol, t: tasks.Obtain) -> Next:
@@ -84,14 +87,17 @@ def ready(p: Protocol, e: Ready) -> Next:
     with one bucket to scatter at most.
     """
     model = p.models[e.model]
-    course = model.course.did_also(~e.unit)
-    course = replaced(course, due=(*course.due, e.unit))
+    course, due = model.course.did_also(~e.unit), (*model.course.due, e.unit)
+    if p.open != e.model and not course.asks:
+        assert course.replay is not None
+        p = p.put(e.model, replaced(model, course=replaced(course, due=())))
+        return go_on(p, e.model, replay.start_ready(replay.complete(course.replay, due)))
+    course = replaced(course, due=due)
     p = p.put(e.model, replaced(model, course=course))
     waits = not model.units.gathers and p.open == e.model and not e.answered
     if waits and sum(unit in model.units.bounded for unit in course.due) <= 1:
         return p, ()
-    after = tasks.ReduceDue(e.model)
-    return (p.then(tasks.Learn(e.model), after), ()) if p.open == e.model else reduce_due(p, after)
+    return p.then(tasks.Learn(e.model), tasks.ReduceDue(e.model)), ()
 
 
 def reduce_due(p: Protocol, t: tasks.ReduceDue) -> Next:
@@ -171,9 +177,17 @@ def depart(p: Protocol, t: tasks.Depart) -> Next:
 def go_on(p: Protocol, number: int, to: tuple[Replay | None, Sequence[PlanEffect]]) -> Next:
     """Be at a place of the plan, and do what it asks for."""
     model = p.models[number]
-    here, course = model.residency, replaced(model.course, replay=to[0])
+    course = replaced(model.course, replay=to[0])
+    here, course, effects = _done(model, number, model.residency, course, to[1])
+    return p.put(number, replaced(model, residency=here, course=course)), effects
+
+
+def _done(
+    model: Model, number: int, here: Residency, course: Course, planned: Sequence[PlanEffect]
+) -> tuple[Residency, Course, tuple[Effect, ...]]:
+    """Translate what a plan asks for: to where units are then, and to effects."""
     found: list[Effect] = []
-    for effect in to[1]:
+    for effect in planned:
         match effect:
             case GatherUnit(unit):
                 here, more = started(model, here, number, unit)
@@ -182,14 +196,16 @@ def go_on(p: Protocol, number: int, to: tuple[Replay | None, Sequence[PlanEffect
                 here, more = residency.free(here, number, [unit])
                 found += more
             case ReduceUnit(unit):
-                course = replaced(course, left=tuple(x for x in course.left if x[0] != unit))
+                if course.left:
+                    left = tuple(x for x in course.left if x[0] != unit)
+                    course = replaced(course, left=left)
                 found.append(Reduce(number, unit))
-    return p.put(number, replaced(model, residency=here, course=course)), tuple(found)
+    return here, course, tuple(found)
 
 
 def started(
-    model: Model, here: residency.Residency, number: int, unit: int
-) -> tuple[residency.Residency, tuple[Effect, ...]]:
+    model: Model, here: Residency, number: int, unit: int
+) -> tuple[Residency, tuple[Effect, ...]]:
     """Start to gather a unit, which is then pinned if what is gathered stays for the backward."""
     if model.units.limits.keeps:
         here = residency.pin(here, [unit])

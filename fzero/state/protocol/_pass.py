@@ -112,6 +112,9 @@ def _ending(
     course = replaced(model.course, left=left, learned={})
     if EndPhase not in map(type, effects):
         return p.put(number, replaced(model, course=course, rounds=False)), ()
+    # Recorded here, for the rest of the plan may reduce them: else it would be forgotten next time.
+    for unit in (unit for unit, complete in left if not complete):
+        course = course.did_also(~unit)
     p = p.put(number, replaced(model, course=course))
     return p.then(tasks.EndPlan(number), tasks.AskLeft(number), tasks.Done(number)), ()
 

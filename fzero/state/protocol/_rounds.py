@@ -121,8 +121,6 @@ def ask_left(p: Protocol, t: tasks.AskLeft) -> Next:
     if not course.left:
         return p, ()
     units = tuple(unit for unit, _ in course.left)
-    for unit, complete in course.left:
-        course = course if complete else course.did_also(~unit)
     course = replaced(course, asked=True, left=())
     p = p.put(t.model, replaced(model, course=course))
     return p.then(tasks.Ask(t.model, What.REDUCE, units)), ()

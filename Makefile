@@ -2,7 +2,8 @@
 # through constraints.txt (again only when pyproject.toml or constraints.txt changed), and runs.
 #
 #   make test                      lint, types, tests, doctests, notebooks
-#   make train ARGS="--steps 50"   the demo job, in one process
+#   make train ARGS="--steps 50"   the demo job of examples/train, in one process
+#   make train RANKS=2 ARGS="--stage 3"   the same under torchrun
 #   make lint | nightly | notebooks | bench
 #   make docs                      the site, into docs/_build/html; warnings are errors
 #   make test-gpu                  tests/gpu; skipped where there is no GPU
@@ -16,7 +17,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+RANKS ?=
 ARGS ?=
+RANKS ?=
 
 BIN := $(VENV)/bin
 
@@ -81,7 +84,7 @@ docs: $(VENV)/.installed-docs
 	@echo "The site is in docs/_build/html: open docs/_build/html/index.html."
 
 train: $(VENV)/.installed-train
-	$(BIN)/python -m fzero train $(ARGS)
+	$(BIN)/$(if $(RANKS),torchrun --standalone --nproc-per-node $(RANKS),python) examples/train $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	DS_ACCELERATOR=cpu $(BIN)/python benchmarks/bench_step.py $(ARGS)

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pairs import Pairs, read_pairs
 from torch import Tensor
-from words import VOCABULARY, make_tokenizer, texts_of
 
 import fzero
 from fzero.adapter import Engine
+from pairs import Pairs, read_pairs
+from words import VOCABULARY, make_tokenizer, texts_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported: they read it then
 from sentence_transformers import SentenceTransformer

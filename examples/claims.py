@@ -6,9 +6,9 @@ from typing import Any
 
 import optree
 import torch
-from pairs import Pairs, my_chunks
 
 import fzero
+from pairs import Pairs, my_chunks
 
 VIRTUAL_RANKS = 4  # that collectives are counted on when there is one process
 

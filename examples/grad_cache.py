@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from claims import VIRTUAL_RANKS, count, gradient_error
-from pairs import Pairs, my_chunks, read_pairs
 from torch import Tensor
-from towers import TwoTowers, accuracy
 
 import fzero
+from claims import VIRTUAL_RANKS, count, gradient_error
+from pairs import Pairs, my_chunks, read_pairs
+from towers import TwoTowers, accuracy
 
 TEMPERATURE = 0.05
 LR = 0.01

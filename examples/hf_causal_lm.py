@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.job.text import read_corpus
+from train.text import read_corpus
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: it reads it then
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

@@ -18,12 +18,12 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 import torch
 import transformers
-from pairs import read_pairs
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-from words import VOCABULARY, make_tokenizer, texts_of
 
 import fzero
 from fzero.integrations.transformers import sharded
+from pairs import read_pairs
+from words import VOCABULARY, make_tokenizer, texts_of
 
 WORDS, HELD_OUT = 24, 64  # of a text; texts that the claim is made on
 

@@ -19,7 +19,6 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1"}
 import torch
 from datasets import Dataset
-from pairs import read_pairs
 from safetensors.torch import save_file
 from sentence_transformers import (
     SentenceTransformer,
@@ -29,10 +28,11 @@ from sentence_transformers import (
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import DistilBertConfig, DistilBertModel
-from words import VOCABULARY, make_tokenizer, texts_of
 
 import fzero
 from fzero.integrations.transformers import sharded
+from pairs import read_pairs
+from words import VOCABULARY, make_tokenizer, texts_of
 
 TOKENS, BATCH, CHUNK = 32, 32, 4  # of a text; pairs of a step; texts embedded in one go
 # sentence-transformers gathers embeddings by a name that torch is about to drop.

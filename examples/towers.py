@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pairs import Pairs
 from torch import Tensor, nn
+
+from pairs import Pairs
 
 TRIGRAMS = 4093  # a prime: trigrams are told apart by their number modulo this
 

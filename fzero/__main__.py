@@ -1,28 +1,37 @@
-"""`python -m fzero train | certify | plan | doctor | info`: the job, what holds, what it costs."""
+"""`python -m fzero certify | plan | doctor | info`: what holds, what it costs, what is there."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from fzero.certify import _command as certifying
 from fzero.doctor import _command as examining
-from fzero.errors import FzeroError
-from fzero.job import info, settings
-from fzero.job.stop import exit_code
-from fzero.job.train import train
+from fzero.doctor import info
+from fzero.errors import FzeroError, explain
 from fzero.plan import _command as planning
 
 _COMMANDS: dict[str, Any] = {"certify": certifying, "doctor": examining, "plan": planning}
 
 
-def _parser(*, launched: bool) -> argparse.ArgumentParser:
+def _train_is_gone(options: Sequence[str]) -> str:
+    """Say what takes the place of `python -m fzero train`, with the options that were given."""
+    given = shlex.join(options)
+    args = f" ARGS={shlex.quote(given)}" if options else ""
+    return explain(
+        "python -m fzero train: the library has no trainer inside any more.",
+        cause="a command of an older fzero; the job is examples/train of its repository.",
+        fix=f"there, `make train{args}`; on two ranks, `torchrun --nproc-per-node 2 "
+        f"{f'examples/train {given}'.strip()}`.",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
     # No abbreviations anywhere: a mistyped option must not pass as the short form of another.
     parser = argparse.ArgumentParser(
         prog="python -m fzero", description=__doc__, allow_abbrev=False
@@ -33,21 +42,6 @@ def _parser(*, launched: bool) -> argparse.ArgumentParser:
     )
     about.add_argument("--json", action="store_true", help="as JSON")
     about.set_defaults(run=lambda given: info.show(as_json=given["json"]))
-    job = commands.add_parser(
-        "train",
-        help="train a byte-level GPT on the standard library; also under torchrun",
-        description="Train a byte-level GPT on the source of the Python standard library. "
-        "On several ranks: torchrun --nproc-per-node 2 -m fzero train ...",
-        epilog="Ctrl-C or SIGTERM ends the run after the step that runs, with a checkpoint and "
-        "the command that continues it; the "
-        "exit code is then 130 or 143, under torchrun 0. Wrong input: 2. A loss or "
-        "gradient of any rank that is not finite: 2 on every rank; the message names the step, the "
-        "rank and the parameter.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    settings.add_options(job)
-    job.set_defaults(run=lambda given: exit_code(train(given) or 0, launched=launched))
     for name, command in _COMMANDS.items():
         one = commands.add_parser(
             name,
@@ -65,10 +59,13 @@ def _parser(*, launched: bool) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code.
 
-    0, 1 where a matrix has a cell that fails, 2 after an error, 128 + signal when stopped.
+    0, 1 where a matrix has a cell that fails, 2 after an error, 130 after Ctrl-C.
     """
-    launched = dist.is_torchelastic_launched()
-    parser = _parser(launched=launched)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "train":
+        print(_train_is_gone(argv[1:]), file=sys.stderr)
+        return 2
+    parser = _parser()
     given = vars(parser.parse_args(argv))
     if given.pop("command") is None:
         parser.print_help()
@@ -78,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FzeroError as error:
         print(f"fzero, rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # a run that has begun to train ends by itself, with a checkpoint
-        print("fzero: interrupted, nothing was saved", file=sys.stderr)
-        return exit_code(signal.SIGINT, launched=launched)
+    except KeyboardInterrupt:
+        print("fzero: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ LEVELS = (
 )
 # Beside the way: these see what is up to the row of `partition`, and only a TOP part sees them.
 SIDE = ("checkpoint", "plot")
-TOP = ("__init__", "__main__", "doctor", "integrations", "job")
+TOP = ("__init__", "__main__", "doctor", "integrations")
 # adapter/deepspeed has DeepSpeed's save_checkpoint and load_checkpoint. diff takes states of other
 # worlds apart as a checkpoint does. plot draws traces.
 ALSO = {"adapter": {"checkpoint"}, "diff": {"checkpoint"}, "plot": {"trace"}}
@@ -230,9 +230,9 @@ FIELDS = "".join(f"    a{i}: int\n" for i in range(10))
         ("state.hooks", "from . import window\nfrom fzero import errors", set()),
         ("state.hooks", "if TYPE_CHECKING:\n    from fzero.adapter import Engine", {"adapter"}),
         ("transforms.shard", "from fzero import shard", {"__init__"}),
-        ("transforms.shard", "from fzero.job.gpt import Gpt", {"job"}),
+        ("transforms.shard", "from fzero.doctor.info import show", {"doctor"}),
         ("plot.fake", "import fzero.partition, fzero.transforms.a", {"transforms"}),
-        ("job.main", "import fzero, fzero.plot\nfrom fzero.checkpoint import save", set()),
+        ("doctor.main", "import fzero, fzero.plot\nfrom fzero.checkpoint import save", set()),
         ("adapter.engine", "import numpy\nfrom fzero.transforms import shard", set()),
     ],
 )

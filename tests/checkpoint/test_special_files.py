@@ -29,8 +29,6 @@ from fzero.checkpoint import (
     save_universal,
 )
 from fzero.errors import LayoutError
-from fzero.job.claim import claimed
-from fzero.job.saving import find_checkpoint
 from tests.strategies import same
 
 PARAMS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3)}
@@ -171,10 +169,8 @@ def test_a_link_to_a_file_of_safetensors_is_followed_as_the_cache_of_the_hub_has
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
-def test_in_the_place_of_the_names_of_a_run(kind: str, tmp_path: Path) -> None:
-    """The folder of a training job, and DeepSpeed's `latest` beside its tags."""
+def test_in_the_place_of_deepspeeds_latest_beside_its_tags(kind: str, tmp_path: Path) -> None:
     seen = put(tmp_path / "latest", kind)
-    refused(lambda: find_checkpoint(tmp_path), seen)
     engine = fzero.adapter.initialize(
         model=torch.nn.Linear(2, 2),
         config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}},
@@ -182,13 +178,6 @@ def test_in_the_place_of_the_names_of_a_run(kind: str, tmp_path: Path) -> None:
     refused(lambda: engine.load_checkpoint(tmp_path), seen)
     refused(lambda: engine.save_checkpoint(tmp_path, tag="one"), seen)
     engine.close()
-    seen = put(tmp_path / "run", kind)
-
-    def claim() -> None:
-        with claimed(tmp_path, {}):
-            raise AssertionError("it holds something that is no file")
-
-    refused(claim, seen)
 
 
 def test_what_is_no_path_is_an_error_of_its_own(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from fzero.__main__ import main
-from fzero.job import step as of_step
-from fzero.job import train as of_train
-from fzero.job.saving import find_checkpoint
-from fzero.job.step import byte_losses, make_batches
-from fzero.job.train import train
-from tests.job.runs import saved_losses
 from tests.ranks import run_ranks
+from tests.train.runs import saved_losses
+from train import step as of_step
+from train import train as of_train
+from train.command import main
+from train.saving import find_checkpoint
+from train.step import byte_losses, make_batches
+from train.train import train
 
 SMALL = [
     "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--text-mb", "0.1",
@@ -51,7 +51,7 @@ def _train(rank: int, size: int, args: list[str], what: str, path: str) -> tuple
 
         stack.enter_context(mock.patch.object(of_train, "make_batches", batches))
         stack.enter_context(redirect_stderr(told))
-        return main(["train", *SMALL, *args]), told.getvalue()
+        return main([*SMALL, *args]), told.getvalue()
 
 
 def _finish(rank: int, size: int, out: Path) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.job.bigram import bigram_loss, fit_bigram
-from fzero.job.gpt import GPT, GPTConfig, generate
+from train.bigram import bigram_loss, fit_bigram
+from train.gpt import GPT, GPTConfig, generate
 
 SMALL = GPTConfig(layers=2, width=24, heads=3, context=16)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fzero.errors import LayoutError
-from fzero.job.settings import (
+from train.settings import (
     DEFAULT_LR,
     Settings,
     add_options,

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from fzero.checkpoint import CheckpointError
 from fzero.errors import LayoutError
-from fzero.job.claim import begun_before, claimed
-from fzero.job.train import train
-from tests.job.runs import saved_losses, small
 from tests.ranks import run_ranks, spawn_script
+from tests.train.runs import saved_losses, small
+from train.claim import begun_before, claimed
+from train.train import train
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = """
 import os, signal, sys
-from fzero.__main__ import main
-from fzero.job import train as module
+sys.path.insert(0, @EXAMPLES@)
+from train import train as module
+from train.command import main
 
 real = module.make_batches
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -47,9 +50,9 @@ def _whole(rank: int, size: int, out: Path) -> None:
 @pytest.mark.xdist_group("gloo")
 def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("@EXAMPLES@", repr(str(EXAMPLES))))
     (tmp_path / "runs" / "gpt-001").mkdir(parents=True)  # of a run before
-    args = ["train", *OPTIONS]  # without --out: the ranks find the folder that they had made
+    args = OPTIONS  # without --out: the ranks find the folder that they had made
     done = spawn_script(script, 2, args, timeout_s=400, options=["--max-restarts=1"])
     assert done.returncode == 0, done.stderr
     assert "resumed runs/gpt-002/step-000003" in done.stdout
@@ -79,6 +82,19 @@ def test_only_the_launch_that_began_a_run_goes_on_with_it(
     another = os.getppid() + 1  # agent of the same id
     monkeypatch.setattr(os, "getppid", lambda: another)
     assert begun_before([other, own], mine) is None
+
+
+@pytest.mark.parametrize("name", ["latest", "run"])
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_what_is_no_file_in_the_place_of_one_is_refused_and_not_waited_for(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    (os.mkfifo if kind == "fifo" else os.mkdir)(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is no file\..*\n.*\nFix: remove {name}"):
+        if name == "run":
+            train(small(tmp_path))
+        else:
+            train({"resume": tmp_path})
 
 
 def _second(rank: int, size: int, out: Path) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.job.bigram import bigram_loss, fit_bigram
-from fzero.job.curve import plot_losses
-from fzero.job.gpt import generate
-from fzero.job.step import Job, Params, byte_losses
-from fzero.job.stream import even_windows
+from train.bigram import bigram_loss, fit_bigram
+from train.curve import plot_losses
+from train.gpt import generate
+from train.step import Job, Params, byte_losses
+from train.stream import even_windows
 
 VALIDATION_BYTES = 65_536  # about this many are scored, spread over the held-out files
 SCORED_TOGETHER = 32  # windows in one forward

@@ -7,13 +7,20 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from fzero.job.settings import Output
+from train.settings import Output
 
+HERE = Path(__file__).parent  # what Python runs: `python examples/train`
 _OF_THE_FOLDER = {"out", "resume", "overwrite"}  # what the command says anew
 
 
 def resume_command(
-    output: Output, saved: Path, out: Path, environ: Mapping[str, str], *, python: str
+    output: Output,
+    saved: Path,
+    out: Path,
+    environ: Mapping[str, str],
+    *,
+    python: str,
+    program: Path = HERE,
 ) -> str:
     """Return the command that continues the run whose checkpoints are in `saved`.
 
@@ -27,13 +34,15 @@ def resume_command(
         out: the folder into which the run goes on.
         environ: of this process: whether torchrun started it, and how many ranks.
         python: the interpreter, `sys.executable`.
+        program: the folder of this job.
 
     Example:
         >>> folder = Path("runs/gpt-001")
-        >>> resume_command(Output(save_every=5), folder, folder, {}, python="python")
-        'python -m fzero train --resume runs/gpt-001 --save-every 5'
+        >>> given, job = Output(save_every=5), Path("examples/train")
+        >>> resume_command(given, folder, folder, {}, python="python", program=job)
+        'python examples/train --resume runs/gpt-001 --save-every 5'
     """
-    words = ["-m", "fzero", "train", "--resume", str(saved)]
+    words = [_short(str(program)), "--resume", str(saved)]
     if out not in (saved, saved.parent):
         words += ["--out", str(out)]
     for each in dataclasses.fields(output):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError
+from fzero import LayoutError
 
 HELD_OUT = 0.05  # share of the bytes that is kept for validation
 # Installed packages are not the library; tests repeat it; the rest are generated tables.

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fzero.job.curve import plot_losses
-from fzero.job.finish import finish, validate
-from fzero.job.gpt import GPT
-from fzero.job.progress import Progress
-from fzero.job.settings import resolve
-from fzero.job.step import make_job, make_optimizer
-from fzero.job.stream import even_windows
-from tests.job.runs import small
 from tests.ranks import run_ranks
+from tests.train.runs import small
+from train.curve import plot_losses
+from train.finish import finish, validate
+from train.gpt import GPT
+from train.progress import Progress
+from train.settings import resolve
+from train.step import make_job, make_optimizer
+from train.stream import even_windows
 
 
 def validate_rank(rank: int, world_size: int, out: Path, count: int) -> float | None:

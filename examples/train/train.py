@@ -11,23 +11,21 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import fzero
 from fzero.checkpoint import load
-from fzero.collectives import gather_objects
-from fzero.errors import FzeroError
-from fzero.job.again import resume_command
-from fzero.job.claim import begun_before, claimed
-from fzero.job.finish import finish
-from fzero.job.progress import Progress
-from fzero.job.saving import (
+from train.again import resume_command
+from train.claim import begun_before, claimed
+from train.finish import finish
+from train.progress import Progress
+from train.ranks import any_rank, by_first
+from train.saving import (
     LATEST,
     find_checkpoint,
     new_folder,
@@ -37,11 +35,9 @@ from fzero.job.saving import (
     require_writable,
     save_run,
 )
-from fzero.job.settings import changed_course, resolve, saved_form
-from fzero.job.step import Job, Params, make_batches, make_job, make_optimizer
-from fzero.job.stop import stop_signals
-
-T = TypeVar("T")
+from train.settings import changed_course, resolve, saved_form
+from train.step import Job, Params, make_batches, make_job, make_optimizer
+from train.stop import stop_signals
 
 
 def train(given: dict[str, Any]) -> int:
@@ -55,7 +51,7 @@ def train(given: dict[str, Any]) -> int:
         LayoutError: options that do not fit together, to the text, or to the saved run; a folder
             that holds another run, without `overwrite`, or that another program trains into.
         CheckpointError: there is nothing to resume, or the disk does not take a checkpoint.
-        AxisError: the ranks were given different options or texts.
+        MismatchError: the ranks were given different options or texts.
         NonFiniteError: on every rank, when a loss or a gradient of any rank is not finite. What
             was saved before stays. A launcher that starts the ranks again resumes from there, and
             meets the same.
@@ -63,7 +59,7 @@ def train(given: dict[str, Any]) -> int:
     folder = find_checkpoint(given["resume"]) if "resume" in given else None
     out = given.get("out", folder.parent if folder else None)
     known = [out] if out else list(numbered_folders().values())
-    begun = _by_first(lambda: begun_before(known, os.environ))
+    begun = by_first(lambda: begun_before(known, os.environ))
     if begun:
         out = begun
         if (out / LATEST).is_file():
@@ -76,22 +72,23 @@ def train(given: dict[str, Any]) -> int:
             require_free(out)
         require_writable(out)
     job, params = make_job(settings)
-    out = out or _by_first(new_folder)
+    out = out or by_first(new_folder)
     with ExitStack() as held:
-        _by_first(lambda: held.enter_context(claimed(out, os.environ)))
+        by_first(lambda: held.enter_context(claimed(out, os.environ)))
         return _run(job, params, out, folder, facts)
 
 
 def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[str, Any]) -> int:
     """Train from the beginning, or from the checkpoint in `folder`, to the end or a signal."""
     steps, output = job.settings.course.steps, job.settings.output
+    numel = sum(each.numel() for each in params.values())
     state = job.step.init(params, make_optimizer(job.settings))
     if folder:
         state = load(folder, state)
         _note(job, f"resumed {folder}", *_differences(job, facts))
     losses = list(facts.get("losses", []))
     before = len(losses)
-    _note(job, *_headline(job, state))
+    _note(job, *_headline(job, state, numel))
     if before >= steps:
         more = f"    {_resume(job, folder, out)} --steps {2 * before}"
         _say(f"this run is finished: its {before} steps are done; for {before} more:", more)
@@ -101,7 +98,7 @@ def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[s
         if len(losses) > before:
             _say(f"checkpoint: {_save(job, state, losses, out)}")
             folder = find_checkpoint(out)
-        if not _any_rank(bool(received)):
+        if not any_rank(bool(received)):
             curve = out / "loss.png" if output.plot else None
             note = functools.partial(_remark, job)
             lines = finish(job, state, losses, curve=curve, received=received, note=note)
@@ -128,29 +125,6 @@ def _resume(job: Job, folder: Path | None, out: Path) -> str:
     assert folder is not None  # every run that can be stopped here has one
     saved = folder.parent if find_checkpoint(folder.parent) == folder else folder
     return resume_command(job.settings.output, saved, out, os.environ, python=sys.executable)
-
-
-def _by_first(call: Callable[[], T]) -> T:
-    """Return what `call` returns on rank 0, on every rank, or raise its error there.
-
-    Rank 0 alone writes into the folder of the run, so that it is the one that looks, too.
-    """
-    axis = fzero.world()
-    result: T | FzeroError | None = None
-    if axis.rank == 0:
-        try:
-            result = call()
-        except FzeroError as error:
-            result = error
-    result = gather_objects(result, axis)[0]
-    if isinstance(result, FzeroError):
-        raise result
-    return cast(T, result)
-
-
-def _any_rank(value: bool) -> bool:
-    """Return whether `value` holds on any rank."""
-    return any(gather_objects(value, fzero.world()))
 
 
 def _loop(
@@ -204,9 +178,8 @@ def _differences(job: Job, facts: dict[str, Any]) -> list[str]:
     return [f"not an exact continuation, changed: {', '.join(changed)}"] if changed else []
 
 
-def _headline(job: Job, state: fzero.TrainState) -> list[str]:
+def _headline(job: Job, state: fzero.TrainState, numel: int) -> list[str]:
     settings, corpus, held = job.settings, job.corpus, fzero.state_bytes(state)
-    numel = sum(leaf.numel for leaf in state.setup.layout.leaves)
     model = settings.kind.model
     return [
         f"GPT of {numel / 1e6:.2f} M parameters, {model.layers} layers x {model.width}, "

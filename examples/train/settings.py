@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fzero.errors import LayoutError
-from fzero.job.gpt import GPTConfig
-from fzero.job.option import (
+from fzero import LayoutError
+from train.gpt import GPTConfig
+from train.option import (
     ABSOLUTE,
     COUNT,
     FOLDER,

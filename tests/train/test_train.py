@@ -13,12 +13,12 @@ import torch
 import fzero
 from fzero.checkpoint import CheckpointError, save
 from fzero.errors import LayoutError, NonFiniteError
-from fzero.job import train as module
-from fzero.job.saving import find_checkpoint
-from fzero.job.step import Job, make_batches
-from fzero.job.train import train
-from tests.job.runs import saved_losses, saved_tensors, small
 from tests.ranks import run_ranks
+from tests.train.runs import saved_losses, saved_tensors, small
+from train import train as module
+from train.saving import find_checkpoint
+from train.step import Job, make_batches
+from train.train import train
 
 
 def train_rank(rank: int, world_size: int, given: dict[str, Any]) -> int:
@@ -101,7 +101,7 @@ def test_a_finished_run_is_only_judged_again(
     finished, command, *_ = again.splitlines()
     assert finished == "this run is finished: its 6 steps are done; for 6 more:"
     assert command.endswith(
-        f"-m fzero train --resume {tmp_path} --sample-bytes 0 --no-plot --quiet --steps 12"
+        f"examples/train --resume {tmp_path} --sample-bytes 0 --no-plot --quiet --steps 12"
     )
 
 

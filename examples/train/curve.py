@@ -21,13 +21,13 @@ def plot_losses(losses: Sequence[float], path: Path, *, bigram: float, validatio
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "skipped, matplotlib is not installed (pip install 'fzero[train]')"
+        return "skipped, matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(range(1, len(losses) + 1), losses, linewidth=1, label="training loss")
     axes.axhline(bigram, color="tab:red", linestyle="--", label=f"byte bigram {bigram:.3f}")
     axes.axhline(validation, color="tab:green", linestyle=":", label=f"validation {validation:.3f}")
-    axes.set(xlabel="optimizer step", ylabel="loss, nats per byte", title="fzero train")
+    axes.set(xlabel="optimizer step", ylabel="loss, nats per byte", title="examples/train")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

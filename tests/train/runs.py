@@ -9,10 +9,10 @@ import optree
 from torch import Tensor
 
 from fzero.checkpoint import load
-from fzero.job.saving import find_checkpoint, read_facts
-from fzero.job.settings import resolve
-from fzero.job.step import make_job, make_optimizer
 from fzero.state import NAMESPACE
+from train.saving import find_checkpoint, read_facts
+from train.settings import resolve
+from train.step import make_job, make_optimizer
 
 SMALL = {
     "layers": 2,

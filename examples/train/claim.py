@@ -7,15 +7,15 @@ launch it belongs to. A launcher that starts its ranks again after one of them d
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from fzero._launch import restarts
-from fzero.checkpoint._disk import is_there, read_text, regular
-from fzero.errors import LayoutError
+from fzero import LayoutError
+from train.saving import is_there
 
 CLAIM = "run"
 
@@ -39,10 +39,10 @@ def begun_before(folders: Iterable[Path], environ: Mapping[str, str]) -> Path | 
 
     None if the launch was not restarted, or has begun a run in none of them.
     """
-    if restarts(environ) == 0:
+    if environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     files = (folder / CLAIM for folder in folders)
-    mine = (file for file in files if is_there(file) and read_text(file) == launch_of(environ))
+    mine = (file for file in files if is_there(file) and file.read_text() == launch_of(environ))
     return next((file.parent for file in mine), None)
 
 
@@ -52,10 +52,10 @@ def claimed(out: Path, environ: Mapping[str, str]) -> Iterator[None]:
 
     Raises:
         LayoutError: another program holds it.
+        CheckpointError: what stands in the place of its file is no file.
     """
-    import fcntl  # not on Windows, where the rest of fzero can be imported all the same
-
-    with open(out / CLAIM, "a", opener=regular) as held:
+    is_there(out / CLAIM)
+    with open(out / CLAIM, "a") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,7 +5,7 @@ A run writes into its folder, --out or a new one:
     step-000400/   a checkpoint of fzero.checkpoint, for any number of ranks and any stage; its
                    `extra` holds the settings, the digest of the text and the losses so far
     latest         the name of the newest of them
-    run            held by the program that trains into OUT; see `fzero.job.claim`
+    run            held by the program that trains into OUT; see `train.claim`
     loss.png       the loss curve, after the last step
 """
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import fzero
+from fzero import LayoutError
 from fzero.checkpoint import CheckpointError, read_extra, save
-from fzero.checkpoint._disk import is_there, put_text, read_text
-from fzero.errors import LayoutError
 
 RUNS, OF_A_FOLDER = Path("runs"), "gpt-"  # a run that is given no --out goes into runs/gpt-001
 LATEST = "latest"
@@ -41,8 +41,29 @@ def save_run(out: Path, state: fzero.TrainState, facts: dict[str, Any]) -> Path:
     folder = out / f"step-{int(state.step):06d}"
     save(folder, state, extra=facts)
     if fzero.axis_index() == 0:
-        put_text(out / LATEST, folder.name, through=out / f"{LATEST}.partial")
+        is_there(out / LATEST)
+        partial = out / f"{LATEST}.partial"
+        with open(partial, "w") as file:
+            file.write(folder.name)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, out / LATEST)
     return folder
+
+
+def is_there(file: Path) -> bool:
+    """Return whether there is a file. To open a FIFO would wait, so it is not opened.
+
+    Raises:
+        CheckpointError: something else is there: a folder, a device, a FIFO, a socket.
+    """
+    if file.exists() and not file.is_file():
+        raise CheckpointError(
+            f"{file} is no file.",
+            cause="another program uses this folder.",
+            fix=f"remove {file.name}, or give another --out.",
+        )
+    return file.is_file()
 
 
 def require_writable(out: Path) -> None:
@@ -103,7 +124,7 @@ def require_free(out: Path) -> None:
 def find_checkpoint(resume: Path) -> Path:
     """Return the checkpoint that `--resume DIR` means: the latest of a run, or DIR itself."""
     latest = resume / LATEST
-    return resume / read_text(latest).strip() if is_there(latest) else resume
+    return resume / latest.read_text().strip() if is_there(latest) else resume
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -118,6 +139,6 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise LayoutError(
             f"--resume: the checkpoint {folder} holds no run of this job: {sorted(facts)}.",
             cause="it was saved by another program.",
-            fix="pass the --out of a `python -m fzero train`, or a step-... folder in it.",
+            fix="pass the --out of a run of examples/train, or a step-... folder in it.",
         )
     return facts

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.errors import LayoutError
-from fzero.job.stream import even_windows, rank_samples, sample_starts, windows
-from fzero.job.text import HELD_OUT, SKIPPED, read_corpus
+from train.stream import even_windows, rank_samples, sample_starts, windows
+from train.text import HELD_OUT, SKIPPED, read_corpus
 
 MASK = 2**64 - 1
 

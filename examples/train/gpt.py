@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from fzero.errors import LayoutError
-from fzero.job.option import COUNT, option
+from fzero import LayoutError
+from train.option import COUNT, option
 
 VOCAB = 256  # one token a byte
 TEMPERATURE = 0.8  # of the draws; below 1 sharpens the distribution

@@ -1,8 +1,7 @@
-"""`python -m fzero`, as a user starts it: alone, stopped, misused."""
+"""`python examples/train`, as a user starts it: alone, stopped, misused."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -11,11 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from fzero.__main__ import main
-from fzero.job.info import environment
-from tests.job.runs import saved_losses
+from tests.train.runs import saved_losses
+from train.command import main
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = shlex.split("--layers 1 --width 32 --heads 2 --context 32 --text-mb 0.1 --sample-bytes 20")
@@ -30,7 +27,7 @@ def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--steps", "3", *SMALL]) == 0
+    assert main(["--steps", "3", *SMALL]) == 0
     told, shown = capsys.readouterr()
     assert "shard(stage=2, donate=True) . coalesce . clip(max_norm=1.0)" in told
     assert "checkpoint: runs/gpt-001/step-000003" in told
@@ -39,7 +36,7 @@ def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(
     assert "step 3/3: loss " in shown
     assert (tmp_path / "runs/gpt-001/loss.png").read_bytes().startswith(b"\x89PNG")
     assert len(saved_losses(tmp_path / "runs/gpt-001")) == 3
-    assert main(["train", "--steps", "1", *SMALL, "--no-plot"]) == 0  # a folder of its own
+    assert main(["--steps", "1", *SMALL, "--no-plot"]) == 0  # a folder of its own
     assert "checkpoint: runs/gpt-002/step-000001" in capsys.readouterr().out
     assert len(saved_losses(tmp_path / "runs/gpt-001")) == 3
 
@@ -47,7 +44,8 @@ def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(
 def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path), "--no-plot", "--save-every", "1000"]
     with subprocess.Popen(
-        [sys.executable, "-m", "fzero", "train", "--steps", "100000", *SMALL, *out],
+        [sys.executable, "examples/train", "--steps", "100000", *SMALL, *out],
+        cwd=ROOT,
         env=environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,8 +61,8 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) ->
     steps = len(saved_losses(tmp_path))
     before, command = told.splitlines()[-2:]  # the last lines, to be copied
     assert before == f"stopped after step {steps} of 100000, which is saved; it continues with:"
-    assert shlex.split(command)[3:] == [
-        "train", "--resume", str(tmp_path), "--save-every", "1000", "--sample-bytes", "20",
+    assert shlex.split(command)[1:] == [
+        "examples/train", "--resume", str(tmp_path), "--save-every", "1000", "--sample-bytes", "20",
         "--no-plot",
     ]  # fmt: skip
     more = shlex.split(f"{command} --steps {steps + 1}")
@@ -77,13 +75,12 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) ->
     ("argv", "words"),
     [
         (["unknown"], "unknown"),
-        (["info", "--unknown"], "unknown"),
-        (["train", "--layer", "2"], "unrecognized arguments: --layer"),  # an option cut short
+        (["--layer", "2"], "unrecognized arguments: --layer"),  # an option cut short
         (
-            ["train", "--micro-batches", "3"],
+            ["--micro-batches", "3"],
             "fzero, rank 0: --global-batch 8 cannot be split evenly",
         ),
-        (["train", "--out", "a file"], "fzero, rank 0: --out a file: "),
+        (["--out", "a file"], "fzero, rank 0: --out a file: "),
     ],
 )
 def test_what_is_wrong_ends_with_2_and_a_word_before_the_first_step(
@@ -103,38 +100,11 @@ def test_what_is_wrong_ends_with_2_and_a_word_before_the_first_step(
     assert words in capsys.readouterr().err
 
 
-def test_help_tells_the_commands_and_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    told = capsys.readouterr().out
-    assert "usage: python -m fzero" in told and "train" in told and "info" in told
+def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["train", "--help"])
+        main(["--help"])
     assert ended.value.code == 0
     told = capsys.readouterr().out
+    assert told.startswith("usage: python examples/train")
     for option in ("stage", "no-coalesce", "accumulate", "micro-batches", "resume", "global-batch"):
         assert f"--{option}" in told
-
-
-def test_info_reports_this_machine_and_its_launcher(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("FZERO_TIMEOUT_S", "77")
-    assert main(["info", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report == environment()
-    assert report["torch"]["version"] == torch.__version__
-    assert report["cpu"]["cores"] == os.cpu_count()
-    assert len(report["gpus"]) == torch.cuda.device_count()
-    assert report["packages"]["optree"]
-    assert report["torchrun"]["RANK"] == "1"
-    assert report["variables"]["FZERO_TIMEOUT_S"] == "77"
-    assert "gloo" in report["backends"]
-    assert main(["info"]) == 0
-    text = capsys.readouterr().out
-    assert f"torch      version {torch.__version__}" in text
-    assert f"cores {os.cpu_count()}" in text and "GiB" in text
-    assert "variables  " in text and "FZERO_TIMEOUT_S 77" in text
-    lines = text.splitlines()  # one block that an issue takes as it is
-    assert (lines[0], lines[-1], lines.count("```")) == ("```text", "```", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fzero
-from fzero.collectives import assert_same_everywhere
-from fzero.functional import Apply
-from fzero.job.gpt import GPT
-from fzero.job.settings import Kind, Settings, saved_form
-from fzero.job.stream import even_windows, rank_samples, sample_starts, windows
-from fzero.job.text import Corpus, read_corpus
+from train.gpt import GPT
+from train.ranks import require_same
+from train.settings import Kind, Settings, saved_form
+from train.stream import even_windows, rank_samples, sample_starts, windows
+from train.text import Corpus, read_corpus
 
 Params = dict[str, Tensor]
+Apply = Callable[..., Any]  # (params, tokens) -> logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def make_job(settings: Settings) -> tuple[Job, Params]:
 
     Raises:
         LayoutError: a batch that cannot be split, or too little text.
-        AxisError: the ranks have different options or texts.
+        MismatchError: the ranks have different options or texts.
     """
     axis, course = fzero.world(), settings.course
     samples = rank_samples(
@@ -58,7 +59,7 @@ def make_job(settings: Settings) -> tuple[Job, Params]:
     root = Path(course.text) if course.text else None
     corpus = read_corpus(root, cap_bytes=int(course.text_mb * 1e6))
     same = [*map(str, saved_form(settings).items()), f"text {corpus.sha256}"]
-    assert_same_everywhere(same, axis, what="the options and the text")
+    require_same(same, what="the options and the text")
     for text in (corpus.train, corpus.valid):
         even_windows(text, context=settings.kind.model.context, count=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

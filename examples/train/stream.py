@@ -7,7 +7,7 @@ ranks, micro-batches or accumulated parts: those only decide who computes it, an
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError
+from fzero import LayoutError
 
 _MIX = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # (shift, multiplier)
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as int64

@@ -79,7 +79,7 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
 
 
 def test_every_command_is_on_its_page() -> None:
-    commands = next(a for a in _parser(launched=False)._actions if a.choices)
+    commands = next(a for a in _parser()._actions if a.choices)
     assert commands.choices is not None
     text = (DOCS / "command_line.md").read_text()
     assert all(f"| `python -m fzero {name}` |" in text for name in commands.choices)

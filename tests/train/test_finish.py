@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -48,10 +49,9 @@ def test_the_lines_say_validation_bigram_curve_and_sample(tmp_path: Path) -> Non
     state = job.step.init(params, make_optimizer(settings))
     told: list[str] = []
     lines = finish(job, state, [5.0, 4.0], curve=tmp_path / "loss.png", note=told.append)
-    assert told == [
-        "validating on 411 windows of the text that was held out ...",
-        "sampling 30 bytes ...",
-    ]
+    first, second = told  # how much text there is depends on the version of Python
+    assert re.fullmatch(r"validating on \d+ windows of the text that was held out \.\.\.", first)
+    assert second == "sampling 30 bytes ..."
     assert lines is not None and len(lines) == 3
     words = lines[0].split()
     assert words[:2] == ["validation", "loss"] and 5 < float(words[2]) < 6

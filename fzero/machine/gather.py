@@ -89,18 +89,19 @@ class Gatherer:
         self._started(unit, exact=exact).wait()
 
     def _started(self, unit: int, *, exact: bool) -> InFlight:
-        table, groups = self.table, [self.groups[group] for group in self.table.units[unit]]
+        groups = [self.groups[group] for group in self.table.units[unit]]
         shards = [group.sent(exact=exact) for group in groups]
-        as_blocks = not exact and table.is_quantized(unit)
+        as_blocks = not exact and any(group.is_quantized for group in groups)
         with about(lambda: [x for group in groups for x in group.paths]):
-            return start_gather(shards, table.axes[unit].shards, as_blocks=as_blocks)
+            return start_gather(shards, self.table.axes[unit].shards, as_blocks=as_blocks)
 
     def wait(self, unit: int) -> None:
-        """Wait until a unit that was started is here."""
-        flight = self._flights.pop(unit)
-        self._hold(unit, flight.wait())
-        for group in self.table.units[unit]:
-            page_out(self.groups[group].shard)
+        """Wait until a unit that was started is here; nothing if its start raised."""
+        flight = self._flights.pop(unit, None)
+        if flight is not None:
+            self._hold(unit, flight.wait())
+            for group in self.table.units[unit]:
+                page_out(self.groups[group].shard)
 
     def _hold(self, unit: int, flats: list[Tensor]) -> None:
         leaves = []

@@ -24,6 +24,11 @@ class GroupShard(NamedTuple):
         """The paths of its leaves; of an empty group nothing."""
         return self.layout.paths([self.index])
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its values cross ranks as int8 blocks in a forward or backward."""
+        return self.layout.groups[self.index].quantized
+
     def sent(self, *, exact: bool) -> Tensor:
         """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
         lower = self.layout.groups[self.index].communication_dtype

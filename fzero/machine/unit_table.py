@@ -59,8 +59,3 @@ class UnitTable:
             for number, unit in enumerate(self.units)
             if any(groups[i].quantized or groups[i].communication_dtype for i in unit)
         )
-
-    def is_quantized(self, unit: int) -> bool:
-        """Whether the values of a unit cross ranks as int8 blocks in a forward or backward."""
-        groups = [group for layout in self.layouts for group in layout.groups]
-        return any(groups[i].quantized for i in self.units[unit])

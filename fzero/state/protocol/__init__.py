@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fzero.state._replaced import replaced
-from fzero.state.effects import Effect, Free, Gather, Post, Reduce
+from fzero.state.effects import Effect, Free, Gather, Post, Reduce, TakePart, Wait
 from fzero.state.protocol import _pass, _plan, _rounds
 from fzero.state.protocol import _tasks as tasks
 from fzero.state.protocol.events import Adopt as Adopt
@@ -80,6 +80,9 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
     if isinstance(event, Broke):
         return _broke(protocol, event), ()
     found: list[Effect] = []
+    if protocol.undone and not isinstance(event, Failed | GiveUp):
+        found += protocol.undone  # the other ranks have started these collectives
+        protocol = replaced(protocol, undone=())
     if isinstance(event, Answer | Told):
         waiting, *rest = protocol.agenda
         protocol, effects = _resume(replaced(protocol, agenda=tuple(rest)), waiting.task, event)
@@ -105,8 +108,9 @@ def _resume(protocol: Protocol, task: Any, event: Answer | Told) -> Next:
 
 
 def _broke(protocol: Protocol, event: Broke) -> Protocol:
-    """An effect raised: the rest of its event is given up; `Failed` does what others wait for."""
-    undone = tuple(x for x in event.undone if isinstance(x, Gather | Free | Reduce))
+    """An effect raised: the rest of its event is given up, but for what other ranks wait for."""
+    units = Gather | TakePart | Wait | Free | Reduce
+    undone = tuple(x for x in event.undone if isinstance(x, units))
     unposted = any(isinstance(x, Post) for x in event.undone)
     still_open = None if unposted else protocol.open
     return replaced(protocol, agenda=(), undone=undone, open=still_open)
@@ -151,7 +155,6 @@ _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
     tasks.Arrive: _plan.arrive,
     tasks.Depart: _plan.depart,
     tasks.EndOfForward: _pass.end_of_forward,
-    tasks.Done: _rounds.done,
     tasks.SayDone: _rounds.say_done,
     tasks.EndOfPass: _pass.end_of_pass,
     tasks.DropInexact: _pass.drop_inexact,

@@ -116,7 +116,8 @@ def _ending(
     for unit in (unit for unit, complete in left if not complete):
         course = course.did_also(~unit)
     p = p.put(number, replaced(model, course=course))
-    return p.then(tasks.EndPlan(number), tasks.AskLeft(number), tasks.Done(number)), ()
+    out = tasks.EndPlan(number), tasks.AskLeft(number), tasks.EndOthers(number)
+    return p.then(*out, tasks.SayDone(number)), ()
 
 
 def end_of_pass(p: Protocol, t: tasks.EndOfPass) -> Next:

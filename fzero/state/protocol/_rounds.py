@@ -159,13 +159,8 @@ def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
 # The end of a pass.
 
 
-def done(p: Protocol, t: tasks.Done) -> Next:
-    """Say that this rank is done, after the plans of other models have come to their ends."""
-    return p.then(tasks.EndOthers(t.model), tasks.SayDone(t.model)), ()
-
-
 def say_done(p: Protocol, t: tasks.SayDone) -> Next:
-    """Say it."""
+    """Say that this rank is done."""
     has_asked = p.models[t.model].course.asked
     return _say(p, Message(Kind.DONE, hint=int(has_asked)), t)
 

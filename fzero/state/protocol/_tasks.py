@@ -135,13 +135,6 @@ class EndOfForward:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """End the plans of other models, then the pass."""
-
-    model: int
-
-
-@dataclass(frozen=True, slots=True)
 class SayDone:
     """Take part in what other ranks need until no rank is in a pass."""
 

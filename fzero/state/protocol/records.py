@@ -89,7 +89,8 @@ class Protocol:
         known: whether the last round ended in an error, on every rank.
         heard: the values of each rank in the last call.
         agenda: what is still to do of the event that is handled, the next task first.
-        undone: effects that an error in another effect has prevented.
+        undone: effects that an error in another effect has prevented: the next event does them
+            first, unless the pass is given up.
 
     Example:
         >>> from fzero.state.protocol import Join, Use, Units, advance

@@ -83,7 +83,7 @@ def test_what_is_set_from_outside_is_what_may_be(trees: dict[Path, ast.Module]) 
 
 def test_nothing_is_listed_that_is_gone(trees: dict[Path, ast.Module]) -> None:
     for path, name in MAY_BE_SET:
-        assert f"{name}" in (ROOT / "fzero" / path).read_text(encoding="utf-8")
+        assert name in (ROOT / "fzero" / path).read_text(encoding="utf-8")
 
 
 def test_a_callback_that_is_set_on_an_object_is_found() -> None:

@@ -80,8 +80,8 @@ def before_collective(axis: Axis) -> None:
         ours = _ranks_of(axis) if running else ()
         performers = [_OPEN[place] for place in running if place[0] == ours]
     for performer in performers:
+        performer.drop_raised()
         for number in performer.protocol.running:
-            performer.drop_raised()
             for_training(performer.send, SyncPoint(number))
 
 

@@ -27,13 +27,16 @@ class ModelLine:
 
     @property
     def record(self) -> Model:
-        """What the protocol has of this model. Raises `PhaseError` if it is closed."""
+        """What the protocol has of this model. Raises `PhaseError` if no pass of it will follow."""
         found = self.performer.protocol.models.get(self.number)
         if found is None:
             raise PhaseError(
-                f"rank {self.performer.axis.rank}: an engine that is closed is used.",
-                cause="a backward through a forward that ran before engine.close().",
-                fix="run loss.backward() before close(), or the forward again after it.",
+                f"rank {self.performer.axis.rank}: a parameter of stage 3 is read, and what would "
+                "gather it is over.",
+                cause="a parameter that a loss was given, and that was kept beyond its call; or a "
+                "backward through a forward from before engine.close().",
+                fix="keep p.clone() in the loss, or use fzero.full_params(state) after it; run "
+                "loss.backward() before engine.close().",
             )
         return found
 

@@ -178,6 +178,8 @@ def _by_autograd(
 
 def _require_one_gathers(states: Sequence[TrainState]) -> None:
     gathering = [one.setup.axis for one in states if one.setup.gathers_by_unit]
+    if len(set(gathering)) < 2:
+        return
     by_ranks = {performer_of(axis): axis for axis in reversed(gathering)}
     if len(by_ranks) > 1:
         last, first, *_ = by_ranks.values()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fzero
+from fzero.errors import PhaseError
 
 X = torch.arange(12.0).reshape(2, 2, 3)  # [rank, rows, 3]
 
@@ -65,3 +66,18 @@ def test_each_model_gets_its_own_gradient(stage: int, reads: bool) -> None:
     found, wanted = trained(stage, nested=True, reads=reads), trained(stage, nested=False)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
     assert not torch.equal(found[0][0], outer_params()["w"])
+
+
+def test_a_parameter_that_outlives_its_loss_at_stage_3_is_refused_by_name() -> None:
+    def body(x: Tensor) -> None:
+        state, kept = fzero.init(outer_params(), fzero.optim.sgd(0.5), stage=3), []
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            kept.append(p["w"])
+            return outer_loss(p, x)
+
+        fzero.grad_and_reduce(loss, state)(x)
+        with pytest.raises(PhaseError, match="kept beyond its call"):
+            kept[0].sum()
+
+    fzero.simulate(body, world_size=2)(X)

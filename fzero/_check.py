@@ -58,11 +58,16 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 def called_as(
-    usage: str, name: str = "", *, of_module: bool = False
+    usage: str,
+    name: str = "",
+    *,
+    of_module: bool = False,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function that is called with other arguments say how it is called.
 
-    of_module: its first argument may be an nn.Module; of others it never is.
+    of_module: its first argument may be an nn.Module; of others it never is. prepare: is given the
+    keywords first, and returns those that the function gets.
 
     Example:
         >>> half = called_as("half(x)")(lambda x: x / 2)
@@ -75,13 +80,14 @@ def called_as(
 
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            more: Any = kwargs if prepare is None else prepare(kwargs)
             try:
-                signature.bind(*args, **kwargs)
+                signature.bind(*args, **more)
             except TypeError as error:  # of the binding, not of the function itself
                 if args and not of_module:
                     refuse_module(name or fn.__name__, args[0])
-                raise _wrong_call(name or fn.__name__, signature, usage, kwargs, error) from None
-            return fn(*args, **kwargs)
+                raise _wrong_call(name or fn.__name__, signature, usage, more, error) from None
+            return fn(*args, **more)  # pyright: ignore[reportCallIssue]
 
         return checked
 

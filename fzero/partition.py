@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fzero._check import require
 from fzero._memory import identity as identity
 from fzero.errors import LayoutError
+from fzero.options import OPTIONS
 from fzero.packing import ALIGNMENT_BYTES, apart, in_order
 from fzero.packing import shard_of as shard_of
 from fzero.state._record import NAMESPACE
@@ -83,9 +83,8 @@ def plan_layout(
         >>> [(g.offsets, g.shard_numel) for g in layout.groups]
         [((0, 4), 4)]
     """
-    for name, given in (("units", unit), ("trainable", trainable or unit)):
-        wanted = f"a function of a leaf's path: {name}=lambda path: ..."
-        require(name, given, callable, wanted, cause="a list of paths, or a prefix.")
+    OPTIONS["units"].require(unit)
+    OPTIONS["trainable"].require(trainable)
     paths, tensors, treespec = named_leaves(params)
     order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
     leaves, slots = _unique_leaves(paths, tensors, order, trainable)

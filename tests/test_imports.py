@@ -32,6 +32,7 @@ LEVELS = (
     ("axis",),
     ("mesh",),
     ("state",),
+    ("options",),
     ("homes", "packing", "placeholder", "quantize"),
     ("_memory",),
     ("collectives", "partition"),

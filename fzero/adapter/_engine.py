@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero._check import called_as
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import explains_inference
 from fzero.adapter import _boundary as boundary
@@ -27,15 +26,23 @@ from fzero.adapter._events import in_backward
 from fzero.adapter._losses import Scaling
 from fzero.adapter._report import MemoryReport, report
 from fzero.adapter._setup import options_of, planned, scale_of
-from fzero.mesh import Axis, MeshLike, axis_of
-from fzero.state import HookState, OptimizerOver, Reshard, TrainState, progress
+from fzero.mesh import Axis, axis_of
+from fzero.options import Scale, StateOptions, documents, takes
+from fzero.state import HookState, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
-from fzero.transforms._options import WireOptions
-from fzero.transforms.scale_loss import Scale
+
+_OLDER = {"gradient_accumulation_steps": "micro_batches"}
 
 
+class EngineOptions(StateOptions, total=False):
+    """What `Engine` shares with functional steps, and the older spelling of `micro_batches`."""
+
+    gradient_accumulation_steps: int
+
+
+@documents
 class Engine(AsModule, Scaling):
     """ZeRO stage 0 to 3 for a module whose loss is made and differentiated in the usual way.
 
@@ -65,38 +72,7 @@ class Engine(AsModule, Scaling):
         optimizer: a torch.optim optimizer of module.parameters(), in any param groups; or its class
             or a factory, called with what learns; or a rule of `fzero.optim`; None for a model that
             is not stepped. `engine.step()` runs it; `optimizer.step()` alone raises.
-        stage: 0, 1, 2 or 3.
-        mesh, optimizer_over: as for `fzero.init`.
-        bucket_bytes: below stage 3, the size up to which parameters share a collective;
-            default 8 MiB at stage 0, 4 MiB at stages 1 and 2.
-        whole_parameters: as in `fzero.init`.
-        contiguous_gradients: copy each gradient into its bucket as it comes.
-        overlap: reduce beside the backward.
-        ordered: each reduction sums in rank order on every backend, as in `fzero.init`.
-        accumulate_dtype: in which gradients add up; default fp32 for 16-bit parameters.
-        communication_dtype: in which gradients cross ranks; default the parameters'.
-        reduce_op, gradient_predivide_factor, quantized_weights, quantized_gradients: as in
-            `fzero.init`.
-        master_weights: fp32 copies of 16-bit parameters.
-        state_dtype: of the optimizer's states, as in `fzero.optim.adamw`.
-        stochastic_rounding: of bf16 parameters without masters, as in `fzero.optim.adamw`.
-        max_norm: clip the global gradient norm.
-        gradient_accumulation_steps: `step()` updates at every n-th call.
-        average_micro_batches: divide by the number of step() calls, or backwards if each updates.
-        check_finite: `step()` raises `NonFiniteError`, on every rank, if a loss that `backward` was
-            given, or a gradient, is NaN or infinite: see `fzero.check_finite`.
-        loss_scale: of `fzero.scale_loss`: a number, "dynamic", a `DynamicScale`, or the user's own.
-            Losses go through `backward` or `scale`. An overflow on any rank skips the update on
-            all; see `step_was_skipped`. 1: no scale. None: "dynamic" for autocast in fp16, else 1.
-        autocast: the module's forward runs under torch.autocast with this dtype, and what only safe
-            modules use crosses ranks in it (see `fzero.autocast`, and `Autocast` for their names).
-        reshard_after_forward: stage 3. True: the full values of a unit go when another unit is
-            used, and are gathered again in backward. False: they stay until the backward is over.
-            "window": they stay over a window (`coalesce`, `no_sync`).
-        prefetch_numel: stage 3, elements gathered early: the next unit, and more that fit; 0: none.
-        persistence_threshold_numel: stage 3, smaller parameters stay whole between two updates.
-        leaf_modules: stage 3, modules whose parameters are one unit.
-        offload: what lives in host memory or on disk, and where; see `fzero.offload`.
+        {options}
 
     Raises:
         LayoutError: for wrong arguments, for a module with `max_norm` or a second handle on the
@@ -118,38 +94,29 @@ class Engine(AsModule, Scaling):
         tensor([[0.5000, 0.0000]])
     """
 
-    @called_as("Engine(module, optimizer, stage=2)", "Engine", of_module=True)
+    @takes("Engine", "Engine(module, optimizer, stage=2)", older=_OLDER, of_module=True)
     def __init__(
         self,
         module: nn.Module,
         optimizer: Any = None,
         *,
         stage: int,
-        mesh: MeshLike = None,
-        optimizer_over: OptimizerOver = "shard",
-        bucket_bytes: int | None = None,
-        whole_parameters: bool = False,
-        contiguous_gradients: bool = False,
-        overlap: bool = True,
-        ordered: bool = False,
+        autocast: Autocast | torch.dtype | None = None,
+        offload: Offload | None = None,
+        leaf_modules: LeafSpec | None = None,
+        micro_batches: int = 1,
+        average_micro_batches: bool = False,
+        max_norm: float | None = None,
+        loss_scale: Scale = None,
+        check_finite: bool = False,
         master_weights: bool = True,
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        gradient_accumulation_steps: int = 1,
-        average_micro_batches: bool = False,
-        check_finite: bool = False,
-        loss_scale: Scale = None,
-        autocast: Autocast | torch.dtype | None = None,
-        reshard_after_forward: Reshard = True,
-        prefetch_numel: int = 1,
-        persistence_threshold_numel: int = 0,
-        leaf_modules: LeafSpec | None = None,
-        offload: Offload | None = None,
-        **options: Unpack[WireOptions],
+        **options: Unpack[EngineOptions],
     ) -> None:
         self.options = options_of(locals() | options)
-        setup = planned(module, optimizer, stage, axis_of(mesh), self.options)
+        axis = axis_of(options.get("mesh"))
+        setup = planned(module, optimizer, stage, axis, self.options)
         self.module, self.stage = module, setup.stage
         self._driver = Driver(module, setup, scale_of(loss_scale, setup), boundary.with_gradients)
 
@@ -245,7 +212,7 @@ class Engine(AsModule, Scaling):
         What no rank has used since the last update stays as it is, with its optimizer state.
 
         Returns:
-            Whether the update was due: with `gradient_accumulation_steps=n` it is at every n-th
+            Whether the update was due: with `micro_batches=n` it is at every n-th
             call. One that an overflow skipped was due as well.
 
         Raises:
@@ -256,18 +223,18 @@ class Engine(AsModule, Scaling):
                 ranks have thrown their gradients away. Nothing was changed.
             NonFiniteError: with `check_finite`, on every rank; `zero_grad()` drops what raises it.
         """
-        every = self.options.updating.gradient_accumulation_steps
+        every = self.options.updating.micro_batches
         return boundary.call_step(self._driver, every)
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away every gradient since the last update. A collective, outside of a window.
 
-        Either `set_to_none`, torch's argument, means the same. With `gradient_accumulation_steps`
+        Either `set_to_none`, torch's argument, means the same. With `micro_batches`
         the accumulation starts again, with a warning.
         """
         counted = boundary.zero_grad(self._driver)
-        every = self.options.updating.gradient_accumulation_steps
+        every = self.options.updating.micro_batches
         if message := progress.thrown_away(counted, every):
             warnings.warn(message, UserWarning, stacklevel=2 + DISABLED_FRAMES)
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fzero._check import check_flags, is_count, is_positive, require, unknown_option
 from fzero._memory import require_own_memory
 from fzero._modes import require_autograd
 from fzero.adapter._driver import OWNERS
@@ -22,8 +21,9 @@ from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.errors import LayoutError, PhaseError
 from fzero.mesh import Axis, Runtime
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
+from fzero.options import Scale
 from fzero.partition import unit_of
-from fzero.state import Gathering, Policy, Reduction, Setup
+from fzero.state import Policy, Setup
 from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
 from fzero.state.precision import as_autocast, owners_in
 from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
@@ -33,10 +33,8 @@ from fzero.transforms._options import (
     check_stage,
     given_of,
     grouped,
-    names_of,
 )
 from fzero.transforms._plan import COMPARED, plan
-from fzero.transforms.scale_loss import Scale
 from fzero.virtual import current_ranks, is_abstract
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
@@ -51,7 +49,7 @@ class Updating:
     state_dtype: torch.dtype | None = None
     stochastic_rounding: bool = False
     max_norm: float | None = None
-    gradient_accumulation_steps: int = 1
+    micro_batches: int = 1
     average_micro_batches: bool = False
     check_finite: bool = False
     loss_scale: Scale = None  # what `fzero.scale_loss` takes; None: what autocast needs, or 1
@@ -63,19 +61,11 @@ class Options(SharedOptions):
 
     updating: Updating
     leaf_modules: LeafSpec | None
+    units: Callable[[str], str] | None = None
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
-    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given.
-
-    Raises `CallError` for an option that does not exist.
-    """
-    kinds = Updating, Reduction, Gathering, Options
-    names = {name for kind in kinds for name in names_of(kind)}
-    unknown = set(given.get("options", ())) - names
-    if unknown:
-        own = {*names, "stage", "mesh"} - {"updating", "gathering", "reduction"}
-        raise unknown_option("Engine", min(unknown), own, "Engine(module, optimizer, stage=2)")
+    """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given."""
     return grouped(Options, given, updating=Updating(**given_of(Updating, given)))
 
 
@@ -83,13 +73,14 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
     """Check module, optimizer and options; return the setup of the engine's state."""
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
-        _require_options(options)
+        check_shared(options)
+        as_policy("loss_scale", options.updating.loss_scale)
         check_stage(stage)
         _require_plain(module)
         _require_one_device(module)
         require_own_memory(module)
         autocast = as_autocast(options.autocast)
-        unit, warning = _units(module, options.leaf_modules)
+        unit, warning = _units(module, options)
         chosen = _as_optimizer(optimizer, options)
     _require_own(module, axis)
     if warning:
@@ -105,7 +96,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
     )
     assert_same_everywhere([_compared(options)], axis, what="the engine's options")
     updating = options.updating
-    steps = updating.gradient_accumulation_steps
+    steps = updating.micro_batches
     averages = updating.average_micro_batches
     policy = Policy(
         max_norm=updating.max_norm,
@@ -186,35 +177,18 @@ def _require_one_device(module: nn.Module) -> None:
         )
 
 
-def _require_options(options: Options) -> None:
-    """Raise `LayoutError`, naming the option, for a value out of range."""
-    check_shared(options)
-    updating = options.updating
-    check_flags(
-        master_weights=updating.master_weights,
-        average_micro_batches=updating.average_micro_batches,
-        check_finite=updating.check_finite,
-    )
-    steps = updating.gradient_accumulation_steps
-    require("gradient_accumulation_steps", steps, is_count, "an int of 1 or more")
-    as_policy("loss_scale", updating.loss_scale)
-    if updating.max_norm is not None:
-        require("max_norm", updating.max_norm, is_positive, "a positive number, or None for off")
-    wanted = "a fzero.adapter.LeafSpec(classes=..., names=..., name_suffixes=...)"
-    leaves = options.leaf_modules
-    require("leaf_modules", leaves, lambda x: x is None or isinstance(x, LeafSpec), wanted)
-
-
 def _compared(options: Options) -> str:
     """The options as ranks compare them: no address, no value of a tensor."""
     scale = as_policy("loss_scale", options.updating.loss_scale)
-    return f"{replace(options, updating=replace(options.updating, loss_scale=scale))}"
+    updating = replace(options.updating, loss_scale=scale)
+    return f"{replace(options, updating=updating, units=None)}"  # units: those of the layout are
 
 
-def _units(module: nn.Module, spec: LeafSpec | None) -> tuple[Callable[[str], str], str]:
+def _units(module: nn.Module, options: Options) -> tuple[Callable[[str], str], str]:
     """Return path -> unit, where a leaf module is one unit; and what to warn about."""
+    spec, others = options.leaf_modules, options.units or unit_of
     if spec is None:
-        return unit_of, ""
+        return others, ""
     tree = [
         ModuleInfo(
             name=name,
@@ -228,7 +202,7 @@ def _units(module: nn.Module, spec: LeafSpec | None) -> tuple[Callable[[str], st
 
     def unit(path: str) -> str:
         inside = [leaf for leaf in found.leaves if path.startswith(leaf + ".") or not leaf]
-        return inside[0] or "(root)" if inside else unit_of(path)
+        return inside[0] or "(root)" if inside else others(path)
 
     return unit, "\n".join(found.warnings)
 

@@ -12,7 +12,7 @@ import torch
 
 from fzero._check import is_count
 from fzero.adapter import Engine
-from fzero.certify._axes import Cell, Value, chosen
+from fzero.certify._axes import AXES, Cell, Value, chosen
 from fzero.certify._compare import Wanted
 from fzero.certify._cover import covering
 from fzero.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
@@ -21,6 +21,7 @@ from fzero.certify._reference import CopyGradient, Task, one_process
 from fzero.certify._report import CellResult, Report
 from fzero.certify._subject import Loss, Subject, subject_of
 from fzero.errors import LayoutError
+from fzero.options import takes
 from fzero.packing import digest
 from fzero.transforms.replicas import unequal
 from fzero.virtual import run_ranks
@@ -31,6 +32,9 @@ SGD = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)
 ADAMW = functools.partial(torch.optim.AdamW, lr=2.0**-6, eps=2.0**-6)
 
 
+@takes(
+    "certify", "certify(model, loss, batches)", also=[axis.name for axis in AXES], of_module=True
+)
 def certify(
     model: Any,
     loss: Loss,
@@ -95,7 +99,8 @@ def certify(
         A `Report`: true if no cell failed, and printed as a table.
 
     Raises:
-        LayoutError: for unknown axes or values, too few batches, and a loss that is not finite,
+        CallError: for an unknown axis.
+        LayoutError: for unknown values, too few batches, and a loss that is not finite,
             not one number, or another one when it is computed again. What a rank raises is an
             error of its cell.
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from fzero._check import is_count, is_positive, require
 from fzero.errors import LayoutError
 from fzero.optim import adamw
+from fzero.options import InitOptions, takes
 from fzero.plan._checks import World, module_of, size_of, too_large
 from fzero.plan._record import Comparison, Plan
 from fzero.plan._run import run
 from fzero.plan._subject import Loss, Subject, device_of, maker, subject_of, tree_emptied
 from fzero.plan._time import Rates
 from fzero.state.offload import Offload
+from fzero.state.precision import Autocast
 from fzero.transforms._pipeline import names_inside
 
 
@@ -24,7 +26,8 @@ class Planner:
 
     Rates = Rates
 
-    def __call__(
+    @takes("plan", "plan(model, batch, world=8, stage=2)")
+    def __call__(  # noqa: D417 {options}
         self,
         model: Any,
         batch: Any,
@@ -36,12 +39,13 @@ class Planner:
         micro_batches: int = 1,
         coalesced: bool = False,
         max_norm: float | None = None,
-        autocast: torch.dtype | None = None,
+        autocast: Autocast | torch.dtype | None = None,
         offload: Offload | None = None,
+        donate: bool = False,
         rank: int = 0,
         device: str | None = None,
         rates: Rates | None = None,
-        **options: Any,
+        **options: Unpack[InitOptions],
     ) -> Plan:
         """Return what one training step of `model` takes on each of `world` ranks.
 
@@ -59,20 +63,16 @@ class Planner:
             batch: what one rank is given for one step: a pytree of tensors, real ones or on the
                 meta device; only their shapes and dtypes are used.
             world: W, the number of ranks; or (R, S), R replicas of S ranks.
-            stage: 0, 1, 2 or 3.
             optimizer: as in `fzero.init`. Default: `fzero.optim.adamw(3e-4)`.
             loss: loss(model, batch) -> a scalar tensor. Default: the model is called with the
                 batch, and what it returns has a `.loss`, or its mean is taken.
-            micro_batches: in how many parts the batch is cut along dim 0, as by `fzero.accumulate`.
-            coalesced: whether their gradients cross the ranks once, as by `fzero.coalesce`.
-            max_norm: as in `fzero.clip`; None: not clipped.
-            autocast: the dtype of `fzero.autocast`; None: without it.
-            offload: what lives elsewhere, as by `fzero.offload`.
+            coalesced: whether the gradients of its micro-batches cross the ranks once,
+                as by `fzero.coalesce`.
             rank: which rank is run. All send and hold the same number of bytes.
             device: "cpu" (with gloo) or "cuda" (with nccl), which the plan is for. Default: where
                 the model's parameters are; "cuda" for those on the meta device.
             rates: of which `time` is estimated.
-            **options: others of `fzero.shard`: donate, units, bucket_bytes, ordered, ...
+            {options}
 
         Returns:
             A `Plan`.
@@ -107,7 +107,7 @@ class Planner:
             max_norm=max_norm,
             lowered=autocast,
             away=offload,
-            options={"stage": stage, **options},
+            options={"stage": stage, "donate": donate, **options},
         )
         optimizer = adamw(3e-4) if optimizer is None else optimizer
         kind = device or device_of(module)

@@ -21,6 +21,7 @@ from fzero.plan._meta import AsOn
 from fzero.plan._watch import rename
 from fzero.state import NAMESPACE
 from fzero.state.offload import Offload
+from fzero.state.precision import Autocast, as_autocast
 from fzero.transforms import (
     accumulate,
     apply_gradients,
@@ -58,7 +59,7 @@ def subject_of(
     micro_batches: int,
     coalesced: bool,
     max_norm: float | None,
-    lowered: torch.dtype | None,
+    lowered: Autocast | torch.dtype | None,
     away: Offload | None,
     options: Mapping[str, Any],
 ) -> Subject:
@@ -77,12 +78,13 @@ def subject_of(
             rename("gradients", one.gradients)
         return apply_gradients(state), value
 
-    step: Any = accumulate(step_fn, steps=micro_batches)
+    step: Any = accumulate(step_fn, micro_batches=micro_batches)
     if coalesced:
         step = coalesce(step)
     step = clip(step, max_norm=max_norm)
-    if lowered is not None:
-        step = autocast(step, dtype=lowered)
+    if (low := as_autocast(lowered)) is not None:
+        safe = low.lower_precision_safe_modules
+        step = autocast(step, dtype=low.dtype, lower_precision_safe_modules=safe)
     if away is not None:
         step = offload(step, **away.homes, folder=away.folder)
     step = shard(step, **options)

@@ -11,24 +11,29 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._check import called_as, is_count, require
 from fzero.errors import LayoutError
+from fzero.options import OPTIONS, takes
 from fzero.state import NAMESPACE, Policy, TrainState, progress
 from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms._states import flatten_states, is_state, map_states
 
 
 @overload
+def accumulate(fn: Callable[P, R], /, *, micro_batches: int) -> Step[P, R]: ...
+@overload
+def accumulate(*, micro_batches: int) -> Transform: ...
+@overload  # the older spelling
 def accumulate(fn: Callable[P, R], /, *, steps: int) -> Step[P, R]: ...
 @overload
 def accumulate(*, steps: int) -> Transform: ...
-@called_as("accumulate(step, steps=4)")
-def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
-    """Run `fn(state, *batch) -> (state, aux)` on each of `steps` equal parts of the batch.
+@takes("accumulate", "accumulate(step, micro_batches=4)", older={"steps": "micro_batches"})
+def accumulate(fn: Callable[..., Any] | None = None, /, *, micro_batches: int) -> Any:
+    """Run `fn(state, *batch) -> (state, aux)` on each of `micro_batches` equal parts of the batch.
 
     g = (1/k) sum_i g(part_i): for a loss that is a mean over examples, the gradient of the whole
     batch. An `apply_gradients` inside `fn` waits for the last part, so the result is that of one
-    call with the whole batch; activations are those of one part. `steps=1` is the identity.
+    call with the whole batch; activations are those of one part. With
+    `micro_batches=1` it is the identity.
 
     Tensors in the arguments are split along dim 0 (scalars and everything else go to each part).
     In aux, floating scalars are averaged, other scalars summed, tensors concatenated along dim 0;
@@ -40,14 +45,15 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
 
     Args:
         fn: the step. Its state may be a pytree of states.
-        steps: k, the number of parts, at least 1. A batch [n, *t] is given in parts [n / k, *t].
+        micro_batches: k, the number of parts, at least 1 (older code says `steps`). A batch
+            [n, *t] is given in parts [n / k, *t].
 
     Returns:
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
-        LayoutError: for `steps` that is no count; in a call, naming the argument, when a batch does
-            not divide by `steps`, or when a state is among the arguments after the first.
+        LayoutError: for `micro_batches` that is no count; in a call, naming the argument, when a
+            batch does not divide by it, or when a state is among the arguments after the first.
         PhaseError: in a call, when `fn` updates twice, or goes on to another gradient after its
             update, also where that update ends an `accumulate` inside `fn`: those would be lost in
             one sum.
@@ -61,19 +67,19 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
         ...     return fzero.apply_gradients(state), loss
         >>> state = fzero.init(torch.ones(()), fzero.optim.sgd(1.0), stage=0)
         >>> xs = torch.tensor([1.0, 2.0, 3.0, 4.0])
-        >>> state, loss = fzero.accumulate(step_fn, steps=2)(state, xs)
+        >>> state, loss = fzero.accumulate(step_fn, micro_batches=2)(state, xs)
         >>> loss, fzero.full_params(state)
         (tensor(2.5000), tensor(-1.5000))
     """
-    require("accumulate: steps", steps, is_count, "at least 1")
+    OPTIONS["micro_batches"].require(micro_batches, "accumulate: ")
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        parts = _split((args, kwargs), steps)
+        parts = _split((args, kwargs), micro_batches)
         states = flatten_states("accumulate", state)[0]
         before = [(one.setup.policy, one.progress.deferred) for one in states]
         auxes = []
         for i, (part_args, part_kwargs) in enumerate(parts):
-            begin = partial(_begin_part, steps=steps, last=i == steps - 1)
+            begin = partial(_begin_part, parts=micro_batches, last=i == micro_batches - 1)
             state = _each(state, before, begin)
             returned = inner(state, *part_args, **part_kwargs)
             state, aux = returned_pair("accumulate", inner, returned)
@@ -87,8 +93,8 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, steps: int) -> Any:
         fn,
         around,
         never_around=("simulate",),
-        right="fzero.simulate(fzero.accumulate(step, steps=...), world_size=...)",
-        options={"steps": steps},
+        right="fzero.simulate(fzero.accumulate(step, micro_batches=...), world_size=...)",
+        options={"micro_batches": micro_batches},
     )
 
 
@@ -101,10 +107,10 @@ def _each(state: Any, before: list[Before], fn: Callable[[TrainState, Before], T
     return map_states("accumulate", lambda one: fn(one, next(rest)), state)
 
 
-def _begin_part(state: TrainState, before: Before, *, steps: int, last: bool) -> TrainState:
+def _begin_part(state: TrainState, before: Before, *, parts: int, last: bool) -> TrainState:
     policy, deferred = before
     state = state.replace(progress=progress.next_part(state.progress, deferred=deferred))
-    share, defers = policy.grad_scale / steps, policy.defer_update or not last
+    share, defers = policy.grad_scale / parts, policy.defer_update or not last
     return _with_policy(state, replace(policy, grad_scale=share, defer_update=defers))
 
 

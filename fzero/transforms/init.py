@@ -10,7 +10,6 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._check import called_as
 from fzero._modes import in_transform, require_autograd
 from fzero.collectives import broadcast, cut, told_everywhere
 from fzero.errors import LayoutError
@@ -21,6 +20,7 @@ from fzero.optim import (
     Optimizer,
     TorchOptimizer,
 )
+from fzero.options import Initializer, InitOptions, Stages, takes
 from fzero.packing import pack
 from fzero.partition import leaves_of, unit_of
 from fzero.quantize import residual_of
@@ -37,17 +37,11 @@ from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of, require_params
-from fzero.transforms._options import (
-    InitOptions,
-    Stages,
-    check_options,
-    check_stages,
-)
+from fzero.transforms._options import SharedOptions, check_shared, check_stages, grouped
 from fzero.transforms._pieces import pieces_of
 from fzero.transforms._plan import COMPARED, plan
 from fzero.transforms._taken import taken_over
 
-Initializer = Callable[[str, Tensor], Tensor]
 OneOptimizer = (
     Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]
 )
@@ -75,8 +69,8 @@ def init(
     offload: Offload | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
-@called_as("init(params, optimizer, stage=2)")
-def init(
+@takes("init", "init(params, optimizer, stage=2)")
+def init(  # noqa: D417 {options}
     params: Any,
     optimizer: Any,
     *,
@@ -113,41 +107,7 @@ def init(
         params: a pytree of tensors, of any shapes, the same on every rank.
         optimizer: from `fzero.optim`, or any (init, update) pair; `fzero.optim.no_optimizer()` for
             a model that is only read; or a pytree of them.
-        stage: 0, 1, 2 or 3; or a pytree of such.
-        autocast: what `fzero.autocast` is given: parameters of safe modules then cross ranks in its
-            dtype, in groups of their own. `step.init` passes that of its own transform.
-        initializer: (path, leaf) -> values of that leaf, for `params` that have shapes and dtypes
-            only (tensors on the meta device): so that no rank ever holds the model. Rank 0's count.
-        offload: what lives in host memory or on disk. `step.init` passes that of its own transform.
-        mesh: default the world (what torchrun started; else one rank); a DeviceMesh of one dim, or
-            of two, (replicate, shard); or their sizes (R, S), R S being the world's.
-        optimizer_over: which ranks of a mesh of two dims share gradients, masters and optimizer
-            states at stages 1 to 3: "shard", those of each replica, or "all".
-        reshard_after_forward: stage 3 only. True: the full values of a unit go when another unit
-            is used, and are gathered again in backward. False: they stay until the backward is
-            over. "window": they stay over a coalescing window.
-        units: path -> name of the stage-3 unit it is gathered with.
-        trainable: path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.
-        bucket_bytes: stages 0 to 2, the size in bytes up to which leaves share a collective;
-            default 8 MiB at stage 0, 4 MiB at stages 1 and 2.
-        whole_parameters: stages 1 to 3, for an optimizer that is not elementwise (Muon, LAMB): the
-            parameters of such a rule, by its param groups, are each whole on one rank. What ranks
-            have of a bucket or unit is padded to the most that one of them has; the default bucket
-            grows to W of the largest such parameter.
-        ordered: each reduction sums in rank order, on every backend: bits then do not depend on
-            the bucketing. (At stage 3 a rank that uses units in another order than all expect
-            may bring a part of a gradient by itself, which is added to the sum of the others.)
-        accumulate_dtype: in which gradients add up, and are held; default fp32 for 16-bit
-            parameters, else their own.
-        communication_dtype: in which gradients cross ranks; default the parameters'.
-        reduce_op: "mean" or "sum": what is made of the ranks' gradients.
-        gradient_predivide_factor: f: each rank sends g / f, and the sum is multiplied by f / W (by
-            f for "sum"). With f = W the sum of W gradients overflows no sooner than one of them.
-        quantized_weights: stage 3 only. A forward or a backward gathers parameters as int8 blocks:
-            each comes back to within 1/254 of the largest of its block of 256.
-        quantized_gradients: stages 1 to 3. Gradients cross ranks as int8 blocks, and are summed in
-            the accumulation dtype, in fp32 at least. What a rank's rounding has lost is added to
-            its next gradient: the residual, one fp32 element for each of P on every rank.
+        {options}
 
     Returns:
         A `TrainState`, or a pytree of them. A collective: every rank must call it.
@@ -174,7 +134,8 @@ def init(
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
         require_params(params)
-        chosen = check_options("init", options, autocast=autocast, offload=offload)
+        given = {**options, "autocast": autocast, "offload": offload}
+        chosen = check_shared(grouped(SharedOptions, given))
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
@@ -185,7 +146,7 @@ def init(
             stage=stage,
             axis=axis,
             options=chosen,
-            units=options.get("units", unit_of),
+            units=options.get("units") or unit_of,
             trainable=(lambda _: False) if frozen else options.get("trainable"),
         )
         return _filled(setup, params, initializer)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
-
-from torch import Tensor
+from typing import Any, overload
 
 from fzero._check import called_as
-from fzero.state.scale import DynamicScale, as_policy
+from fzero.options import Scale
+from fzero.state.scale import as_policy
 from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms._scaled import with_policy
 from fzero.transforms._states import map_states
-
-Scale = float | Literal["dynamic"] | DynamicScale | Tensor | Callable[[], Any] | None
-"""What may be given as a loss scale."""
 
 
 @overload

@@ -5,25 +5,17 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Unpack, overload
 
-from fzero._check import called_as, check_flags
 from fzero._compiled import DISABLED_FRAMES
 from fzero._modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.mesh import Axis, Runtime, axis_of
+from fzero.options import OPTIONS, InitOptions, Stages, takes
 from fzero.state import TrainState
 from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._models import stages_of
-from fzero.transforms._options import (
-    InitOptions,
-    SharedOptions,
-    Stages,
-    check_options,
-    check_stages,
-    grouped,
-)
+from fzero.transforms._options import SharedOptions, check_shared, check_stages, grouped
 from fzero.transforms._pipeline import (
     P,
     R,
@@ -43,8 +35,8 @@ def shard(
 ) -> Step[P, R]: ...
 @overload
 def shard(*, stage: Stages, donate: bool = False, **options: Unpack[InitOptions]) -> Transform: ...
-@called_as("shard(step, stage=2)")
-def shard(
+@takes("shard", "shard(step, stage=2)")
+def shard(  # noqa: D417 {options}
     fn: Callable[..., Any] | None = None,
     /,
     *,
@@ -57,6 +49,9 @@ def shard(
     `step.init(params, optimizer)` makes such a state. The arguments stay each rank's own. With
     stage 0 on one rank it is the identity. Use it outermost, but for `simulate`.
 
+    All options but `donate` are what `step.init` makes a state with; a state that was made
+    elsewhere keeps its own.
+
     Several models: `stage` may be a pytree, {"g": 2, "d": 3}, and so may the optimizer. `init` then
     takes a pytree of parameters with these keys and gives one of states; the step is given that
     pytree and returns it, and with `donate` all that it has updated is donated.
@@ -67,26 +62,7 @@ def shard(
 
     Args:
         fn: the step.
-        stage: 0, 1, 2 or 3, of all states; or a pytree of such, in the structure of the states.
-        donate: `apply_gradients` then writes into the buffers of the state it is given, at fused
-            speed and without a second copy. That state, and every state that shares its buffers,
-            is used up: using it again raises `DonatedError`. If the step raises before the update,
-            also in a backward, the state is still good.
-        mesh: as in `fzero.init`. This and all that follow are what `step.init` makes a state with;
-            a state that was made elsewhere keeps its own.
-        optimizer_over: as in `fzero.init`.
-        reshard_after_forward: as in `fzero.init`.
-        units: as in `fzero.init`.
-        trainable: as in `fzero.init`.
-        bucket_bytes: as in `fzero.init`.
-        whole_parameters: as in `fzero.init`.
-        ordered: as in `fzero.init`.
-        accumulate_dtype: as in `fzero.init`.
-        communication_dtype: as in `fzero.init`.
-        reduce_op: as in `fzero.init`.
-        gradient_predivide_factor: as in `fzero.init`.
-        quantized_weights: as in `fzero.init`.
-        quantized_gradients: as in `fzero.init`.
+        {options}
 
     Returns:
         A step that is called as `fn` is. Without `fn`, a decorator.
@@ -112,8 +88,9 @@ def shard(
         {'w': tensor([0.5000, 0.5000])}
     """
     stage = check_stages("shard", stage)
-    check_flags(donate=donate)
-    check_options("shard", options)
+    for name, value in {**options, "donate": donate}.items():
+        OPTIONS[name].require(value)
+    check_shared(grouped(SharedOptions, options))
 
     def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(options.get("mesh"))
@@ -140,13 +117,10 @@ def shard(
     )
 
 
-_SHARED = asdict(grouped(SharedOptions, {}))
-_DEFAULTS = {**_SHARED, **_SHARED["reduction"], **_SHARED["gathering"]}
-
-
 def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a pipeline shows: the stage, and what is not the default."""
-    rest = {name: x for name, x in options.items() if x != _DEFAULTS.get(name, x)}
+    hidden = {"mesh", "units", "trainable"}
+    rest = {k: x for k, x in options.items() if k not in hidden and x != OPTIONS[k].default}
     return {"stage": stage, **rest, **({"donate": True} if donate else {})}
 
 

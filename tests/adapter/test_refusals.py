@@ -122,7 +122,7 @@ WRONG: list[tuple[Callable[[nn.Module], Any], dict[str, Any], type[FzeroError], 
     (lambda m: None, {"stage": 2, "max_norm": -1.0}, LayoutError, "max_norm=-1.0"),
     (lambda m: None, {"stage": 2, "loss_scale": float("inf")}, LayoutError, "loss_scale=inf"),
     (lambda m: None, {"stage": 2, "accumulate_dtype": "fp32"}, LayoutError, "dtype='fp32'"),
-    (lambda m: None, {"stage": 2, "gradient_accumulation_steps": 0}, LayoutError, "steps=0"),
+    (lambda m: None, {"stage": 2, "micro_batches": 0}, LayoutError, "micro_batches=0"),
     (lambda m: None, {"stage": 3, "leaf_modules": ["a"]}, LayoutError, "leaf_modules=['a']"),
 ]
 

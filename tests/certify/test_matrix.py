@@ -86,7 +86,6 @@ def linear(**options: Any) -> Any:
         ({"worlds": 0}, "worlds has no value '0'.*\n.*\n.*or another count"),
         ({"worlds": ()}, r"worlds=\(\)"),
         ({"stages": (0, 0)}, r"stages=\(0, 0\)"),
-        ({"stage": 0}, "no axis 'stage'.*\n.*\n.*drivers, stages, worlds"),
         ({"updates": 0}, "updates=0"),
         ({"worlds": 3}, "batch 4 was wanted, and there are 4"),
         ({"batches": torch.ones(3)}, "the batches are a Tensor"),

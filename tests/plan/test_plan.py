@@ -142,7 +142,7 @@ def test_to_ask_where_a_fake_tensor_is_moves_no_bytes() -> None:
         ({"rank": 4}, AxisError, "rank=4 of 4"),
         ({"stage": 4}, LayoutError, "stage=4"),
         ({"device": "tpu"}, LayoutError, "device='tpu'"),
-        ({"micro_batches": 0}, LayoutError, "steps=0"),
+        ({"micro_batches": 0}, LayoutError, "micro_batches=0"),
         ({"bucket_bytes": 0}, LayoutError, "bucket_bytes=0"),
         ({"surprise": 1}, TypeError, "surprise"),
     ],

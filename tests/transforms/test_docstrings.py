@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import fzero
-from fzero.transforms._options import InitOptions
 
 OF_A_PAPER_OR_A_LIBRARY: list[Callable[..., Any]] = [
     *(fzero.accumulate, fzero.clip, fzero.coalesce, fzero.remat, fzero.shard, fzero.simulate),
@@ -29,9 +28,8 @@ def sections(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """The parameters by name, and in the place of **options those that it can be."""
-    found = list(inspect.signature(function).parameters)
-    return [*found[:-1], *InitOptions.__annotations__] if "options" in found else found
+    """The parameters by name."""
+    return list(inspect.signature(function).parameters)
 
 
 @pytest.mark.parametrize("function", OF_A_PAPER_OR_A_LIBRARY + OTHERS, ids=lambda f: f.__name__)

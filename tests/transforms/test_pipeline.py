@@ -87,7 +87,7 @@ def test_a_pipeline_prints_as_it_is_written() -> None:
         "simulate(world_size=4) . shard(stage=3) . coalesce . step_fn"
     )
     clipped = fzero.clip(fzero.accumulate(step_fn, steps=2), max_norm=1.0)
-    assert repr(clipped) == "clip(max_norm=1.0) . accumulate(steps=2) . step_fn"
+    assert repr(clipped) == "clip(max_norm=1.0) . accumulate(micro_batches=2) . step_fn"
     kept = fzero.shard(step_fn, stage=3, reshard_after_forward="window", donate=True)
     assert repr(kept) == "shard(stage=3, reshard_after_forward='window', donate=True) . step_fn"
     assert fzero.remat(step_fn).__name__ == "remat . step_fn"

@@ -101,7 +101,7 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         lambda: ANY.accumulate(step_fn, 4),
         CallError,
         "accumulate: too many",
-        r"accumulate\(step, steps=4\)",
+        r"accumulate\(step, micro_batches=4\)",
     ),
     "no stage": (
         lambda: ANY.shard(step_fn),

@@ -38,7 +38,7 @@ class Configured(Engine):
 
     def gradient_accumulation_steps(self) -> int:
         """Calls of `step()` for one update."""
-        return self.options.updating.gradient_accumulation_steps
+        return self.options.updating.micro_batches
 
     def zero_optimization_stage(self) -> int:
         """The stage."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
+from fzero.options import OPTIONS
+
 
 class Use(Enum):
     """What becomes of a key."""
@@ -30,9 +32,12 @@ class Key(NamedTuple):
     kind: str = ""  # of KINDS, for what is used
 
 
-def option(path: str, default: Any, kind: str, name: str) -> Key:
-    """Return a key whose value is the engine's option `name`; None leaves it to the engine."""
-    return Key(path, default, Use.OPTION, name, kind)
+_OPTION_OF = {one.deepspeed.removeprefix("zero_optimization."): one for one in OPTIONS.values()}
+
+
+def option(path: str, default: Any, kind: str) -> Key:
+    """Return a key that is an option of the engine, by the table; None leaves it to the engine."""
+    return Key(path, default, Use.OPTION, _OPTION_OF[path].name, kind)
 
 
 def read(path: str, default: Any, kind: str, what: str) -> Key:
@@ -72,8 +77,8 @@ TRAINING = (
         "gradient_accumulation_steps", None, "count", "step() updates at every n-th call; default 1"
     ),
     read("managed_gradient_accumulation", True, "bool", "false: every step() updates, see below"),
-    option("gradient_clipping", 1.0, "norm", "max_norm"),
-    option("communication_data_type", None, "dtype", "communication_dtype"),
+    option("gradient_clipping", 1.0, "norm"),
+    option("communication_data_type", None, "dtype"),
     read("optimizer.type", None, "text", "a torch.optim optimizer, unless one is given"),
     read("optimizer.params", None, "mapping", "its arguments"),
     read("scheduler.type", None, "text", "a scheduler, unless one is given"),
@@ -103,7 +108,7 @@ TRAINING = (
         "factor",
         "gradient_predivide_factor, with prescale_gradients; without, as there, it does nothing",
     ),
-    option("gradient_allreduce_op", "mean", "op", "reduce_op"),
+    option("gradient_allreduce_op", "mean", "op"),
     refused("sparse_gradients", False, "leave it out: gradients are dense"),
 )
 

@@ -76,7 +76,7 @@ def _accumulation(values: Mapping[str, Any], given: int | None) -> dict[str, Any
     managed = values["managed_gradient_accumulation"]
     count = given or 1
     return {
-        "gradient_accumulation_steps": count,
+        "micro_batches": count,
         "average_micro_batches": count > 1 or not (managed or given),
     }
 

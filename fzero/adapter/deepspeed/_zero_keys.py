@@ -38,8 +38,8 @@ ZERO = tuple(
     key._replace(path="zero_optimization." + key.path)
     for key in (
         read("stage", 0, "stage", "stage"),
-        option("contiguous_gradients", True, "bool", "contiguous_gradients"),
-        option("overlap_comm", None, "bool", "overlap"),
+        option("contiguous_gradients", True, "bool"),
+        option("overlap_comm", None, "bool"),
         read(
             "reduce_bucket_size",
             500_000_000,
@@ -52,10 +52,8 @@ ZERO = tuple(
             "numel",
             "bucket_bytes: the smaller of this and the one before",
         ),
-        option("stage3_prefetch_bucket_size", 50_000_000, "numel", "prefetch_numel"),
-        option(
-            "stage3_param_persistence_threshold", 100_000, "numel", "persistence_threshold_numel"
-        ),
+        option("stage3_prefetch_bucket_size", 50_000_000, "numel"),
+        option("stage3_param_persistence_threshold", 100_000, "numel"),
         read(
             "stage3_max_live_parameters",
             1_000_000_000,
@@ -113,9 +111,9 @@ ZERO = tuple(
         refused("zero_hpz_partition_size", 1, _GROUPS),
         refused("mics_shard_size", -1, _GROUPS),
         refused("mics_hierarchical_params_gather", False, _GROUPS),
-        option("zero_quantized_weights", False, "bool", "quantized_weights"),
+        option("zero_quantized_weights", False, "bool"),
         refused("zero_quantized_nontrainable_weights", False, _QUANTIZED),
-        option("zero_quantized_gradients", False, "bool", "quantized_gradients"),
+        option("zero_quantized_gradients", False, "bool"),
         section("zeropp_loco_param", None, None, _QUANTIZED),
         section("zenflow", None, None, "leave it out: an update uses all gradients at once"),
         read("offload_param.device", None, "place", "offload: params; stage 3"),

@@ -51,7 +51,8 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "stochastic_rounding": False,
         "offload": Offload(),
         "max_norm": 1.0,
-        "gradient_accumulation_steps": 1,
+        "micro_batches": 1,
+        "units": None,
         "average_micro_batches": False,
         "loss_scale": None,
         "autocast": None,
@@ -70,8 +71,8 @@ def zero(key: str, value: Any) -> dict[str, Any]:
 
 
 BF16 = {"enabled": True}
-ONCE = {"gradient_accumulation_steps": 1, "average_micro_batches": False}
-FOUR_TIMES = {"gradient_accumulation_steps": 4, "average_micro_batches": True}
+ONCE = {"micro_batches": 1, "average_micro_batches": False}
+FOUR_TIMES = {"micro_batches": 4, "average_micro_batches": True}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""What a driver takes of the table: its signature, its docstring, its errors."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from fzero._check import called_as, unknown_option
+from fzero.errors import CallError
+from fzero.options._of_drivers import OF_DRIVERS
+from fzero.options._of_state import OF_STATE
+from fzero.options._record import Option
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+OPTIONS: Mapping[str, Option] = {one.name: one for one in (*OF_STATE, *OF_DRIVERS)}
+"""Every option, by name."""
+
+MARK = re.compile(r"^( *)\{options\}\n", re.MULTILINE)
+"""The line of a docstring in whose place its options are described."""
+
+
+def taken_by(driver: str) -> list[Option]:
+    """Return the options that a driver takes, in the order of the table.
+
+    Example:
+        >>> [one.name for one in taken_by("init") if one.name not in names_of("Engine")]
+        ['trainable', 'initializer']
+    """
+    return [one for one in OPTIONS.values() if driver not in one.instead]
+
+
+def names_of(driver: str) -> set[str]:
+    """Return the names of the options that a driver takes."""
+    return {one.name for one in taken_by(driver)}
+
+
+def check_values(*records: Any) -> None:
+    """Raise `LayoutError`, naming the option, for a field with a value that it may not have.
+
+    What is no option is passed over; a field that is a record is looked into.
+    """
+    for record in records:
+        for one in fields(record):
+            value = getattr(record, one.name)
+            if one.name in OPTIONS:
+                OPTIONS[one.name].require(value)
+            elif is_dataclass(value):
+                check_values(value)
+
+
+def renamed(function: str, given: Mapping[str, Any], older: Mapping[str, str]) -> dict[str, Any]:
+    """Return what was given, an older spelling under its name; raise `CallError` for both."""
+    made = dict(given)
+    for old, name in older.items():
+        if old in made and name in made:
+            raise CallError(
+                f"{function} got {name}= and {old}=.",
+                cause="two spellings of one option.",
+                fix=f"give {name}= alone; {old}= is the older spelling.",
+            )
+        if old in made:
+            made[name] = made.pop(old)
+    return made
+
+
+def takes(
+    driver: str,
+    usage: str,
+    *,
+    older: Mapping[str, str] | None = None,
+    also: Iterable[str] = (),
+    of_module: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Give a function the options of the table that `driver` takes.
+
+    Its signature lists them in the place of **options, and its docstring in that of "{options}".
+    An option that it does not take is an error that names the nearest, or what serves instead.
+
+    older: {older spelling: name}, which are taken without a word. also: other keywords that it
+    takes. of_module: as in `called_as`.
+    """
+
+    def wrap(fn: Callable[P, R]) -> Callable[P, R]:
+        signature = _expanded(inspect.signature(fn), driver)
+        known = {*signature.parameters, *also} - {"axes", "self"}
+
+        def prepare(given: dict[str, Any]) -> dict[str, Any]:
+            given = renamed(driver, given, older or {})
+            if not known.issuperset(given):
+                raise _not_taken(driver, min(set(given) - known), {*known, *(older or {})}, usage)
+            return given
+
+        made: Any = called_as(usage, driver, of_module=of_module, prepare=prepare)(fn)
+        made.__signature__ = signature
+        made.__doc__ = described(fn.__doc__, signature.parameters)
+        return made
+
+    return wrap
+
+
+def documents(cls: C) -> C:
+    """Describe in a class's docstring the options that its `__init__` takes."""
+    cls.__doc__ = described(cls.__doc__, inspect.signature(cls).parameters)
+    return cls
+
+
+def described(doc: str | None, names: Iterable[str]) -> str | None:
+    """Return a docstring that describes the options of these names where its mark stands."""
+    found = doc and MARK.search(doc)
+    if not doc or not found:
+        return doc
+    lines = []
+    for one in (OPTIONS[name] for name in names if name in OPTIONS):
+        first, rest = found[1], found[1] + "    "
+        text = f"{one.name}: {one.only}{one.help}"
+        lines.append(textwrap.fill(text, 100, initial_indent=first, subsequent_indent=rest) + "\n")
+    return doc[: found.start()] + "".join(lines) + doc[found.end() :]
+
+
+def _expanded(signature: inspect.Signature, driver: str) -> inspect.Signature:
+    """The signature with every option of the driver in the place of **options."""
+    own = dict(signature.parameters)
+    if own.pop("options", None) is None:
+        return signature
+    kind = inspect.Parameter.KEYWORD_ONLY
+    more = [
+        inspect.Parameter(one.name, kind, default=one.default, annotation=one.type)
+        for one in taken_by(driver)
+        if one.name not in own
+    ]
+    return signature.replace(parameters=[*own.values(), *more])
+
+
+def _not_taken(driver: str, option: str, known: Iterable[str], usage: str) -> CallError:
+    """The error for an option: of another driver, of no driver, or of an axis of `certify`."""
+    entry = OPTIONS.get(option)
+    fix = "" if entry is None else entry.instead.get(driver, "")
+    if driver == "certify" and entry is not None:
+        fix = f"write {entry.axis}=, the values of it that are tried" if entry.axis else ""
+    if not fix:
+        return unknown_option(driver, option, known, usage)
+    return CallError(
+        f"{driver} got an unexpected keyword argument {option!r}.",
+        cause="an option of another function.",
+        fix=f"{fix}.",
+    )

@@ -1,13 +1,14 @@
 """ZeRO as function transforms over explicit, immutable state."""
 
+import importlib
+import sys
 import typing
 
 # Without this import, raw functional collectives in a user's loss would have zero gradients,
 # without an error.
 import torch.distributed._functional_collectives  # noqa: F401
 
-from fzero import adapter, checkpoint, optim, plot, state
-from fzero.certify import certify
+from fzero import adapter, checkpoint, optim, state
 from fzero.collectives import (
     CollectiveLog,
     all_gather,
@@ -18,8 +19,6 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
-from fzero.compile import compile
-from fzero.diff import Difference, Run, diff
 from fzero.errors import (
     AxisError,
     CallError,
@@ -32,13 +31,16 @@ from fzero.errors import (
     PeerFailedError,
     PhaseError,
 )
-from fzero.functional import functionalize
-from fzero.mesh import Axis, axis_index, axis_size, world
-from fzero.plan import plan
+from fzero.ranks.mesh import Axis, axis_index, axis_size, world
 from fzero.state import DynamicScale, TrainState, state_bytes
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
-from fzero.trace import check_spmd, trace
+from fzero.tools import plot
+from fzero.tools.certify import certify
+from fzero.tools.compile import compile
+from fzero.tools.diff import Difference, Run, diff
+from fzero.tools.plan import plan
+from fzero.tools.trace import check_spmd, trace
 from fzero.transforms import (
     accumulate,
     add_gradients,
@@ -61,6 +63,7 @@ from fzero.transforms import (
     shard,
     simulate,
 )
+from fzero.transforms.functionalize import functionalize
 
 __version__ = "0.1.0"  # the build reads it here, too
 
@@ -132,6 +135,17 @@ __all__ = [
 def __dir__() -> list[str]:
     """List the public names: `dir(fzero)` and completion leave out the modules behind them."""
     return sorted([*__all__, "__version__"])
+
+
+# Where modules were before they moved into rooms: `from fzero.plan import Plan` goes on working.
+for _room, _modules in {
+    "machine": ("partition",),
+    "ranks": ("axis", "mesh", "virtual"),
+    "tools": ("certify", "compile", "diff", "doctor", "plan", "plot", "trace"),
+}.items():
+    for _module in _modules:
+        sys.modules[f"fzero.{_module}"] = importlib.import_module(f"fzero.{_room}.{_module}")
+sys.modules["fzero.adapter.deepspeed"] = adapter.deepspeed
 
 
 if not typing.TYPE_CHECKING:  # a type checker would take any name for one of the package

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fzero.certify import _command as certifying
-from fzero.doctor import _command as examining
-from fzero.doctor import info
 from fzero.errors import FzeroError, explain
-from fzero.plan import _command as planning
+from fzero.tools.certify import command as certifying
+from fzero.tools.doctor import command as examining
+from fzero.tools.doctor import info
+from fzero.tools.plan import command as planning
 
 _COMMANDS: dict[str, Any] = {"certify": certifying, "doctor": examining, "plan": planning}
 

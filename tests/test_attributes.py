@@ -23,14 +23,14 @@ MAY_BE_SET = {
     ): "torch's optimizer, whose state asks the engine",
     ("adapter/_guard.py", "self._optimizer.state"): "and gets its own back",
     ("optim/_small.py", "small.state"): "a copy of torch's optimizer, which its own way makes",
-    ("compile/_writes.py", "output.args"): "a node of torch.fx",
+    ("tools/compile/_writes.py", "output.args"): "a node of torch.fx",
     # public properties with a setter
-    ("adapter/deepspeed/_checkpoint.py", "engine.state"): "Engine.state",
+    ("integrations/deepspeed/_checkpoint.py", "engine.state"): "Engine.state",
     ("checkpoint/_held.py", "self.engine.state"): "Engine.state",
     # a result that is filled as it is made
-    ("diff/_record.py", "seen.reduced"): "what one call has shown",
-    ("diff/_record.py", "seen.given"): "what one call has shown",
-    ("diff/_record.py", "seen.norm"): "what one call has shown",
+    ("tools/diff/_record.py", "seen.reduced"): "what one call has shown",
+    ("tools/diff/_record.py", "seen.given"): "what one call has shown",
+    ("tools/diff/_record.py", "seen.norm"): "what one call has shown",
 }
 MADE = ("made", "new")  # a constructor fills what it makes
 OF_TORCH = ("grad", "data")  # of any tensor

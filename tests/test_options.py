@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from fzero.tools.certify._axes import AXES
 from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine, LeafSpec
-from fzero.adapter.deepspeed._keys import Use
-from fzero.adapter.deepspeed._zero_keys import KEYS
-from fzero.certify._axes import AXES
 from fzero.errors import CallError, LayoutError
+from fzero.integrations.deepspeed._keys import Use
+from fzero.integrations.deepspeed._zero_keys import KEYS
 from fzero.options import DRIVERS, OPTIONS, REQUIRED, InitOptions, StateOptions, taken_by
 from fzero.state import Gathering, Reduction
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fzero.certify import CellResult
+from fzero.tools.certify import CellResult
 
 LEGEND = """\
 An entry is the number of cells that agree with the step of one process, of those that the

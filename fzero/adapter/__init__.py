@@ -1,10 +1,11 @@
 """ZeRO for an nn.Module, a torch.optim optimizer and loss.backward()."""
 
 from fzero.adapter._construct import sharded_init as sharded_init
-from fzero.adapter._engine import Engine as Engine
 from fzero.adapter._gathered import gathered as gathered
 from fzero.adapter._report import MemoryReport as MemoryReport
-from fzero.adapter.deepspeed import initialize as initialize
+from fzero.adapter.engine import Engine as Engine
+from fzero.integrations import deepspeed as deepspeed
+from fzero.integrations.deepspeed import initialize as initialize
 from fzero.state import DynamicScale as DynamicScale
 from fzero.state.leaf_modules import LeafSpec as LeafSpec
 from fzero.state.precision import Autocast as Autocast

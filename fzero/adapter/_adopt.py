@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero.adapter._driver import Driver
+from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError
 from fzero.state import Setup, TrainState
 from fzero.state.scale import carried

@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._access import Access
 from fzero.adapter._events import ModuleHook
 from fzero.adapter._gathered import gathered
+from fzero.adapter.access import Access
 from fzero.errors import LayoutError
 
 _DTYPES = {

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.adapter import _parts as parts
-from fzero.adapter._driver import Driver
+from fzero.adapter import parts
 from fzero.adapter._module import free_to_swap
+from fzero.adapter.driver import Driver
 from fzero.collectives import gather_many
-from fzero.homes import lent
-from fzero.optim._torch import TorchOptimizer
-from fzero.packing import unpack
-from fzero.transforms._donate import empty
+from fzero.machine.offload import lent
+from fzero.machine.packing import unpack
+from fzero.optim import TorchOptimizer
+from fzero.transforms.donation import empty
 
 
 @torch.no_grad()

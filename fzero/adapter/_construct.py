@@ -15,15 +15,15 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fzero._check import require
-from fzero._memory import require_own_memory
 from fzero.adapter._module import in_place_of
 from fzero.collectives import broadcast
+from fzero.errors.check import require
 from fzero.machine import Gatherer, GroupShard, Reader, UnitTable
-from fzero.mesh import Axis, MeshLike, Runtime, axis_of
-from fzero.packing import pack
-from fzero.partition import plan_layout, shard_of
-from fzero.placeholder import LazyParam, placeholders
+from fzero.machine.memory import require_own_memory
+from fzero.machine.packing import pack
+from fzero.machine.partition import plan_layout, shard_of
+from fzero.machine.placeholder import LazyParam, placeholders
+from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_of
 
 
 class _UnownedUnits:

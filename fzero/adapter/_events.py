@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fzero._ambient import without_cast_cache
-from fzero._modes import for_training, in_transform
 from fzero.adapter._loading import refuse_load
+from fzero.context.ambient import without_cast_cache
+from fzero.context.modes import for_training, in_transform
 from fzero.errors import PhaseError
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
 
 if TYPE_CHECKING:
-    from fzero.adapter._driver import Driver
+    from fzero.adapter.driver import Driver
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
 

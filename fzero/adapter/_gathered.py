@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._driver import OWNERS, Driver
+from fzero.adapter.driver import OWNERS, Driver
 from fzero.collectives import Performer, broadcast, performer_of
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.mesh import Axis, MeshLike, axis_of
-from fzero.packing import checksums
-from fzero.placeholder import LazyParam
+from fzero.machine.packing import checksums
+from fzero.machine.placeholder import LazyParam
+from fzero.ranks.mesh import Axis, MeshLike, axis_of
 
 
 @contextmanager

@@ -13,15 +13,15 @@ from torch import Tensor
 from fzero.adapter._held import HeldGradient
 from fzero.collectives import gather_many
 from fzero.errors import LayoutError, PhaseError
-from fzero.homes import change
-from fzero.packing import LeafRange, leaf_ranges
+from fzero.machine.offload import change
+from fzero.machine.packing import LeafRange, leaf_ranges
 from fzero.state import Setup, TrainState, progress
 from fzero.state.layout import as_bits, as_complex, stored_dtype
-from fzero.transforms._scaled import times_scale, without_scale
+from fzero.transforms.scaled import times_scale, without_scale
 from fzero.transforms.update import share
 
 if TYPE_CHECKING:
-    from fzero.adapter._driver import Driver
+    from fzero.adapter.driver import Driver
 
 
 class Gradients:

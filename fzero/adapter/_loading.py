@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fzero.errors import LayoutError
-from fzero.placeholder import LazyParam
+from fzero.machine.placeholder import LazyParam
 
 
 def refuse_load(

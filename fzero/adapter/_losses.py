@@ -12,11 +12,11 @@ from torch.autograd.graph import GradientEdge
 from fzero.adapter._events import current_graph_task
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.scale import LossScale, multiplier, read
-from fzero.transforms._pass import Pass
-from fzero.transforms._scaled import with_value
+from fzero.transforms.pass_events import Pass
+from fzero.transforms.scaled import with_value
 
 if TYPE_CHECKING:
-    from fzero.adapter._driver import Driver
+    from fzero.adapter.driver import Driver
 
 _TWICE = explain(
     "a loss was scaled twice.",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._module import ModuleParameters
-from fzero.collectives import cut
-from fzero.homes import give_back, lent
-from fzero.optim._masters import masters_of
+from fzero.machine.offload import give_back, lent
+from fzero.machine.parts import cut
+from fzero.optim.masters import masters_of
 from fzero.state import Setup, TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fzero.errors import LayoutError
-from fzero.packing import with_own_storage
-from fzero.placeholder import LazyParam
+from fzero.machine.packing import with_own_storage
+from fzero.machine.placeholder import LazyParam
 from fzero.state import Layout
 
 

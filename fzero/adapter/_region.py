@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero._ambient import computed_in, other_autocast
 from fzero.adapter._events import ModuleHook
+from fzero.context.ambient import computed_in, other_autocast
 from fzero.transforms.autocast import around_message
 
 

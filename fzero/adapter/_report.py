@@ -11,9 +11,9 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.optim._masters import masters_of
+from fzero.optim.masters import masters_of
 from fzero.state import NAMESPACE, TrainState, Window
-from fzero.transforms._pass import Pass
+from fzero.transforms.pass_events import Pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

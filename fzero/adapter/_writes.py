@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero.adapter._module import ModuleParameters
 from fzero.collectives import Performer
 from fzero.errors import PhaseError
-from fzero.packing import digest
+from fzero.machine.packing import digest
 from fzero.transforms.replicas import unequal
 
 _version = attrgetter("_version")

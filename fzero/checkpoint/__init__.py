@@ -14,7 +14,6 @@ The position in the data, and all else that JSON can hold, goes into `extra`.
 """
 
 from fzero.checkpoint._behind import AsyncSave as AsyncSave
-from fzero.checkpoint._everywhere import CheckpointError as CheckpointError
 from fzero.checkpoint._export import export_safetensors as export_safetensors
 from fzero.checkpoint._export import state_dict as state_dict
 from fzero.checkpoint._import import import_safetensors as import_safetensors
@@ -26,3 +25,4 @@ from fzero.checkpoint._save import save as save
 from fzero.checkpoint._save import save_async as save_async
 from fzero.checkpoint._universal_load import load_universal as load_universal
 from fzero.checkpoint._universal_save import save_universal as save_universal
+from fzero.checkpoint.everywhere import CheckpointError as CheckpointError

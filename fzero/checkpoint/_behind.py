@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from fzero.errors import AxisError, explain
-from fzero.mesh import Axis, Runtime, own_group
+from fzero.ranks.mesh import Axis, Runtime, own_group
 
 _EARLIER: list[AsyncSave] = []
 """The last save that this process started, until somebody has got its result."""

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._disk import is_there, sync_files
-from fzero.checkpoint._driven import Driven, buffers_of
-from fzero.checkpoint._everywhere import written_by_first
 from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, whole_leaves
 from fzero.checkpoint._pieces import leaf_names, paths_of
@@ -25,6 +22,9 @@ from fzero.checkpoint._safetensors import (
     planned,
     write_values,
 )
+from fzero.checkpoint.disk import is_there, sync_files
+from fzero.checkpoint.driven import Driven, buffers_of
+from fzero.checkpoint.everywhere import written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.state import TrainState

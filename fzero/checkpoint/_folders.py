@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fzero.checkpoint._disk import is_there, regular
-from fzero.checkpoint._everywhere import CheckpointError, Ranks, damaged, everywhere
 from fzero.checkpoint._form import DATA
-from fzero.checkpoint._manifest import MANIFEST, read_manifest
+from fzero.checkpoint.disk import is_there, regular
+from fzero.checkpoint.everywhere import CheckpointError, Ranks, damaged, everywhere
+from fzero.checkpoint.manifest import MANIFEST, read_manifest
 from fzero.errors import LayoutError
 
 PathLike = str | os.PathLike[str]

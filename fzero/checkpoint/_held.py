@@ -10,13 +10,13 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._driven import Buffers, Driven, buffers_of, set_buffers
-from fzero.checkpoint._everywhere import Ranks
-from fzero.collectives import gather_parts
+from fzero.checkpoint.driven import Buffers, Driven, buffers_of, set_buffers
+from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.homes import lent, wait_for_copies
-from fzero.mesh import Axis, Runtime
-from fzero.packing import unpack
+from fzero.machine.offload import lent, wait_for_copies
+from fzero.machine.packing import unpack
+from fzero.machine.parts import gather_parts
+from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 

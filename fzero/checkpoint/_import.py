@@ -8,12 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._everywhere import everywhere
 from fzero.checkpoint._folders import PathLike, as_path, path_everywhere
 from fzero.checkpoint._held import held_by, require_closed
 from fzero.checkpoint._pieces import paths_of
 from fzero.checkpoint._room import fill, make_whole, with_room
 from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
+from fzero.checkpoint.everywhere import everywhere
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.state import TrainState

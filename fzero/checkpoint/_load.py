@@ -11,23 +11,17 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._disk import read_text
-from fzero.checkpoint._driven import Buffers, blank_buffers, require_options, set_options
-from fzero.checkpoint._everywhere import everywhere, first_of
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._manifest import (
-    Manifest,
-    describe,
-    leaves_out,
-    read_manifest,
-    require_fit,
-)
 from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
 from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
+from fzero.checkpoint.disk import read_text
+from fzero.checkpoint.driven import Buffers, blank_buffers, require_options, set_options
+from fzero.checkpoint.everywhere import everywhere, first_of
+from fzero.checkpoint.manifest import Manifest, describe, leaves_out, read_manifest, require_fit
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 

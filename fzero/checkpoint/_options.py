@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.checkpoint._driven import plain_options, require_options
-from fzero.checkpoint._everywhere import CheckpointError, damaged
+from fzero.checkpoint.driven import plain_options, require_options
+from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.state.setup import ParamGroups
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how it computes, not what

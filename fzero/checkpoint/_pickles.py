@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._disk import is_there
-from fzero.checkpoint._everywhere import damaged
+from fzero.checkpoint.disk import is_there
+from fzero.checkpoint.everywhere import damaged
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _KEPT = (

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._slots import slots_of
-from fzero.packing import leaf_ranges, part_of
-from fzero.partition import named_leaves
+from fzero.machine.packing import leaf_ranges, part_of
+from fzero.machine.partition import named_leaves
 from fzero.state import Layout, Part, Placement, TrainState
 from fzero.state.layout import as_complex
 
@@ -53,7 +53,7 @@ def leaf_names(layout: Layout) -> list[str]:
 
     Example:
         >>> import torch
-        >>> from fzero.partition import plan_layout
+        >>> from fzero.machine.partition import plan_layout
         >>> leaf_names(plan_layout({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ranks=1))
         ['a.b', 'a.b#2']
     """

@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._manifest import Manifest
 from fzero.checkpoint._pieces import OwnShard
-from fzero.partition import shard_of
-from fzero.quantize import residual_of
+from fzero.checkpoint.manifest import Manifest
+from fzero.collectives.quantize import residual_of
+from fzero.machine.partition import shard_of
 from fzero.state import Part, TrainState
 
 Sums = list[tuple[Tensor, Tensor]]  # what is read is added to the first of each two

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._everywhere import damaged
+from fzero.checkpoint.everywhere import damaged
 
 
 def rng_file(rank: int) -> str:

@@ -12,9 +12,9 @@ from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, with_counters
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._pieces import shards_of
 from fzero.checkpoint._slots import Slot, slots_across
-from fzero.collectives import gather_parts_in_place
-from fzero.homes import empty_where
-from fzero.packing import leaf_ranges, part_of, shard_of
+from fzero.machine.offload import empty_where
+from fzero.machine.packing import leaf_ranges, part_of, shard_of
+from fzero.machine.parts import gather_parts_in_place
 from fzero.state import Buffers, Placement, Progress, Setup, TrainState
 from fzero.state.layout import as_real
 from fzero.state.scale import from_numbers

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._disk import is_there, regular
-from fzero.checkpoint._everywhere import CheckpointError, damaged
+from fzero.checkpoint.disk import is_there, regular
+from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
 
 INDEX = "model.safetensors.index.json"

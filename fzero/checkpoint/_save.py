@@ -14,16 +14,6 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import AsyncSave, group_beside, start, wait_for_earlier
-from fzero.checkpoint._disk import sync, sync_files
-from fzero.checkpoint._driven import (
-    Buffers,
-    Driven,
-    buffer_pieces,
-    facts_of,
-    options_of,
-    own_buffers,
-)
-from fzero.checkpoint._everywhere import Ranks, everywhere, first_of, gathered
 from fzero.checkpoint._folders import (
     PathLike,
     digest,
@@ -33,10 +23,20 @@ from fzero.checkpoint._folders import (
     sweep,
 )
 from fzero.checkpoint._held import held_by, require_idle
-from fzero.checkpoint._manifest import Manifest, as_extra, describe, write_manifest
 from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
 from fzero.checkpoint._residual import residual_shards
 from fzero.checkpoint._rng import rng_file, rng_text
+from fzero.checkpoint.disk import sync, sync_files
+from fzero.checkpoint.driven import (
+    Buffers,
+    Driven,
+    buffer_pieces,
+    facts_of,
+    options_of,
+    own_buffers,
+)
+from fzero.checkpoint.everywhere import Ranks, everywhere, first_of, gathered
+from fzero.checkpoint.manifest import Manifest, as_extra, describe, write_manifest
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 

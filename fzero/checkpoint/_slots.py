@@ -23,7 +23,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._everywhere import CheckpointError
+from fzero.checkpoint.everywhere import CheckpointError
 from fzero.errors import LayoutError, explain
 from fzero.state import NAMESPACE, TrainState
 

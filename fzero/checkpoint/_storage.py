@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fzero.checkpoint._everywhere import could_not, damaged, said_by
-from fzero.checkpoint._manifest import MANIFEST, Manifest
 from fzero.checkpoint._pieces import Piece
-from fzero.mesh import Axis, Runtime
+from fzero.checkpoint.everywhere import could_not, damaged, said_by
+from fzero.checkpoint.manifest import MANIFEST, Manifest
+from fzero.ranks.mesh import Axis, Runtime
 
 Named = dict[str, list[Piece]]
 

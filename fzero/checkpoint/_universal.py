@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._counters import COUNT, counters_of
-from fzero.checkpoint._disk import read_text
-from fzero.checkpoint._everywhere import CheckpointError, damaged
 from fzero.checkpoint._pickles import read, require_plain
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint._tensor_slices import joined
+from fzero.checkpoint.disk import read_text
+from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.state import TrainState
 

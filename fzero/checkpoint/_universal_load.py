@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._driven import set_options
-from fzero.checkpoint._everywhere import Ranks, damaged, everywhere, first_of
 from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
@@ -30,6 +28,8 @@ from fzero.checkpoint._universal import (
     require_places,
 )
 from fzero.checkpoint._universal_shared import names_in, shared_of
+from fzero.checkpoint.driven import set_options
+from fzero.checkpoint.everywhere import Ranks, damaged, everywhere, first_of
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.state import TrainState

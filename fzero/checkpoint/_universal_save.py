@@ -13,9 +13,6 @@ from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._counters import COUNT, counters_of
-from fzero.checkpoint._disk import is_there, put_text, sync, sync_files
-from fzero.checkpoint._driven import Buffers, Driven, plain_options
-from fzero.checkpoint._everywhere import written_by_first
 from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
 from fzero.checkpoint._pickles import write
@@ -31,6 +28,9 @@ from fzero.checkpoint._universal import (
     is_name,
     require_places,
 )
+from fzero.checkpoint.disk import is_there, put_text, sync, sync_files
+from fzero.checkpoint.driven import Buffers, Driven, plain_options
+from fzero.checkpoint.everywhere import written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.state import TrainState

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fzero.checkpoint._counters import COUNT, UNSTEPPED
-from fzero.checkpoint._driven import Buffers, Driven, buffers_of
-from fzero.checkpoint._everywhere import CheckpointError, damaged
-from fzero.checkpoint._manifest import describe
 from fzero.checkpoint._options import options_for
 from fzero.checkpoint._pickles import require_plain
 from fzero.checkpoint._pieces import leaf_names, paths_of
@@ -24,6 +21,9 @@ from fzero.checkpoint._universal import (
     dict_in,
     is_name,
 )
+from fzero.checkpoint.driven import Buffers, Driven, buffers_of
+from fzero.checkpoint.everywhere import CheckpointError, damaged
+from fzero.checkpoint.manifest import describe
 from fzero.state import TrainState
 
 

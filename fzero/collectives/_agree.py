@@ -13,7 +13,7 @@ from fzero.collectives import _lowering as lowering
 from fzero.collectives._channel import first_difference
 from fzero.collectives._performers import SETUP_OR_CHECKPOINT, performer_of
 from fzero.errors import AxisError, MismatchError
-from fzero.mesh import Axis, Runtime
+from fzero.ranks.mesh import Axis, Runtime
 
 
 def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> None:

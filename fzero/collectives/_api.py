@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fzero.collectives._functions import gather_many, reduce_many, scatter_many
 from fzero.errors import AxisError, LayoutError
-from fzero.mesh import Axis, ambient
+from fzero.ranks.mesh import Axis, ambient
 
 AxisLike = Axis | str
 """An axis, or the name of the one that the running step is on."""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero.collectives import _alive
+from fzero.context.here import is_abstract, kind_of
 from fzero.errors import AxisError, LostRankError
-from fzero.mesh import Axis
-from fzero.virtual import is_abstract, kind_of
+from fzero.ranks.mesh import Axis
 
 
 class Started(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 from fzero.collectives import _lowering as lowering
 from fzero.errors import MismatchError
-from fzero.mesh import Axis, Runtime
+from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.rounds import CODES, Message, Round, row_of
 
 

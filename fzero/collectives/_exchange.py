@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero.collectives._backend import Started, as_bytes, explained, in_one_go, is_gloo
-from fzero.mesh import Axis
+from fzero.context.here import is_abstract
+from fzero.ranks.mesh import Axis
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.virtual import is_abstract
 
 
 def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> Started:

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero._modes import is_recorded
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._performers import before_collective
+from fzero.context.modes import is_recorded
 from fzero.errors import AxisError
-from fzero.mesh import Axis, Runtime
+from fzero.ranks.mesh import Axis, Runtime
 
 Plan = tuple[str, Axis, bool]  # kind, axis, ordered: what a Function needs besides tensors
 _ADJOINT = {"gather": "scatter", "scatter": "gather", "reduce": "reduce"}

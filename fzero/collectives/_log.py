@@ -12,8 +12,8 @@ from itertools import cycle
 import torch
 
 from fzero.collectives import _alive
-from fzero.mesh import Axis
-from fzero.virtual import current_ranks, is_abstract
+from fzero.context.here import current_ranks, is_abstract
+from fzero.ranks.mesh import Axis
 
 _LOGS: list[CollectiveLog] = []
 """Open logs: of the process, for a backward runs in a thread of autograd's own on a GPU."""

@@ -37,9 +37,9 @@ from fzero.collectives._exchange import (
     sum_in_order,
 )
 from fzero.collectives._log import note
-from fzero.mesh import Axis, Runtime
+from fzero.context.here import current_ranks, has_no_values, is_abstract, require_no_trace
+from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.virtual import current_ranks, has_no_values, is_abstract, require_no_trace
 
 
 def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from fzero._modes import for_training
 from fzero.collectives._channel import Channel, mismatch
+from fzero.context.modes import for_training
 from fzero.errors import AxisError, PeerFailedError, PhaseError
-from fzero.mesh import Axis
+from fzero.ranks.mesh import Axis
 from fzero.state import protocol as rank
 from fzero.state.effects import (
     Discard,

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fzero._modes import for_training
 from fzero.collectives import _alive
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._channel import Channel
 from fzero.collectives._performer import Performer
+from fzero.context.here import current_ranks
+from fzero.context.modes import for_training
 from fzero.errors import AxisError
-from fzero.mesh import Axis, Runtime, own_group
+from fzero.ranks.mesh import Axis, Runtime, own_group
 from fzero.state.protocol import SyncPoint
-from fzero.virtual import current_ranks
 
 _OPEN: dict[tuple[tuple[int, ...], str], Performer] = {}
 """The performer of each set of processes and backend: a handle, like torch's own table of groups.

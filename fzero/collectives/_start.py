@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._functions import of_nothing
-from fzero.mesh import Axis, Runtime
-from fzero.quantize import dequantized, quantized
+from fzero.collectives.quantize import dequantized, quantized
+from fzero.ranks.mesh import Axis, Runtime
 
 
 class InFlight:

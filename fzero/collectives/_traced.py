@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
+from fzero.context.here import is_abstract
 from fzero.errors import AxisError
-from fzero.mesh import Axis, Runtime
-from fzero.virtual import is_abstract
+from fzero.ranks.mesh import Axis, Runtime
 
 
 @torch.library.custom_op("fzero::all_gather", mutates_args=())

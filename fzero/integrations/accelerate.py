@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from fzero import checkpoint
 from fzero.adapter import DynamicScale, Engine, gathered
 from fzero.integrations import _shared as shared
-from fzero.transforms._options import check_stage
+from fzero.transforms.state_options import check_stage
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fzero import checkpoint
 from fzero.adapter import Engine
 from fzero.integrations import _shared as shared
-from fzero.transforms._options import check_stage
+from fzero.transforms.state_options import check_stage
 
 _REST = "rest.ckpt"
 """What is saved of the state beside sharded models."""

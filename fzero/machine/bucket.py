@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.homes import lent
-from fzero.packing import pack_copied, unpack
+from fzero.machine.offload import lent
+from fzero.machine.packing import pack_copied, unpack
 from fzero.state.layout import Layout, as_real
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import InFlight, about, start_gather
+from fzero.context.here import current_ranks, read_elsewhere
 from fzero.errors import AxisError
-from fzero.homes import page_out
 from fzero.machine.group_shard import FullUnit, GroupShard
+from fzero.machine.offload import page_out
+from fzero.machine.packing import unpack
 from fzero.machine.unit_table import UnitTable
-from fzero.packing import unpack
 from fzero.state.layout import Leaf
-from fzero.virtual import current_ranks, read_elsewhere
 
 
 class Gatherer:

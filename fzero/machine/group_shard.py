@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.homes import lent
+from fzero.machine.offload import lent
 from fzero.state.layout import Layout
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero._modes import is_recorded
-from fzero.homes import add_to, lent, placed
+from fzero.collectives.quantize import ErrorFeedback
+from fzero.context.modes import is_recorded
 from fzero.machine.bucket import Bucket
-from fzero.mesh import Axis
-from fzero.quantize import ErrorFeedback
+from fzero.machine.offload import add_to, lent, placed
+from fzero.ranks.mesh import Axis
 from fzero.state.layout import as_bits
 from fzero.state.progress import ALL
 from fzero.state.setup import Setup

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fzero._modes import for_training
 from fzero.collectives import broadcast
+from fzero.context.modes import for_training
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.gather import Gatherer
-from fzero.partition import shard_of
-from fzero.placeholder import LazyParam
+from fzero.machine.partition import shard_of
+from fzero.machine.placeholder import LazyParam
 from fzero.state.layout import Leaf
 
 

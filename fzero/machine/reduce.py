@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import InFlight, about, start_all_to_all, start_reduce, start_scatter
+from fzero.collectives.quantize import ErrorFeedback
 from fzero.errors import AxisError
 from fzero.machine.local_gradients import LocalGradients
-from fzero.mesh import Axis, Runtime
-from fzero.quantize import ErrorFeedback
+from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.buffers import Placement
 from fzero.state.setup import Setup
 

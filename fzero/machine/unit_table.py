@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fzero.mesh import Axis
+from fzero.ranks.mesh import Axis
 from fzero.state.layout import Layout
 
 

@@ -10,9 +10,6 @@ from fzero.optim._make import adam as adam
 from fzero.optim._make import adamw as adamw
 from fzero.optim._make import lion as lion
 from fzero.optim._make import sgd as sgd
-from fzero.optim._masters import unscaled as unscaled
-from fzero.optim._none import NoOptimizer as NoOptimizer
-from fzero.optim._none import no_optimizer as no_optimizer
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._pair import as_optimizer as as_optimizer
@@ -21,3 +18,6 @@ from fzero.optim._precision import Precision as Precision
 from fzero.optim._precision import require_precision as require_precision
 from fzero.optim._torch import TorchOptimizer as TorchOptimizer
 from fzero.optim._torch_state import TorchState as TorchState
+from fzero.optim.masters import unscaled as unscaled
+from fzero.optim.none import NoOptimizer as NoOptimizer
+from fzero.optim.none import no_optimizer as no_optimizer

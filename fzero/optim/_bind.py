@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError
+from fzero.machine.partition import identity
 from fzero.optim._elementwise import LARGE, Rule, is_elementwise, is_leafwise, small_shape
 from fzero.optim._named import Named, given_to
 from fzero.optim._precision import Precision
 from fzero.optim._small import Begin
 from fzero.optim._trial import Kept, Shared, early_of_group, learn, rule_of
 from fzero.optim._usable import has_steps, name_of, no_optimizer, require_plain
-from fzero.partition import identity
 from fzero.state.layout import Leaf, learns, stored_dtype
 from fzero.state.setup import NO_OPTIONS, ParamGroups
 

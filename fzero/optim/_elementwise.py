@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fzero._modes import holds
+from fzero.context.modes import holds
 from fzero.errors import LayoutError
 from fzero.optim._base import Base
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.homes import lent
+from fzero.machine.offload import lent
 from fzero.optim._precision import Precision
-from fzero.optim._recorded import is_one_op, update_by_op
 from fzero.optim._rules import Rule
 from fzero.optim._stream import Flats
+from fzero.optim.recorded import is_one_op, update_by_op
 
 Span = tuple[int, int, int]
 """(number of a flat, start, stop)."""

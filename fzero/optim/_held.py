@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from fzero.errors import LayoutError
+from fzero.machine.partition import identity
 from fzero.optim._bind import Bound
 from fzero.optim._trial import Kept
-from fzero.partition import identity
 from fzero.state.layout import Leaf, learns
 
 Held = dict[str, dict[str, Any]]

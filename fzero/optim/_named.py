@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from fzero.partition import identity
+from fzero.machine.partition import identity
 from fzero.state.layout import learns
 
 

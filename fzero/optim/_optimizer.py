@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
-from fzero.homes import cloned
+from fzero.machine.offload import cloned
+from fzero.machine.partition import named_leaves
 from fzero.optim._apart import Parted, parted
 from fzero.optim._base import Base
 from fzero.optim._formula import Chosen, Span, cut, step_by_formula
-from fzero.optim._masters import Place, make_masters, stay, work_tensors
 from fzero.optim._optimizer_state import OptimizerState as OptimizerState
 from fzero.optim._optimizer_state import after_update, with_steps
 from fzero.optim._piece import Piece, pieces_in
 from fzero.optim._precision import Precision
-from fzero.optim._recorded import lacks_value, lr_by_op
 from fzero.optim._rules import Rule, Scaled, has_kernel
 from fzero.optim._stream import Flats, Portion, Slots, step_flats
-from fzero.partition import named_leaves
-from fzero.state._record import NAMESPACE
+from fzero.optim.masters import Place, make_masters, stay, work_tensors
+from fzero.optim.recorded import lacks_value, lr_by_op
+from fzero.state import NAMESPACE
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 

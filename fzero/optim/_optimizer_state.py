@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.optim._apart import Apart, Parted
 from fzero.optim._stream import counted
-from fzero.state._record import record, static
+from fzero.state import record, static
 
 
 @record

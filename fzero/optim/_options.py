@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero._check import is_number
 from fzero.errors import LayoutError
+from fzero.errors.check import is_number
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:

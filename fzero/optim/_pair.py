@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from fzero.errors import FzeroError, LayoutError
-from fzero.homes import give_back, lent
+from fzero.machine.offload import give_back, lent
 from fzero.optim._base import Base
 from fzero.optim._elementwise import is_elementwise, small_shape
 from fzero.optim._left import Left
-from fzero.optim._masters import Place, stay
-from fzero.optim._none import NoOptimizer
 from fzero.optim._optimizer import Optimizer
 from fzero.optim._piece import Piece
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim._whole import as_flats, as_leaves, leaves_in
-from fzero.state._record import NAMESPACE
+from fzero.optim.masters import Place, stay
+from fzero.optim.none import NoOptimizer
+from fzero.state import NAMESPACE
 from fzero.state.layout import Leaf
 from fzero.state.setup import ParamGroups, SavedNames
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fzero._check import check_flags, require
 from fzero.errors import LayoutError
+from fzero.errors.check import check_flags, require
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf, stored_dtype
 from fzero.state.setup import Reduction

@@ -16,8 +16,8 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
+from fzero.context.here import has_no_values, kind_of
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.virtual import has_no_values, kind_of
 
 Options = dict[str, Any]  # lr, weight_decay, betas, ... of one set of leaves
 Slots = tuple[list[Tensor], ...]  # the rule's moments, each a list parallel to the parameters

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.optim._recorded import lacks_value
+from fzero.optim.recorded import lacks_value
 
 _FEW = 64  # elements of a tensor whose values are shown
 

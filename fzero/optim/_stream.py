@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.homes import CopyStream, give_back, is_here
-from fzero.optim._masters import as_stepped
+from fzero.machine.offload import CopyStream, give_back, is_here
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
 from fzero.optim._rounding import noise_of, rounded
 from fzero.optim._rules import Scaled
+from fzero.optim.masters import as_stepped
 
 Slots = Mapping[str, Sequence[Tensor]]
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from fzero.errors import PhaseError
-from fzero.homes import cloned
+from fzero.machine.offload import cloned
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind
 from fzero.optim._held import Held, held_by, lines_of
-from fzero.optim._masters import Place, stay, work_tensors
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
@@ -27,6 +26,7 @@ from fzero.optim._stream import Flats, counted, step_flats
 from fzero.optim._torch_state import TorchState, new_state, turn_of, units_of
 from fzero.optim._trial import as_kept
 from fzero.optim._usable import name_of
+from fzero.optim.masters import Place, stay, work_tensors
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
 

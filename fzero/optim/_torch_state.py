@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fzero.optim._apart import Apart, Parted, parted
 from fzero.optim._bind import Bound
-from fzero.optim._masters import Place, make_masters
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
 from fzero.optim._step import Turn, Unit, makes_state_later
 from fzero.optim._trial import Kept
-from fzero.state._record import record, static
+from fzero.optim.masters import Place, make_masters
+from fzero.state import record, static
 
 
 @record

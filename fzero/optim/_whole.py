@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fzero.optim._piece import Piece
-from fzero.state._record import NAMESPACE
+from fzero.state import NAMESPACE
 
 
 def leaves_in(flats: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero._check import is_count
+from fzero.errors.check import is_count
 from fzero.options._record import Check
 
 ZERO = "zero_optimization."

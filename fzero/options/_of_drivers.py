@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fzero._check import is_count, is_positive
+from fzero.errors.check import is_count, is_positive
 from fzero.options._checks import FLAG, ZERO
 from fzero.options._record import Check, Option
 from fzero.options._typed import Initializer, Scale

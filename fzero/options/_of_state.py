@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from fzero._check import is_count, is_positive
-from fzero.mesh import MeshLike
+from fzero.errors.check import is_count, is_positive
 from fzero.options._checks import DTYPE, FLAG, NUMEL, ZERO, of_path, one_of
 from fzero.options._record import REQUIRED, Check, Option
 from fzero.options._typed import Stages, Trainable, Units
+from fzero.ranks.mesh import MeshLike
 from fzero.state import OptimizerOver, ReduceOp, Reshard
 
 BUCKET_BYTES = {0: 8 * 2**20, 1: 4 * 2**20, 2: 4 * 2**20}
@@ -96,14 +96,16 @@ OF_STATE = (
         default=None,
         type=Units,
         check=of_path("units"),
-        help="path -> name of the unit it is gathered with; default `fzero.partition.unit_of`.",
+        help="path -> name of the unit it is gathered with; default "
+        "`fzero.machine.partition.unit_of`.",
         stages=_UNITS,
     ),
     Option(
         name="trainable",
         type=Trainable,
         check=of_path("trainable"),
-        help="path -> whether it learns; on top of the rule in `fzero.partition.plan_layout`.",
+        help="path -> whether it learns; on top of the rule in "
+        "`fzero.machine.partition.plan_layout`.",
         instead={
             "Engine": "a module says it itself, and autograd must know it: call "
             "p.requires_grad_(False) on each frozen parameter before Engine(...)"

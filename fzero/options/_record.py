@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fzero._check import require
+from fzero.errors.check import require
 
 REQUIRED: Any = type("required", (), {"__repr__": lambda _: "required"})()
 """The default of an option that has none."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from fzero._check import called_as, unknown_option
 from fzero.errors import CallError
+from fzero.errors.check import called_as, unknown_option
 from fzero.options._of_drivers import OF_DRIVERS
 from fzero.options._of_state import OF_STATE
 from fzero.options._record import Option

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from fzero.mesh import MeshLike
+from fzero.ranks.mesh import MeshLike
 from fzero.state import OptimizerOver, ReduceOp, Reshard
 from fzero.state.scale import DynamicScale
 
@@ -16,7 +16,7 @@ Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
 """A ZeRO stage, or a pytree of stages: one for each model."""
 
 Units = Callable[[str], str] | None
-"""path -> name of its unit; None: what `fzero.partition.unit_of` says."""
+"""path -> name of its unit; None: what `fzero.machine.partition.unit_of` says."""
 
 Trainable = Callable[[str], bool] | None
 """path -> whether it learns."""

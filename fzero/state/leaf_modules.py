@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from fzero._check import is_count, require
 from fzero.errors import LayoutError, explain
+from fzero.errors.check import is_count, require
 
 CONTAINERS = ("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 """torch's containers, which are no unit of work: by granularity they never become leaves."""

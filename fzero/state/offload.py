@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fzero._check import require
 from fzero.errors import LayoutError
+from fzero.errors.check import require
 
 Home = Literal["cpu", "disk"] | None
 """None: on the device, where computations are."""

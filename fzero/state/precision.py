@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero._check import require
 from fzero.errors import LayoutError
+from fzero.errors.check import require
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import learns
 from fzero.state.leaf_modules import class_name

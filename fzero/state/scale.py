@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero._check import is_count, is_number, require
 from fzero.errors import LayoutError
+from fzero.errors.check import is_count, is_number, require
 from fzero.state._record import record, static
 
 

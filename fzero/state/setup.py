@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from fzero.mesh import Axis, Runtime
+from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.layout import Layout, Leaf, Part
 from fzero.state.offload import Offload
@@ -37,7 +37,7 @@ class Reduction:
     communication_dtype: torch.dtype | None = None  # None: that of the parameters
     reduce_op: ReduceOp = "mean"
     gradient_predivide_factor: float = 1.0  # divides before the sum, and is made up for after it
-    quantized_gradients: bool = False  # cross ranks as int8 blocks; see fzero/quantize.py
+    quantized_gradients: bool = False  # as int8 blocks; see fzero/collectives/quantize.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class StatefulUpdate(Protocol):
 
 
 Observer = Callable[[str, Any, Any], Any]
-"""(what, state, value): is told what a step makes, beside it; see fzero/transforms/_observe.py."""
+"""(what, state, value): is told what a step makes, beside it; see fzero/transforms/observe.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ import optree
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from fzero.context.here import has_no_values
 from fzero.errors import LayoutError
 from fzero.state._record import NAMESPACE
 from fzero.state.offload import is_on_disk
 from fzero.state.setup import Setup
-from fzero.virtual import has_no_values
 
 
 def state_bytes(state: Any) -> dict[str, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
-from fzero.placeholder import LazyParam
+from fzero.machine.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
 
 

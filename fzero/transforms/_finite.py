@@ -18,15 +18,15 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._modes import in_transform, is_recorded
 from fzero.collectives import Performer
+from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import NonFiniteError, PhaseError
-from fzero.mesh import world
-from fzero.packing import unpack_groups
+from fzero.machine.packing import unpack_groups
+from fzero.ranks.mesh import world
 from fzero.state import TrainState, progress
 from fzero.state.progress import NonFinite
 from fzero.transforms._differentiate import Result
-from fzero.transforms._observe import tell
+from fzero.transforms.observe import tell
 
 
 class FiniteCheck:

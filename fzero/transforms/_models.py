@@ -11,7 +11,7 @@ import torch
 from fzero.errors import CallError, LayoutError
 from fzero.optim import NoOptimizer, Optimizer, TorchOptimizer
 from fzero.state import NAMESPACE
-from fzero.transforms._states import is_state
+from fzero.transforms.states import is_state
 
 Model = tuple[Any, Any, Any]  # params, optimizer, stage
 

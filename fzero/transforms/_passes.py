@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from fzero.collectives import Performer, performer_of
-from fzero.packing import unpack
-from fzero.placeholder import placeholders
+from fzero.machine.packing import unpack
+from fzero.machine.placeholder import placeholders
 from fzero.state import TrainState
-from fzero.transforms._announcement import PassForm
-from fzero.transforms._pass import Pass
+from fzero.transforms.announcement import PassForm
+from fzero.transforms.pass_events import Pass
 
 
 def passes_of(

@@ -12,7 +12,7 @@ import optree
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, Buffers, Layout, TrainState
 from fzero.state.window import CLOSED
-from fzero.transforms._states import is_state
+from fzero.transforms.states import is_state
 
 
 def learning(wrt: Any, tree: Any, states: Sequence[TrainState]) -> list[bool]:

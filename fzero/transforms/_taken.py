@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.collectives import broadcast, cut
-from fzero.homes import give_back
+from fzero.collectives import broadcast
+from fzero.machine.offload import give_back
+from fzero.machine.packing import pack
+from fzero.machine.parts import cut
 from fzero.optim import TorchOptimizer
-from fzero.packing import pack
 from fzero.state import Placement, TrainState
 
 

@@ -8,16 +8,16 @@ import optree
 from torch import Tensor
 from torch.nn import Parameter
 
-from fzero._modes import in_transform
-from fzero.collectives import gather_parts
-from fzero.homes import lent
-from fzero.packing import unpack, unpack_groups
-from fzero.partition import assemble
+from fzero.context.modes import in_transform
+from fzero.machine.offload import lent
+from fzero.machine.packing import unpack, unpack_groups
+from fzero.machine.partition import assemble
+from fzero.machine.parts import gather_parts
 from fzero.state import Layout, Placement, TrainState, buffers
-from fzero.transforms._agree import Agreed, agree, reduce_agreed, require_held
-from fzero.transforms._donate import check_alive, without_donation
-from fzero.transforms._scaled import without_scale
-from fzero.transforms._states import flatten_states
+from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
+from fzero.transforms.donation import check_alive, without_donation
+from fzero.transforms.scaled import without_scale
+from fzero.transforms.states import flatten_states
 
 
 def full_params(state: Any) -> Any:

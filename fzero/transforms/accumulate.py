@@ -14,8 +14,8 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.options import OPTIONS, takes
 from fzero.state import NAMESPACE, Policy, TrainState, progress
-from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
-from fzero.transforms._states import flatten_states, is_state, map_states
+from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
+from fzero.transforms.states import flatten_states, is_state, map_states
 
 
 @overload

@@ -7,16 +7,16 @@ from typing import Any
 import optree
 import torch
 
-from fzero._modes import in_transform
-from fzero.collectives import cut
+from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
-from fzero.packing import pack
+from fzero.machine.packing import pack
+from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
-from fzero.transforms._agree import agree
-from fzero.transforms._donate import check_alive
-from fzero.transforms._observe import tell_added
-from fzero.transforms._receive import mean_of, receive
-from fzero.transforms._scaled import times_scale, with_value
+from fzero.transforms.agree import agree
+from fzero.transforms.donation import check_alive
+from fzero.transforms.observe import tell_added
+from fzero.transforms.receive import mean_of, receive
+from fzero.transforms.scaled import times_scale, with_value
 
 
 def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> TrainState:

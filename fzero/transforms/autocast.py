@@ -8,17 +8,17 @@ from typing import Any, overload
 
 import torch
 
-from fzero._ambient import other_autocast
-from fzero._check import called_as
-from fzero._compiled import DISABLED_FRAMES
+from fzero.context.ambient import other_autocast
 from fzero.errors import explain
+from fzero.errors.check import called_as
+from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.state import TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.precision import Autocast, SafeModules, sixteen_bit_error
 from fzero.state.scale import DynamicScale
-from fzero.transforms._pipeline import P, R, Step, Transform, transform
-from fzero.transforms._scaled import with_policy
-from fzero.transforms._states import flatten_states, map_states, under_policy
+from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.scaled import with_policy
+from fzero.transforms.states import flatten_states, map_states, under_policy
 
 
 @overload

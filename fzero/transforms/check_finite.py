@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-from fzero._check import called_as
-from fzero.transforms._pipeline import P, R, Step, Transform, transform
-from fzero.transforms._states import under_policy
+from fzero.errors.check import called_as
+from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.states import under_policy
 
 
 @overload

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, overload
 
-from fzero._check import called_as, is_positive, require
-from fzero.transforms._pipeline import P, R, Step, Transform, transform
-from fzero.transforms._states import flatten_states, under_policy
+from fzero.errors.check import called_as, is_positive, require
+from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.states import flatten_states, under_policy
 
 
 @overload

@@ -7,12 +7,12 @@ from typing import Any, overload
 
 import optree
 
-from fzero._check import called_as
+from fzero.errors.check import called_as
 from fzero.state import TrainState, window
-from fzero.transforms._agree import agree, reduce_agreed
-from fzero.transforms._donate import check_alive
-from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
-from fzero.transforms._states import flatten_states, map_states
+from fzero.transforms.agree import agree, reduce_agreed
+from fzero.transforms.donation import check_alive
+from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
+from fzero.transforms.states import flatten_states, map_states
 
 
 @overload

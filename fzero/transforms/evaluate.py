@@ -10,26 +10,26 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._ambient import computed_in
-from fzero._check import called_as
-from fzero._modes import for_training, needs_func
 from fzero.collectives import EVALUATION, Performer
+from fzero.context.ambient import computed_in
+from fzero.context.modes import for_training, needs_func
 from fzero.errors import LayoutError
-from fzero.homes import lent
-from fzero.mesh import running_on
-from fzero.packing import unpack, unpack_groups
-from fzero.partition import assemble
+from fzero.errors.check import called_as
+from fzero.machine.offload import lent
+from fzero.machine.packing import unpack, unpack_groups
+from fzero.machine.partition import assemble
+from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule
-from fzero.transforms._announcement import PassForm
 from fzero.transforms._differentiate import apart, detached
-from fzero.transforms._donate import check_alive
-from fzero.transforms._pass import Pass
 from fzero.transforms._passes import leaves_of, passes_of
-from fzero.transforms._pipeline import P, R
 from fzero.transforms._reading import as_read
-from fzero.transforms._states import flatten_states
+from fzero.transforms.announcement import PassForm
+from fzero.transforms.donation import check_alive
 from fzero.transforms.grad import with_full
+from fzero.transforms.pass_events import Pass
+from fzero.transforms.pipeline import P, R
+from fzero.transforms.states import flatten_states
 
 
 @called_as("evaluate(fn, state)(batch)")

@@ -12,19 +12,17 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._ambient import computed_in
-from fzero._check import called_as
-from fzero._compiled import DISABLED_FRAMES
-from fzero._modes import explains_inference, needs_func, require_autograd, wants_graph
 from fzero.collectives import gather_many, performer_of
+from fzero.context.ambient import computed_in
+from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.homes import lent
-from fzero.mesh import running_on
-from fzero.packing import input_shape, unpack_groups
-from fzero.partition import assemble
+from fzero.errors.check import called_as
+from fzero.machine.compiled import DISABLED_FRAMES
+from fzero.machine.offload import lent
+from fzero.machine.packing import input_shape, unpack_groups
+from fzero.machine.partition import assemble
+from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
-from fzero.transforms._agree import agree
-from fzero.transforms._announcement import functional
 from fzero.transforms._differentiate import (
     LossOf,
     Result,
@@ -34,15 +32,17 @@ from fzero.transforms._differentiate import (
     detached,
     loss_and_aux,
 )
-from fzero.transforms._donate import check_alive
 from fzero.transforms._finite import found_at_once, require_values, with_found
-from fzero.transforms._pass import Pass
 from fzero.transforms._passes import leaves_of, passes_of
-from fzero.transforms._pipeline import P, R
 from fzero.transforms._reading import after_reading, as_read, learning
-from fzero.transforms._receive import mean_of, not_differentiable, receive
-from fzero.transforms._scaled import scales_of, with_value
-from fzero.transforms._states import S, flatten_states
+from fzero.transforms.agree import agree
+from fzero.transforms.announcement import functional
+from fzero.transforms.donation import check_alive
+from fzero.transforms.pass_events import Pass
+from fzero.transforms.pipeline import P, R
+from fzero.transforms.receive import mean_of, not_differentiable, receive
+from fzero.transforms.scaled import scales_of, with_value
+from fzero.transforms.states import S, flatten_states
 
 
 @called_as("grad_and_reduce(loss, state)(batch)")

@@ -10,20 +10,21 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._modes import in_transform, require_autograd
-from fzero.collectives import broadcast, cut, told_everywhere
+from fzero.collectives import broadcast, told_everywhere
+from fzero.collectives.quantize import residual_of
+from fzero.context.modes import in_transform, require_autograd
 from fzero.errors import LayoutError
-from fzero.homes import placed
-from fzero.mesh import axis_of
+from fzero.machine.offload import placed
+from fzero.machine.packing import pack
+from fzero.machine.partition import leaves_of, unit_of
+from fzero.machine.parts import cut
 from fzero.optim import (
     NoOptimizer,
     Optimizer,
     TorchOptimizer,
 )
 from fzero.options import Initializer, InitOptions, Stages, takes
-from fzero.packing import pack
-from fzero.partition import leaves_of, unit_of
-from fzero.quantize import residual_of
+from fzero.ranks.mesh import axis_of
 from fzero.state import (
     Buffers,
     Layout,
@@ -37,10 +38,10 @@ from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of, require_params
-from fzero.transforms._options import SharedOptions, check_shared, check_stages, grouped
-from fzero.transforms._pieces import pieces_of
-from fzero.transforms._plan import COMPARED, plan
 from fzero.transforms._taken import taken_over
+from fzero.transforms.pieces import pieces_of
+from fzero.transforms.setup import COMPARED, plan
+from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
 
 OneOptimizer = (
     Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
-from fzero._check import called_as
-from fzero._modes import in_transform, is_recorded
+from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import PhaseError
-from fzero.homes import at_home
+from fzero.errors.check import called_as
+from fzero.machine.offload import at_home
 from fzero.state import TrainState
 from fzero.state.offload import Home, Offload, as_offload
-from fzero.transforms._pipeline import P, R, Step, Transform, transform
-from fzero.transforms._states import map_states
+from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.states import map_states
 
 
 @overload

@@ -15,15 +15,15 @@ from torch._C._functorch import (
 )
 from torch.func import functional_call
 
-from fzero._ambient import AutocastModes
-from fzero._modes import in_transform
-from fzero._module_copy import tracks
+from fzero.context.ambient import AutocastModes
+from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.state.layout import as_real
-from fzero.transforms._pipeline import P, R, describe, require_function, require_order
 from fzero.transforms._recompute import gradients, own, recording
 from fzero.transforms._watch import Watch
+from fzero.transforms.module_copy import tracks
+from fzero.transforms.pipeline import P, R, describe, require_function, require_order
 
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from fzero.collectives import performer_of
 from fzero.errors import MismatchError
-from fzero.homes import lent
-from fzero.packing import digest, unpack
+from fzero.machine.offload import lent
+from fzero.machine.packing import digest, unpack
 from fzero.state import Placement, TrainState
-from fzero.transforms._agree import agree
-from fzero.transforms._donate import check_alive
-from fzero.transforms._states import flatten_states
+from fzero.transforms.agree import agree
+from fzero.transforms.donation import check_alive
+from fzero.transforms.states import flatten_states
 
 
 def check_replicas(state: Any) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-from fzero._check import called_as
+from fzero.errors.check import called_as
 from fzero.options import Scale
 from fzero.state.scale import as_policy
-from fzero.transforms._pipeline import P, R, Step, Transform, returned_pair, transform
-from fzero.transforms._scaled import with_policy
-from fzero.transforms._states import map_states
+from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
+from fzero.transforms.scaled import with_policy
+from fzero.transforms.states import map_states
 
 
 @overload

@@ -7,16 +7,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
-from fzero._compiled import DISABLED_FRAMES
-from fzero._modes import in_transform, is_recorded
+from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
-from fzero.mesh import Axis, Runtime, axis_of
+from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import OPTIONS, InitOptions, Stages, takes
+from fzero.ranks.mesh import Axis, Runtime, axis_of
 from fzero.state import TrainState
-from fzero.transforms._donate import check_alive, own_gradients
 from fzero.transforms._models import stages_of
-from fzero.transforms._options import SharedOptions, check_shared, check_stages, grouped
-from fzero.transforms._pipeline import (
+from fzero.transforms.donation import check_alive, own_gradients
+from fzero.transforms.init import init
+from fzero.transforms.pipeline import (
     P,
     R,
     Step,
@@ -25,8 +25,8 @@ from fzero.transforms._pipeline import (
     returned_pair,
     transform,
 )
-from fzero.transforms._states import flatten_states, map_states
-from fzero.transforms.init import init
+from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
+from fzero.transforms.states import flatten_states, map_states
 
 
 @overload

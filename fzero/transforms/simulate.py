@@ -12,14 +12,15 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._check import called_as, is_count, require
-from fzero._modes import in_transform, is_recorded
+from fzero.context.here import current_ranks
+from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
+from fzero.errors.check import called_as, is_count, require
+from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
-from fzero.transforms._donate import empty
-from fzero.transforms._pipeline import P, R, Step, Transform, transform
-from fzero.transforms._states import is_state
-from fzero.virtual import current_ranks, run_ranks
+from fzero.transforms.donation import empty
+from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.states import is_state
 
 
 @overload
@@ -37,8 +38,8 @@ def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any
     `simulate(step, world_size=W).init(params, optimizer)` takes plain, full parameters and gives
     the stacked state, where every rank's shard is visible.
 
-    The ranks are threads that take turns (see `fzero.virtual`): exact, deterministic, any Python.
-    Each starts from the caller's random state, as processes with one seed do. Without
+    The ranks are threads that take turns (see `fzero.ranks.virtual`): exact, deterministic, any
+    Python. Each starts from the caller's random state, as processes with one seed do. Without
     collectives and with W = 1 it is the identity up to the leading dim.
 
     The work of a rank does not grow with W: what a collective gives is made once, and copied for

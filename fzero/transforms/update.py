@@ -10,21 +10,22 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero._modes import in_transform, is_recorded, wants_graph
-from fzero.collectives import about, cut, gather_parts, gather_parts_in_place, reduce_many
-from fzero.homes import at_home, change, lent, placed
+from fzero.collectives import about, reduce_many
+from fzero.context.modes import in_transform, is_recorded, wants_graph
+from fzero.machine.offload import at_home, change, lent, placed
+from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim import require_ordered
 from fzero.state import Buffers, Placement, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
 from fzero.state.view import require_state
-from fzero.transforms._agree import Agreed, agree, nonfinite, reduce_agreed, require_held
-from fzero.transforms._donate import check_alive, donates, give_back, take_over
-from fzero.transforms._donate import without_donation as undonated
-from fzero.transforms._observe import tell
-from fzero.transforms._pieces import pieces_of
-from fzero.transforms._scaled import after_update, chosen, found_inf, with_value, without_scale
-from fzero.transforms._states import S, flatten_states
+from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
+from fzero.transforms.donation import check_alive, donates, give_back, take_over
+from fzero.transforms.donation import without_donation as undonated
+from fzero.transforms.observe import tell
+from fzero.transforms.pieces import pieces_of
+from fzero.transforms.scaled import after_update, chosen, found_inf, with_value, without_scale
+from fzero.transforms.states import S, flatten_states
 
 
 @torch._disable_dynamo

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine, gathered, sharded_init
-from fzero.placeholder import LazyParam
+from fzero.machine.placeholder import LazyParam
 from tests.adapter.on_ranks import each_stage, on_ranks
 from tests.adapter.plain import Draw, same
 

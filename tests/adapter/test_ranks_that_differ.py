@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter import Engine, deepspeed, gathered
+from fzero.adapter import Engine, gathered
 from fzero.errors import AxisError, LayoutError, MismatchError, PeerFailedError, PhaseError
+from fzero.integrations import deepspeed
 from tests.adapter.nets import Net, linear
 from tests.adapter.on_ranks import each_stage, on_ranks
 from tests.adapter.plain import Draw, back, check_program, engine_of, same

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fzero
-from fzero.partition import plan_layout
+from fzero.machine.partition import plan_layout
 from tests.behaviours.costs import probe_gathers
 from tests.behaviours.networks import (
     Gpt,

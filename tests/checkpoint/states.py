@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fzero
-from fzero.collectives import gather_parts
-from fzero.packing import unpack
+from fzero.machine.packing import unpack
+from fzero.machine.parts import gather_parts
 from fzero.state import NAMESPACE, OptimizerOver, Placement, TrainState
 from tests.oracle import parts
 from tests.strategies import learns, on_rank, same, tensors

@@ -243,7 +243,7 @@ def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("fzero.checkpoint._manifest.FORMAT", 4)
+        patch.setattr("fzero.checkpoint.manifest.FORMAT", 4)
         save(tmp_path, state_of())
     refused(tmp_path, state_of(), r"another format than 3.*\n.*\nFix: load it with")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fzero
 from fzero.checkpoint import load, save, save_async
-from fzero.packing import unpack
+from fzero.machine.packing import unpack
 from fzero.state import TrainState
 from tests.adapter.on_ranks import on_ranks
 from tests.transforms.wired import LR, Batch, Odd, noise

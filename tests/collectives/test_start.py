@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fzero
-from fzero import _groups, mesh
 from fzero import collectives as c
 from fzero.collectives import InFlight, _backend, _lowering
+from fzero.ranks import _groups, mesh
 from tests.collectives.maps import gathered, reduced, scattered
 from tests.ranks import run_ranks
 from tests.strategies import integers, same, seeds, worlds

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero.adapter import Engine, gathered, sharded_init
 from fzero.errors import PeerFailedError
-from fzero.mesh import axis_of
+from fzero.ranks.mesh import axis_of
 from fzero.state import OptimizerOver
 from tests.adapter.nets import F64, linear
 from tests.adapter.on_ranks import on_ranks

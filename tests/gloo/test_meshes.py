@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
-from fzero import mesh
 from fzero.adapter import Engine
 from fzero.collectives import assert_same_everywhere, gather_objects, performer_of
+from fzero.ranks import mesh
 from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.training import Task

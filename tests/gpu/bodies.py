@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
-from fzero.quantize import dequantized
-from fzero.quantize import quantized as as_blocks
+from fzero.collectives.quantize import dequantized
+from fzero.collectives.quantize import quantized as as_blocks
 from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.reads import on_device
@@ -45,7 +45,7 @@ def start_of_world(rank: int, size: int, device: str) -> str:
     dist.all_reduce(x)
     assert x.tolist() == [size * (size + 1) / 2] * 4
     axis = fzero.world()
-    assert (axis.size, axis.rank, axis.runtime) == (size, rank, fzero.mesh.Runtime.PROCESSES)
+    assert (axis.size, axis.rank, axis.runtime) == (size, rank, fzero.ranks.mesh.Runtime.PROCESSES)
     return dist.get_backend_config()
 
 

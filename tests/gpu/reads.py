@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fzero.placeholder import LazyParam
+from fzero.machine.placeholder import LazyParam
 
 # What has a result whose value, or whose shape, the host must know.
 READS = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fzero.certify._axes import AXES, Axis
+from fzero.tools.certify._axes import AXES, Axis
+
 from tests.site.results import measured
 from tests.site.tables import table
 

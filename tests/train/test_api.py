@@ -35,10 +35,10 @@ def test_the_job_imports_public_names_only(path: Path) -> None:
         ("import fzero\nfrom fzero.checkpoint import save\nfrom fzero import LayoutError", []),
         ("from fzero.collectives import gather_objects", ["fzero.collectives.gather_objects"]),
         (
-            "def f():\n    from fzero.checkpoint._disk import regular",
-            ["fzero.checkpoint._disk.regular"],
+            "def f():\n    from fzero.checkpoint.disk import regular",
+            ["fzero.checkpoint.disk.regular"],
         ),
-        ("from fzero import _launch", ["fzero._launch"]),
+        ("from fzero import _launch", ["fzero.ranks._launch"]),
     ],
 )
 def test_the_check_sees(source: str, inner: list[str]) -> None:

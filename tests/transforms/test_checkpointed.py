@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero.functional import functionalize
+from fzero.transforms.functionalize import functionalize
 from tests.behaviours.costs import probe_gathers
 from tests.behaviours.networks import Place, assert_every_rank, at_every_place
 

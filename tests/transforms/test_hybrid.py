@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.axis import Dims, Runtime
+from fzero.ranks.axis import Dims, Runtime
 from fzero.state import OptimizerOver
 from tests.oracle import mean_gradient, square_loss
 from tests.strategies import integers, on_rank, same

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fzero
 from fzero.adapter import Engine
+from fzero.collectives.quantize import dequantized, quantized, wire_numel
 from fzero.errors import PhaseError
-from fzero.quantize import dequantized, quantized, wire_numel
 from fzero.state import Layout, TrainState
 from tests.ranks import run_ranks
 from tests.transforms.wired import (

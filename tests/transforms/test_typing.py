@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.transforms._pipeline import Step
+from fzero.transforms.pipeline import Step
 
 
 def step_fn(state: fzero.TrainState, x: Tensor, *, scale: float) -> tuple[fzero.TrainState, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.packing import unpack
+from fzero.machine.packing import unpack
 from fzero.state import TrainState
 
 LR = 0.5

@@ -36,6 +36,6 @@ def test_the_ranks_that_differ_are_named_and_a_stays_of_the_first_leaf() -> None
 
 def test_the_older_name_of_a_difference_of_a_cell_still_works() -> None:
     assert fzero.certify.__name__ == "certify"  # the function has the name of its package
-    from fzero.certify import CellDifference, Difference
+    from fzero.tools.certify import CellDifference, Difference
 
     assert Difference is CellDifference is not fzero.Difference

@@ -1,0 +1,265 @@
+"""One parameter in the flats of a state: where it is, and reading and writing it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.adapter._masters import own_part, take_values
+from fzero.adapter.driver import Driver
+from fzero.errors import LayoutError, PhaseError
+from fzero.machine.offload import lent
+from fzero.machine.packing import LeafRange, leaf_ranges, unpack
+from fzero.machine.parts import gather_parts
+from fzero.state import Placement, TrainState
+from fzero.state.layout import Leaf, as_complex, as_real
+from fzero.state.setup import MASTERS
+
+Slots = dict[str, Tensor]
+"""{name: flat}: what the optimizer keeps for the elements of one group."""
+
+
+def find(driver: Driver, path: str) -> tuple[int, int]:
+    """Return the group of the parameter at `path`, and its position in it."""
+    layout = driver.state.setup.layout
+    leaf = next((i for i, paths in driver.params.paths.items() if path in paths), None)
+    if leaf is None:
+        raise LayoutError(
+            f"there is no parameter {path!r}.",
+            cause="a misspelt path.",
+            fix=f"use one of {[leaf.path for leaf in layout.leaves][:6]} ...",
+        )
+    index = next(i for i, group in enumerate(layout.groups) if leaf in group.leaves)
+    return index, layout.groups[index].leaves.index(leaf)
+
+
+def find_learning(driver: Driver, path: str) -> tuple[int, int, int]:
+    """Return (its number among the groups that learn, group, position) of a parameter."""
+    index, position = find(driver, path)
+    trainable = driver.state.setup.layout.trainable
+    if index not in trainable:
+        raise PhaseError(
+            f"{path} has no gradient: it did not require grad when the engine was made.",
+            cause="a frozen parameter.",
+            fix="ask for a parameter that learns.",
+        )
+    return trainable.index(index), index, position
+
+
+def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
+    """Return the full leaves of a group of which this rank has a part, as its optimizer has."""
+    setup = state.setup
+    held, whole = setup.optimizer_state, Placement.REPLICATED
+    here = lent(part.detach(), state.device)
+    return unpack(setup.layout, index, gather_parts(setup, [here], held, whole)[0])
+
+
+def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
+    """Return what this rank's part of a group has of one leaf: 1-D."""
+    piece = lent(_leaf_range(state, index, position, part).of(part.detach()), state.device)
+    return as_complex(piece) if _leaf(state, index, position).dtype.is_complex else piece
+
+
+def write(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
+    """Write the full `value` of one leaf into what this rank holds of its group."""
+    leaf = _leaf(state, index, position)
+    if not isinstance(value, Tensor) or tuple(value.shape) != leaf.shape:
+        seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise LayoutError(
+            f"{leaf.path} has the shape {leaf.shape}, the new value {seen}.",
+            cause="a flattened or transposed value.",
+            fix="give the full value, in the shape of the parameter.",
+        )
+    here = _leaf_range(state, index, position, part)
+    with torch.no_grad():
+        here.of(part).copy_(_stored(leaf, value)[here.start : here.stop])
+
+
+def write_piece(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
+    """Write what this rank has of one leaf, 1-D, into its part of a group."""
+    held, leaf = _leaf_range(state, index, position, part).of(part), _leaf(state, index, position)
+    numel = held.numel() // (2 if leaf.dtype.is_complex else 1)
+    if not isinstance(value, Tensor) or value.numel() != numel:
+        seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise LayoutError(
+            f"this rank has {numel} elements of {leaf.path}, the new value {seen}.",
+            cause="the full value, or the piece of another rank.",
+            fix="give as many elements as the getter of the same name returns here.",
+        )
+    with torch.no_grad():
+        held.copy_(_stored(leaf, value))
+
+
+def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
+    """Write what an optimizer keeps of a leaf beside its elements: a number, or another shape."""
+    given = torch.as_tensor(value)
+    if given.numel() != held.numel():
+        raise LayoutError(
+            f"what the optimizer keeps of {path} has the shape {tuple(held.shape)}, the new "
+            f"value {tuple(given.shape)}.",
+            cause="a value of another parameter, or a part of one.",
+            fix="give the whole value, in the shape that the getter of the same name returns.",
+        )
+    with torch.no_grad():
+        held.copy_(given.detach().reshape(held.shape))
+
+
+def _leaf(state: TrainState, index: int, position: int) -> Leaf:
+    layout = state.setup.layout
+    return layout.leaves[layout.groups[index].leaves[position]]
+
+
+def _stored(leaf: Leaf, value: Tensor) -> Tensor:
+    """The elements of a value as a flat has them."""
+    value = value.detach()
+    if not leaf.dtype.is_complex:
+        return value.reshape(-1)
+    return as_real(value.to(torch.promote_types(value.dtype, leaf.dtype))).reshape(-1)
+
+
+def _leaf_range(state: TrainState, index: int, position: int, part: Tensor) -> LeafRange:
+    """Return what `part`, which this rank holds of a group, has of one leaf."""
+    setup, layout = state.setup, state.setup.layout
+    placements = setup.params, setup.optimizer_state  # those of all that a state has
+    held = next((x for x in placements if setup.numel(index, x) == part.numel()), setup.params)
+    found = leaf_ranges(layout, index, setup.part(held, setup.axis.rank))
+    nothing = LeafRange(position, layout.groups[index].leaves[position], 0, 0, 0)
+    return next((one for one in found if one.position == position), nothing)
+
+
+def stepped(state: TrainState, index: int) -> Tensor:
+    """Return this rank's part of a group as its optimizer steps it: the master, if it has one."""
+    part, master = own_part(state, state.params.flats[index]), master_of(state, index)
+    if master is None:
+        return part
+    if not state.setup.gathers_by_unit:
+        take_values(master, part)
+    return master
+
+
+def master_of(state: TrainState, index: int) -> Tensor | None:
+    """Return the fp32 copy of this rank's part of a group, if there is one."""
+    master = slots_of_group(state, index).get(MASTERS)
+    return None if master is None or not master.numel() else master
+
+
+def slots_of_group(state: TrainState, index: int) -> Slots:
+    """Return what the optimizer keeps for the elements of a group, and its master."""
+    trainable = state.setup.layout.trainable
+    if index not in trainable:
+        return {}
+    number, every = trainable.index(index), state.setup.optimizer.slots(state.optimizer)
+    return {name: flats[number] for name, flats in every.items()}
+
+
+def steps(state: TrainState, path: str) -> bool:
+    """Return whether the optimizer steps the parameter at `path`."""
+    rule: Any = state.setup.optimizer
+    return rule.group_of(path) != -1 and state.optimizer != ()
+
+
+def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Tensor]]:
+    """Return the optimizer's slots of its group, and its scalars, for the parameter at `path`.
+
+    Among the scalars is what has another shape than the parameter, whole.
+    """
+    state = driver.state
+    if not steps(state, path):
+        raise PhaseError(
+            f"no optimizer steps {path}.",
+            cause="the parameter is frozen, or was not given to the optimizer.",
+            fix="ask for a parameter that the optimizer steps.",
+        )
+    index = find_learning(driver, path)[1]
+    empty = not state.setup.numel(index, state.setup.optimizer_state)
+    rule: Any = state.setup.optimizer
+    odd = rule.odd_slots
+    slots = {
+        name: flat
+        for name, flat in slots_of_group(state, index).items()
+        if name != MASTERS and (flat.numel() or empty)
+    }
+    scalars = {name: slots.pop(name) for name in odd.intersection(slots)}
+    return slots, {**rule.counters(state.optimizer, _path_of_leaf(driver, path)), **scalars}
+
+
+def _path_of_leaf(driver: Driver, path: str) -> str:
+    """Return the path by which the layout knows a parameter that may have several."""
+    index, position = find(driver, path)
+    layout = driver.state.setup.layout
+    return layout.leaves[layout.groups[index].leaves[position]].path
+
+
+def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
+    """Return {path: {name: whole value}} of a group; of one that is not stepped, nothing."""
+    state, layout = driver.state, driver.state.setup.layout
+    paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
+    if index not in layout.trainable or not steps(state, paths[0]):
+        return {}
+    slots = optimizer_states(driver, paths[0])[0]
+    found = {
+        path: {name: value.clone() for name, value in optimizer_states(driver, path)[1].items()}
+        for path in paths
+    }
+    for name, flat in slots.items():
+        leaves = leaves_of(state, index, flat)
+        for path, leaf in zip(paths, leaves, strict=True):
+            found[path][name] = leaf.clone()
+    return found
+
+
+def count(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` counter `name` of one parameter; of its param group, if it is kept there."""
+    state, leaf = driver.state, _path_of_leaf(driver, path)
+    rule: Any = state.setup.optimizer
+    if rule.shares(leaf, name):
+        write_whole(path, rule.counters(state.optimizer, leaf)[name], value)
+        return
+    paths = _learning(state)
+    counters = rule.counted(state.optimizer, paths)
+    own = counters[name][leaf].clone()
+    write_whole(path, own, value)
+    counters[name][leaf] = own
+    fresh = rule.unstepped(state.optimizer)
+    made = rule.recounted(state.optimizer, paths, counters, unstepped=fresh)
+    driver.put(state.replace(optimizer=made))
+
+
+def begin(driver: Driver, path: str) -> None:
+    """Note that the optimizer has a state of a parameter: its first step does not make it."""
+    state = driver.state
+    rule: Any = state.setup.optimizer
+    made = rule.begun(state.optimizer, _learning(state), _path_of_leaf(driver, path))
+    driver.put(state.replace(optimizer=made))
+
+
+def _learning(state: TrainState) -> list[str]:
+    return [leaf.path for leaf in state.setup.layout.leaves if leaf.trainable]
+
+
+class Named(NamedTuple):
+    """What is held of one state of one parameter."""
+
+    group: int
+    position: int
+    held: Tensor  # of its whole group, or of it alone where it has another shape: "step"
+    alone: bool
+    counts: bool  # whether it is a counter
+
+
+def named_state(driver: Driver, path: str, name: str) -> Named:
+    """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
+    _, index, position = find_learning(driver, path)
+    slots, scalars = optimizer_states(driver, path)
+    if name not in slots and name not in scalars:
+        raise LayoutError(
+            f"the optimizer has no state {name!r} for {path}; it has {sorted([*slots, *scalars])}.",
+            cause="a misspelt name, or the state of another optimizer.",
+            fix="use one of those.",
+        )
+    alone = name in scalars
+    counts = alone and name not in driver.state.setup.optimizer.odd_slots
+    return Named(index, position, scalars[name] if alone else slots[name], alone, counts)

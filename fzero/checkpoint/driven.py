@@ -1,0 +1,188 @@
+"""What an engine has beside its state: its module's buffers, and its optimizer's options."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fzero.checkpoint._pieces import Piece
+from fzero.checkpoint.everywhere import CheckpointError
+from fzero.errors import LayoutError
+from fzero.state import TrainState
+from fzero.state.setup import NO_OPTIONS
+
+Buffers = dict[str, Tensor]
+_PLAIN = (bool, int, float, str)
+
+
+@runtime_checkable
+class Driven(Protocol):
+    """An engine: it holds a state, can be given another one, and has a module."""
+
+    module: nn.Module
+
+    @property
+    def state(self) -> TrainState:
+        """The train state."""
+        ...
+
+    @state.setter
+    def state(self, state: TrainState) -> None: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch.optim optimizer, if it has one."""
+        ...
+
+
+def buffers_of(module: nn.Module) -> Buffers:
+    """Return the buffers that `module.state_dict()` has, by path: the module's own."""
+    found = {}
+    for prefix, child in module.named_modules():
+        for name, value in child._buffers.items():
+            if value is not None and name not in child._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = value.detach()
+    return found
+
+
+def facts_of(buffers: Buffers) -> dict[str, tuple[str, int]]:
+    """Return {path: (shape and dtype, crc32 of the values)}."""
+    return {path: (_form(value), zlib.crc32(_raw(value))) for path, value in buffers.items()}
+
+
+def own_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str, dict[str, str]]:
+    """Return {path: {rank: shape and dtype}}, with the ranks whose values are not rank 0's.
+
+    Example:
+        >>> own_buffers([{"mean": ("(2,) torch.float32", 5)}] * 2)
+        {'mean': {'0': '(2,) torch.float32'}}
+    """
+    found: dict[str, dict[str, str]] = {}
+    for rank, facts in enumerate(told):
+        for path, (form, crc) in facts.items():
+            if rank == 0 or told[0].get(path) != (form, crc):
+                found.setdefault(path, {})[str(rank)] = form
+    return found
+
+
+def buffer_pieces(
+    buffers: Buffers, saved: Mapping[str, Mapping[str, str]], rank: int
+) -> list[Piece]:
+    """Return what `rank` writes: its buffers that nobody else has written."""
+    return [
+        Piece(name=_name(rank, path), start=0, numel=value.numel(), values=value.reshape(-1))
+        for path, value in buffers.items()
+        if value.numel() and str(rank) in saved[path]
+    ]
+
+
+def blank_buffers(
+    module: nn.Module, saved: Mapping[str, Mapping[str, str]], rank: int, same_ranks: bool
+) -> tuple[Buffers, list[Piece]]:
+    """Return empty buffers [shape], by path, and the pieces to fill them by.
+
+    On as many ranks as have saved, each rank gets its own; else all get those of rank 0. Without
+    saved buffers, which a state alone has none of, there is nothing to fill.
+
+    Raises `LayoutError`, naming the buffer, for those of another module.
+    """
+    found: Buffers = {}
+    pieces = []
+    here = buffers_of(module) if saved else {}
+    for path in sorted({*saved, *here} if saved else ()):
+        forms = saved.get(path, {})
+        source = str(rank) if same_ranks and str(rank) in forms else "0"
+        form = _form(here[path]) if path in here else "nothing"
+        if forms.get(source, "nothing") != form:
+            raise LayoutError(
+                f"load: the buffer {path} is {forms.get(source, 'nothing')} in the checkpoint, "
+                f"{form} in the module.",
+                cause="another module.",
+                fix="make the engine from the module that was saved. Nothing was changed.",
+            )
+        value = torch.empty(here[path].shape, dtype=here[path].dtype)
+        found[path] = value
+        if value.numel():
+            flat = value.reshape(-1)
+            name = _name(source, path)
+            pieces.append(Piece(name=name, start=0, numel=flat.numel(), values=flat))
+    return found, pieces
+
+
+@torch.no_grad()
+def set_buffers(module: nn.Module, values: Buffers) -> None:
+    """Write values into the module's buffers."""
+    here = buffers_of(module)
+    for path, value in values.items():
+        here[path].copy_(value)
+
+
+def options_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Return the options of each param group that JSON can hold: what a scheduler changes."""
+    return [plain_options(group) for group in ([] if optimizer is None else optimizer.param_groups)]
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a param group that are numbers, strings, or several of them."""
+    names = (name for name in group if name not in NO_OPTIONS and _is_plain(group[name]))
+    return {name: _plain(group[name]) for name in names}
+
+
+def set_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[str, Any]]) -> None:
+    """Set options as `optimizer.load_state_dict` does; those of other groups are left out."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    if len(groups) != len(saved):
+        return
+    for group, options in zip(groups, saved, strict=True):
+        for name, value in options.items():
+            old = group.get(name)
+            if isinstance(old, Tensor):
+                old.fill_(value)
+            elif name not in NO_OPTIONS:
+                group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def require_options(
+    optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[str, Any]]
+) -> None:
+    """Raise `CheckpointError` for options that the optimizer's groups cannot have."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    for number, (group, options) in enumerate(zip(groups, saved, strict=False)):
+        for name, value in options.items():
+            old = group.get(name)
+            number_wanted = isinstance(old, Tensor | float) and not isinstance(value, int | float)
+            if number_wanted or not _is_plain(value):
+                raise CheckpointError(
+                    f"load: option {name} of param group {number} is {value!r:.80}.",
+                    cause="a manifest that another program wrote.",
+                    fix="use another copy of the checkpoint. Nothing was changed.",
+                )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, tuple | list):
+        return all(isinstance(one, _PLAIN) for one in value)
+    return value is None or isinstance(value, _PLAIN)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _name(rank: int | str, path: str) -> str:
+    return f"buffers/{rank}/{path}"
+
+
+def _form(value: Tensor) -> str:
+    return f"{tuple(value.shape)} {value.dtype}"
+
+
+def _raw(value: Tensor) -> bytes:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

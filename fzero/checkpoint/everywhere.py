@@ -1,0 +1,137 @@
+"""One outcome for all ranks: what fails on one of them is raised on every one."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fzero.collectives import gather_objects, gather_objects_beside
+from fzero.errors import FzeroError
+from fzero.ranks.mesh import Axis
+
+T = TypeVar("T")
+
+
+class CheckpointError(FzeroError, OSError):
+    """A checkpoint that is missing or damaged, or could not be written; the state is still good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes that save or load together, and how they tell each other how it went."""
+
+    axis: Axis
+    beside: bool = False  # in a thread beside the training: over a group that only saves use
+
+    def tell(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order. A collective."""
+        tell = gather_objects_beside if self.beside else gather_objects
+        return tell(value, self.axis)
+
+
+def could_not(what: str, error: Exception) -> CheckpointError:
+    """Return the error that says what the disk, or torch, did not let us do.
+
+    It has the first line of `error` and not its traceback, which is torch's own: tens of frames,
+    and advice about other programs.
+    """
+    first = next(iter(str(error).splitlines()), "")
+    return CheckpointError(
+        f"could not {what}: {type(error).__name__}: {first}",
+        cause="a full disk, no permission, a damaged file, or a path that not all ranks share.",
+        fix="free the space, or choose another path or copy; what was saved before is still there.",
+    )
+
+
+def damaged(what: object, seen: str) -> CheckpointError:
+    """Return the error that says what of a checkpoint is not as `save` writes it."""
+    return CheckpointError(
+        f"the checkpoint is damaged: {what} {seen}.",
+        cause="a copy that was cut off, a full disk, a path that not all ranks share, or files "
+        "that another program wrote.",
+        fix="use another copy of the checkpoint, or an older one. Nothing was changed.",
+    )
+
+
+def said_by(error: FzeroError, rank: int, axis: Axis) -> FzeroError:
+    """Return `error` with the rank in its notes, where there are several."""
+    if axis.size > 1:
+        error.add_note(f"(raised on rank {rank} of {axis.size})")
+    return error
+
+
+def everywhere(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+    """Return `do()` once it has succeeded on every rank. A collective, and a barrier.
+
+    Raises what the first rank raised that failed, on all ranks: an fzero error as it is, any
+    other as a `CheckpointError` that says `what` was being done.
+    """
+    found: list[T] = []
+    problem: FzeroError | None = None
+    try:
+        found.append(do())
+    except FzeroError as error:
+        problem = error
+    except Exception as error:  # whatever it is: the other ranks wait to hear of it
+        problem = could_not(what, error)
+    for rank, one in enumerate(ranks.tell(problem)):
+        if one is not None:
+            raise said_by(one, rank, ranks.axis)
+    return found[0]
+
+
+def gathered(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
+    """Return what `do()` returned on every rank, in rank order; raise as `everywhere` does."""
+    return ranks.tell(everywhere(ranks, do, what=what))
+
+
+def written_by_first(
+    ranks: Ranks,
+    folder: Path,
+    *,
+    begin: Callable[[Path], None],
+    values: Iterable[T],
+    write: Callable[[Path, T], None],
+    finish: Callable[[Path], None],
+) -> None:
+    """Let rank 0 write values, which all ranks gather, whole or not at all. A collective.
+
+    begin: called on every rank with a hidden path in `folder`, which is there for rank 0 alone, and
+        is removed at the end.
+    write: called on rank 0, with that path and each of the values.
+    finish: called on rank 0, with that path: gives what is there its place.
+
+    Raises as `everywhere` does, when all values were gathered: the other ranks are on their way to
+    the next one while rank 0 writes.
+    """
+    partial, first = folder / f".partial-{secrets.token_hex(8)}", ranks.axis.rank == 0
+    problem: list[Exception] = []
+
+    def end() -> None:
+        if problem:
+            raise problem[0]
+        if first:
+            finish(partial)
+
+    try:
+        everywhere(ranks, lambda: begin(partial), what=f"write {folder}")
+        for value in values:
+            if first and not problem:
+                try:
+                    write(partial, value)
+                except Exception as error:
+                    problem.append(error)
+        everywhere(ranks, end, what=f"write {folder}")
+    finally:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def first_of(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+    """Call `do()` on rank 0; return its result on every rank. Raises as `everywhere` does."""
+    mine = everywhere(ranks, lambda: [do()] if ranks.axis.rank == 0 else [], what=what)
+    return ranks.tell(mine)[0][0]

@@ -1,0 +1,126 @@
+"""Which virtual rank the calling thread is: one of `fzero.ranks.virtual`, or an abstract one.
+
+An abstract rank is planned alone: what the others would say is what it says itself, and its tensors
+have shapes and no values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fzero.errors import PhaseError
+
+_LOCAL = threading.local()
+BASE_NESTING = 1
+"""torch.func.jvp counts its nesting, and opens the one dual level there is, for the whole
+process. Ranks that take turns inside jvp would close it for each other; so it is held open
+around all ranks, and the count is kept for each rank, starting here."""
+
+
+Make = Callable[[list[Any]], Any]
+"""What is made, once for all ranks, of the values that they have handed in, in rank order."""
+
+
+class Here(NamedTuple):
+    """The virtual rank that the calling thread is."""
+
+    rank: int
+    size: int
+    exchange: Callable[[str, Any, Make], Any]
+    kept: dict[Any, Any]  # what is to live as long as this run of the rank
+    stands_for: str | None = None  # of an abstract rank: the kind of device it is planned for
+
+
+def be(here: Here) -> None:
+    """Make the calling thread a virtual rank, for as long as it lives."""
+    _LOCAL.here = here
+
+
+def current_ranks() -> Here | None:
+    """Return the calling thread's virtual rank, or None in an ordinary thread."""
+    return getattr(_LOCAL, "here", None)
+
+
+@contextmanager
+def abstract_rank(rank: int, size: int, *, device: str = "cuda") -> Iterator[None]:
+    """Be rank `rank` of `size` in this block, without the others: each is taken to do the same.
+
+    What ranks tell each other is then what this one says. What a collective gives has a shape and
+    no values: inside of a trace it is an op. Tensors on the meta device, or fake ones, stand for
+    tensors on `device`, "cpu" or "cuda", which communicate over gloo or nccl.
+    """
+    before = current_ranks()
+    _LOCAL.here = Here(rank, size, _alone(size), {}, stands_for=device)
+    try:
+        yield
+    finally:
+        _LOCAL.here = before
+
+
+def _alone(size: int) -> Callable[[str, Any, Make], Any]:
+    return lambda _, value, make: make([value] * size)
+
+
+def is_abstract() -> bool:
+    """Whether this is an abstract rank."""
+    here = current_ranks()
+    return here is not None and here.stands_for is not None
+
+
+def kind_of(device: torch.device) -> str:
+    """The type of a device; on an abstract rank, that of the device that it is planned for."""
+    here = current_ranks()
+    return device.type if here is None or here.stands_for is None else here.stands_for
+
+
+def has_no_values(x: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide tensors that only describe others from what watches an abstract rank."""
+    if not is_abstract() or get_proxy_mode() is not None:
+        yield
+        return
+    with _disable_current_modes():
+        yield
+
+
+def require_no_trace(op: str) -> None:
+    """Raise `PhaseError` while `make_fx` traces what virtual ranks tell each other."""
+    if get_proxy_mode() is not None and not is_abstract():
+        raise PhaseError(
+            f"{op} on virtual ranks inside a trace (make_fx).",
+            cause="the other ranks' values would be constants of the graph.",
+            fix="trace the step on one rank, or in a process of a real group.",
+        )
+
+
+def read_elsewhere(path: str, owner: int, reader: int) -> PhaseError:
+    """Return the error for a parameter of one virtual rank that another one reads."""
+    return PhaseError(
+        f"the parameter {path!r} of virtual rank {owner} is read on virtual rank {reader}.",
+        cause="one module for all ranks, into which torch.func.functional_call put the parameters "
+        "of a rank while another one was inside of its forward.",
+        fix="call it by `apply, params = fzero.functionalize(module)`, or give functional_call "
+        "a copy of its own: `functional_call(copy.deepcopy(module), params, args)`.",
+    )
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way on this rank."""
+    if current_ranks() is None or is_abstract():
+        return forward_ad._current_level >= 0
+    return eager_transforms.JVP_NESTING > BASE_NESTING

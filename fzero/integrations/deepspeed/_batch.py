@@ -1,0 +1,65 @@
+"""The batch sizes of a config, and the loader of `training_data`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from fzero.errors import LayoutError
+from fzero.integrations.deepspeed._read import Problem
+from fzero.ranks.mesh import Axis
+
+
+class Batch(NamedTuple):
+    """Samples of one update on all ranks, of one backward on one rank; backwards of one update."""
+
+    train: int | None
+    micro: int | None
+    steps: int | None  # None: the config does not say, and it is 1
+
+
+def batch_of(values: Mapping[str, Any], ranks: int) -> tuple[Batch, list[Problem]]:
+    """Return train = micro x steps x ranks, as far as the config says; and what does not fit.
+
+    Example:
+        >>> batch_of({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 4)
+        (Batch(train=24, micro=2, steps=3), [])
+    """
+    train = values.get("train_batch_size")
+    micro = values.get("train_micro_batch_size_per_gpu")
+    steps = values.get("gradient_accumulation_steps")
+    if train is None:
+        return Batch(None if micro is None else micro * (steps or 1) * ranks, micro, steps), []
+    whole = (micro or 1) * (steps or 1) * ranks
+    known = micro is not None and steps is not None
+    if (train != whole) if known else (train % whole != 0):
+        seen = f"micro-batch size {micro or '?'} x accumulation {steps or '?'} x {ranks} ranks"
+        is_not = "is not" if known else "is no multiple of"
+        fix = f"make it {whole}" if known else f"make it a multiple of {whole}"
+        return Batch(None, None, None), [
+            f"train_batch_size = {train}: it {is_not} {seen} = {whole}; {fix}, or leave it out."
+        ]
+    if micro is None:
+        return Batch(train, train // whole, steps), []
+    return Batch(train, micro, steps or train // whole), []
+
+
+def loader_of(
+    data: Any, batch: Batch, axis: Axis, *, drop_last: bool, collate_fn: Callable[..., Any] | None
+) -> DataLoader[Any]:
+    """Return a loader of this rank's share of a dataset, shuffled, in micro-batches."""
+    if batch.micro is None:
+        raise LayoutError(
+            "training_data, and no batch size.",
+            cause="a config without train_batch_size and train_micro_batch_size_per_gpu.",
+            fix="give one of both, or make the loader yourself.",
+        )
+    sampler = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, num_replicas=axis.size, rank=axis.rank)
+    return DataLoader(
+        data, batch.micro, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn
+    )

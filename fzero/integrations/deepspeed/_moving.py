@@ -1,0 +1,68 @@
+"""What an engine holds, moved to host memory for a while, and back: generation between two updates.
+
+Tensors stay the objects that they are and get other memory, so that the state, the gatherer and
+whoever holds one of them see the same. On the CPU there is nothing to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.adapter.boundary import require_no_window
+from fzero.adapter.driver import Driver
+from fzero.checkpoint.elements import slots_of
+from fzero.machine.packing import unpack
+from fzero.state import TrainState
+from fzero.state.setup import MASTERS
+
+KINDS = ("lp_params", "lp_grads", "hp_params", "optim_states")
+"""DeepSpeed's names: parameters, gradients, masters, and the other slots of the optimizer."""
+
+Moved = list[tuple[Tensor, torch.device]]
+"""What was moved, and where it was."""
+
+
+@torch.no_grad()
+def to_host(driver: Driver, kinds: Sequence[str], *, pin: bool) -> Moved:
+    """Move these kinds to host memory; return what was moved."""
+    require_no_window(driver, "offload_states()")
+    driver.wait()
+    moved: Moved = []
+    for x in _tensors(driver.state, kinds):
+        if x.device.type != "cpu":
+            moved.append((x, x.device))
+            x.data = torch.empty_like(x, device="cpu", pin_memory=pin).copy_(x)
+    _rebind(driver)
+    return moved
+
+
+@torch.no_grad()
+def to_device(driver: Driver, moved: Moved) -> None:
+    """Move it back."""
+    driver.require_not_closed()
+    for x, device in moved:
+        x.data = x.to(device)
+    _rebind(driver)
+
+
+def _tensors(state: TrainState, kinds: Sequence[str]) -> Iterable[Tensor]:
+    if "lp_params" in kinds:
+        yield from state.params.flats
+    if "lp_grads" in kinds:
+        yield from (*state.gradients.flats, *state.window.pending.flats)
+    for name, _, flat in slots_of(state):
+        if ("hp_params" if name == MASTERS else "optim_states") in kinds:
+            yield flat
+
+
+def _rebind(driver: Driver) -> None:
+    """Below stage 3 the module's parameters are views of the flats, which have other memory now."""
+    if not driver.sharded:
+        layout = driver.state.setup.layout
+        for index, flat in enumerate(driver.state.params.flats):
+            driver.params.have(index, unpack(layout, index, flat))
+        driver.params.remember()
+    driver.published()

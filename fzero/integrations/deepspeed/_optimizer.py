@@ -1,0 +1,92 @@
+"""The optimizer that a DeepSpeed-style config describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fzero.adapter.setup import Factory
+from fzero.integrations.deepspeed._kinds import same
+from fzero.integrations.deepspeed._lion import Lion
+from fzero.integrations.deepspeed._read import Problem, close_to, unknown_params, without_type
+
+_CLASSES = {
+    "fusedadam": "adam",
+    "deepspeedcpuadam": "adam",
+    "fusedlion": "lion",
+    "deepspeedcpulion": "lion",
+    "deepspeedcpuadagrad": "adagrad",
+}
+"""DeepSpeed's classes of optimizers, which a config may name as well."""
+
+_ONLY = {
+    "bias_correction": (True, "leave it out: torch's Adam corrects the bias"),
+    "amsgrad": (False, "leave it out, or set torch_adam = true"),
+    "set_grad_none": (True, "leave it out: gradients are never kept as zeros"),
+    "fp32_optimizer_states": (True, "leave it out: see bf16.bf16_optimizer_states"),
+}
+"""Arguments of DeepSpeed's Adam that torch's has not, or has with another meaning."""
+
+
+def described(values: Mapping[str, Any]) -> tuple[Factory | None, list[Problem]]:
+    """Return the factory that optimizer.type and optimizer.params describe, and what is wrong.
+
+    None without the section.
+    """
+    name, params = values["optimizer.type"], dict(values["optimizer.params"] or {})
+    if name is None:
+        return None, without_type("optimizer", values)
+    kind = str(name).lower()
+    kind = _CLASSES.get(kind, kind)
+    problems: list[Problem] = []
+    if kind in ("adam", "adamw"):
+        kind, problems = _adam(kind, params)
+    classes: dict[str, type[Optimizer]] = {
+        own.lower(): cls
+        for own, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, Optimizer)
+    } | {"lion": Lion}
+    del classes["optimizer"], classes["muon"]  # DeepSpeed's Muon is another one
+    if kind not in classes:
+        return None, [
+            f"optimizer.type = {name!r}: not supported (near: {close_to(kind, classes)}); use one "
+            "of torch.optim, or pass initialize(optimizer=...) a class or a factory."
+        ]
+    made = f"torch.optim.{classes[kind].__name__}"
+    problems += unknown_params("optimizer", params, classes[kind], made)
+    if problems:
+        return None, problems
+    factory: Factory = partial(classes[kind], **params)
+    try:
+        factory([nn.Parameter(torch.zeros(1))])
+    except Exception as error:  # whatever it is, it comes from these values
+        return None, [f"optimizer.params = {params}: {made} does not take it ({error})."]
+    return factory, []
+
+
+def made_of(optimizer: Any, parameters: Iterable[Tensor | Mapping[str, Any]] | None) -> Any:
+    """Return the optimizer of `parameters`; as it is if it is made, or for all that learn."""
+    if parameters is None or isinstance(optimizer, Optimizer) or not callable(optimizer):
+        return optimizer
+    return optimizer([p for p in parameters if not isinstance(p, Tensor) or p.requires_grad])
+
+
+def _adam(kind: str, params: dict[str, Any]) -> tuple[str, list[Problem]]:
+    """Return "adam" or "adamw" in DeepSpeed's meaning; drop what is not torch's from `params`."""
+    plain = params.pop("torch_adam", False)
+    decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
+    problems: list[Problem] = []
+    if not plain:
+        given = {key: params.pop(key) for key in _ONLY if key in params}
+        problems = [
+            f"optimizer.params.{key} = {value!r}: {_ONLY[key][1]}."
+            for key, value in given.items()
+            if not same(value, _ONLY[key][0])
+        ]
+        params.setdefault("weight_decay", 0.0)
+    return "adamw" if decoupled else "adam", problems

@@ -1,0 +1,278 @@
+"""Tensors in host memory and in files: made, filled, lent to the device, and written back.
+
+Everything here is ordered by the stream that runs now: a copy to or from pinned memory returns at
+once, and what is computed next waits for it on the device. So host memory that was written this way
+is read by the host only after `wait_for_copies`.
+
+Files are mapped into memory. The kernel of the operating system reads ahead and writes behind,
+beside what is computed: `page_in` and `page_out` tell it when.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.context.here import has_no_values, kind_of
+from fzero.errors import LayoutError
+from fzero.state import NAMESPACE, TrainState
+from fzero.state.offload import Home, Offload, is_on_disk
+
+_WILL_NEED, _PAGE_OUT = 3, 21  # of Linux, for madvise: read ahead; write, and drop from memory
+
+
+def empty_at(home: Home, like: Tensor, offload: Offload) -> Tensor:
+    """Return a tensor of the shape and dtype of `like` that lives at `home`, with any values."""
+    if has_no_values(like):
+        return _standing_at(home, like)
+    if home == "disk" and like.numel():
+        return _in_file(like, os.fspath(offload.folder or ""))
+    if home is None or like.device.type == "cpu":
+        return torch.empty_like(like)
+    return torch.empty_like(like, device="cpu", pin_memory=True)
+
+
+def require_folder(offload: Offload) -> None:
+    """Raise `LayoutError` if no file can be made where the record says."""
+    if "disk" in offload.homes.values():
+        _in_file(torch.empty(1), os.fspath(offload.folder or ""))
+
+
+def placed(home: Home, x: Tensor, offload: Offload) -> Tensor:
+    """Return `x` if it lives at `home`, else a copy there."""
+    if home is None or is_at(home, x):
+        return x
+    with torch.no_grad():
+        return _filled(empty_at(home, x.detach(), offload), x)
+
+
+def is_at(home: Home, x: Tensor) -> bool:
+    """Return whether a tensor lives at `home`, "cpu" or "disk"."""
+    if has_no_values(x):
+        return home_of_empty(x) == home
+    if home == "disk":
+        return is_on_disk(x) or not x.numel()
+    return x.device.type == "cpu"
+
+
+def empty_where(x: Tensor) -> Tensor:
+    """Return a tensor like `x`, with any values, that lives where `x` does."""
+    if has_no_values(x):
+        return _standing_at(home_of_empty(x), x)
+    if is_on_disk(x):
+        return _in_file(x, os.path.dirname(str(x.untyped_storage().filename)))
+    pinned = x.device.type == "cpu" and x.numel() > 0 and x.is_pinned()
+    return torch.empty_like(x, pin_memory=pinned)
+
+
+def cloned(x: Tensor) -> Tensor:
+    """Return a copy of `x` that lives where `x` does."""
+    return _filled(empty_where(x), x) if is_on_disk(x) else empty_where(x).copy_(x)
+
+
+def is_here(x: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is in the memory of `device`."""
+    if has_no_values(x):
+        return home_of_empty(x) is None or (home_of_empty(x) == kind_of(device) == "cpu")
+    return x.device == device and not is_on_disk(x)
+
+
+def home_of_empty(x: Tensor) -> Home:
+    """Return where the tensor would live that `x`, which has no values, describes."""
+    return getattr(x.untyped_storage(), "home", None)
+
+
+def _standing_at(home: Home, like: Tensor) -> Tensor:
+    made = torch.empty_like(like)
+    made.untyped_storage().home = home  # type: ignore[attr-defined]
+    return made
+
+
+def lent(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `x` on `device`, in `dtype`: itself if it is there so."""
+    if has_no_values(x) and kind_of(device) == "cuda" and not is_here(x, device):
+        return x.to(dtype=dtype or x.dtype, copy=True)
+    return x.to(device=device, dtype=dtype or x.dtype, non_blocking=True)
+
+
+def give_back(home: Tensor, used: Tensor) -> None:
+    """Write what was lent, and changed, back to its home."""
+    if used is not home:
+        home.copy_(used, non_blocking=True)
+    page_out(home)
+
+
+def change(home: Tensor, device: torch.device, write: Callable[[Tensor], Any]) -> None:
+    """Let `write` change a tensor in place, on `device`."""
+    used = lent(home, device)
+    write(used)
+    give_back(home, used)
+
+
+def add_to(home: Tensor, x: Tensor) -> None:
+    """home += x, computed where `x` is."""
+    change(home, x.device, lambda used: used.add_(x))
+
+
+def page_in(x: Tensor) -> None:
+    """Let the kernel start to read a tensor that lives on disk."""
+    if is_on_disk(x):
+        _advise(x, _WILL_NEED)
+
+
+def page_out(x: Tensor) -> None:
+    """Let the kernel write a tensor that lives on disk, and drop it from memory."""
+    if is_on_disk(x):
+        _advise(x, _PAGE_OUT)
+
+
+def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainState:
+    """Return a state whose buffers live where its setup says; those that do are not copied.
+
+    device: where those live that are not offloaded; None: they are there already.
+    """
+    offload = state.setup.offload
+    if offload.neutral and device is None:
+        return state
+
+    def of(home: Home) -> Callable[[Any], Any]:
+        def moved(x: Any) -> Any:
+            if not (isinstance(x, Tensor) and x.ndim):  # counters are no buffers
+                return x
+            if home is None and device is not None:
+                return x.clone() if is_on_disk(x) else lent(x, device)
+            return placed(home, x, offload)
+
+        return lambda tree: optree.tree_map(moved, tree, namespace=NAMESPACE)
+
+    window = of(offload.gradients)(state.window.pending)
+    return state.replace(
+        params=of(offload.params)(state.params),
+        gradients=of(offload.gradients)(state.gradients),
+        window=replace(state.window, pending=window),
+        optimizer=of(offload.optimizer)(state.optimizer),
+    )
+
+
+def wait_for_copies(tensors: Iterable[Any]) -> None:
+    """Before the host reads these: wait until what was copied to pinned memory is there."""
+    pinned = (isinstance(x, Tensor) and x.numel() > 0 and x.is_pinned() for x in tensors)
+    if torch.cuda.is_initialized() and any(pinned):
+        torch.cuda.synchronize()
+
+
+def _filled(made: Tensor, x: Tensor) -> Tensor:
+    made.copy_(x, non_blocking=True)
+    page_out(made)
+    return made
+
+
+def _in_file(like: Tensor, folder: str) -> Tensor:
+    try:
+        handle, path = tempfile.mkstemp(prefix="fzero-", dir=folder)
+    except OSError as error:
+        raise LayoutError(
+            f"offload could not make a file in {folder!r}: {error}.",
+            cause="the folder was removed, may not be written to, or its disk is full.",
+            fix="give folder=... on a disk of this machine with room for the state.",
+        ) from error
+    try:
+        nbytes = like.numel() * like.element_size()
+        if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not in a write later
+            os.posix_fallocate(handle, 0, nbytes)
+        made = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
+    except OSError as error:
+        raise LayoutError(
+            f"offload could not take {nbytes:,} bytes in {folder!r}: {error}.",
+            cause="a disk that is full, or a file system that does not map files.",
+            fix="give folder=... on a disk with room for the state.",
+        ) from error
+    finally:
+        os.close(handle)
+        os.unlink(path)  # it lives as long as the tensor does
+    return made.view(like.shape)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The system call, where its numbers are known; elsewhere the kernel does as it likes."""
+    if sys.platform != "linux":
+        return None
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
+
+
+def _advise(x: Tensor, advice: int) -> None:
+    call, page = _madvise(), os.sysconf("SC_PAGE_SIZE")
+    first = x.data_ptr()
+    begin, end = -(-first // page) * page, (first + x.numel() * x.element_size()) // page * page
+    if call is not None and begin < end:
+        call(begin, end - begin, advice)
+
+
+class CopyStream:
+    """Copies to a device and back, on a CUDA stream of their own beside what is computed.
+
+    On a CPU there is no stream; what is there already is lent as it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def fetch(self, wanted: Iterable[tuple[Tensor, torch.dtype]]) -> Fetched:
+        """Start to copy tensors here, each in a dtype."""
+        some = list(wanted)
+        for x, _ in some:
+            page_in(x)
+        if self._side is None:
+            return Fetched([lent(x, self.device, dtype) for x, dtype in some], None)
+        # What wrote to these tensors before runs on the stream that is current now.
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            here = [lent(x, self.device, dtype) for x, dtype in some]
+            return Fetched(here, self._side.record_event())
+
+    def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Write what was fetched and changed back: (home, lent) each."""
+        if self._side is None:
+            for home, used in pairs:
+                give_back(home, used)
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            for home, used in pairs:
+                used.record_stream(self._side)
+                give_back(home, used)
+
+    def end(self) -> None:
+        """What is computed from here on sees all that was written back."""
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+
+class Fetched:
+    """Tensors on their way to a device."""
+
+    def __init__(self, tensors: list[Tensor], event: Any) -> None:
+        self._tensors, self._event = tensors, event
+
+    def wait(self) -> list[Tensor]:
+        """Return them; what is computed next waits until they are there."""
+        if self._event is not None:
+            now = torch.cuda.current_stream(self._tensors[0].device)
+            now.wait_event(self._event)
+            for x in self._tensors:
+                x.record_stream(now)
+        return self._tensors

@@ -1,0 +1,274 @@
+"""One group: where its leaves start, leaves <-> flat padded buffer [W l], a rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fzero.context.modes import is_recorded
+from fzero.state.layout import Layout, Part, as_real
+
+ALIGNMENT_BYTES = 16
+"""Where leaves and shards may start in a flat: vectorized CUDA kernels load 16 bytes at once, and
+tensors that start elsewhere take slower ones. A flat itself starts on more than that."""
+
+
+def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tuple[int, ...], int]:
+    """Place leaves one behind the other; each leaf, and each shard, starts on the alignment.
+
+    Returns (offset of each leaf, shard_numel); `alignment` is in elements. A leaf is padded by less
+    than `alignment` elements, and the end of the flat by less than `ranks alignment`. On one rank
+    no shard starts behind the first, so its end is not padded.
+
+    Example:
+        >>> in_order([3, 4], 2, alignment=4)
+        ((0, 4), 4)
+        >>> in_order([3, 4], 1, alignment=4)
+        ((0, 4), 8)
+    """
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(_rounded_up(end, alignment))
+        end = offsets[-1] + numel
+    shard_numel = -(-end // ranks)
+    return tuple(offsets), _rounded_up(shard_numel, alignment) if ranks > 1 else shard_numel
+
+
+def apart(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tuple[int, ...], int]:
+    """Place each leaf whole in the shard of one rank: the largest first, where there is least.
+
+    Returns what `in_order` does. The longest shard is the length of all: what the others have less
+    is padding.
+
+    Example:
+        >>> apart([3, 4, 1], 2)
+        ((4, 0, 7), 4)
+    """
+    ends, rows = [0] * ranks, [0] * len(numels)
+    starts = [0] * len(numels)
+    for i in sorted(range(len(numels)), key=lambda i: -numels[i]):
+        rows[i] = min(range(ranks), key=lambda row: ends[row])
+        starts[i] = ends[rows[i]]
+        ends[rows[i]] += _rounded_up(numels[i], alignment)
+    offsets = [row * max(ends) + start for row, start in zip(rows, starts, strict=True)]
+    return tuple(offsets), max(ends)
+
+
+def _rounded_up(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
+
+
+def pack(layout: Layout, index: int, tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate the leaves of group `index` into its flat [W l] buffer, complex ones as real.
+
+    A group of one leaf without padding is only reshaped, not copied.
+    """
+    group = layout.groups[index]
+    pieces, end = [], 0
+    tensors = [as_real(tensor) for tensor in tensors]
+    for tensor, offset in zip(tensors, group.offsets, strict=True):
+        if offset > end:
+            pieces.append(tensor.new_zeros(offset - end))
+        pieces.append(tensor.reshape(-1))
+        end = offset + tensor.numel()
+    if layout.full_numel(index) > end:
+        pieces.append(tensors[0].new_zeros(layout.full_numel(index) - end))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
+    """Cut the flat [W l] buffer of group `index` into its leaves: views, and one split.
+
+    `flat` may have the `input_shape` of the group.
+    """
+    group = layout.groups[index]
+    leaves = [layout.leaves[i] for i in group.leaves]
+    if len(leaves) == 1 and leaves[0].numel == layout.full_numel(index):
+        same = tuple(flat.shape) == leaves[0].shape is leaves[0].stored_shape
+        return [flat if same else leaves[0].of(flat)]  # a view would cost a copy in backward
+    return _cut(layout, index, flat)[0]
+
+
+def unpack_groups(layout: Layout, flats: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """{group: its flat [W l]} -> {leaf: its tensor}, views of the flats."""
+    found: dict[int, Tensor] = {}
+    for index, flat in flats.items():
+        found.update(zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True))
+    return found
+
+
+def _cut(layout: Layout, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Cut the flat buffer of group `index` by one split: its leaves, and what pads them."""
+    group = layout.groups[index]
+    sizes, is_leaf, end = [], [], 0
+    for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+        numel = layout.leaves[leaf].numel
+        if offset > end:
+            sizes.append(offset - end)
+            is_leaf.append(False)
+        sizes.append(numel)
+        is_leaf.append(True)
+        end = offset + numel
+    if flat.numel() > end:
+        sizes.append(flat.numel() - end)
+        is_leaf.append(False)
+    pieces = flat.split(sizes)
+    parts = [piece for piece, kept in zip(pieces, is_leaf, strict=True) if kept]
+    padding = [piece for piece, kept in zip(pieces, is_leaf, strict=True) if not kept]
+    return [layout.leaves[i].of(x) for i, x in zip(group.leaves, parts, strict=True)], padding
+
+
+def shard_of(full: Tensor, ranks: int, rank: int) -> Tensor:
+    """Return rank's rows of a flat [W l] buffer: a view [l].
+
+    Example:
+        >>> shard_of(torch.arange(6), 3, 1)
+        tensor([2, 3])
+    """
+    return rearrange(full, "(r l) -> r l", r=ranks)[rank]
+
+
+def part_of(flat: Tensor, held: Part, wanted: Part) -> Tensor:
+    """Return `wanted`, a part of the whole, of the part that is `held`: a view.
+
+    Example:
+        >>> part_of(torch.tensor([4, 5, 6, 7]), Part(2, 1), Part(4, 2))
+        tensor([4, 5])
+    """
+    count = wanted.count // held.count
+    return shard_of(flat, count, wanted.index % count)
+
+
+class LeafRange(NamedTuple):
+    """Elements of one leaf that are in a part of its group's flat."""
+
+    position: int  # of the leaf in its group
+    leaf: int
+    start: int  # of the leaf's elements, as is stop
+    stop: int
+    at: int  # where the first of them is in the part
+
+    def of(self, held: Tensor) -> Tensor:
+        """Return them, of what a rank holds: a view."""
+        return held[self.at : self.at + self.stop - self.start]
+
+
+def leaf_ranges(layout: Layout, index: int, part: Part) -> Iterator[LeafRange]:
+    """Yield what a part of the flat of group `index` has of each leaf; of some it has nothing.
+
+    Padding is in none.
+    """
+    group, numel = layout.groups[index], layout.full_numel(index) // part.count
+    begin = part.index * numel
+    for position, (leaf, offset) in enumerate(zip(group.leaves, group.offsets, strict=True)):
+        start = max(begin - offset, 0)
+        stop = min(begin + numel - offset, layout.leaves[leaf].numel)
+        if start < stop:
+            yield LeafRange(position, leaf, start, stop, start + offset - begin)
+
+
+def pack_copied(
+    layout: Layout, index: int, tensors: Sequence[Tensor | None], *, divisor: float | None = None
+) -> Tensor:
+    """`pack` in one pass over memory, outside of autograd; None stands for zeros.
+
+    Gradients of matrices may arrive transposed: concatenating them would copy them twice. With a
+    `divisor` the flat is new memory, also of a group that is not copied otherwise.
+    """
+    like = next(t for t in tensors if t is not None)
+    alone = len(tensors) == 1 and like.numel() == layout.full_numel(index)
+    if alone and divisor is None:
+        return as_real(like).reshape(-1)
+    recorded = is_recorded([like])  # whoever compiles that makes one pass of it
+    given = [t for t in tensors if t is not None and (recorded or t.is_contiguous())]
+    if len(given) == len(tensors) and divisor in (None, 1.0) and not alone:
+        return pack(layout, index, given)
+    flat = as_real(like).new_empty(layout.full_numel(index))
+    leaves, padding = _cut(layout, index, flat)
+    for piece in padding:
+        piece.zero_()
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        if tensor is None:
+            leaf.zero_()
+        elif divisor in (None, 1.0):
+            leaf.copy_(tensor)
+        elif tensor.is_contiguous():
+            torch.div(tensor, divisor, out=leaf)
+        else:  # only a copy transposes fast; then divided while it is in the processor's cache
+            leaf.copy_(tensor).div_(divisor)
+    return flat
+
+
+def input_shape(layout: Layout, index: int) -> tuple[int, ...]:
+    """Return the shape to differentiate group `index` by: its leaf's own if it is just one.
+
+    A matrix product hands out a transposed gradient; by a flat view of the leaf autograd would
+    have to copy it before it can be added up.
+    """
+    group = layout.groups[index]
+    leaf = layout.leaves[group.leaves[0]]
+    whole = len(group.leaves) == 1 and leaf.numel == layout.full_numel(index)
+    return leaf.stored_shape if whole else (layout.full_numel(index),)
+
+
+def with_own_storage(x: Tensor) -> Tensor:
+    """Return a contiguous view as a tensor with a storage of its own on the same memory.
+
+    What writes a storage (torch.save, pickle, copy.deepcopy, safetensors) writes the elements of
+    `x` then, and not the flat around them. The flat lives as long as what is returned. A tensor
+    without values is returned as it is.
+
+    Example:
+        >>> flat = torch.arange(8.0)
+        >>> own = with_own_storage(flat[2:5])
+        >>> _ = flat.mul_(2)
+        >>> own, own.untyped_storage().nbytes()
+        (tensor([4., 6., 8.]), 12)
+    """
+    if type(x) is not Tensor or x.is_meta or not x.numel():
+        return x
+    return torch.from_dlpack(x.detach().view(-1).view(torch.uint8)).view(x.dtype).view(x.shape)
+
+
+_CHUNK = 2**22  # elements of which a digest is made at once: 64 MB beside them
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(x: Tensor) -> int:
+    """Return 64 bits that are equal for equal bits of `x`, and nearly never for others.
+
+    sum_i (1 + x_i) k_i modulo 2^64, x_i the bits of an element as an integer and k_i an odd number
+    for its place: computed where `x` is, in any order.
+
+    Example:
+        >>> x = torch.arange(4.0)
+        >>> digest(x) == digest(x.clone()), digest(x) == digest(x.flip(0))
+        (True, False)
+    """
+    real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    bits = real.contiguous().view(-1).view(_BITS[real.element_size()])
+    total = 0
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), device=part.device)
+        total += int(((part + 1) * (places * 0x5851F42D4C957F2D * 2 + 1)).sum())
+    return total % 2**64
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return of each tensor the sum of the bits of its elements as integers: one pass over it.
+
+    Example:
+        >>> checksums([torch.tensor([1, 2]), torch.tensor([1, 3])])
+        [3, 4]
+    """
+    sums = []
+    for x in tensors:
+        real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+        bits = real.contiguous().view(-1).view(_BITS[real.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack(sums).tolist() if sums else []  # one read from the device

@@ -1,0 +1,304 @@
+"""Pytree of tensors <-> flat padded groups <-> shards. Pure functions and a recorded layout.
+
+params --plan_layout--> Layout
+params --leaves_of, pack--> one flat [W l] for each group --shard_of--> [l]
+flats --unpack_groups, assemble--> params
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from fzero.errors import LayoutError
+from fzero.machine.memory import identity as identity
+from fzero.machine.packing import ALIGNMENT_BYTES, apart, in_order
+from fzero.machine.packing import shard_of as shard_of
+from fzero.options import OPTIONS
+from fzero.state import NAMESPACE
+from fzero.state.layout import Group, Layout, Leaf, learns, stored_dtype
+
+
+def unit_of(path: str) -> str:
+    """Return the stage-3 unit of a parameter path: the parameters that are gathered together.
+
+    The prefix through the first integer (a child of a ModuleList, a Sequential or a list); else
+    the owner of the parameter; else the parameter itself.
+
+    Example:
+        >>> [unit_of(p) for p in ("h.0.attn.weight", "wte.weight", "bias")]
+        ['h.0', 'wte', 'bias']
+    """
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ".".join(parts[:-1]) or path
+
+
+def plan_layout(
+    params: Any,
+    *,
+    ranks: int,
+    replicas: int = 1,
+    bucket_bytes: int | None = None,
+    grouped: bool | None = None,
+    unit: Callable[[str], str] = unit_of,
+    trainable: Callable[[str], bool] | None = None,
+    kind: Callable[[str], Hashable] | None = None,
+    lowered: Callable[[str], torch.dtype | None] | None = None,
+    whole: Callable[[str], int] | None = None,
+) -> Layout:
+    """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
+
+    Leaves are numbered as they stand in `params`, those of a dict in its own order, in which a
+    model uses them more often than in that of the sorted names. Groups hold leaves of one dtype
+    and one `kind(path)`, all trainable or all frozen; and of one `lowered(path)`, the dtype in
+    which they cross ranks (None for their own). With
+    `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
+    (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
+    on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
+    make. Within a group, leaves and shards start on a multiple of 16 bytes. A leaf that learns is
+    whole in one of `whole(path)` equal parts of its flat, where that is more than 1; it is of
+    another kind than the others.
+
+    A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
+    floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
+
+    A complex leaf is stored by its real view, in a group without real ones.
+
+    Raises `LayoutError`, naming the path, for a leaf that is not a (dense) tensor, and for leaves
+    that are one tensor of which one is frozen.
+
+    Example:
+        >>> params = {"a": torch.ones(3), "b": torch.ones(2, 2)}
+        >>> layout = plan_layout(params, ranks=2, bucket_bytes=99)
+        >>> [(g.offsets, g.shard_numel) for g in layout.groups]
+        [((0, 4), 4)]
+    """
+    OPTIONS["units"].require(unit)
+    OPTIONS["trainable"].require(trainable)
+    paths, tensors, treespec = named_leaves(params)
+    order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
+    leaves, slots = _unique_leaves(paths, tensors, order, trainable)
+    lower, sort, parts = lowered or _nothing, kind or _nothing, whole or _one
+
+    def alike(path: str) -> Hashable:
+        return lower(path), sort(path), parts(path)
+
+    if not (ranks > 1 if grouped is None else grouped):
+        members = [[i] for i in range(len(leaves))]
+        names = [leaf.path for leaf in leaves]
+    elif bucket_bytes is None:
+        members, names = _by_unit(leaves, unit, alike)
+    else:
+        members = list(_by_size(leaves, bucket_bytes, alike))
+        names = [f"bucket {i}" for i in range(len(members))]
+    groups = tuple(
+        _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower, parts)
+        for name, ids in zip(names, members, strict=True)
+    )
+    return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
+
+
+def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
+    """Return the tensor of each leaf of `layout`.
+
+    Raises `LayoutError` when `params` has another structure, shape or dtype than the layout.
+    """
+    paths, tensors, treespec = named_leaves(params)
+    if treespec != layout.treespec:
+        raise LayoutError(
+            f"the pytree has the structure {treespec}, the layout {layout.treespec}.",
+            cause="parameters of another model.",
+            fix="pass a pytree of the same structure as the one given to init.",
+        )
+    first = {leaf: position for position, leaf in reversed(list(enumerate(layout.slots)))}
+    by_leaf = []
+    for i, leaf in enumerate(layout.leaves):
+        tensor = tensors[first[i]]
+        if tuple(tensor.shape) != leaf.shape or tensor.dtype != leaf.dtype:
+            raise LayoutError(
+                f"{paths[first[i]]} is {tuple(tensor.shape)} {tensor.dtype}, the layout "
+                f"has {leaf.shape} {leaf.dtype}.",
+                cause="parameters of another model or dtype.",
+                fix="convert them first, or make a new state with init.",
+            )
+        by_leaf.append(tensor)
+    return by_leaf
+
+
+def assemble(layout: Layout, by_leaf: Mapping[int, Any]) -> Any:
+    """Return the pytree with value `by_leaf[i]` wherever leaf i stands; None for absent ones.
+
+    Tied positions share a value.
+    """
+    return optree.tree_unflatten(layout.treespec, [by_leaf.get(i) for i in layout.slots])
+
+
+def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpec]:
+    """Return the path, the tensor of each leaf, and the structure; raise for other leaves."""
+    accessors, leaves, treespec = optree.tree_flatten_with_accessor(params, namespace=NAMESPACE)
+    paths = [".".join(map(_component, accessor)) or "." for accessor in accessors]
+    for path, leaf in zip(paths, leaves, strict=True):
+        problem = _problem_with(leaf)
+        if problem:
+            raise LayoutError(
+                f"parameter {path} is {problem}.",
+                cause="fully_shard or parallelize_module was called on the module."
+                if is_dtensor(leaf)
+                else "something that is not a dense tensor is among the parameters.",
+                fix=_fix_for(leaf),
+            )
+    return paths, leaves, treespec
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether it is a torch.distributed.tensor.DTensor, without the import of that module.
+
+    Example:
+        >>> is_dtensor(torch.ones(2))
+        False
+    """
+    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+
+
+def _fix_for(leaf: object) -> str:
+    if isinstance(leaf, Module):
+        return "apply, params = fzero.functionalize(module) has its parameters."
+    if is_dtensor(leaf):
+        return "leave that call out: fzero shards whole parameters; x.full_tensor() makes one."
+    return (
+        "give it to the loss as an argument or a closure, or convert it (torch.as_tensor, "
+        "view_as_real, to_dense)."
+    )
+
+
+def _component(entry: optree.PyTreeEntry) -> str:
+    if isinstance(entry, optree.NamedTupleEntry | optree.DataclassEntry):
+        return str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.name)
+    return str(entry.entry)
+
+
+def _problem_with(leaf: object) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}, not a tensor"
+    if leaf.layout is not torch.strided:
+        return f"a {leaf.layout} tensor"
+    if is_dtensor(leaf):
+        return "a DTensor, sharded already"
+    return "a complex tensor of 16 bits" if leaf.dtype is torch.complex32 else ""
+
+
+def _in_order(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, those of a dict in its own order; optree sorts the keys."""
+    if optree.tree_is_leaf(tree, namespace=NAMESPACE):
+        return [tree]
+    children, _, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+    if isinstance(tree, dict):
+        at = dict(zip(entries, children, strict=True))
+        children = [at[key] for key in tree]
+    return [leaf for child in children for leaf in _in_order(child)]
+
+
+def _unique_leaves(
+    paths: list[str],
+    tensors: list[Tensor],
+    order: Sequence[int],
+    trainable: Callable[[str], bool] | None,
+) -> tuple[tuple[Leaf, ...], tuple[int, ...]]:
+    seen: dict[Any, int] = {}
+    leaves: list[Leaf] = []
+    slots = [0] * len(order)
+    for position in order:
+        path, tensor = paths[position], tensors[position]
+        index = seen.setdefault(identity(tensor), len(leaves))
+        learning = learns(tensor) and (trainable is None or trainable(path))
+        if index == len(leaves):
+            leaves.append(
+                Leaf(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, trainable=learning)
+            )
+        elif leaves[index].trainable != learning:
+            frozen, other = (leaves[index].path, path) if learning else (path, leaves[index].path)
+            raise LayoutError(
+                f"{frozen} is frozen and {other} is not, and they are one tensor.",
+                cause="tied weights of which one was frozen, or named by `trainable`, alone.",
+                fix="freeze both, or neither.",
+            )
+        slots[position] = index
+    return tuple(leaves), tuple(slots)
+
+
+def _nothing(path: str) -> None:
+    """What is so for no leaf."""
+
+
+def _one(path: str) -> int:
+    """Of how many parts one has a whole leaf, if it may be cut."""
+    return 1
+
+
+def _by_size(
+    leaves: Sequence[Leaf], bucket_bytes: int, kind: Callable[[str], Hashable]
+) -> Iterator[list[int]]:
+    def shared(i: int) -> tuple[torch.dtype, bool, Hashable]:
+        return leaves[i].dtype, leaves[i].trainable, kind(leaves[i].path)
+
+    order = sorted(range(len(leaves)), key=lambda i: (str(shared(i)), i))
+    for (dtype, *_), ids in groupby(order, key=shared):
+        bucket: list[int] = []
+        held = 0
+        for i in ids:
+            size = leaves[i].numel * stored_dtype(dtype).itemsize
+            if bucket and held + size > bucket_bytes:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(i)
+            held += size
+        yield bucket
+
+
+def _by_unit(
+    leaves: Sequence[Leaf], unit: Callable[[str], str], kind: Callable[[str], Hashable]
+) -> tuple[list[list[int]], list[str]]:
+    found: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        key = (unit(leaf.path), leaf.dtype, leaf.trainable, kind(leaf.path))
+        found.setdefault(key, []).append(i)
+    return list(found.values()), [key[0] for key in found]
+
+
+def _group(
+    name: str,
+    members: Sequence[tuple[int, Leaf]],
+    cuts: tuple[int, int],
+    lowered: Callable[[str], torch.dtype | None],
+    whole: Callable[[str], int],
+) -> Group:
+    first = members[0][1]
+    numels = [leaf.numel for _, leaf in members]
+    dtype = stored_dtype(first.dtype)
+    alignment = ALIGNMENT_BYTES // dtype.itemsize
+    parts = whole(first.path) if first.trainable else 1
+    if parts > 1:  # which are cut on, to as many as there are in all
+        offsets, part_numel = apart(numels, parts, alignment * prod(cuts) // parts)
+    else:
+        parts = prod(cuts)
+        offsets, part_numel = in_order(numels, parts, alignment)
+    placed = sorted(zip(offsets, [i for i, _ in members], strict=True))
+    return Group(
+        name=name,
+        dtype=dtype,
+        trainable=first.trainable,
+        leaves=tuple(i for _, i in placed),
+        offsets=tuple(offset for offset, _ in placed),
+        shard_numel=part_numel * parts // cuts[0],
+        communication_dtype=lowered(first.path),
+    )

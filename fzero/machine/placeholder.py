@@ -1,0 +1,316 @@
+"""A parameter of the full shape without storage: whoever reads it gets the values gathered.
+
+Autograd saves the placeholder, not the values, so what is gathered for a kernel can go when the
+kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gathers` behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fzero.context.here import in_forward_mode, unseen
+from fzero.errors import LayoutError
+from fzero.machine._autocast import Cast, autocast_of_call, run_as_called
+from fzero.machine.compiled import Read, Traced
+from fzero.state.layout import Leaf
+
+_View = Callable[[Tensor], Tensor]
+
+
+class Gathers(Protocol):
+    """What a placeholder needs: somebody who has, or gets, full values."""
+
+    @property
+    def changes(self) -> int:
+        """How often the values have changed."""
+        ...
+
+    def leaf(self, group: int, position: int) -> Tensor:
+        """Return one full leaf of a group, gathering what is needed; it may be rounded."""
+        ...
+
+    def leaves_of(self, group: int) -> Sequence[Leaf]:
+        """Return the leaves of a group."""
+        ...
+
+    def device_of(self, group: int) -> torch.device:
+        """Return where the values of a group are."""
+        ...
+
+    def begin_write(self, placeholder: LazyParam, func: Any) -> None:
+        """`func` is about to write to it: raise if what is written would be lost."""
+        ...
+
+    def end_write(self, placeholder: LazyParam) -> None:
+        """It was written."""
+        ...
+
+
+class LazyParam(torch.Tensor):
+    """A parameter of the full shape without storage: a leaf of a unit, then some views.
+
+    Any kernel that is given one gets the gathered values; views of it stay lazy.
+    """
+
+    reader: Gathers
+    where: tuple[int, int]  # group, position of the leaf in it
+    meta: Tensor
+    views: tuple[_View, ...]
+    read: Read | None  # how a compiled graph reads it, once one has it
+
+    @staticmethod
+    def __new__(
+        cls,
+        reader: Gathers,
+        where: tuple[int, int],
+        meta: Tensor,
+        views: tuple[_View, ...] = (),
+    ) -> LazyParam:
+        """Make the placeholder; `meta` has its shape and strides."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=reader.device_of(where[0]),
+        )
+        made.reader, made.where, made.meta, made.views = reader, where, meta, views
+        made.read = None
+        return made
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def full(self) -> Tensor:
+        """Return the values, gathered."""
+        return _values(self.reader, self.where, self.views, self.dtype)
+
+    def _seen(self, meta: Tensor, *more: _Replay) -> LazyParam:
+        """A view of it: its values are those of this one, seen through `more` as well."""
+        return type(self)(self.reader, self.where, meta, (*self.views, *more))
+
+    def __repr__(self) -> str:
+        group, position = self.where
+        traced = isinstance(self.reader, Traced)
+        name = "traced" if traced else self.reader.leaves_of(group)[position].path
+        return f"LazyParam({name}, shape={tuple(self.shape)})"
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor: the same values, outside of autograd."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """`p.data = value` is a write: what the `Gathers` refuses, or keeps."""
+        if isinstance(value, LazyParam) and value.where == self.where and not value.views:
+            return  # module.to() of what it is already
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise LayoutError(
+                f"{self!r} ({self.dtype}, {self.device}) was given data of {value.dtype}, "
+                f"shape {tuple(value.shape)} on {value.device}.",
+                cause="module.half(), .to(...) or a resized embedding of a module of stage 3.",
+                fix="convert, move and resize the module first, then make the engine.",
+            )
+        if isinstance(value, LazyParam):  # of another parameter, or turned
+            raise LayoutError(
+                f"{self!r} was given the data of {value!r}: two handles on one memory.",
+                cause="`p.data = q.data`, or a view of it, to tie two parameters.",
+                fix="assign the parameter itself, `b.weight = a.weight`, and transpose it in the "
+                "forward; or write its values, p.copy_(q.clone()), where it may be written.",
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: Any) -> LazyParam:
+        raise self._not_here("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._not_here("pickled")
+
+    def data_ptr(self) -> int:
+        """Raise `LayoutError`: there is no memory, and a kernel would read at address 0."""
+        raise LayoutError(
+            f"the address of {self!r} was asked for; this rank has only a shard of it.",
+            cause="a kernel that takes an address (Triton, a C++ extension, ctypes) was given "
+            "a parameter of stage 3.",
+            fix="give it `p.clone()`, which has gathered values, and gradients go through it; "
+            "`p.detach().clone()` if it needs none.",
+        )
+
+    def untyped_storage(self) -> Any:
+        """Raise `LayoutError`: there is no memory to write to a file, or to share."""
+        if torch.compiler.is_compiling():  # which describes it, and writes nothing
+            return torch.Tensor.untyped_storage(self)
+        raise self._not_here("saved or shared")
+
+    def storage(self) -> Any:
+        """Raise `LayoutError`, before torch warns that this is the old name."""
+        raise self._not_here("saved or shared")
+
+    def _not_here(self, verb: str) -> LayoutError:
+        return LayoutError(
+            f"{self!r} is to be {verb}; this rank has only a shard of it.",
+            cause="copy.deepcopy, torch.save, save_pretrained(), torch.distributed.checkpoint, "
+            "share_memory() or an averaged copy of a module of stage 3.",
+            fix="engine.full_state_dict() has whole values on every rank, to save; make a copy "
+            "before the Engine, or after engine.close(), and load them into it.",
+        )
+
+    # What torch.compile makes of it: see fzero/machine/compiled.py.
+
+    @property
+    def token(self) -> Tensor:
+        """The tensor that a compiled graph is given in its place."""
+        if isinstance(self.reader, Traced):
+            return self.reader.token
+        if self.read is None:
+            # Not self.full: a reference to itself would keep the placeholder alive.
+            self.read = Read(
+                functools.partial(_values, self.reader, self.where, self.views, self.dtype)
+            )
+        return self.read.token
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the tensors that it is made of, and what else it needs."""
+        return ["token"], (self.dtype, self.reader.device_of(self.where[0]))
+
+    __tensor_unflatten__: ClassVar[Any]  # see `_Unflatten`
+
+    @classmethod
+    @torch._disable_dynamo
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Keep views lazy; gather for everything else."""
+        kwargs = kwargs or {}
+        written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+        for placeholder in written:
+            placeholder.reader.begin_write(placeholder, func)
+        # Forward mode insists that a view and its base share storage, so there it must gather.
+        if _is_view(func) and isinstance(args[0], cls) and not in_forward_mode():
+            first, rest = args[0], args[1:]
+            meta = _meta_of(first, func, rest, kwargs)
+            if isinstance(meta, list | tuple):  # split, unbind, chunk
+                return [first._seen(x, _Replay(func, rest, kwargs, i)) for i, x in enumerate(meta)]
+            same = func is torch.ops.aten.detach.default  # of values that have no graph
+            func = _PHYSICAL.get(func, func)
+            return first._seen(meta, *(() if same else (_Replay(func, rest, kwargs),)))
+        lower = autocast_of_call()
+        if func is torch.ops.aten._to_copy.default and _by_autocast(args[0], kwargs, lower):
+            cast = Cast(args[0].reader, kwargs["dtype"])
+            with unseen():
+                return args[0]._seen(args[0].meta.to(cast.dtype), cast)
+        filled = [*map(_filled, args)], {name: _filled(x) for name, x in kwargs.items()}
+        result = run_as_called(func, *filled, lower) if lower else func(*filled[0], **filled[1])
+        for placeholder in written:
+            placeholder.reader.end_write(placeholder)
+        return result
+
+
+_PHYSICAL = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+"""What makes the values that torch would make of a mark, which a kernel does not see from here."""
+
+
+class _Unflatten:
+    """`LazyParam.__tensor_unflatten__`, which is there while torch.compile runs.
+
+    At other times module.to() would take what has it for a parameter that must be swapped.
+    """
+
+    def __get__(self, placeholder: Any, cls: Any) -> Callable[..., LazyParam]:
+        if not torch.compiler.is_compiling():
+            raise AttributeError("__tensor_unflatten__")
+        return _traced
+
+
+LazyParam.__tensor_unflatten__ = _Unflatten()
+
+
+def _traced(inner: Any, context: Any, shape: Any, stride: Any) -> LazyParam:
+    """Return a placeholder whose reads are ops of the graph that is traced."""
+    dtype, device = context
+    with _disable_current_modes():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return LazyParam(Traced(inner["token"], meta, device), (0, 0), meta)
+
+
+def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the shape and strides of a view of it; a graph that is traced is not to have this."""
+    if not isinstance(placeholder.reader, Traced):
+        with unseen():
+            return func(placeholder.meta, *args, **kwargs)
+    with _disable_current_modes():
+        return func(placeholder.meta, *args, **kwargs)
+
+
+def _values(
+    reader: Gathers, where: tuple[int, int], views: Sequence[_View], dtype: torch.dtype
+) -> Tensor:
+    x = reader.leaf(*where)
+    for view in views:
+        x = view(x)
+    return x.to(dtype)
+
+
+def _by_autocast(x: Any, options: Any, lower: Mapping[str, torch.dtype]) -> bool:
+    """Whether this copy is what autocast makes of a parameter for an operator.
+
+    It stays lazy: autograd saves it for backward, and would keep every unit whole. (A copy in a
+    graph of torch.compile is a copy.)
+    """
+    if not lower or not isinstance(x, LazyParam) or in_forward_mode():
+        return False
+    return options == {"dtype": lower.get(x.device.type)} and not isinstance(x.reader, Traced)
+
+
+def _filled(argument: Any) -> Any:
+    """An argument of a kernel with values for placeholders: a tensor, or a list of some."""
+    if isinstance(argument, LazyParam):
+        return argument.full()
+    if isinstance(argument, list | tuple):
+        return [x.full() if isinstance(x, LazyParam) else x for x in argument]
+    return argument
+
+
+class _Replay:
+    """A view op with its arguments, to be applied to the gathered values; one view of several."""
+
+    __slots__ = ("args", "at", "func", "kwargs")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, at: int | None = None) -> None:
+        self.func, self.args, self.kwargs, self.at = func, args, kwargs, at
+
+    def __call__(self, x: Tensor) -> Tensor:
+        seen = self.func(x, *self.args, **self.kwargs)
+        return seen if self.at is None else seen[self.at]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[LazyParam]:
+    """The placeholders among the arguments that `func` writes to."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = value if isinstance(value, list | tuple) else [value]
+            found += [x for x in given if isinstance(x, LazyParam)]
+    return found
+
+
+def _is_view(func: Any) -> bool:
+    return func.is_view or func is torch.ops.aten.detach.default
+
+
+def placeholders(reader: Gathers, group: int) -> list[LazyParam]:
+    """Return a placeholder for each leaf of a group."""
+    leaves = reader.leaves_of(group)
+    with unseen():
+        metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+    return [LazyParam(reader, (group, i), meta) for i, meta in enumerate(metas)]

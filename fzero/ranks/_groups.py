@@ -1,0 +1,136 @@
+"""Process groups of torch.distributed: the world's, groups of fzero's own, and parts of a group."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import importlib
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero.ranks._launch import attempt, local_rank, timeout
+
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]]
+_MADE = weakref.WeakKeyDictionary()
+"""Names of the groups that were made of each live group: a table of handles, as torch has one."""
+
+
+def resolve(name: str) -> dist.ProcessGroup:
+    """Return the live group of that name; raise as torch does if there is none."""
+    found: Any = dist.distributed_c10d._resolve_process_group
+    return found(name)
+
+
+def new_group(
+    like: dist.ProcessGroup, ranks: Sequence[int], *, backend: str | None = None, all_call: bool
+) -> dist.ProcessGroup:
+    """Return a group of the global `ranks`, with the timeout and the backend of another group.
+
+    Every rank of the world calls this, or (not `all_call`) every one that is in it.
+    """
+    made: Any = dist.new_group(
+        list(ranks),
+        timeout=_timeout_of(like),
+        backend=backend or dist.get_backend_config(like),  # torch's default: the world's
+        use_local_synchronization=not all_call,
+    )
+    return made
+
+
+def copy_of(group: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
+    """Return a new group of the same ranks. All of them call it."""
+    ranks = dist.get_process_group_ranks(group)
+    return new_group(group, ranks, backend=backend, all_call=_is_everybody(ranks))
+
+
+def among(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of these global ranks: the world, or one that is made once for them."""
+    world: Any = dist.group.WORLD
+    if _is_everybody(ranks):
+        return world
+    known, key = _MADE.setdefault(world, {}), tuple(ranks)
+    if key not in known:
+        known[key] = new_group(like, ranks, all_call=False).group_name
+    return resolve(known[key])
+
+
+def part_of(whole: dist.ProcessGroup, *, size: int, stride: int) -> dist.ProcessGroup:
+    """Return the group of this rank's part of `whole`: `size` ranks, `stride` places apart.
+
+    All ranks of the whole make it when they first ask for it.
+    """
+    known, key = _MADE.setdefault(whole, {}), (size, stride)
+    if key not in known:
+        known[key] = _cut(whole, size=size, stride=stride)
+    return resolve(known[key])
+
+
+def _cut(whole: dist.ProcessGroup, *, size: int, stride: int) -> str:
+    """Make the groups of the parts, and return the name of this rank's."""
+    ranks, mine = dist.get_process_group_ranks(whole), dist.get_rank()
+    everybody, name = _is_everybody(ranks), ""
+    for first in range(len(ranks)):
+        part = ranks[first : first + stride * size : stride]
+        begins = first // stride % size == 0
+        # Of the world all ranks make all parts, as torch asks for: it numbers a rank's groups, and
+        # ranks must go on counting alike.
+        if begins and (everybody or mine in part):
+            made = new_group(whole, part, all_call=everybody)
+            name = made.group_name if mine in part else name
+    return name
+
+
+def _is_everybody(ranks: Sequence[int]) -> bool:
+    return len(ranks) == dist.get_world_size()
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """The timeout that a group was started with: torch gives a new one its default again."""
+    for device in ("cpu", "cuda"):
+        try:
+            backend: Any = group._get_backend(torch.device(device))
+            return backend.options._timeout
+        except (RuntimeError, AttributeError):  # no such backend, or one without options
+            continue
+    return None
+
+
+def start_world() -> None:
+    """Start the group of all ranks that the environment describes."""
+    # Its functions take the world as default argument when it is imported, as checkpoints do: if
+    # that is after the start, the group outlives destroy_process_group, and a gloo thread that
+    # then frees a tensor while the interpreter ends aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
+    limit = timeout(os.environ)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(local_rank(os.environ) % torch.cuda.device_count())
+    again = attempt(os.environ)
+    if again:
+        # The launcher's store outlives its ranks. Without a prefix, a rank that was started again
+        # finds the addresses of those that are gone, and connects to nobody.
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+        store = dist.PrefixStore(f"attempt {again}", store)
+        dist.init_process_group(
+            backends(on_gpu), store=store, rank=rank, world_size=size, timeout=limit
+        )
+    else:
+        dist.init_process_group(backends(on_gpu), timeout=limit)
+    atexit.register(_stop_group)
+
+
+def backends(on_gpu: bool) -> str:
+    """With GPUs both: what ranks agree on in passing goes over gloo, and syncs no device."""
+    if not on_gpu:
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if dist.is_gloo_available() else "nccl"
+
+
+def _stop_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""The record of an axis of ranks: one process, the processes of a group, or virtual ranks.
+
+An axis of two dims has R replicas of S shards each: rank r S + s is in replica r, and has shard s.
+Its parts are axes as well: `shards`, the ranks of one replica, and `replicas`, those of one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from fzero.context.here import current_ranks
+from fzero.errors import AxisError
+from fzero.ranks._groups import part_of, resolve
+
+T = TypeVar("T")
+
+
+class Runtime(Enum):
+    """Where the ranks of an axis live."""
+
+    LOCAL = "local"  # one rank, no communication
+    PROCESSES = "processes"  # a torch.distributed process group
+    VIRTUAL = "virtual"  # threads of this process, under `fzero.simulate`
+
+
+class Dims(NamedTuple):
+    """The two dims of an axis."""
+
+    replicas: int
+    names: tuple[str, str] = ("replicate", "shard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of `size` ranks. Holds no handle, so that it can live in a treespec.
+
+    `rank` is looked up when it is asked for: the same record is right on every rank.
+
+    Args:
+        name: by which a collective may be told the axis: psum(x, "dp").
+        size: the number of ranks, at least 1.
+        runtime: where the ranks live.
+        group_name: torch.distributed's name of the process group, for processes.
+        dims: of an axis of two dims, how many replicas there are, and the names of the dims.
+        whole: of a part, the axis of all ranks.
+        stride: of a part, how far its ranks are apart on the whole.
+
+    Raises:
+        AxisError: for fewer than one rank, for several that nothing connects, and for a number of
+            replicas that does not divide them.
+
+    Example:
+        >>> axis = Axis(size=1)
+        >>> axis.rank, axis.size
+        (0, 1)
+    """
+
+    name: str = "dp"
+    size: int
+    runtime: Runtime = Runtime.LOCAL
+    group_name: str = ""  # torch.distributed's name of the group, for PROCESSES
+    dims: Dims | None = None
+    whole: Axis | None = None
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a number of ranks that cannot be."""
+        uneven = self.dims is not None and self.size % max(self.dims.replicas, 1)
+        if self.size < 1 or uneven or (self.runtime is Runtime.LOCAL and self.size != 1):
+            raise AxisError(
+                f"Axis(size={self.size}, runtime={self.runtime}, dims={self.dims}).",
+                cause="an axis made by hand; without communication there is one rank.",
+                fix="fzero.world() or a DeviceMesh for processes, fzero.simulate for virtual "
+                "ranks.",
+            )
+
+    @property
+    def rank(self) -> int:
+        """This rank's index on the axis, in `range(size)`."""
+        if self.whole is not None:
+            return self.whole.rank // self.stride % self.size
+        if self.runtime is Runtime.LOCAL:
+            return 0
+        if self.runtime is Runtime.PROCESSES:
+            return self.group().rank()
+        ranks = current_ranks()
+        if ranks is None or ranks.size != self.size:
+            raise AxisError(
+                f"{self} has {self.size} virtual ranks, and "
+                f"{'none run' if ranks is None else f'{ranks.size} run'} here.",
+                cause="a state made by `fzero.simulate(...).init` was used outside it, or "
+                "`backward()` was called on what `fzero.simulate` returned.",
+                fix="call `fzero.simulate(step, world_size=...)` with it, or make a state "
+                "with `step.init` for this world; differentiate inside the function.",
+            )
+        return ranks.rank
+
+    @property
+    def shards(self) -> Axis:
+        """The ranks of this replica, over which values are sharded: all, if there is one dim."""
+        if self.dims is None:
+            return self
+        replicas, names = self.dims
+        return self._part(names[1], self.size // replicas, 1)
+
+    @property
+    def replicas(self) -> Axis:
+        """The ranks that have the same shards as this one: itself alone, if there is one dim."""
+        if self.dims is None:
+            return _ALONE
+        replicas, names = self.dims
+        return self._part(names[0], replicas, self.size // replicas)
+
+    def as_virtual(self) -> Axis:
+        """The same ranks as virtual ones: what a trace, or a plan, knows them as."""
+        runtime = Runtime.LOCAL if self.size == 1 else Runtime.VIRTUAL
+        return replace(self, runtime=runtime, group_name="")
+
+    def _part(self, name: str, size: int, stride: int) -> Axis:
+        if size == 1:
+            return Axis(name=name, size=1)
+        whole = replace(self, dims=None)
+        return replace(whole, name=name, size=size, whole=whole, stride=stride)
+
+    def first(self, rank: int) -> int:
+        """Return which rank of the whole is the first one of the part that `rank` is in."""
+        return rank - rank // self.stride % self.size * self.stride
+
+    def parts(self, everyone: Sequence[T]) -> dict[int, list[T]]:
+        """Cut one value for each rank of the whole into parts: {`first` of it: its values}."""
+        firsts = {self.first(rank) for rank in range(len(everyone))}
+        span = self.size * self.stride
+        return {first: list(everyone[first : first + span : self.stride]) for first in firsts}
+
+    def group(self) -> dist.ProcessGroup:
+        """Return the live process group, or raise `AxisError` when it is gone."""
+        if self.whole is not None:
+            return part_of(self.whole.group(), size=self.size, stride=self.stride)
+        try:
+            return resolve(self.group_name)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise AxisError(
+                f"the process group {self.group_name!r} of {self} does not exist.",
+                cause="torch.distributed was not started, or was shut down before this call.",
+                fix="start it under torchrun (fzero then joins by itself) or with "
+                "torch.distributed.init_process_group, and make the state after that.",
+            ) from error
+
+    def __str__(self) -> str:
+        dims = "" if self.dims is None else f"{self.dims.replicas} x "
+        size = self.size if self.dims is None else self.size // self.dims.replicas
+        return f"axis {self.name!r} ({self.runtime.value}, {dims}{size} ranks)"
+
+
+_ALONE = Axis(size=1)

@@ -1,0 +1,14 @@
+"""Is a sharded step the step of one process? A matrix of cells says where it is, and where not.
+
+certify(model, loss, batches) --> Report
+    .cells, .failures, .to_dict()     the data
+    print(report), _repr_html_()      as a table
+"""
+
+from fzero.tools.certify._compare import CellDifference as CellDifference
+from fzero.tools.certify._compare import Check as Check
+from fzero.tools.certify._matrix import certify as certify
+from fzero.tools.certify._report import CellResult as CellResult
+from fzero.tools.certify._report import Report as Report
+
+Difference = CellDifference  # the older name; `fzero.Difference` is of `fzero.diff`

@@ -1,0 +1,137 @@
+"""What the ranks have against what one process has: the first parameter that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.tools.certify._drivers import Seen
+from fzero.tools.certify._reference import Update
+from fzero.tools.compare import eps_of, furthest, largest
+
+STORED = 3.0  # times the spacing of numbers at the largest one of a parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellDifference:
+    """One number that is not that of the one-process step."""
+
+    update: int  # counted from 1
+    rank: int
+    parameter: str  # its path; "" for a loss or a norm
+    index: tuple[int, ...]  # of the element that differs most
+    found: float
+    wanted: float
+    bound: float  # what was allowed; 0 for bit for bit
+
+    def __str__(self) -> str:
+        where = f"{self.parameter}{list(self.index) if self.index else ''}"
+        off = abs(self.found - self.wanted)
+        allowed = f"allowed: {self.bound:.1e}" if self.bound else "all bits must be equal"
+        return (
+            f"update {self.update}, rank {self.rank}{', ' if where else ''}{where}: "
+            f"{self.found:.15g} and not {self.wanted:.15g}, off by {off:.2e} ({allowed})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One quantity of a cell, over all updates, ranks and parameters."""
+
+    what: str  # "loss", "gradient", "norm" or "update"
+    compared: bool  # False where the driver does not tell it
+    bound: float  # the largest that was allowed, relative to the largest number; 0: bit for bit
+    difference: CellDifference | None  # the first; None if all agree
+
+
+class _Number(NamedTuple):
+    """A number that a rank has, and the one of the one process; a parameter has many."""
+
+    rank: int
+    path: str
+    found: Tensor | None  # None: it is not there
+    wanted: Tensor
+    bound: Tensor | float  # of each element, or of all
+    size: float  # of the largest number of its kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wanted:
+    """The updates of one process."""
+
+    updates: Sequence[Update]
+
+    def check(self, what: str, ranks: Sequence[Sequence[Seen]]) -> Check:
+        """Compare the "loss", the "norm", or the parameters (under any other name)."""
+        numbers = {"loss": self._losses, "norm": self._norms}.get(what, self._params)
+        first, top, compared = None, 0.0, False
+        for k, update in enumerate(self.updates):
+            for one in numbers(update, [seen[k] for seen in ranks]):
+                allowed = largest([torch.as_tensor(one.bound)])
+                compared, top = True, max(top, allowed / max(one.size, 1e-300))
+                first = first or _difference(k + 1, one)
+        return Check(what=what, compared=compared, bound=top, difference=first)
+
+    def _params(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+        """The parameters after an update."""
+        size = largest([*update.params.values()])
+        for path in update.params:
+            for rank, seen in enumerate(ranks):
+                found = seen.params.get(path)
+                wanted = _of_dtype(update, path, found)
+                yield _Number(rank, path, found, wanted, _bound(update, path, wanted), size)
+
+    def _losses(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+        """The mean loss of each rank."""
+        size, bound = largest([update.losses]), update.losses_reach
+        for rank, seen in enumerate(ranks):
+            found = torch.stack(seen.losses).double().mean() if seen.losses else None
+            yield _Number(rank, "", found, update.losses[rank].mean(), bound, size)
+
+    def _norms(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+        """The norms, where the driver tells them."""
+        for rank, seen in enumerate(ranks):
+            if seen.norm is not None:
+                found, wanted = torch.tensor([seen.norm, update.norm], dtype=torch.float64)
+                yield _Number(rank, "", found, wanted, update.norm_reach, update.norm)
+
+
+def _bound(update: Update, path: str, wanted: Tensor) -> Tensor | float:
+    """The reach of a parameter, and the rounding of what is added to it."""
+    if path in update.exact or not wanted.numel():
+        return 0.0
+    return update.reach[path] + STORED * eps_of(wanted.dtype) * largest([wanted])
+
+
+def _of_dtype(update: Update, path: str, found: Tensor | None) -> Tensor:
+    """The wanted parameter, or its master where that is what was found."""
+    params = update.params[path]
+    if found is not None and found.dtype != params.dtype and path in update.masters:
+        return update.masters[path]
+    return params
+
+
+def _difference(update: int, one: _Number) -> CellDifference | None:
+    found, theirs = one.found, one.wanted.double()
+    if found is None or found.shape != theirs.shape:
+        found = torch.full_like(theirs, torch.nan)
+    worst = furthest(
+        found.double().flatten(), theirs.flatten(), _flat(one.bound), shape=theirs.shape
+    )
+    return worst and CellDifference(
+        update=update,
+        rank=one.rank,
+        parameter=one.path,
+        index=worst.index,
+        found=worst.b,
+        wanted=worst.a,
+        bound=worst.bound,
+    )
+
+
+def _flat(bound: Tensor | float) -> Tensor | float:
+    return bound.flatten() if isinstance(bound, Tensor) else bound

@@ -1,0 +1,181 @@
+"""One cell on one rank: by a functional step, or by an engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.context.modes import in_transform
+from fzero.errors import LayoutError
+from fzero.optim import from_torch
+from fzero.state import NAMESPACE
+from fzero.tools.certify._axes import Cell
+from fzero.tools.certify._process import OptimizerOf
+from fzero.tools.certify._reference import Task
+from fzero.tools.certify._seed import seeded
+from fzero.tools.certify._subject import Subject, tensors_of
+from fzero.tools.compare import copied
+from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
+from fzero.transforms.functionalize import functionalize
+
+StepOf = Callable[..., Any]
+"""(loss_fn, **options) -> step_fn(state, batches) -> (state, aux)."""
+
+EngineOf = Callable[..., Any]
+"""(module, optimizer, **options) -> what is called like an `Engine`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a rank has after one update."""
+
+    losses: list[Tensor]  # of its micro-batches, as they were computed
+    norm: float | None  # as the driver tells it; None if it does not
+    params: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """What every rank of a cell is told."""
+
+    subject: Subject
+    task: Task
+    cell: Cell
+    step: StepOf | None  # None: fzero's own
+    engine: EngineOf
+
+    def batches(self, rank: int, update: int) -> list[Any]:
+        """The micro-batches of a rank."""
+        numbers = [self.task.batch_number(update, rank, n) for n in range(self.task.micro_batches)]
+        return [self.subject.batch(number, self.task.precision.dtype) for number in numbers]
+
+
+def run_on_rank(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
+    """Take every update of the job on this rank."""
+    by = {"step": _by_step, "engine": _by_engine}[job.cell.at["drivers"]]
+    return by(job, optimizer, rank)
+
+
+# The functional driver.
+
+
+def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
+    model = job.subject.copy(job.task.precision.dtype)
+    apply, params = functionalize(model) if job.subject.is_module else (None, model)
+    losses: list[Tensor] = []
+    stacks = job.cell.at["windows"] == "accumulate"  # which splits tensors along dim 0
+    share = 1 if stacks else job.task.micro_batches
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        if stacks:
+            batch = optree.tree_map(_first, batch, namespace=NAMESPACE)
+        called = params if apply is None else functools.partial(apply, params)
+        with seeded(batch):
+            loss = job.subject.loss(called, batch)
+        if not in_transform():
+            losses.append(loss.detach())
+        return loss / share
+
+    step = _made_step(job, loss_fn)
+    rule = from_torch(optimizer, master_weights=job.task.precision.masters)
+    state = step.init(params, rule)
+    seen = []
+    for update in range(job.task.updates):
+        losses.clear()
+        batches = job.batches(rank, update)
+        state, aux = step(state, [_stacked(batches)] if stacks else batches)
+        norm = aux if job.step is None else None
+        seen.append(
+            Seen(
+                losses=list(losses),
+                norm=None if norm is None else float(norm),
+                params=copied(tensors_of(full_params(state))),
+            )
+        )
+    return seen
+
+
+def _made_step(job: Job, loss_fn: Callable[..., Tensor]) -> Any:
+    """The user's step, or fzero's, in the transforms of the cell, unless it has an `init`."""
+    window = job.cell.at["windows"]
+    if job.step is None:
+        step = _plain_step(loss_fn, tells_norm=window != "accumulate")
+    else:
+        options = {**job.cell.engine_options(), "coalesce": window == "coalesce"}
+        step = job.step(loss_fn, **options)
+        if hasattr(step, "init"):
+            return step
+    return shard(job.cell.around(step), **job.cell.shard_options())
+
+
+def _plain_step(loss_fn: Callable[..., Tensor], *, tells_norm: bool) -> Callable[..., Any]:
+    def step_fn(state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        for batch in batches:
+            state, _ = grad_and_reduce(loss_fn, state)(batch)
+        norm = global_norm(state) if tells_norm else None
+        return apply_gradients(state), norm
+
+    return step_fn
+
+
+def _stacked(batches: Sequence[Any]) -> Any:
+    """The micro-batches as one batch: tensors [N, *t]."""
+    try:
+        return optree.tree_map(
+            lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
+            *batches,
+            namespace=NAMESPACE,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LayoutError(
+            f"certify: the batches cannot be stacked for fzero.accumulate ({error}).",
+            cause="batches of several shapes.",
+            fix='give batches of one shape, or windows=("each", "coalesce").',
+        ) from error
+
+
+def _first(leaf: Any) -> Any:
+    return leaf[0] if isinstance(leaf, Tensor) else leaf
+
+
+# The engine.
+
+
+def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
+    module = job.subject.copy(job.task.precision.dtype)
+    engine = job.engine(module, optimizer, **job.cell.engine_options())
+    window, seen = job.cell.at["windows"], []
+    for update in range(job.task.updates):
+        batches, losses = job.batches(rank, update), []
+        with engine.coalesce() if window == "coalesce" else nullcontext():
+            for n, batch in enumerate(batches):
+                with seeded(batch):
+                    loss = job.subject.loss(engine, batch)
+                losses.append(loss.detach())
+                if window != "accumulate":
+                    loss = loss / len(batches)
+                engine.backward(loss)
+                if window == "accumulate" and n + 1 < len(batches):
+                    engine.step()  # counts to gradient_accumulation_steps
+        # Where gradients are clipped the update computes the norm: nothing is asked before it.
+        clips = job.cell.max_norm is not None
+        norm = None if clips else _norm_of(engine)
+        engine.step()
+        norm = _norm_of(engine) if clips else norm
+        params = copied(engine.full_parameters())
+        seen.append(Seen(losses=losses, norm=norm, params=params))
+    if hasattr(engine, "close"):
+        engine.close()
+    return seen
+
+
+def _norm_of(engine: Any) -> float | None:
+    norm = getattr(engine, "global_grad_norm", None)
+    return None if norm is None else float(norm)

@@ -1,0 +1,261 @@
+"""`certify`: a model over the matrix of cells, each beside the step of one process."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero.adapter import Engine
+from fzero.errors import LayoutError
+from fzero.errors.check import is_count
+from fzero.machine.packing import digest
+from fzero.options import takes
+from fzero.ranks.virtual import run_ranks
+from fzero.tools.certify._axes import AXES, Cell, Value, chosen
+from fzero.tools.certify._compare import Wanted
+from fzero.tools.certify._cover import covering
+from fzero.tools.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
+from fzero.tools.certify._process import OptimizerOf, Process, require_repeatable
+from fzero.tools.certify._reference import CopyGradient, Task, one_process
+from fzero.tools.certify._report import CellResult, Report
+from fzero.tools.certify._subject import Loss, Subject, subject_of
+from fzero.transforms.replicas import unequal
+
+STRENGTH = 3  # every combination of the values of so many axes occurs
+OnRanks = Callable[[Callable[[int], Any], int], list[Any]]
+SGD = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)
+ADAMW = functools.partial(torch.optim.AdamW, lr=2.0**-6, eps=2.0**-6)
+
+
+@takes(
+    "certify", "certify(model, loss, batches)", also=[axis.name for axis in AXES], of_module=True
+)
+def certify(
+    model: Any,
+    loss: Loss,
+    batches: Any,
+    *,
+    step: StepOf | None = None,
+    engine: EngineOf | None = None,
+    optimizer: OptimizerOf = SGD,
+    updates: int = 2,
+    full: bool = False,
+    on_ranks: OnRanks = run_ranks,
+    **axes: Any,
+) -> Report:
+    """Run a model over stages, worlds, windows, precisions, ...: is each the one-process step?
+
+    For every cell, W virtual ranks take `updates` updates, each rank of N batches of its own, by
+    the functional step or by the engine. They must have what one process has that takes all W N
+    batches, with torch.autograd and torch.optim alone: the losses, the gradient that the optimizer
+    is given (the mean over ranks and micro-batches, or W times it where the cell sums; clipped
+    where the cell clips), its norm before clipping, and the parameters. One that no rank uses has
+    gradient zero in a functional step, and is not stepped by an engine. After an update all ranks
+    have the same bits.
+
+    What is compared bit for bit is read from the bits of the numbers: where each sum over ranks and
+    micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound e of a gradient
+    is what re-ordering these sums may change, 16 eps times the number of terms times their size (in
+    16 bits 2 eps, or 4 where a loss is divided by other than a power of two; in int8 1/127 of the
+    largest gradient, which the next update makes up for). That of a parameter is, element by
+    element, how far the one process's optimizer goes from g + e and g - e. eps is that of the
+    coarsest dtype that a loss computes in.
+
+    torch's random numbers are drawn from a seed that the values of each batch give: dropout masks
+    are the same, whoever computes a batch.
+
+    Args:
+        model: a module, or a pytree of tensors (for functional steps alone). It is copied.
+        loss: loss(model, batch) -> a scalar tensor. It calls `model` as it would the module, and
+            does nothing else with it; of a pytree it gets one of the parameters.
+        batches: a list of batches, or a function of the number of a batch: pytrees of tensors. A
+            cell takes updates x W x N of them. Floating ones are cast to the precision.
+        step: makes the functional step of a cell, step(loss_fn, **options) -> step_fn. What it
+            returns takes (state, batches) and gives (state, aux), and adds up the gradients of
+            `loss_fn`, which has the division by N in it. The cell's transforms are put around it;
+            one that has an `init` has its own, as `options` (`Engine`'s keywords, and `coalesce`)
+            say. Default: a loop with `grad_and_reduce`.
+        engine: makes the engine of a cell, engine(module, optimizer, **options), with the keywords
+            of `Engine`. It is called with batches, and has `backward(loss)`, `step()`,
+            `coalesce()`, `full_parameters()`, and `global_grad_norm` if it tells that. If `step`
+            or `engine` is given and `drivers` is not, that driver alone is run. A factory that
+            raises NotImplementedError has no such cell.
+        optimizer: a torch.optim class or factory, called with a list of parameters. One that
+            divides by |g| (Adam with a small eps) turns the rounding of what is nearly zero into
+            updates, in which no fault can be told.
+        updates: 2 at least show what is left from the update before.
+        full: all cells; else every combination of three values of any axes occurs in some cell.
+        on_ranks: on_ranks(body, W) -> [body(0), ..., body(W - 1)]; default virtual ranks.
+        **axes: the values to take, by name: drivers=, stages=, worlds=, micro_batches=,
+            precisions=, clipping=, loss_scales=, windows=, buckets=, offload=, meshes=,
+            reductions=, wires=.
+
+    Returns:
+        A `Report`: true if no cell failed, and printed as a table.
+
+    Raises:
+        CallError: for an unknown axis.
+        LayoutError: for unknown values, too few batches, and a loss that is not finite,
+            not one number, or another one when it is computed again. What a rank raises is an
+            error of its cell.
+
+    Example:
+        >>> import torch, fzero
+        >>> model = torch.nn.Linear(3, 1)
+        >>> def loss(model, x):
+        ...     return model(x).square().mean()
+        >>> batches = [torch.randn(4, 3) for _ in range(8)]
+        >>> few = {"stages": (0, 3), "worlds": 2, "micro_batches": 2, "windows": "coalesce"}
+        >>> report = fzero.certify(model, loss, batches, precisions="fp64", **few)
+        >>> bool(report), report.failures
+        (True, ())
+    """
+    subject = subject_of(model, loss, batches)
+    values = _values(subject, step, engine, axes)
+    sizes = [len(of_axis) for of_axis in values]
+    rows = covering(sizes, len(sizes) if full else STRENGTH)
+    cells = [Cell(values=tuple(x[i] for x, i in zip(values, row, strict=True))) for row in rows]
+    _require_updates(updates)
+    matrix = _Matrix(subject, step, engine or Engine, optimizer, updates, on_ranks)
+    task = matrix.task(cells[0])
+    require_repeatable(Process(subject, task.precision, task.whole_loss))
+    product = math.prod(sizes)
+    coverage = f"{len(cells)} cells, the whole product."
+    if len(cells) < product:
+        coverage = (
+            f"{len(cells)} of {product} cells, in which every combination of {STRENGTH} values "
+            "occurs."
+        )
+    return Report(
+        name=subject.name, coverage=coverage, cells=tuple(matrix.result(cell) for cell in cells)
+    )
+
+
+def _values(
+    subject: Subject, step: StepOf | None, engine: EngineOf | None, axes: dict[str, Any]
+) -> list[tuple[Value, ...]]:
+    """The values of each axis; of the drivers, those that what is given is for."""
+    given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
+    able = ["step", "engine"] if subject.is_module else ["step"]
+    values = chosen({"drivers": given or able, **axes})
+    drivers = [value.name for value in values[0]]
+    if not set(drivers) <= set(able):
+        raise LayoutError(
+            f"certify: an engine for a {type(subject.model).__name__}.",
+            cause="parameters without a module.",
+            fix='give an nn.Module, or drivers="step" without `engine`.',
+        )
+    if not set(given) <= set(drivers):
+        raise LayoutError(
+            f"certify: {given} given, and drivers={drivers}.",
+            cause="a step or an engine that no cell would use.",
+            fix="leave one of them out, or name its driver too.",
+        )
+    return values
+
+
+class _Matrix:
+    """One subject, and how it is run; references are made once."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        step: StepOf | None,
+        engine: EngineOf,
+        optimizer: OptimizerOf,
+        updates: int,
+        on_ranks: OnRanks,
+    ) -> None:
+        self.subject, self.step, self.engine = subject, step, engine
+        self.optimizer, self.updates, self.on_ranks = optimizer, updates, on_ranks
+        self.wanted = functools.cache(self._wanted)
+        self.max_norm = functools.cache(self._max_norm)
+
+    def task(self, cell: Cell) -> Task:
+        """What the ranks of a cell compute."""
+        precision = cell.fact("precisions")
+        return Task(
+            world=cell.fact("worlds"),
+            micro_batches=cell.fact("micro_batches"),
+            updates=self.updates,
+            precision=precision,
+            wire=cell.fact("wires"),
+            sums=cell.at["reductions"] == "sum",
+            whole_loss=precision.autocast is None or cell.at["drivers"] == "step",
+            steps_unused=cell.at["drivers"] == "step",
+        )
+
+    def result(self, cell: Cell) -> CellResult:
+        """Run one cell on its ranks, and compare."""
+        task = self.task(cell)
+        if cell.at["clipping"] == "on":
+            cell = replace(cell, max_norm=self.max_norm(task))
+        job = Job(subject=self.subject, task=task, cell=cell, step=self.step, engine=self.engine)
+        try:
+            shown = self._seen(_first_update(job), CopyGradient)
+            trained = self._seen(job, self.optimizer)
+        except NotImplementedError as error:
+            return CellResult(at=cell.at, unsupported=str(error) or "not supported")
+        except Exception as error:  # whatever a user's step or engine raises is its cell's
+            return CellResult(at=cell.at, error=_said(error))
+        wanted = self.wanted(task, self.optimizer, cell.max_norm)
+        gradients = self.wanted(_first_update(job).task, CopyGradient, cell.max_norm)
+        checks = (
+            wanted.check("loss", trained),
+            gradients.check("gradient", shown),
+            wanted.check("norm", trained),
+            wanted.check("update", trained),
+        )
+        return CellResult(at=cell.at, checks=checks, error=_parted(trained))
+
+    def _seen(self, job: Job, optimizer: OptimizerOf) -> list[list[Seen]]:
+        run = functools.partial(run_on_rank, job, optimizer)
+        return self.on_ranks(run, job.task.world)
+
+    def _wanted(self, task: Task, optimizer: OptimizerOf, max_norm: float | None) -> Wanted:
+        updates = one_process(self.subject, task, optimizer, max_norm=max_norm)
+        return Wanted(updates=updates)
+
+    def _max_norm(self, task: Task) -> float:
+        """A bound that acts: half the norm of the first update."""
+        norm = self.wanted(task, self.optimizer, None).updates[0].norm
+        if norm:
+            return norm / 2
+        raise LayoutError(
+            "certify: the gradient of the first update is zero.",
+            cause="parameters at a minimum, or that no loss uses: there is nothing to compare.",
+            fix="give a model and batches with a gradient.",
+        )
+
+
+def _first_update(job: Job) -> Job:
+    """The job up to its first update: what is left of that one is seen in the parameters."""
+    return replace(job, task=replace(job.task, updates=1))
+
+
+def _parted(ranks: Sequence[Sequence[Seen]]) -> str:
+    """Say which rank has other bits of a parameter than another one after an update, if one has."""
+    for seen in zip(*ranks, strict=True):  # of one update
+        told = [[(f"parameter {p}", digest(x)) for p, x in one.params.items()] for one in seen]
+        if (error := unequal(told)) is not None:
+            return _said(error)
+    return ""
+
+
+def _said(error: Exception) -> str:
+    notes = getattr(error, "__notes__", ())
+    return "\n".join([f"{type(error).__name__}: {error}", *notes])
+
+
+def _require_updates(updates: Any) -> None:
+    if not is_count(updates):
+        raise LayoutError(
+            f"certify: updates={updates!r}.",
+            cause="a count that is no positive integer.",
+            fix="give at least 1; 2 show what is left from the update before.",
+        )

@@ -1,0 +1,283 @@
+"""The one-process step: plain torch autograd and torch.optim on the batches of all ranks.
+
+Nothing of fzero's machine is used here. Beside each number stands what rounding may explain of it:
+the gradient's bound e, from the sizes of its terms, is carried through the optimizer element by
+element, g + e and g - e, and what that makes of the parameters through the next gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.state.buffers import SIXTEEN_BIT
+from fzero.tools.certify._axes import Precision
+from fzero.tools.certify._exact import is_exact
+from fzero.tools.certify._process import OptimizerOf, Parts, Process, Stepped, Tensors
+from fzero.tools.certify._subject import Subject
+from fzero.tools.compare import MARGIN, coarser, copied, eps_of, largest, shift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is computed, by whatever means."""
+
+    world: int
+    micro_batches: int
+    updates: int
+    precision: Precision
+    wire: torch.dtype | None  # bf16 or int8, in which gradients cross ranks; None: their own
+    sums: bool  # over ranks; else the mean
+    whole_loss: bool  # autocast is around the loss, not around the module's forward alone
+    steps_unused: bool  # what no rank has used is stepped by zeros, as JAX does and torch does not
+
+    @property
+    def summands(self) -> int:
+        """How many gradients one update is made of."""
+        return self.world * self.micro_batches
+
+    @property
+    def divisor(self) -> int:
+        """What their sum is divided by."""
+        return self.micro_batches if self.sums else self.summands
+
+    @property
+    def low(self) -> torch.dtype:
+        """The coarsest floating dtype that a gradient passes through."""
+        return torch.bfloat16 if self.wire is torch.bfloat16 else self.precision.low
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether gradients cross ranks as int8 blocks."""
+        return self.wire is torch.int8 and self.world > 1
+
+    def numbers(self, update: int) -> list[list[int]]:
+        """[W][N]: the batches of an update."""
+        ranks, counts = range(self.world), range(self.micro_batches)
+        return [[self.batch_number(update, rank, n) for n in counts] for rank in ranks]
+
+    def batch_number(self, update: int, rank: int, micro_batch: int) -> int:
+        """Which batch a rank takes: no two take the same."""
+        return (update * self.world + rank) * self.micro_batches + micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """What one update must be, and how far from it rounding may carry."""
+
+    losses: Tensor  # [W, N] float64
+    losses_reach: float  # 0: bit for bit
+    norm: float  # of the mean gradient, before clipping
+    norm_reach: float
+    params: Mapping[str, Tensor]  # after it, also what does not learn
+    masters: Mapping[str, Tensor]  # what the optimizer steps: params, or fp32 copies of them
+    reach: Mapping[str, Tensor]  # of the masters, element by element
+    exact: frozenset[str]  # of the params, which must be equal bit for bit
+
+
+class CopyGradient(torch.optim.Optimizer):
+    """p' = g: an optimizer that shows the gradient which it is given."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Write each gradient into its parameter, which stays where there is none."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.copy_(p.grad)
+
+
+def one_process(
+    subject: Subject, task: Task, optimizer: OptimizerOf, *, max_norm: float | None = None
+) -> list[Update]:
+    """Train one copy of the model on the batches of all ranks and micro-batches.
+
+    g = (1 / W N) sum_rn dL_rn/dp, added up in float64. A parameter that no loss uses is stepped by
+    zeros, or not at all, as the task says.
+
+    Args:
+        subject: the model, its loss and its batches.
+        task: the counts and the precision.
+        optimizer: called with the list of parameters that learn.
+        max_norm: clip by torch's formula, g min(1, max_norm / (|g| + 1e-6)).
+
+    Raises:
+        LayoutError: for a loss that is no finite scalar.
+    """
+    process = Process(subject, task.precision, task.whole_loss)
+    made = [Stepped(process.learning, task.precision, optimizer) for _ in range(1 + len(SIGNS))]
+    centre, corners = made[0], made[1 : 1 + (2 if task.quantizes else len(SIGNS))]
+    reach = {path: torch.zeros(p.shape).double() for path, p in centre.masters.items()}
+    rounds = max_norm is not None or task.quantizes
+    found, good = [], frozenset() if rounds else frozenset(reach)
+    exact = frozenset(process.tensors)
+    for update in range(task.updates):
+        before = centre.copied()
+        passed = _Passed(process, task, update, before, reach)
+        good = passed.exact(good)
+        mean, error = passed.mean, passed.error(good, clips=max_norm is not None)
+        factor = 1.0 if max_norm is None else min(1.0, max_norm / (passed.norm + 1e-6))
+        stepped = {path: g for path, g in mean.items() if task.steps_unused or path in passed.used}
+        centre.step({path: g * factor for path, g in stepped.items()})
+        for signs, corner in zip(SIGNS, corners, strict=False):
+            sign = signs[update % 2] * ((-1) ** update if task.quantizes else 1)
+            off = {path: (g + sign * error[path]) * factor for path, g in stepped.items()}
+            corner.step(off)
+        process.follow(centre.masters)
+        same = len(exact) == len(process.tensors)  # the losses are of equal parameters
+        reach = _reach(centre, corners)
+        exact = _exact_params(process, before, centre.masters, good, task)
+        found.append(
+            Update(
+                losses=passed.losses,
+                losses_reach=passed.losses_reach(same),
+                norm=passed.norm,
+                norm_reach=passed.norm_reach,
+                params=copied(process.tensors),
+                masters=centre.copied(),
+                reach=reach,
+                exact=exact,
+            )
+        )
+    return found
+
+
+RESIDUE = 64.0  # roundings of the largest gradient, below which nothing is taken for exact
+
+# With which signs the bound of a gradient is added in updates that are even, and odd.
+SIGNS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
+
+
+class _Passed:
+    """The losses and gradients of one update, and the same from parameters within their reach."""
+
+    def __init__(
+        self, process: Process, task: Task, update: int, values: Tensors, reach: Tensors
+    ) -> None:
+        self.process, self.task, self.update, self.values = process, task, update, values
+        self.numbers = task.numbers(update)
+        self.losses, self.parts = process.backwards(self.numbers)
+        self.used = process.used
+        self.other: tuple[Tensor, Parts] | None = None
+        if any(bool(x.any()) for x in reach.values()):
+            self.other = process.displaced(self.numbers, values, reach)
+        self.low = coarser(task.low, process.coarsest)
+        self.mean = _mean(self.parts, task.divisor)
+        self.mean_of_other = self.mean if self.other is None else _mean(self.other[1], task.divisor)
+        self.norm = _norm(self.mean)
+
+    def exact(self, good: frozenset[str]) -> frozenset[str]:
+        """Which of the parameters `good` have a gradient that must be equal bit for bit.
+
+        Not one that the reach of the parameters moves, and not what is left where terms inside of
+        a loss cancel: it has few bits, too, and other ones in another order.
+        """
+        found = frozenset(p for p in good if is_exact(self.parts[p], _divisor(self.task), self.low))
+        if self.other is not None:
+            found = frozenset(p for p in found if _same(self.parts[p], self.other[1][p]))
+        top = max(largest(terms) for terms in self.parts.values())
+        return frozenset(p for p in found if not self._is_residue(p, top))
+
+    def _is_residue(self, path: str, top: float) -> bool:
+        """Whether an element may be what is left where terms of the size of `top` cancel."""
+        sizes = torch.stack(self.parts[path]).abs()
+        return bool(((sizes > 0) & (sizes <= RESIDUE * eps_of(self.low) * top)).any())
+
+    def error(self, good: frozenset[str], *, clips: bool) -> dict[str, Tensor]:
+        """What rounding may explain of each gradient; zero for those that are `good`."""
+        sizes = {path: _size(terms, self.task.divisor) for path, terms in self.parts.items()}
+        top, scale = max(sizes.values()), _rounding(self.task, self.low)
+        gone = _norm({p: g - self.mean_of_other[p] for p, g in self.mean.items()})
+        relative = gone / self.norm if self.norm else 0.0
+        found = {}
+        for path, mean in self.mean.items():
+            own = largest([mean - self.mean_of_other[path]])
+            # what cancels inside of a backward leaves rounding of the size of other gradients
+            size = scale * (sizes[path] + top / 16) + MARGIN * max(own, relative * sizes[path])
+            if self.task.quantizes:  # what one update loses is made up for: e, -2e, 2e, ...
+                size = scale * top * (2 if self.update else 1)
+            found[path] = torch.full_like(mean, 0.0 if path in good else size)
+            if clips and self.norm:
+                found[path] += mean.abs() * self.norm_reach / self.norm
+        return found
+
+    @property
+    def norm_reach(self) -> float:
+        """What rounding may explain of the norm."""
+        moved = MARGIN * abs(self.norm - _norm(self.mean_of_other))
+        scale = 3 * _rounding(self.task, self.low) + _relative(self.task, self.low)
+        return scale * self.norm + moved
+
+    def losses_reach(self, same: bool) -> float:
+        """What rounding may explain of a loss; `same`: they are of equal parameters."""
+        low = coarser(self.task.precision.low, self.process.coarsest)
+        if same and is_exact([self.losses], _divisor(self.task), low):
+            return 0.0
+        other = self.losses if self.other is None else self.other[0]
+        moved = MARGIN * largest([self.losses - other])
+        return float(self.losses.abs().max()) * _relative(self.task, low) + moved
+
+
+def _reach(centre: Stepped, corners: Sequence[Stepped]) -> dict[str, Tensor]:
+    """How far from its value each element of the masters may be."""
+    found = {}
+    for path, master in centre.masters.items():
+        offs = [shift(master.detach(), corner.masters[path].detach()) for corner in corners]
+        found[path] = torch.stack(offs).amax(0)
+    return found
+
+
+def _mean(parts: Parts, divisor: int) -> dict[str, Tensor]:
+    return {path: torch.stack(terms).sum(0) / divisor for path, terms in parts.items()}
+
+
+def _norm(gradient: Tensors) -> float:
+    return float(torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt())
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _divisor(task: Task) -> int:
+    # A loss that is divided by N is differentiated from 1 / N on: exact for powers of two alone.
+    return task.summands if _is_power_of_two(task.micro_batches) else 2**62 - 1
+
+
+def _is_power_of_two(number: int) -> bool:
+    return not number & (number - 1)
+
+
+def _rounding(task: Task, low: torch.dtype) -> float:
+    """What another order of a sum may change, relative to the size of its terms."""
+    if task.quantizes:  # twice the half of a level
+        return 1 / 127
+    if low not in SIXTEEN_BIT:  # each sum rounds
+        return eps_of(low) * 16 * task.summands
+    # a term is rounded once or twice on its way; divided by 3, its whole backward rounds otherwise
+    return eps_of(low) * (2 if _is_power_of_two(task.micro_batches) else 4)
+
+
+def _relative(task: Task, low: torch.dtype) -> float:
+    """The same of one number, a loss or a norm."""
+    return eps_of(low) * (4 if low in SIXTEEN_BIT else 64 * task.summands)
+
+
+def _size(terms: Sequence[Tensor], divisor: int) -> float:
+    return largest([torch.stack([term.abs() for term in terms]).sum(0) / divisor])
+
+
+def _exact_params(
+    process: Process, before: Tensors, masters: Tensors, good: frozenset[str], task: Task
+) -> frozenset[str]:
+    """The parameters that must be equal bit for bit; what does not learn is always so."""
+    low = task.precision.low
+    short = {path for path in good if is_exact([before[path], masters[path]], 1, low)}
+    return frozenset(path for path in process.tensors if path not in masters or path in short)

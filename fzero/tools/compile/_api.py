@@ -1,0 +1,176 @@
+"""`compile`: a step whose graph runs in its place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fzero.collectives import told_everywhere
+from fzero.context.here import current_ranks, is_abstract
+from fzero.context.modes import in_transform, is_recorded, wants_graph
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors.check import is_count
+from fzero.state import NAMESPACE
+from fzero.tools.compile._closure import held_by
+from fzero.tools.compile._run import (
+    COMPILERS,
+    EARLY_BYTES,
+    MERGED_BYTES,
+    Backend,
+    Compiled,
+    axis_of_states,
+    checked_sizes,
+    compiled,
+    donates,
+    recorded,
+    returned_by,
+    same_places,
+)
+from fzero.transforms.module_copy import Template, modes_asked
+from fzero.transforms.pipeline import P, R, Step, require_order
+
+
+def compile(
+    fn: Callable[P, R],
+    /,
+    *,
+    backend: Backend = "inductor",
+    max_graphs: int = 8,
+    bucket_bytes: int = MERGED_BYTES,
+    gather_bytes: int = EARLY_BYTES,
+) -> Step[P, R]:
+    """Return a step that runs the graph of `fn` (see `fzero.trace`): the same numbers, less Python.
+
+    The first call with arguments of some shapes records the graph, applies the passes of
+    `fzero.compile`, and compiles what lies between two collectives as one. A collective is started
+    where the step starts it, and waited for where its result is read. Other shapes, another
+    schedule of stage 3, options of the step that changed, another mode of a functionalized module
+    (`module.eval()`), or another number or tensor that a function of the step holds (in its cells,
+    in globals and attributes that it names) are another graph.
+
+    With `shard(..., donate=True)` the new state is written into the memory of the old one, which is
+    used up. The update is the kernel that the step itself runs, the learning rate of a schedule is
+    asked for in each call. Kernels of a compiler may round otherwise than torch's: on exact inputs
+    the bits are the same.
+
+    Args:
+        fn: (state, *args) -> (state, aux), sharded; outermost but for nothing.
+        backend: "inductor" compiles; "eager" runs the ops of the graph one by one.
+        max_graphs: how many graphs are kept. Arguments that would need one more run `fn` itself,
+            with a warning.
+        bucket_bytes: up to which size of full buffers small collectives in a row become one.
+        gather_bytes: up to which size stage 3 gathers parameters before they are read.
+
+    Returns:
+        A step that is called as `fn` is, with its `init`. A collective.
+
+    Raises:
+        LayoutError: for bad options; for an optimizer whose options are read from a torch.optim
+            instance, which a graph would hold fast; for a loss that writes into its arguments.
+        PhaseError: in a call, on virtual ranks, and if the step reads values (`.item()`).
+        MismatchError: in a call, on every rank, if the ranks run other graphs.
+
+    Source: Reed et al., "torch.fx", arXiv 2112.08429; Ansel et al., "PyTorch 2", ASPLOS 2024.
+
+    Example:
+        >>> import torch, fzero
+        >>> from fzero.compile import compile
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
+        ...     return fzero.apply_gradients(state), loss
+        >>> step = compile(fzero.shard(step_fn, stage=2), backend="eager")
+        >>> state = step.init({"w": torch.ones(2)}, fzero.optim.sgd(0.5))
+        >>> state, loss = step(state, torch.tensor([1.0, 2.0]))
+        >>> loss, fzero.full_params(state)["w"]
+        (tensor(3.), tensor([0.5000, 0.0000]))
+    """
+    _check(fn, backend, max_graphs)
+    graphs: list[_Graph] = []
+    sizes = checked_sizes("compile", bucket_bytes=bucket_bytes, gather_bytes=gather_bytes)
+    donate = donates(fn)
+
+    def made(inner: Callable[..., Any], arguments: Any) -> Compiled:
+        axis = axis_of_states("compile", arguments)
+        with told_everywhere(axis, what="a compiled step"):
+            program = recorded(inner, arguments, axis, sizes)
+            donated = same_places(program) if donate else None
+            return compiled(program.graph, returned_by(program, axis), axis, backend, donated)
+
+    def around(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        arguments: Any = (*args, kwargs)
+        leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
+        if is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
+            return inner(*args, **kwargs)
+        _require_real_ranks()
+        key = _key(arguments), held_by(inner)
+        found = _known(graphs, key)
+        if found is None and len(graphs) >= max_graphs:
+            warnings.warn(_MANY.format(max_graphs), UserWarning, stacklevel=4)
+            return inner(*args, **kwargs)
+        if found is None:
+            with modes_asked() as asked:
+                found = made(inner, arguments)
+            graphs.append((key, [(one, list(one.modes())) for one in asked], found))
+        return found(arguments)
+
+    options = {} if backend == "inductor" else {"backend": backend}
+    return Step("compile", fn, around, options=options)
+
+
+Modes = list[tuple[Template, list[bool]]]
+"""Of each module that was functionalized and that a step ran: which of its parts trained."""
+
+
+_Graph = tuple[Any, Modes, Compiled]
+
+
+def _known(graphs: list[_Graph], key: Any) -> Compiled | None:
+    """The graph for this key whose modules are in the modes that they were recorded in."""
+    alike = ((modes, one) for known, modes, one in graphs if known == key)
+    now = (one for modes, one in alike if all(x.modes() == before for x, before in modes))
+    return next(now, None)
+
+
+def _key(arguments: Any) -> Any:
+    """What a graph is made for: the structure, the numbers, and what kind of tensors."""
+    leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
+    return treespec, [_kind(x) if isinstance(x, Tensor) else x for x in leaves]
+
+
+def _kind(x: Tensor) -> Any:
+    return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+def _require_real_ranks() -> None:
+    if current_ranks() is not None:
+        raise PhaseError(
+            "a compiled step on virtual ranks.",
+            cause="fzero.simulate around fzero.compile.",
+            fix="simulate the step itself; compile it for one process or for torchrun.",
+        )
+
+
+def _check(fn: Callable[..., Any], backend: str, max_graphs: int) -> None:
+    right = "fzero.compile(step), once"
+    require_order("compile", fn, never_around=("compile", "simulate"), right=right)
+    bad = [] if is_count(max_graphs, 0) else [f"max_graphs={max_graphs!r}"]
+    bad += [] if backend in COMPILERS else [f"backend={backend!r}"]
+    if bad:
+        raise LayoutError(
+            f"compile: {', '.join(bad)}.",
+            cause="a number that is no count, or another compiler.",
+            fix=f"give a number of at least 0, and one of {sorted(COMPILERS)}.",
+        )
+
+
+_MANY = explain(
+    "compile: there are {0} graphs, and these arguments need another one: the step itself runs.",
+    cause="batches of many shapes; an argument, or a variable that a function of the step reads, "
+    "that is another number or tensor in each call.",
+    fix="pad batches to few shapes, pass numbers as tensors, write new values into a tensor that "
+    "is held (x.copy_(new)), or raise max_graphs.",
+)

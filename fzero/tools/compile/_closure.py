@@ -1,0 +1,158 @@
+"""What a step reads without being given it: numbers and tensors that its functions hold.
+
+A graph has the numbers as constants, so they belong to what it is made for. Tensors are inputs of
+the graph, which sees what is written to them; another tensor in the place of one is another graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from numbers import Number
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.transforms.pipeline import Step
+
+MOST = 64
+"""Containers of more entries are not looked into: a data set would cost time in each call."""
+
+_USUAL = frozenset({bool, int, float, str, type(None)})
+_PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
+_LIBRARIES = ("torch.", "fzero.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A tensor: equal to itself, as long as it has this shape."""
+
+    tensor: Tensor
+    shape: torch.Size
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Held):
+            return False
+        return other.tensor is self.tensor and other.shape == self.shape
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def held_by(step: Callable[..., Any]) -> list[Any]:
+    """Return the numbers, strings and tensors that a step reads, in one order.
+
+    Those in the cells, defaults and globals that the code of its functions names; in attributes of
+    objects there, if the code names them, too; in containers of at most `MOST` entries. Of an
+    nn.Module, its numbers and flags and those of its submodules. All of it through functions,
+    partials, methods and transforms of fzero.
+
+    Example:
+        >>> def make(rate):
+        ...     return lambda state, x: (state, x * rate)
+        >>> held_by(make(0.5))
+        [0.5]
+    """
+    found: list[Any] = []
+    _look(step, frozenset(), {}, found)
+    return found
+
+
+def _look(
+    x: Any, names: frozenset[str], seen: dict[tuple[int, frozenset[str]], Any], found: list[Any]
+) -> None:
+    kind = type(x)
+    if kind is FunctionType:  # the usual kinds first: this runs in each call of a step
+        names = _names(x.__code__)
+    elif kind in _USUAL or isinstance(x, _PLAIN):
+        found.append(x)
+        return
+    elif isinstance(x, Tensor):
+        found.append(_Held(x, x.shape))
+        return
+    elif kind is _Attributes:
+        names = x.names
+    if (id(x), names) in seen:
+        return
+    seen[id(x), names] = x  # kept, for the id of what is gone may be taken again
+    for part in _parts(x, names):
+        _look(part, names, seen, found)
+
+
+def _parts(x: Any, names: frozenset[str]) -> Iterator[Any]:
+    """What is behind an object: what it calls, and what the code that reads it names."""
+    if isinstance(x, FunctionType):
+        yield from _of_function(x, names)
+    elif isinstance(x, Step):
+        yield x.inner
+    elif isinstance(x, functools.partial):
+        yield from (x.func, *x.args, *x.keywords.values())
+    elif isinstance(x, MethodType):
+        yield from (x.__func__, _Attributes(x.__self__, _names_of(x.__func__)))
+    elif isinstance(x, _Attributes):
+        yield from _attributes(x.owner, x.names)
+    elif isinstance(x, nn.Module):
+        for part in x.modules():
+            yield from [v for v in vars(part).values() if type(v) in (bool, int, float)]
+    elif isinstance(x, dict | list | tuple | set | frozenset):
+        values = x.values() if isinstance(x, dict) else x
+        yield from values if len(x) <= MOST else ()
+    elif isinstance(x, ModuleType):  # torch, mostly
+        known = {} if f"{x.__name__}.".startswith(_LIBRARIES) else vars(x)
+        named = (known[name] for name in sorted(names) if name in known)
+        yield from (value for value in named if isinstance(value, (*_PLAIN, Tensor, FunctionType)))
+    elif not isinstance(x, type):
+        yield from _attributes(x, names)
+        called = getattr(type(x), "__call__", None)  # noqa: B004
+        if isinstance(called, FunctionType) and not _is_library(called):
+            yield MethodType(called, x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """An object of which some attributes are read: those that a method names."""
+
+    owner: Any
+    names: frozenset[str]
+
+
+def _of_function(fn: FunctionType, names: frozenset[str]) -> Iterator[Any]:
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from fn.__defaults__ or ()
+    yield from (fn.__kwdefaults__ or {}).values()
+    if (wrapped := vars(fn).get("__wrapped__")) is not None:
+        yield wrapped
+    if not _is_library(fn):
+        yield from [fn.__globals__[name] for name in sorted(names) if name in fn.__globals__]
+
+
+def _attributes(owner: Any, names: frozenset[str]) -> Iterator[Any]:
+    own = getattr(owner, "__dict__", {})
+    yield from (own[name] for name in sorted(names) if name in own)
+    for cls in type(owner).__mro__:
+        if cls.__module__ == "builtins" or cls.__module__.startswith(_LIBRARIES):
+            continue
+        for name in sorted(names.intersection(vars(cls)).difference(own)):
+            value = vars(cls)[name]
+            yield MethodType(value, owner) if isinstance(value, FunctionType) else value
+
+
+def _names_of(fn: Any) -> frozenset[str]:
+    return _names(fn.__code__) if isinstance(fn, FunctionType) else frozenset()
+
+
+def _is_library(fn: FunctionType) -> bool:
+    return f"{fn.__module__}.".startswith(_LIBRARIES)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> frozenset[str]:
+    """The globals and attributes that a function names, and those inside of it."""
+    inside = (_names(x) for x in code.co_consts if isinstance(x, CodeType))
+    return frozenset(code.co_names).union(*inside)

@@ -1,0 +1,213 @@
+"""A graph as what runs, and what stands around it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fzero.collectives import performer_of
+from fzero.errors import LayoutError
+from fzero.errors.check import is_count
+from fzero.ranks.mesh import Axis
+from fzero.state import NAMESPACE, TrainState
+from fzero.tools.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
+from fzero.tools.compile._segments import Action, Compiler, actions_of, held_in
+from fzero.tools.compile._writes import without_writes, write_back
+from fzero.tools.trace.alive import inputs_of
+from fzero.tools.trace.ops import is_collective
+from fzero.tools.trace.program import Program, record
+from fzero.transforms.donation import give_back, take_over
+from fzero.transforms.pipeline import Step
+from fzero.transforms.states import flatten_states, is_state
+
+Backend = Literal["inductor", "eager"]
+MERGED_BYTES = 2**20
+EARLY_BYTES = 8 * 2**20
+Returns = Callable[[Any, list[Tensor]], Any]
+"""(the states that were given, the tensors that the graph gives) -> what the step returns."""
+
+
+def checked_sizes(name: str, **sizes: int) -> dict[str, int]:
+    """Return the sizes. Raises `LayoutError` for what is none. `name`: of the call."""
+    bad = [f"{key}={x!r}" for key, x in sizes.items() if not is_count(x, 0)]
+    if bad:
+        raise LayoutError(
+            f"{name}: {', '.join(bad)}.",
+            cause="a number that is no size.",
+            fix="give numbers of bytes, at least 0.",
+        )
+    return sizes
+
+
+def donates(fn: Any) -> bool:
+    """Whether the state that a step is given is used up by it: what `shard` says."""
+    if not isinstance(fn, Step):
+        return False
+    return fn.options.get("donate", False) if fn.name == "shard" else donates(fn.inner)
+
+
+def axis_of_states(name: str, arguments: Any) -> Axis:
+    """Return the one axis of the states, whose optimizers a graph can hold.
+
+    Raises `LayoutError` for several axes, and for a torch.optim instance. `name`: of the call.
+    """
+    states: Sequence[TrainState] = flatten_states(name, arguments[0])[0]
+    axes = {state.setup.axis for state in states}
+    if len(axes) > 1:
+        raise LayoutError(
+            f"{name}: the states are on {len(axes)} meshes.",
+            cause="models that are sharded over other groups of ranks.",
+            fix="put them on one mesh, or run the step itself.",
+        )
+    for state in states:
+        groups = state.setup.optimizer.param_groups(state.setup.layout.leaves, 0)
+        if groups.instance is not None:
+            raise LayoutError(
+                f"{name}: the options of the optimizer are read from a "
+                f"{type(groups.instance).__name__} at each update.",
+                cause="fzero.optim.from_torch(instance): a scheduler would change them, and a "
+                "graph would not see it.",
+                fix="use a rule of fzero.optim, whose lr is a number or a schedule.",
+            )
+    return axes.pop()
+
+
+def recorded(
+    step: Callable[..., Any], arguments: Any, axis: Axis, sizes: dict[str, int]
+) -> Program:
+    """Return the program of this rank, after the passes. The last argument has the keywords."""
+
+    def with_keywords(*given: Any) -> Any:
+        return step(*given[:-1], **given[-1])
+
+    program = record(with_keywords, arguments, axis, axis.rank)
+    program = replace(program, graph=without_writes(program.graph))
+    graph = program.graph.graph
+    gather_early(graph, most_bytes=sizes["gather_bytes"])
+    wait_late(graph)
+    merge_collectives(graph, bucket_bytes=sizes["bucket_bytes"])
+    rematerialize(graph)
+    graph.lint()
+    return program
+
+
+def same_places(program: Program) -> list[tuple[int, int]]:
+    """Which input and which output are the same buffer of a state, before and after the step."""
+    where = {path: i for i, path in enumerate(program.inputs) if path.startswith("state")}
+    pairs = ((where.get(path), i) for i, path in enumerate(program.outputs))
+    return [(i, k) for i, k in pairs if i is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A graph as actions."""
+
+    actions: tuple[Action, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    returns: Returns
+    axis: Axis
+    held: dict[str, Tensor]  # what the functions of the step hold, by name
+    said: str  # what ranks must have in common to run it together
+    donate: bool
+
+    def __call__(self, arguments: Any) -> Any:
+        """Run it on real tensors."""
+        performer = performer_of(self.axis)
+        if performer is not None:
+            performer.call(self.said)
+        given = arguments[0]
+        taken = take_over(given) if self.donate else given
+        env = dict(zip(self.inputs, _tensors((taken, *arguments[1:])), strict=True))
+        env |= {name: x.detach() for name, x in self.held.items()}  # as they are now
+        whole = True  # nothing was written into the old state
+        try:
+            with torch.no_grad():
+                for action in self.actions:
+                    whole = whole and not getattr(action, "writes", False)
+                    action(env)
+        except BaseException:
+            if self.donate and whole:
+                give_back(given, taken)
+            raise
+        return self.returns(taken, [env[name] for name in self.outputs])
+
+
+def compiled(
+    graph: fx.GraphModule,
+    returns: Returns,
+    axis: Axis,
+    backend: Backend,
+    donated: Sequence[tuple[int, int]] | None,
+) -> Compiled:
+    """Return what runs a graph on the ranks of an axis.
+
+    donated: inputs that are given up, and the outputs in their places; None for a step that does
+    not donate.
+    """
+    if donated is not None:
+        write_back(graph.graph, donated)
+    performer = performer_of(axis)
+    over = axis if performer is None else performer.over(axis)
+    axes = {one.name: one for one in (over.replicas, over.shards, over)}
+    nodes = list(graph.graph.nodes)
+    lines = [f"{node.target} {node.args[1:]}" for node in nodes if is_collective(node)]
+    return Compiled(
+        actions=actions_of(graph, axes, COMPILERS[backend]),
+        inputs=tuple(node.name for node in inputs_of(nodes)),
+        outputs=tuple(node.name for node in nodes[-1].args[0]),
+        returns=returns,
+        axis=axis,
+        held=held_in(graph),
+        said=f"compiled step {zlib.crc32(repr(lines).encode())}",
+        donate=donated is not None,
+    )
+
+
+def returned_by(program: Program, axis: Axis) -> Returns:
+    """Return what makes the result of a recorded step, its states on the ranks that run it."""
+    leaves: Any = [0] * program.result.num_leaves
+    tree: Any = optree.tree_unflatten(program.result, leaves)
+
+    def moved(node: Any) -> Any:
+        if not is_state(node):
+            return node
+        return node.replace(setup=replace(node.setup, axis=axis))
+
+    real: Any = optree.tree_map(moved, tree, is_leaf=is_state, namespace=NAMESPACE)
+    treespec: Any = optree.tree_structure(real, namespace=NAMESPACE)
+
+    def returns(_: Any, tensors: list[Tensor]) -> Any:
+        rest = iter(tensors)
+        filled = [next(rest) if x is None else x for x in program.others]
+        return optree.tree_unflatten(treespec, filled)
+
+    return returns
+
+
+def _by_inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    made = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in examples
+    ]
+    # The modes are off, in which the compiler would see its tensors; dropout is that of torch.
+    with torch.no_grad(), _disable_current_modes(), config.patch(fallback_random=True):
+        run: Any = compile_fx(graph, made)
+    return run
+
+
+COMPILERS: dict[Backend, Compiler] = {"inductor": _by_inductor, "eager": lambda graph, _: graph}
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
+    return [x.detach() for x in leaves if isinstance(x, Tensor)]

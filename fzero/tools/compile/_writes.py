@@ -1,0 +1,189 @@
+"""Passes about memory: no op writes, so that ops may move; then results go where they end.
+
+See `_passes` for what all passes have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fzero.errors import LayoutError
+from fzero.tools.compile._passes import GATHER, REDUCE
+from fzero.tools.trace.alive import inputs_of, is_item
+from fzero.tools.trace.ops import UPDATE, is_collective
+from fzero.tools.trace.program import without_unused
+
+aten = torch.ops.aten
+_MAKERS = (aten.cat, aten.clone, aten.mm)  # a compiler may give `x` for `x + 0`, but not for these
+_VIEWS = (aten.detach, aten.view, aten.t)
+OWNED = "owned"
+"""Under which name the meta of an update says which of its arguments it may write to."""
+
+INTO = "into"
+"""Under which name the meta of a gather says the inputs of the step in whose memory it ends."""
+
+
+def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
+    """Put ops that make new values in the place of ops that write: the passes may then move ops.
+
+    Needs: no write into an argument of the step. Keeps: every value. A compiler writes in place
+    again where it can. Raises `LayoutError` where an argument is written to.
+    """
+    if not any(map(_writes, graph.graph.nodes)):
+        return graph
+    inputs = [node.meta["val"] for node in inputs_of(list(graph.graph.nodes))]
+
+    def run(*values: Tensor) -> Any:
+        return _InMemoryOrder(graph).run(*values)
+
+    with fx_traceback.preserve_node_meta(), inputs[0].fake_mode:
+        pure: Any = torch.func.functionalize(run, remove="mutations")
+        made = make_fx(pure, _allow_non_fake_inputs=True)(*inputs)
+    found = next(filter(_writes, made.graph.nodes), None)
+    if found is not None:
+        raise LayoutError(
+            f"compile: the step writes into one of its arguments ({found.target}).",
+            cause="an op with a trailing underscore on the batch, or on a view of it.",
+            fix="clone it first, or run the step without fzero.compile.",
+        )
+    return without_unused(made)
+
+
+class _InMemoryOrder(fx.Interpreter):
+    """Draws random numbers in the order of the memory that they were written to.
+
+    A new tensor is contiguous: without this a transposed one would have other numbers in it.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if not draws or not target._schema.is_mutable or not isinstance(args[0], Tensor):
+            return super().call_function(target, args, kwargs)
+        x, *rest = args
+        order = sorted(range(x.ndim), key=x.stride, reverse=True)
+        super().call_function(target, (x.permute(order), *rest), kwargs)
+        return x
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
+    """Write output k into the memory of input i, for each (i, k), as soon as nobody reads that.
+
+    Needs: inputs that the caller gives up. Keeps: every value. Spares new memory for the new state:
+    the kernel of an update writes where its arguments are, a gather fills them, other values are
+    copied.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    inputs = inputs_of(list(graph.nodes))
+    given_up = {inputs[i] for i, _ in pairs}
+    output = graph.output_node()
+    outs = list(output.args[0])  # type: ignore
+    for node in graph.nodes:
+        if node.target is UPDATE:
+            node.meta[OWNED] = [
+                _root(x) in given_up and _last_reader(x, order) <= order[node]
+                for x in held_by(node)
+            ]
+    at = list(order)
+    alike = [(inputs[i], k) for i, k in pairs if _are_alike(inputs[i], outs[k])]
+    _gather_in_place(graph, {outs[k]: old for old, k in alike}, order)
+    for old, k in alike:
+        new = outs[k]
+        last = max(order[new], _last_reader(old, order))
+        if last >= order[output] or is_made_in(_root(new), old):
+            continue
+        with graph.inserting_after(at[last]):
+            outs[k] = graph.call_function(aten.copy_.default, (old, new))
+        outs[k].meta["val"] = old.meta["val"]
+    output.args = (outs,)
+
+
+def _gather_in_place(
+    graph: fx.Graph, places: Mapping[fx.Node, fx.Node], order: dict[fx.Node, int]
+) -> None:
+    """Let gathers end where their results belong, if nobody reads what is there any more."""
+    for node in graph.nodes:
+        if node.target is GATHER:
+            into = {item.args[1]: places.get(item) for item in node.users}
+            wanted = [into.get(i) for i in range(len(node.args[0]))]
+            if all(old and _last_reader(old, order) < order[node] for old in wanted):
+                node.meta[INTO] = wanted
+
+
+def _are_alike(old: fx.Node, new: fx.Node) -> bool:
+    """Whether a value is another one than an input, and fits in its memory."""
+    x, y = old.meta["val"], new.meta["val"]
+    return old is not new and x.shape == y.shape and x.dtype == y.dtype
+
+
+def held_by(update: fx.Node) -> list[fx.Node]:
+    """What an update makes anew: the parameters, and each moment of all of them."""
+    params, moments = update.args[2], update.args[4]
+    return [*params, *moments]  # type: ignore
+
+
+def is_made_in(node: fx.Node, old: fx.Node) -> bool:
+    """Whether a value is made in the memory of an input, by an update or a gather."""
+    if not is_item(node):
+        return False
+    made: Any = node.args
+    maker, place = made
+    if maker.target is UPDATE:
+        return maker.meta[OWNED][place] and _root(held_by(maker)[place]) is old
+    return INTO in maker.meta and maker.meta[INTO][place] is old
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value that a node is a view of."""
+    while getattr(node.target, "is_view", False) or node.target is aten.detach.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """Where the memory of a value is read last: for a collective, where its result is waited for.
+
+    What the step returns is read at the end.
+    """
+    found, last = [_root(node)], 0
+    for one in found:
+        for user in one.users:
+            if _root(user) is not user:
+                found.append(user)
+            elif is_collective(user):
+                readers = (order[reader] for item in user.users for reader in item.users)
+                last = max(last, min(readers, default=len(order)))
+            else:
+                last = max(last, order[user])
+    return last
+
+
+def own_buffers(graph: fx.Graph) -> None:
+    """Let each all-reduce have memory of its own, which it may write to.
+
+    The clone of what a pointwise op makes is a part of that op's kernel.
+    """
+    for node in graph.find_nodes(op="call_function", target=REDUCE):
+        for x in node.all_input_nodes:
+            if not _is_alone(x):
+                with graph.inserting_before(node):
+                    own = graph.call_function(aten.clone.default, (x,))
+                own.meta["val"] = x.meta["val"].clone()
+                node.replace_input_with(x, own)
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether a buffer was made for its only reader, which may see it through views."""
+    packet, alone = getattr(node.target, "overloadpacket", None), len(node.users) == 1
+    return alone and (
+        packet in _MAKERS or (packet in _VIEWS and _is_alone(node.all_input_nodes[0]))
+    )

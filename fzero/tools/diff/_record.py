@@ -1,0 +1,201 @@
+"""What every rank's step is seen to make, update by update."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.elements import slots_of
+from fzero.state import NAMESPACE, Buffers, TrainState
+from fzero.state.layout import as_real
+from fzero.state.setup import MASTERS
+from fzero.tools.compare import Coarsest, copied, eps_of
+from fzero.tools.diff._lead import Corner, Lead, corners
+from fzero.tools.diff._modules import Trail, Trails, rank_here
+
+Flats = tuple[Tensor, ...]
+Leads = Sequence[Sequence[Lead | None]]  # of each state, of each update
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Backward:
+    """One backward of one rank."""
+
+    weight: float  # of its loss in the update
+    loss: Tensor | None  # None: gradients that were added by hand
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # leaf -> its part of the update's
+    trail: Trail = field(default_factory=Trail)  # what modules made before the loss
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankUpdate:
+    """What one rank made between two updates of a state, and the update."""
+
+    backwards: list[Backward] = field(default_factory=list)
+    gathered: list[tuple[int, int, Tensor]] = field(default_factory=list)  # (backward, group, flat)
+    reduced: Flats = ()  # gradients; none before an update
+    given: Flats = ()  # to the optimizer
+    norm: float | None = None  # before clipping, if they are clipped
+    corners: list[Corner] = field(default_factory=list)  # what rounding makes of the update
+    after: TrainState | None = None  # None: there was no update
+    onward: TrainState | None = None  # what the step goes on from, if it is another state
+
+
+class Recording:
+    """All that the states of one call of a step show, for each state and rank.
+
+    `unit` is the relative spacing of numbers in the coarsest dtype that the states ask for, and
+    `optimizer_unit` that of what the optimizer works with. leads: for each state the updates of
+    another run, from which this one goes on.
+    """
+
+    def __init__(
+        self, count: int, trails: Trails, leads: Leads = (), optimizer_unit: float = 0.0
+    ) -> None:
+        self._seen: list[dict[int, list[RankUpdate]]] = [
+            defaultdict(lambda: [RankUpdate()]) for _ in range(count)
+        ]
+        self._trails, self._leads = trails, leads
+        self._coarsest = CoarsestOfPasses()
+        self.unit, self.optimizer_unit = 0.0, optimizer_unit
+
+    def watching(self) -> CoarsestOfPasses:
+        """The mode that notes in which dtypes losses and gradients are computed."""
+        return self._coarsest
+
+    def observers(self) -> list[Any]:
+        """One function for each state: see fzero/transforms/observe.py."""
+
+        def of(number: int) -> Any:
+            return lambda what, state, value: self._told(number, what, state, value)
+
+        return [of(number) for number in range(len(self._seen))]
+
+    def updates(self, state: int, ranks: int) -> list[list[RankUpdate]]:
+        """For each rank, what it made up to each of its updates, and after the last one."""
+        return [self._seen[state][rank] for rank in range(ranks)]
+
+    def _told(self, number: int, what: str, state: TrainState, value: Any) -> Any:
+        rank = rank_here()
+        if what == "reduced":
+            self._coarsest.updating.add(rank)
+        elif what == "updated":
+            self._coarsest.updating.discard(rank)
+        seen = self._seen[number][rank]
+        leads = self._leads[number] if self._leads else ()
+        lead = leads[len(seen) - 1] if len(seen) <= len(leads) else None
+        with torch.no_grad():
+            if what == "prepared":
+                return self._prepared(seen[-1], state, value, rank, lead)
+            if what == "updated":
+                return self._updated(seen, state, rank, lead)
+            getattr(self, f"_{what}")(seen[-1], state, value)
+
+    def _gathered(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor]) -> None:
+        seen.gathered.append((len(seen.backwards), value[0], value[1].detach().clone()))
+
+    def _loss(self, seen: RankUpdate, state: TrainState, loss: Tensor) -> None:
+        policy = state.setup.policy
+        self.unit = max(self.unit, unit_of(state))
+        value = loss.detach().double().cpu()
+        made = Backward(weight=policy.grad_scale, loss=value, trail=self._trails.taken())
+        seen.backwards.append(made)
+
+    def _gradient(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor]) -> None:
+        leaf, gradient = value
+        weight = state.setup.policy.grad_scale
+        if state.scale is not None:
+            weight /= float(state.scale.scale)
+        self._add(seen, leaf, gradient, weight)
+
+    def _added(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor, bool]) -> None:
+        leaf, gradient, reduced = value
+        self.unit = max(self.unit, unit_of(state))
+        if not seen.backwards or seen.backwards[-1].loss is not None:
+            seen.backwards.append(Backward(weight=0.0, loss=None))
+        summed = state.setup.reduction.reduce_op == "sum"
+        share = 1 / state.setup.axis.size if reduced and summed else 1.0
+        self._add(seen, leaf, gradient, share * state.setup.policy.grad_scale)
+
+    def _add(self, seen: RankUpdate, leaf: int, gradient: Tensor, weight: float) -> None:
+        if not seen.backwards:  # of a loss that was differentiated before the update
+            seen.backwards.append(Backward(weight=0.0, loss=None))
+        own = seen.backwards[-1].gradients
+        new = as_real(gradient.detach()).double().cpu() * weight
+        own[leaf] = own[leaf] + new if leaf in own else new
+
+    def _reduced(self, seen: RankUpdate, state: TrainState, held: Buffers) -> None:
+        scale = 1.0 if state.scale is None else float(state.scale.scale)
+        seen.reduced = tuple(flat.detach().double() / scale for flat in held.flats)
+
+    def _prepared(
+        self, seen: RankUpdate, state: TrainState, ready: Any, rank: int, lead: Lead | None
+    ) -> Any:
+        by = 1.0 if ready.grad_scale is None else float(ready.grad_scale)
+        seen.given = tuple(flat.detach().double() / by for flat in ready.gradients.flats)
+        seen.norm = None if ready.norm is None else float(ready.norm)
+        self.optimizer_unit = max(
+            self.optimizer_unit, optimizer_unit_of(state, ready.gradients.flats)
+        )
+        if lead is None:
+            return ready
+        ready = lead.given(state, rank, ready)
+        given = [flat / by for flat in ready.gradients.flats]
+        seen.corners = corners(state, given, self.optimizer_unit)
+        return ready
+
+    def _updated(
+        self, seen: list[RankUpdate], state: TrainState, rank: int, lead: Lead | None
+    ) -> TrainState:
+        seen[-1].after = copied(state)
+        if lead is not None:
+            seen[-1].onward = state = lead.onward(state, rank)
+            state = copied(state)
+        seen.append(RankUpdate())
+        return state
+
+
+class CoarsestOfPasses(Coarsest):
+    """The coarsest dtype of what is computed outside of updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updating: set[int] = set()  # ranks
+
+    def looks(self) -> bool:
+        """Whether this rank makes no update now."""
+        return not self.updating or rank_here() not in self.updating
+
+
+def unit_of(state: TrainState) -> float:
+    """The relative spacing of numbers in the coarsest dtype that a state asks for."""
+    setup = state.setup
+    dtypes = {setup.layout.groups[i].dtype for i in setup.layout.trainable}
+    autocast = setup.policy.autocast
+    if autocast is not None and dtypes != {torch.float64}:  # which autocast leaves alone
+        dtypes.add(autocast)
+    if setup.axis.size > 1:
+        dtypes |= {setup.communication_dtype(i) for i in setup.layout.trainable}
+    dtypes |= {setup.accumulate_dtype(i) for i in setup.layout.trainable}
+    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
+    dtypes |= {x.dtype for x in leaves if isinstance(x, Tensor) and x.ndim and x.numel()}
+    units = [eps_of(dtype) for dtype in dtypes]
+    quantized = any(group.quantized for group in setup.layout.groups)
+    if quantized or setup.quantizes_gradients:
+        units.append(1 / 127)  # of the largest element of a block
+    return max(units, default=torch.finfo(torch.float64).eps)
+
+
+def optimizer_unit_of(state: TrainState, gradients: Flats) -> float:
+    """The relative spacing of numbers in the coarsest dtype that the optimizer works with."""
+    layout, slots = state.setup.layout, slots_of(state)
+    mastered = {slot.group for slot in slots if slot.name == MASTERS}
+    dtypes = {slot.flat.dtype for slot in slots} | {flat.dtype for flat in gradients}
+    dtypes |= {layout.groups[i].dtype for i in layout.trainable if i not in mastered}
+    return max(map(eps_of, dtypes), default=0.0)

@@ -1,0 +1,148 @@
+"""A run as `diff` is given it, and as it drives it: call by call, on virtual ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.elements import row_of, stack_of
+from fzero.errors import LayoutError
+from fzero.state import NAMESPACE, TrainState
+from fzero.tools.compare import cast, copied, copy_of, disturbed_tree
+from fzero.tools.diff._compare import Called
+from fzero.tools.diff._modules import Trails
+from fzero.tools.diff._record import Leads, Recording
+from fzero.tools.diff._values import Values, values_of, with_whole
+from fzero.transforms import simulate
+from fzero.transforms.observe import observe
+from fzero.transforms.pipeline import Step
+from fzero.transforms.states import flatten_states, is_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """A sharded step, what its state is made of, and its batches.
+
+    Args:
+        step: step(state, batch) -> (state, aux), as `fzero.shard` returns it. It is called several
+            times for each batch: by itself it must carry nothing from call to call.
+        params: whole, as for `step.init`; a pytree of models if the step has several.
+        optimizer: as for `step.init`.
+        batches: one for each call. Every tensor in it is [world_size, *t], the ranks first, as
+            `fzero.simulate` takes it.
+        world_size: W, the number of virtual ranks.
+    """
+
+    step: Any
+    params: Any
+    optimizer: Any
+    batches: Sequence[Any]
+    world_size: int = 1
+
+
+def require_runs(a: Run, b: Run) -> None:
+    """Raise `LayoutError` for what `diff` cannot compare."""
+    for name, run in (("run_a", a), ("run_b", b)):
+        if not isinstance(run, Run) or not isinstance(run.step, Step) or not run.step.find_init():
+            got = run.step if isinstance(run, Run) else run
+            raise LayoutError(
+                f"diff: {name} has {got!r:.80} in the place of a sharded step.",
+                cause="a step without fzero.shard, or a step in the place of a run.",
+                fix="give fzero.Run(step=fzero.shard(step_fn, stage=...), params=..., "
+                "optimizer=..., batches=..., world_size=...).",
+            )
+        if "simulate" in run.step.names():
+            raise LayoutError(
+                f"diff: the step of {name} has its own fzero.simulate.",
+                cause="a step that was made to be called.",
+                fix="leave it out, and give world_size=... to the run.",
+            )
+    if len(a.batches) != len(b.batches) or not a.batches:
+        raise LayoutError(
+            f"diff: run_a has {len(a.batches)} batches, run_b {len(b.batches)}.",
+            cause="batches of another number of calls; or none.",
+            fix="give one batch for each call of the step, as many to both.",
+        )
+
+
+def dtypes_of(run: Run) -> set[torch.dtype]:
+    """The floating dtypes of the parameters that a run starts from."""
+    leaves = optree.tree_leaves(run.params, namespace=NAMESPACE)
+    return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+class RunUnderWay:
+    """A run under way: its state, and one call after another."""
+
+    def __init__(self, run: Run, wide: torch.dtype | None) -> None:
+        self.run, self.wide = run, wide
+        params = run.params if wide is None else copy_of(run.params, wide)
+        self._simulated = simulate(run.step, world_size=run.world_size)
+        self.state = self._simulated.init(params, run.optimizer)
+        self.unit = 0.0  # of the coarsest dtype that the states of the last call ask for
+        self.optimizer_unit = 0.0  # of the coarsest dtype that its optimizer works with
+        self.coarsest = 0.0  # that any call computed with
+
+    def rows(self, state: Any) -> list[list[TrainState]]:
+        """Each state of a stacked tree of them, as each rank has it."""
+        stacks = flatten_states("diff", state)[0]
+        return [[row_of(stack, rank) for rank in range(self.run.world_size)] for stack in stacks]
+
+    def values(self) -> list[Values]:
+        """The whole values of each state."""
+        return [values_of(rows) for rows in self.rows(self.state)]
+
+    def state_at(self, values: Sequence[Values], state: Any) -> Any:
+        """A stack of states with other values."""
+        made = [
+            stack_of([with_whole(row, rank, other) for rank, row in enumerate(rows)])
+            for rows, other in zip(self.rows(state), values, strict=True)
+        ]
+        treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
+        return optree.tree_unflatten(treespec, made)
+
+    def go_on(self, number: int, state: Any, **options: Any) -> Called:
+        """Make one call from a state, see `call`, and go on from what comes of it."""
+        self.state, called = self.call(number, state, **options)
+        return called
+
+    def call(
+        self,
+        number: int,
+        state: Any,
+        *,
+        leads: Leads = (),
+        optimizer_unit: float = 0.0,
+        disturbance: float = 0.0,
+    ) -> tuple[Any, Called]:
+        """Make one call from a state: (the new one, what it showed).
+
+        `leads`: the updates of another run, from which this one goes on; its `optimizer_unit`.
+        `disturbance`: change each floating element of the batch by so much of itself.
+        """
+        given = copied(state)
+        trails = Trails()
+        count = len(flatten_states("diff", given)[0])
+        recording = Recording(count, trails, leads, optimizer_unit)
+
+        def watched(state: Any, batch: Any) -> Any:
+            with recording.watching():
+                new, _ = observed(state, batch)
+            return new, None
+
+        observed = observe(self.run.step, recording.observers())
+        batch = self.run.batches[number]
+        if self.wide is not None:
+            batch = cast(batch, self.wide)
+        if disturbance:
+            batch = disturbed_tree(batch, disturbance)
+        with trails.noted():
+            new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)
+        self.unit, self.coarsest = recording.unit, max(self.coarsest, recording.watching().unit)
+        self.optimizer_unit = recording.optimizer_unit
+        return new, Called(before=self.rows(state), seen=recording, after=self.rows(new))

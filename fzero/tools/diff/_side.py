@@ -1,0 +1,114 @@
+"""What one run made up to one update; and a number that every rank has, or a leaf, as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.elements import leaf_names
+from fzero.state import Setup, TrainState
+from fzero.tools.compare import Found, Spread
+from fzero.tools.diff._difference import kind_of
+from fzero.tools.diff._record import RankUpdate
+from fzero.tools.diff._values import params_of, slots_of, spread
+
+
+class Apart(NamedTuple):
+    """What differs, of one update of one state."""
+
+    operation: str
+    path: str
+    found: Found
+    backward: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The operation, without the name of a slot, counter or module."""
+        return kind_of(self.operation)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is derived is kept
+class Side:
+    """What one run made up to one update of one state: the state before it, and each rank's."""
+
+    before: Sequence[TrainState]
+    seen: Sequence[RankUpdate]
+    averages: bool  # losses and gradients over ranks; else they are summed
+
+    @property
+    def setup(self) -> Setup:
+        """Of the state."""
+        return self.before[0].setup
+
+    @property
+    def divisor(self) -> int:
+        """What a sum over ranks is divided by."""
+        return len(self.seen) if self.averages else 1
+
+    def loss_terms(self) -> list[Tensor]:
+        """The losses of all ranks and backwards, as they add up to what is differentiated."""
+        return [
+            one.loss.double() * one.weight / self.divisor
+            for seen in self.seen
+            for one in seen.backwards
+            if one.loss is not None
+        ]
+
+    @cached_property
+    def gradient_terms(self) -> dict[str, list[Tensor]]:
+        """Of each leaf, the gradients of all ranks and backwards, flat: what is added up."""
+        names = leaf_names(self.setup.layout)
+        found: dict[str, list[Tensor]] = {}
+        for seen in self.seen:
+            for one in seen.backwards:
+                for leaf, gradient in one.gradients.items():
+                    found.setdefault(names[leaf], []).append(gradient.reshape(-1) / self.divisor)
+        return found
+
+    def gradients(self, given: bool) -> dict[str, Spread]:
+        """The gradients of the update: as they were reduced, or as the optimizer was given them."""
+        setup = self.setup
+        flats = [seen.given if given else seen.reduced for seen in self.seen]
+        return spread(setup, setup.layout.trainable, flats, setup.gradients)
+
+    @cached_property
+    def after(self) -> list[TrainState]:
+        """The state after the update, of the ranks that made one."""
+        return [seen.after for seen in self.seen if seen.after is not None]
+
+    @cached_property
+    def corners(self) -> list[tuple[dict[str, Spread], dict[tuple[str, str], Spread]]]:
+        """The update from gradients and slots that are disturbed: what is added, and slots."""
+        setup, by_rank = self.setup, [seen.corners for seen in self.seen]
+        placement, found = setup.optimizer_state, []
+        for same in zip(*by_rank, strict=True):
+            moved = spread(setup, setup.layout.trainable, [x.moved for x in same], placement)
+            slots: dict[tuple[str, str], Spread] = {}
+            for name, group in same[0].slots:
+                flats = [[x.slots[name, group]] for x in same]
+                cut = spread(setup, [group], flats, placement)
+                slots.update({(name, path): one for path, one in cut.items()})
+            found.append((moved, slots))
+        return found
+
+    @cached_property
+    def params(self) -> tuple[dict[str, Spread], dict[str, Spread]]:
+        """The parameters before the update, and after it."""
+        return params_of(self.before), params_of(self.after) if self.after else {}
+
+    @cached_property
+    def slots(self) -> tuple[dict[tuple[str, str], Spread], dict[tuple[str, str], Spread]]:
+        """The slots of the optimizer before the update, and after it."""
+        return slots_of(self.before), slots_of(self.after) if self.after else {}
+
+
+def summed(terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The sum in float64; zeros of the shape if there is no term."""
+    if not terms:
+        return torch.zeros(tuple(shape), dtype=torch.float64)
+    return torch.stack([term.double() for term in terms]).sum(0)

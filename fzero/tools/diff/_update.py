@@ -1,0 +1,190 @@
+"""An update of both runs: the reduced gradient, clipping, the optimizer, what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.state import TrainState
+from fzero.state.setup import MASTERS
+from fzero.tools.compare import (
+    MARGIN,
+    TERMS,
+    Copy,
+    Spread,
+    carried,
+    eps_of,
+    first_apart,
+    of_ranks,
+    shift,
+    whole,
+)
+from fzero.tools.diff._difference import CLIP, COUNTER, NORM, REDUCTION, SCALE, SLOT, STATE, UPDATE
+from fzero.tools.diff._pair import SidePair, of_leaf
+from fzero.tools.diff._side import Apart, Side
+from fzero.tools.diff._values import counters, params_of, slots_of
+
+Parts = Sequence[Mapping[Any, Spread]]  # of a, of b, and of a disturbed
+
+
+def updates(pair: SidePair) -> Iterator[Apart]:
+    """All of an update that both runs make on every rank; or else who makes none."""
+    made = [[float(seen.after is not None) for seen in side.seen] for side in (pair.a, pair.b)]
+    if {*made[0], *made[1]} == {1.0}:
+        yield from _gradients(pair, REDUCTION, given=False)
+        yield from _norms(pair)
+        yield from _gradients(pair, CLIP, given=True)
+        yield from _slots(pair)
+        yield from _params(pair)
+        yield from _counters(pair)
+    elif {*made[0], *made[1]} != {0.0}:
+        is_a = len(set(made[0])) > 1
+        wanted = torch.tensor([max(made[0])]).double()
+        found = first_apart(whole(wanted), of_ranks(made[0] if is_a else made[1]), 0.0)
+        if found is not None:
+            found = found._replace(a=found.b, b=found.a) if is_a else found
+            yield Apart(UPDATE, "", found._replace(index=()))
+
+
+def returned(pair: SidePair, rows: Sequence[Sequence[TrainState]]) -> Iterator[Apart]:
+    """Where what a step makes of the state after its last update differs.
+
+    pair: of the states after that update. rows: what each of the three returned.
+    """
+    befores, afters = [side.params[0] for side in pair.sides], [params_of(x) for x in rows]
+    for path in befores[0]:
+        yield from _moved(pair, STATE, path, _at(befores, path), _at(afters, path))
+    befores, afters = [side.slots[0] for side in pair.sides], [slots_of(x) for x in rows]
+    for name, path in befores[0]:
+        if all((name, path) in found for found in (*befores, *afters)):
+            parts = _at(befores, (name, path)), _at(afters, (name, path))
+            yield from _moved(pair, f"{STATE} {name}", path, *parts)
+    added = [_added(side.before, row) for side, row in zip(pair.sides, rows, strict=True)]
+    yield from _of_counters(STATE, added[0], added[1])
+
+
+def _gradients(pair: SidePair, operation: str, *, given: bool) -> Iterator[Apart]:
+    parts = [side.gradients(given) for side in pair.sides]
+    for path, shape in pair.learning().items():
+        nothing = whole(torch.zeros(shape, dtype=torch.float64))
+        a, b, c = (found.get(path, nothing) for found in parts)
+        bound = carried(a.full, c.full) + pair.of_sum(path, a.full.shape)
+        if given:
+            bound = bound + TERMS * pair.units.passes * a.full.abs()
+        yield from of_leaf(operation, path, a, b, bound)
+
+
+def _norms(pair: SidePair) -> Iterator[Apart]:
+    a, b, c = (_norm(side) for side in pair.sides)
+    if a.copies and b.copies and c.copies:
+        numel = sum(leaf.numel for leaf in pair.a.setup.layout.leaves)
+        rounding = (TERMS + numel**0.5) * pair.units.passes * float(a.full.abs().max())
+        found = first_apart(a, b, carried(a.full, c.full) + rounding)
+        if found is not None:
+            yield Apart(NORM, "", found._replace(index=()))
+
+
+def _norm(side: Side) -> Spread:
+    return of_ranks([seen.norm for seen in side.seen if seen.norm is not None])
+
+
+def _slots(pair: SidePair) -> Iterator[Apart]:
+    """What the optimizer keeps, after the update; of the slots that both runs have."""
+    before, after = pair.a.slots[0], [side.slots[1] for side in pair.sides]
+    for name, path in after[0]:
+        if name == MASTERS or any((name, path) not in found for found in after):
+            continue
+        a, b, _ = _at(after, (name, path))
+        size = a.full.double().abs() + before[name, path].full.double().abs()
+        bound = _reach(pair, a.full, (name, path)) + TERMS * pair.units.updates * size
+        yield from of_leaf(f"{SLOT} {name}", path, a, b, bound)
+
+
+def _params(pair: SidePair) -> Iterator[Apart]:
+    """What the update adds: to the parameters, then to their masters."""
+    befores, afters = ([side.params[k] for side in pair.sides] for k in (0, 1))
+    for path in befores[0]:
+        parts = _at(befores, path), _at(afters, path)
+        yield from _moved(pair, UPDATE, path, *parts, key=path)
+    befores, afters = ([side.slots[k] for side in pair.sides] for k in (0, 1))
+    for name, path in befores[0]:
+        if name == MASTERS and all((name, path) in found for found in (*befores, *afters)):
+            parts = _at(befores, (name, path)), _at(afters, (name, path))
+            yield from _moved(pair, f"{SLOT} {MASTERS}", path, *parts, key=(name, path))
+
+
+def _reach(pair: SidePair, a: Tensor, key: Any) -> Tensor:
+    """How far rounding inside of the optimizer carries each element, with the margin.
+
+    key: (name, path) of a slot; a path of what an update adds to a parameter.
+    """
+    found = torch.zeros(a.shape, dtype=torch.float64)
+    for moved, slots in pair.a.corners:
+        corner: Spread | None = {**moved, **slots}.get(key)
+        if corner is not None:
+            found = torch.maximum(found, shift(a, corner.full))
+    return MARGIN * found
+
+
+def _moved(
+    pair: SidePair,
+    operation: str,
+    path: str,
+    before: Sequence[Spread],
+    after: Sequence[Spread],
+    key: Any = None,
+) -> Iterator[Apart]:
+    """What was added to a leaf: by a, by b, and by a disturbed; by an update if it has a `key`."""
+    a, b, c = (_minus(y, x) for x, y in zip(before, after, strict=True))
+    moved = a.full
+    if not moved.numel():
+        return
+    stored = [2 * eps_of(x.full.dtype) * x.full.double().abs() for x in after[:2]]
+    bound = torch.maximum(*stored) + TERMS * pair.units.updates * moved.abs()
+    bound = bound + (carried(moved, c.full) if key is None else _reach(pair, moved, key))
+    yield from of_leaf(operation, path, a, b, bound)
+
+
+def _minus(after: Spread, before: Spread) -> Spread:
+    full = before.full.double()
+    copies = [
+        Copy(rank, start, x.double() - full[start : start + x.numel()])
+        for rank, start, x in after.copies
+    ]
+    return Spread(shape=after.shape, copies=tuple(copies))
+
+
+def _counters(pair: SidePair) -> Iterator[Apart]:
+    mine, other = ([counters(state) for state in side.after] for side in (pair.a, pair.b))
+    yield from _of_counters(COUNTER, mine, other)
+    scales = [[x.scale for x in side.after if x.scale is not None] for side in (pair.a, pair.b)]
+    if all(scales) and scales[0][0].policy == scales[1][0].policy:
+        a, b = (of_ranks([float(x.scale) for x in some]) for some in scales)
+        found = first_apart(a, b, 0.0)
+        if found is not None:
+            yield Apart(SCALE, "", found._replace(index=()))
+
+
+def _of_counters(
+    operation: str, mine: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]
+) -> Iterator[Apart]:
+    """Counters of the ranks of both runs; of those that both have."""
+    for name in mine[0]:
+        if name in other[0]:
+            a, b = (of_ranks([x[name] for x in some]) for some in (mine, other))
+            found = first_apart(a, b, 0.0)
+            if found is not None:
+                yield Apart(f"{operation} {name}", "", found._replace(index=()))
+
+
+def _added(before: Sequence[TrainState], after: Sequence[TrainState]) -> list[dict[str, float]]:
+    """What was added to the counters of each rank; whether gradients wait is a counter, too."""
+    pairs = [(counters(x), counters(y)) for x, y in zip(before, after, strict=True)]
+    return [{name: y[name] - x.get(name, 0.0) for name in y} for x, y in pairs]
+
+
+def _at(found: Sequence[Mapping[Any, Spread]], key: Any) -> list[Spread]:
+    return [one[key] for one in found]

@@ -1,0 +1,13 @@
+"""`python -m fzero doctor`: are the collectives of this installation right, and their gradients?
+
+    cells    collective x transform x dtype, on 2 ranks of gloo, which are started for it
+    verdict  right: equal bit for bit to a formula of one process, on whole numbers that are exact
+             in every dtype; wrong; zero: silently, where it must not be; refused: it raised
+
+The formula is differentiated by the same transform, on all ranks' inputs stacked in one process.
+"""
+
+from fzero.tools.doctor._report import Report as Report
+from fzero.tools.doctor._report import Section as Section
+from fzero.tools.doctor._report import examine as examine
+from fzero.tools.doctor._subjects import Subject as Subject

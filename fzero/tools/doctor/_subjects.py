@@ -1,0 +1,134 @@
+"""What is examined: collectives, each with the formula of what it must give over all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+from torch import Tensor
+
+import fzero
+from fzero.collectives import native
+
+FLOATS = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+INTEGERS = {"int64": torch.int64, "int32": torch.int32, "int8": torch.int8}
+DTYPES = FLOATS | INTEGERS
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda xs: xs.sum(0),
+    "avg": lambda xs: xs.mean(0),
+    "min": lambda xs: xs.amin(0),
+    "max": lambda xs: xs.amax(0),
+    "product": lambda xs: xs.prod(0),
+}
+"""The reductions over ranks: [W, ..] -> [..]."""
+
+
+def formula(kind: str, op: str) -> Callable[[Tensor], Tensor]:
+    """Return the map of all ranks' tensors, stacked, that a collective stands for.
+
+    Args:
+        kind: "gather", [W, l] -> [W, W l]; "scatter", [W, W l] -> [W, l]; "reduce", [W, n] ->
+            [W, n].
+        op: how "scatter" and "reduce" put ranks together: a key of `OPS`.
+
+    Example:
+        >>> formula("scatter", "max")(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+        tensor([[3.],
+                [2.]])
+    """
+    if kind == "gather":
+        return lambda xs: torch.stack([xs.reshape(-1, *xs.shape[2:])] * len(xs))
+    if kind == "scatter":
+        return lambda xs: OPS[op](xs).reshape(len(xs), -1, *xs.shape[2:])
+    return lambda xs: torch.stack([OPS[op](xs)] * len(xs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One collective: `run` on one rank must be row r of `formula(kind, op)` on all of them.
+
+    `run` is found by name in the process of each rank, so it is a function of a module, or a
+    `functools.partial` of one.
+    """
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    kind: str
+    op: str = "sum"
+
+
+OF_FZERO = (
+    Subject(name="all_gather", run=fzero.all_gather, kind="gather"),
+    Subject(name="reduce_scatter (psum_scatter)", run=fzero.reduce_scatter, kind="scatter"),
+    Subject(name="all_reduce (psum)", run=fzero.all_reduce, kind="reduce"),
+    Subject(name="pmean", run=fzero.pmean, kind="reduce", op="avg"),
+)
+
+
+def _raw_all_reduce(x: Tensor, *, op: str = "sum") -> Tensor:
+    y = x.clone()
+    dist.all_reduce(y, op=getattr(dist.ReduceOp, op.upper()))
+    return y
+
+
+def _raw_reduce_scatter(x: Tensor, *, op: str = "sum") -> Tensor:
+    y = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
+    native("reduce_scatter")(y, x.contiguous(), op=getattr(dist.ReduceOp, op.upper()))
+    return y
+
+
+OF_THE_BACKEND = tuple(
+    Subject(name=f"{name} {op.upper()}", run=functools.partial(run, op=op), kind=kind, op=op)
+    for name, run, kind in (
+        ("all_reduce", _raw_all_reduce, "reduce"),
+        ("reduce_scatter", _raw_reduce_scatter, "scatter"),
+    )
+    for op in OPS
+)
+
+
+def _world() -> Any:
+    return dist.group.WORLD
+
+
+def _functional_gather(x: Tensor) -> Tensor:
+    return functional.all_gather_tensor(x, 0, _world())
+
+
+def _functional_scatter(x: Tensor) -> Tensor:
+    return functional.reduce_scatter_tensor(x, "sum", 0, _world())
+
+
+def _functional_reduce(x: Tensor) -> Tensor:
+    return functional.all_reduce(x, "sum", _world())
+
+
+def _differentiable_reduce(x: Tensor) -> Tensor:
+    return differentiable.all_reduce(x.clone())
+
+
+OF_TORCH = (
+    Subject(name="dist.all_reduce", run=_raw_all_reduce, kind="reduce"),
+    Subject(name="dist.nn.functional.all_reduce", run=_differentiable_reduce, kind="reduce"),
+    Subject(name="_functional_collectives.all_reduce", run=_functional_reduce, kind="reduce"),
+    Subject(
+        name="_functional_collectives.all_gather_tensor", run=_functional_gather, kind="gather"
+    ),
+    Subject(
+        name="_functional_collectives.reduce_scatter_tensor",
+        run=_functional_scatter,
+        kind="scatter",
+    ),
+)

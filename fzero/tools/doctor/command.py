@@ -1,0 +1,38 @@
+"""`python -m fzero doctor`: examine, and print what was found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from fzero.tools._columns import wants_color
+from fzero.tools.doctor._report import examine
+
+SUMMARY = "examine collectives x transforms x dtypes on 2 ranks of this installation"
+DESCRIPTION = (
+    "Starts 2 ranks on gloo and runs every collective under every transform in every dtype, on "
+    "whole numbers, with which all results are exact, and compares them with a formula of one "
+    "process. Finds sums that are no sums, and gradients that are silently zero. Then it does the "
+    "same with the reduce operations of gloo, and with torch's own collectives in a loss."
+)
+EPILOG = (
+    "right: equal bit for bit. wrong, zero: not so, without an error. refused: it raises. The exit "
+    "code is 1 if one of fzero's collectives is not right, or a reduce operation of gloo is wrong; "
+    "what torch's own do in a loss is reported only. 2 if no ranks can be started."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(given: dict[str, Any]) -> int:
+    """Examine this installation; return 0 if it is sound, else 1."""
+    report = examine()
+    if given.get("json"):
+        print(json.dumps(report.to_dict(), indent=1))
+    else:
+        print(report.text(color=wants_color()))
+    return 0 if report else 1

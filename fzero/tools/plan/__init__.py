@@ -1,0 +1,21 @@
+"""What a step takes on any number of ranks: bytes, collectives, the peak, an estimate of its time.
+
+plan(model, batch, stage=3, world=1024) --> Plan
+    .bytes, .peak, .collectives, .wire_bytes, .ranks, .time     the data
+    print(plan), _repr_html_()                                  as a table
+plan.of_step(step, params, optimizer, *args, world=1024)        the same of a step of your own
+plan.compare(model, batch, world=1024) --> Comparison           of stages
+plan.smallest_world(model, batch, stage=3, fits_bytes=80e9) --> Plan
+
+The step is run, on one rank whose peers are taken to do the same, on tensors without values.
+"""
+
+from fzero.tools.plan._api import Planner as Planner
+from fzero.tools.plan._ranks import RankShare as RankShare
+from fzero.tools.plan._record import Comparison as Comparison
+from fzero.tools.plan._record import Plan as Plan
+from fzero.tools.plan._record import Traffic as Traffic
+from fzero.tools.plan._time import Rates as Rates
+from fzero.tools.plan._time import Time as Time
+
+plan = Planner()

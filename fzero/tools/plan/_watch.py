@@ -1,0 +1,142 @@
+"""What a step that runs without values takes: bytes alive, by kind, operations and their FLOPs."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.context.here import has_no_values
+from fzero.state import NAMESPACE
+from fzero.tools.trace.flops import flops_of
+
+REST = "activations and temporaries"
+GATHERED = "gathered parameters"
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_GATHER = torch.ops.fzero.all_gather.default
+
+
+class Memory:
+    """One storage: how many bytes it has, of which kind, and whether it is on the device."""
+
+    __slots__ = ("kind", "nbytes", "on_device")
+
+    def __init__(self, nbytes: int, kind: str, *, on_device: bool) -> None:
+        self.nbytes, self.kind, self.on_device = nbytes, kind, on_device
+
+    def rename(self, kind: str) -> None:
+        """It is of this kind."""
+        self.kind = kind
+
+
+class Watch(TorchDispatchMode):
+    """Follows the storages of meta tensors while it is entered, and counts what operations do.
+
+    A storage is followed by a weak reference, so that what only autograd holds counts, too. What
+    was there before is told by `mark`.
+    """
+
+    def __init__(self, device: str) -> None:
+        """Start with nothing seen; `device` is the kind that meta tensors stand for."""
+        super().__init__()
+        self._here = (None, "cpu") if device == "cpu" else (None,)  # homes that are on the device
+        self._refs: dict[int, Any] = {}
+        self._tape: list[tuple[Memory, int]] = []  # (storage, + or - its bytes), in order
+        self._live = self._peak = self._peak_at = 0
+        self.work: Counter[tuple[float, float]] = Counter()  # (FLOPs, bytes) of an operation
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes on the device by kind, at the moment when they were most."""
+        found: Counter[str] = Counter()
+        for memory, change in self._tape[: self._peak_at]:
+            found[memory.kind] += change
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+    def mark(self, kind: str, tree: Any) -> None:
+        """The tensors of a pytree of records are there already, and of that kind."""
+        for x in optree.tree_leaves(tree, namespace=NAMESPACE):
+            if isinstance(x, Tensor) and has_no_values(x):
+                self._memory(x.untyped_storage(), kind).rename(kind)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, then look at what it made."""
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a placeholder goes first; what it runs comes back here
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = list(_tensors(out))
+        given = list(_tensors((args, kwargs)))
+        self._follow(func, given, made)
+        if not (func.is_view or func.namespace == "prim"):  # which asks where a fake tensor is
+            nbytes = sum(x.numel() * x.element_size() for x in (*given, *made))
+            self.work[flops_of(func, args, kwargs, out), nbytes] += 1
+        return out
+
+    def _follow(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        fresh = [x.untyped_storage() for x in made if has_no_values(x)]
+        fresh = [storage for storage in fresh if not hasattr(storage, "memory")]
+        if not fresh:
+            return
+        before = {x.untyped_storage()._cdata for x in given}
+        for storage in fresh:
+            if storage._cdata not in before:  # else it is a constant, which nobody has told of
+                self._memory(storage, GATHERED if func is _GATHER else REST)
+
+    def _memory(self, storage: Any, kind: str) -> Memory:
+        known = getattr(storage, "memory", None)
+        if known is not None:
+            return known
+        on_device = getattr(storage, "home", None) in self._here
+        memory = Memory(storage.nbytes(), kind, on_device=on_device)
+        storage.memory = memory
+        key = id(memory)
+        self._refs[key] = weakref.ref(storage, partial(self._gone, key, memory))
+        if memory.on_device:
+            self._change(memory, memory.nbytes)
+        return memory
+
+    def _gone(self, key: int, memory: Memory, _: Any) -> None:
+        del self._refs[key]
+        if memory.on_device:
+            self._change(memory, -memory.nbytes)
+
+    def _change(self, memory: Memory, nbytes: int) -> None:
+        self._tape.append((memory, nbytes))
+        self._live += nbytes
+        if self._live > self._peak:
+            self._peak, self._peak_at = self._live, len(self._tape)
+
+
+def rename(kind: str, tree: Any) -> None:
+    """The tensors of a pytree of records are of that kind, if a `Watch` follows them."""
+    for x in optree.tree_leaves(tree, namespace=NAMESPACE):
+        memory = getattr(x.untyped_storage(), "memory", None) if isinstance(x, Tensor) else None
+        if memory is not None:
+            memory.rename(kind)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of arguments, or of results: faster than a general walk of a pytree."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)

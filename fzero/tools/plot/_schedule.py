@@ -1,0 +1,276 @@
+"""The collectives of two traces side by side: data, table and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
+
+from fzero.tools.plot import _figure
+from fzero.tools.plot._html import Table
+from fzero.tools.plot._lanes import about
+from fzero.tools.plot._memory import PHASES, ops_of
+from fzero.tools.plot._palette import ABSENT, BASE, EDGE, ink
+from fzero.tools.trace import Op, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Mark = Literal["same", "differs", "only a", "only b"]
+SIGNS: dict[Mark, str] = {"same": "", "differs": "!", "only a": "-", "only b": "+"}
+FILLS: dict[Mark, str] = {
+    "same": ABSENT,
+    "differs": BASE[5],
+    "only a": BASE[1],
+    "only b": BASE[0],
+}
+FONT_POINTS = 7.5
+INCHES_A_ROW = 0.24
+PHASE_POINTS = 52.0  # for the names of phases, on the left
+FEW = 2  # equal rows that are drawn at each end of a long stretch of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRow:
+    """A collective of either trace, or one of each: equal, or of one kind and phase at least."""
+
+    a: Op | None
+    b: Op | None
+
+    @property
+    def mark(self) -> Mark:
+        """What it is: "same", "differs", "only a" or "only b"."""
+        if self.a is None or self.b is None:
+            return "only b" if self.a is None else "only a"
+        return "same" if _key(self.a) == _key(self.b) else "differs"
+
+    @property
+    def phase(self) -> str:
+        """The phase in which it is issued."""
+        op = self.a or self.b
+        assert op is not None
+        return op.phase
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Return the row as it is printed: sign, phase, a, b.
+
+        At most two parameters and shapes of each; where both differ, from the first that does.
+        """
+        after = _common(self.a, self.b)
+        return SIGNS[self.mark], self.phase, _said(self.a, 2, after), _said(self.b, 2, after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ScheduleDiff(Table):
+    """The collectives of traces `a` and `b`, in their order, equal ones in one row. Plain data.
+
+    False if both have the same collectives. `wire_bytes`: that each of the two ranks sends.
+    """
+
+    titles: tuple[str, str]
+    rows: tuple[ScheduleRow, ...]
+    wire_bytes: tuple[int, int]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both make the same collectives, in the same order."""
+        return all(row.mark == "same" for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return not self.equal
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as dicts, lists, strings and numbers: what JSON can hold."""
+        rows = [
+            {
+                "mark": row.mark,
+                "phase": row.phase,
+                "a": _said(row.a) or None,
+                "b": _said(row.b) or None,
+            }
+            for row in self.rows
+        ]
+        return {"titles": list(self.titles), "wire_bytes": list(self.wire_bytes), "rows": rows}
+
+    def _heading(self) -> list[str]:
+        """What a and b are, a line for each."""
+        return [
+            f"{name}: {title}; {sum(bool(op) for op in ops)} collectives, {sent:,} bytes sent"
+            for name, title, ops, sent in (
+                ("a", self.titles[0], [row.a for row in self.rows], self.wire_bytes[0]),
+                ("b", self.titles[1], [row.b for row in self.rows], self.wire_bytes[1]),
+            )
+        ]
+
+    def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """A row for each: "-" is only in a, "+" only in b, and "!" differs."""
+        return ("", "phase", "a", "b"), [row.cells() for row in self.rows]
+
+    def draw(self, ax: Axes | None = None) -> Axes:
+        """Draw it on `ax` (default: a new figure) and return the axes: a on the left, b right.
+
+        Of a long stretch of equal collectives the first and the last ones are drawn.
+
+        Raises `MissingExtraError` (an `ImportError`) where matplotlib is not installed.
+        """
+        return _draw(self, ax)
+
+
+def schedule_diff(a: Trace, b: Trace) -> ScheduleDiff:
+    """Return the collectives of two traces side by side: of two ranks, or of two stages.
+
+    Two collectives are equal if they are in the same phase, of the same kind, over the same axis,
+    about the same parameters, and give the same shapes and dtypes. Equal ones are aligned as in a
+    diff of two texts; of the rest, those of one phase and kind are put beside each other.
+
+    Args:
+        a: what `fzero.trace(step)(state, *args)` gives.
+        b: another one.
+
+    Raises:
+        LayoutError: for what is no trace.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (x @ p["w"]).sum(), state)(x)
+        ...     return fzero.apply_gradients(state), loss
+        >>> def traced(stage):
+        ...     step = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=2)
+        ...     state = step.init({"w": torch.ones(8)}, fzero.optim.sgd(0.5))
+        ...     return fzero.trace(step)(state, torch.ones(2, 8))
+        >>> print(schedule_diff(traced(2), traced(3)))
+        a: simulate(world_size=2) . shard(stage=2) . step_fn on rank 0 of 2; ...
+        b: simulate(world_size=2) . shard(stage=3) . step_fn on rank 0 of 2; ...
+           phase     a                                b
+        +  forward                                    all_gather <dp: w> -> f32[8]
+           backward  reduce_scatter <dp: w> -> f32[4] reduce_scatter <dp: w> -> f32[4]
+        -  update    all_gather <dp: w> -> f32[8]
+    """
+    first, second = (
+        [op for op in ops_of(trace, "schedule_diff") if op.is_collective] for trace in (a, b)
+    )
+    return ScheduleDiff(
+        titles=(a.title, b.title),
+        rows=tuple(_rows(first, second)),
+        wire_bytes=(a.wire_bytes, b.wire_bytes),
+    )
+
+
+def _rows(a: Sequence[Op], b: Sequence[Op]) -> Iterator[ScheduleRow]:
+    for equal, some, others in _aligned(a, b, [_key(op) for op in a], [_key(op) for op in b]):
+        if equal:
+            yield from (ScheduleRow(a=x, b=y) for x, y in zip(some, others, strict=True))
+            continue
+        kinds = [[(op.phase, op.name) for op in ops] for ops in (some, others)]
+        for alike, mine, theirs in _aligned(some, others, *kinds):
+            if alike:
+                yield from (ScheduleRow(a=x, b=y) for x, y in zip(mine, theirs, strict=True))
+            else:
+                yield from _alone(mine, theirs)
+
+
+def _alone(a: Sequence[Op], b: Sequence[Op]) -> list[ScheduleRow]:
+    """Rows of one op each, those of an earlier phase first; each of both in its order."""
+    rows = [*(ScheduleRow(a=op, b=None) for op in a), *(ScheduleRow(a=None, b=op) for op in b)]
+    return sorted(rows, key=lambda row: PHASES.index(row.phase))
+
+
+def _aligned(
+    a: Sequence[Op], b: Sequence[Op], keys_a: Sequence[Any], keys_b: Sequence[Any]
+) -> Iterator[tuple[bool, Sequence[Op], Sequence[Op]]]:
+    """Cut both into stretches, and say of each whether the keys are equal."""
+    for tag, i, j, k, m in SequenceMatcher(None, keys_a, keys_b, autojunk=False).get_opcodes():
+        yield tag == "equal", a[i:j], b[k:m]
+
+
+def _key(op: Op) -> tuple[Any, ...]:
+    gives = tuple((value.shape, value.dtype) for value in op.gives)
+    return op.phase, op.name, op.detail, gives
+
+
+def _said(op: Op | None, most: int | None = None, after: int = 0) -> str:
+    """A collective in words, with at most so many parameters and shapes."""
+    if op is None:
+        return ""
+    gives = list(map(str, op.gives))
+    shown = gives if most is None else gives[:most]
+    more = f" +{len(gives) - len(shown)}" if len(shown) < len(gives) else ""
+    detail = op.detail if most is None else about(op.detail, most, after)
+    return f"{op.name} <{detail}> -> {' '.join(shown)}{more}"
+
+
+def _common(a: Op | None, b: Op | None) -> int:
+    """How many of the first parameters of two collectives are the same, if not all of both are."""
+    if a is None or b is None or a.detail == b.detail:
+        return 0
+    names = [op.detail.partition(": ")[2].split(", ") for op in (a, b)]
+    pairs = enumerate(zip(*names, strict=False))
+    same = next((i for i, (x, y) in pairs if x != y), min(map(len, names)))
+    return min(same, *(len(some) - 1 for some in names))
+
+
+# The picture. Row i is at y = i, from above; a is at x from 0 to 1, b from 1.1 to 2.1.
+
+
+def _draw(found: ScheduleDiff, ax: Axes | None) -> Axes:
+    rows = list(_few(found.rows))
+    if ax is None:
+        inches = (11.0, 1.3 + INCHES_A_ROW * max(len(rows), 1))
+        ax = _figure.new_figure(inches).add_subplot()
+    points = _figure.points_wide(ax) - PHASE_POINTS  # of 2.1 units of x
+    start = -PHASE_POINTS * 2.1 / points
+    ax.set_xlim(start, 2.1)
+    ax.set_ylim(max(len(rows), 1) - 0.4, -0.6)
+    room = points / 2.1 - 6.0
+    before = ""
+    for y, row in enumerate(rows):
+        if isinstance(row, int):
+            words = f"{row} more that are the same"
+            ax.text(1.05, y, words, ha="center", va="center", fontsize=FONT_POINTS, color=EDGE)
+            continue
+        if row.phase != before:
+            ax.text(start, y, row.phase, va="center", fontsize=FONT_POINTS, fontweight="bold")
+        before = row.phase
+        _draw_row(ax, row, y, room)
+    ax.set_title("\n".join(map(_figure.verbatim, found._heading())), loc="left", fontsize="small")
+    ax.set_axis_off()
+    _key_of_colours(ax, found)
+    return ax
+
+
+def _few(rows: Sequence[ScheduleRow]) -> Iterator[ScheduleRow | int]:
+    """The rows; in a long stretch of equal ones a number stands for those in the middle."""
+    for same, some in groupby(rows, key=lambda row: row.mark == "same"):
+        stretch = list(some)
+        if same and len(stretch) > 2 * FEW + 1:
+            yield from stretch[:FEW]
+            yield len(stretch) - 2 * FEW
+            yield from stretch[-FEW:]
+        else:
+            yield from stretch
+
+
+def _draw_row(ax: Axes, row: ScheduleRow, y: float, room: float) -> None:
+    fill = FILLS[row.mark]
+    for said, left in zip(row.cells()[2:], (0.0, 1.1), strict=True):
+        if said:
+            ax.barh(y, 1.0, left=left, height=0.8, color=fill)
+            words = _figure.cut(said, FONT_POINTS, room)
+            look: dict[str, Any] = {"va": "center_baseline", "fontsize": FONT_POINTS}
+            ax.text(left + 0.01, y, _figure.verbatim(words), color=ink(fill), **look)
+    if row.mark in ("same", "differs"):
+        sign = "=" if row.mark == "same" else "!"
+        ax.text(1.05, y, sign, ha="center", va="center", fontsize=FONT_POINTS, color=EDGE)
+
+
+def _key_of_colours(ax: Axes, found: ScheduleDiff) -> None:
+    from matplotlib.patches import Patch
+
+    seen = {row.mark for row in found.rows}
+    handles = [Patch(color=FILLS[mark], label=mark) for mark in FILLS if mark in seen]
+    if handles:
+        below = {"loc": "upper left", "bbox_to_anchor": (0.07, 0.0), "ncols": len(handles)}
+        ax.legend(handles=handles, frameon=False, fontsize=FONT_POINTS, **below)

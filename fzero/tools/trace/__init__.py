@@ -1,0 +1,18 @@
+"""The step as one flat graph of ops: every kernel and collective of one rank, with no number run.
+
+trace(step)(state, batch) --> Trace
+    print(t), t.ops            what runs, in order
+    t.kernels                  what runs at once: the lines of the text
+    t.collectives, .wire_bytes, .flops, .live_bytes   counted; op.alive: by kind
+    t.diff(other)              what two ranks, or two stages, do differently
+check_spmd(step, state, args)  do all ranks make the same collectives?
+"""
+
+from fzero.tools.trace._api import trace as trace
+from fzero.tools.trace._diff import TraceDiff as TraceDiff
+from fzero.tools.trace._record import Alive as Alive
+from fzero.tools.trace._record import Kernel as Kernel
+from fzero.tools.trace._record import Op as Op
+from fzero.tools.trace._record import Value as Value
+from fzero.tools.trace._spmd import check_spmd as check_spmd
+from fzero.tools.trace._trace import Trace as Trace

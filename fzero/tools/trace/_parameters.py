@@ -1,0 +1,107 @@
+"""Which parameter a value of a graph is, and which part of another value a view is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fzero.collectives import CollectiveEvent
+from fzero.state import Layout
+from fzero.tools.trace.alive import inputs_of
+from fzero.tools.trace.program import Program
+
+_FLAT = re.compile(r"^state.*\.params\.flats\[(\d+)\]$")
+_aten = torch.ops.aten
+
+
+class Flat(NamedTuple):
+    """The buffer of a group, whole or a shard of it."""
+
+    layout: Layout
+    index: int
+    start: int  # of it in its storage, in elements
+    is_whole: bool
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The parameters of the group."""
+        return tuple(self.layout.leaves[i].path for i in self.layout.groups[self.index].leaves)
+
+    def parameter(self, x: Tensor) -> str:
+        """Return the path of the parameter that has all elements of a view and no other ones."""
+        group = self.layout.groups[self.index]
+        begin = int(x.storage_offset()) - self.start
+        for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+            if begin == offset and x.numel() == self.layout.leaves[leaf].numel > 0:
+                return self.layout.leaves[leaf].path
+        return ""
+
+
+def flats_of(
+    program: Program, events: Mapping[fx.Node, Sequence[CollectiveEvent]]
+) -> dict[int, Flat]:
+    """Return the buffers of parameters by the key of their storage: of the state, and gathered.
+
+    events: of each collective, one for each buffer.
+    """
+    layouts = [state.setup.layout for state in program.states]
+    found: dict[int, Flat] = {}
+    rest = iter(layout for layout in layouts if layout.groups)
+    layout = None
+    for node, path in zip(inputs_of(list(program.graph.graph.nodes)), program.inputs, strict=True):
+        if match := _FLAT.match(path):
+            index = int(match[1])
+            layout = next(rest) if index == 0 else layout
+            assert layout is not None
+            whole = node.meta["val"].numel() == layout.full_numel(index)
+            _note(found, node.meta["val"], layout, index, is_whole=whole)
+    for node, about in events.items():
+        if node.target is torch.ops.fzero.all_gather.default:
+            for x, event in zip(node.meta["val"], about, strict=True):
+                for one, index in _groups(layouts, event.paths):
+                    if x.numel() == one.full_numel(index):
+                        _note(found, x, one, index, is_whole=True)
+    return found
+
+
+def _groups(layouts: Sequence[Layout], paths: Sequence[str]) -> list[tuple[Layout, int]]:
+    wanted = [tuple(paths)]
+    return [
+        (layout, index)
+        for layout in layouts
+        for index in range(len(layout.groups))
+        if layout.paths([index]) == wanted
+    ]
+
+
+def _note(found: dict[int, Flat], x: Tensor, layout: Layout, index: int, *, is_whole: bool) -> None:
+    if x.numel():
+        flat = Flat(layout, index, int(x.storage_offset()), is_whole)
+        found.setdefault(x.untyped_storage()._cdata, flat)
+
+
+def part_of(node: fx.Node) -> str:
+    """Return which part of what it reads a view is, as an index: "[:, 2]"; "" for all of it.
+
+    Several views, of a split, are told apart by their numbers.
+    """
+    args: Any = node.args
+    if node.target is _aten.select.int:
+        return _index(args[1], str(args[2]), args[0])
+    if node.target is _aten.slice.Tensor:
+        size, given = node.meta["val"].numel(), args[0].meta["val"].numel()
+        start, stop = (args[2] if len(args) > 2 else 0), (args[3] if len(args) > 3 else None)
+        last = "" if stop is None or stop >= 2**62 else stop
+        return "" if size == given else _index(args[1], f"{start or 0}:{last}", args[0])
+    if node.target is _aten.diagonal.default:
+        return ".diagonal"
+    return ""
+
+
+def _index(dim: int, what: str, of: fx.Node) -> str:
+    ndim = of.meta["val"].ndim
+    return f"[{':, ' * (dim % ndim)}{what}]"

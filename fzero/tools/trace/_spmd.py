@@ -1,0 +1,94 @@
+"""`check_spmd`: do all ranks make the same collectives and calls, in the same order?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fzero.collectives import assert_same_everywhere, disagreement, told_everywhere
+from fzero.tools.trace._api import program_of
+from fzero.tools.trace._record import Op
+from fzero.tools.trace.ops import ops_of
+from fzero.transforms.pipeline import Step
+from fzero.transforms.states import flatten_states
+
+
+def check_spmd(step: Callable[..., Any], state: Any, args: Any = ()) -> tuple[str, ...]:
+    """Return the collectives of a step, in order, if every rank makes the same ones.
+
+    Each rank's program is traced (see `fzero.trace`), and compared before any of its collectives is
+    issued; then the calls of fzero in it (`grad_and_reduce`, `apply_gradients`) with their options,
+    which ranks tell each other at run time. Ranks that read other parameters, or read them in
+    another order, are found, too; stage 3 serves them, at the price of a slower step.
+
+    Args:
+        step: (state, *args) -> (state, aux); or `fzero.simulate` of one, whose ranks are then all
+            traced here, one after the other.
+        state: as the step is given it.
+        args: the further arguments of the step, a tuple; what is no tuple is the only one. A batch
+            that is a tuple goes into one: ((x, y),).
+
+    Returns:
+        A line for each collective: what it is, the axis, the parameters, the shapes it gives. In
+        processes this is a collective itself: every rank calls it.
+
+    Raises:
+        MismatchError: on every rank, for programs that differ: the first collective in which they
+            do, the ranks, and the parameters that it is about; or the first call or option.
+        PhaseError: as `fzero.trace` does.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     return state, fzero.pmean(x) if fzero.axis_index() < 2 else x
+        >>> step = fzero.simulate(fzero.shard(step_fn, stage=0), world_size=3)
+        >>> state = step.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0))
+        >>> check_spmd(step, state, torch.ones(3, 2))
+        Traceback (most recent call last):
+            ...
+        fzero.errors.MismatchError: the ranks disagree about the collectives of the step: rank 0 has
+        0: all_reduce dp -> f32[2], rank 2 has nothing.
+        Usual cause: ...
+    """
+    arguments = (state, *(args if isinstance(args, tuple) else (args,)))
+    axis = flatten_states("check_spmd", state)[0][0].setup.axis
+    if isinstance(step, Step) and step.name == "simulate":
+        everyone = [_schedule(step, arguments, rank) for rank in range(axis.size)]
+        for what, lines in zip(_WHAT, zip(*everyone, strict=True), strict=True):
+            if any(other != lines[0] for other in lines):
+                raise disagreement(lines, what=what)
+        return everyone[0].collectives
+    with told_everywhere(axis, what=_WHAT[0]):
+        mine = _schedule(step, arguments, None)
+    for what, lines in zip(_WHAT, mine, strict=True):
+        assert_same_everywhere(lines, axis, what=what)
+    return mine.collectives
+
+
+_WHAT = ("the collectives of the step", "the calls of the step")
+
+
+class _Schedule(NamedTuple):
+    """What one rank does together with others, a line each; of a call, one for each option."""
+
+    collectives: tuple[str, ...]
+    calls: tuple[str, ...]
+
+
+def _schedule(step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None) -> _Schedule:
+    program = program_of(step, arguments, rank)
+    collectives = (op for op in ops_of(program)[1] if op.is_collective)
+    said = (event.said for event in program.log.of(program.rank) if event.said)
+    return _Schedule(
+        tuple(f"{number}: {_line(op)}" for number, op in enumerate(collectives)),
+        tuple(line for number, text in enumerate(said) for line in _lines(number, text)),
+    )
+
+
+def _line(op: Op) -> str:
+    return f"{op.name} {op.detail} -> {' '.join(map(str, op.gives))}"
+
+
+def _lines(number: int, text: str) -> list[str]:
+    name, *options = text.splitlines()
+    return [f"{number}: {name}", *(f"{number}: {name}, {option}" for option in options)]

@@ -1,0 +1,99 @@
+"""`Trace`: what one rank does in a step, to be printed, counted and compared."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fzero.collectives import CollectiveLog
+from fzero.tools.trace._diff import TraceDiff, diff
+from fzero.tools.trace._record import Kernel, Op, Value
+from fzero.tools.trace._text import kernels, text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What one rank does in one step, in order.
+
+    `graph` is the same as a torch.fx.GraphModule, from the tensors of the arguments to those of the
+    result. `title` says of which step, on which rank.
+    """
+
+    title: str
+    rank: int
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Value, ...]  # with the name of the value that comes out, and its path
+    log: CollectiveLog = field(repr=False)
+    graph: fx.GraphModule = field(repr=False, compare=False)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What runs at once, in the order of the program: the lines of the text, and fills."""
+        return kernels(self.inputs, self.ops, self.outputs)
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """How many buffers go through each kind of collective."""
+        counts = Counter(self.log.counts(self.rank))
+        counts.pop("agree", None)
+        return dict(counts)
+
+    @property
+    def exchanges(self) -> int:
+        """How often the ranks tell each other what comes next, a few bytes each time."""
+        return self.log.counts(self.rank).get("agree", 0)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sends in collectives, on the ring bound; without exchanges."""
+        return sum(op.wire_bytes for op in self.ops)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of matrix products, convolutions and attention."""
+        return sum(op.flops for op in self.ops)
+
+    @property
+    def live_bytes(self) -> tuple[int, ...]:
+        """Bytes alive while each op runs, if every tensor goes after its last use."""
+        return tuple(op.live_bytes for op in self.ops)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of `live_bytes`: the arguments are among them, for the step is pure."""
+        return max(self.live_bytes, default=0)
+
+    def diff(self, other: Trace) -> TraceDiff:
+        """Return where `other` does something else: ops with shapes, whatever values are named.
+
+        Example:
+            >>> import torch, fzero
+            >>> from fzero.trace import trace
+            >>> def step_fn(state, x):
+            ...     return state, x.relu()
+            >>> state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=0)
+            >>> two, three = (trace(step_fn)(state, torch.ones(n)) for n in (2, 3))
+            >>> two.diff(two).equal, two.diff(three).equal
+            (True, False)
+        """
+        return diff((self.title, self.ops), (other.title, other.ops))
+
+    def __str__(self) -> str:
+        return text(self.title, self.inputs, self.ops, self.outputs)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        lines = []
+        for line in map(html.escape, str(self).splitlines()):
+            head = line and not line.startswith(" ")
+            lines.append(f"<b>{line}</b>" if head else _marked(line))
+        return "<pre style='line-height:1.3'>" + "\n".join(lines) + "</pre>"
+
+
+def _marked(line: str) -> str:
+    return f"<mark>{line}</mark>" if line.startswith("  * ") else line

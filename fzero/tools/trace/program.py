@@ -1,0 +1,211 @@
+"""A step of one rank, recorded by make_fx: the graph, and what goes into it and comes out.
+
+The rank is abstract (`fzero.context.here.abstract_rank`): what is recorded is what it does among
+any number of ranks, and each collective is one op of the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.collectives import CollectiveLog, count_collectives
+from fzero.context.here import abstract_rank
+from fzero.errors import PhaseError
+from fzero.machine.placeholder import LazyParam
+from fzero.ranks.mesh import Axis
+from fzero.state import NAMESPACE, TrainState
+from fzero.tools.trace._modules import Modules, followed_modules
+from fzero.tools.trace.recurrent import unfused_recurrence
+from fzero.transforms.states import flatten_states, is_state
+
+BACKWARD = "backward"
+MODULE = "module"
+"""What the recorder notes on a node, under "custom" of its `meta`: whether autograd runs it, and in
+which module it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A recorded step.
+
+    graph: its inputs are the tensors among the arguments, its outputs those of the result.
+    """
+
+    graph: fx.GraphModule
+    log: CollectiveLog
+    inputs: tuple[str, ...]  # where each input is among the arguments: "state.params.flats[0]"
+    outputs: tuple[str, ...]
+    result: optree.PyTreeSpec  # of what the step returns
+    others: tuple[Any, ...]  # the leaves of the result that are no tensors; None for a tensor
+    states: tuple[TrainState, ...]  # without numbers, as they go in
+    rank: int
+
+
+def record(step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, rank: int) -> Program:
+    """Record `step(*arguments)` as rank `rank` of `axis` runs it; the first argument has the state.
+
+    Where a state of stage 3 has no schedule yet, one is made first: the graph is that of a steady
+    step.
+
+    Raises `PhaseError` if the step reads a value, for there is none.
+    """
+    faked = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with abstract_rank(rank, axis.size), unfused_recurrence(), _explained():
+            with faked:
+                arguments = _faked(faked, _on_abstract(arguments))
+            return _recorded(step, _scheduled(step, arguments, rank), rank)
+    except Exception as error:
+        error.add_note(f"(raised while rank {rank} of {axis.size} was traced)")
+        raise
+
+
+def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:
+    leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
+    inputs = [x for x in leaves if isinstance(x, Tensor)]
+    made: dict[str, Any] = {}
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors)
+        filled = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
+        with followed_modules() as modules, _Mark(modules):
+            returned = step(*optree.tree_unflatten(treespec, filled))
+        outs, made["result"] = optree.tree_flatten(returned, namespace=NAMESPACE)
+        made["others"] = tuple(None if isinstance(x, Tensor) else x for x in outs)
+        made["paths"] = _paths(returned, _RESULT)
+        return [x for x in outs if isinstance(x, Tensor)]
+
+    with count_collectives() as log, fx_traceback.preserve_node_meta():
+        record: Any = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
+        graph = without_unused(record(*inputs))
+    return Program(
+        graph=graph,
+        log=log,
+        inputs=_paths(arguments, _ARGUMENTS),
+        outputs=made["paths"],
+        result=made["result"],
+        others=made["others"],
+        states=tuple(flatten_states("trace", arguments[0])[0]),
+        rank=rank,
+    )
+
+
+def without_unused(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph without ops that nobody reads. A collective stays: the other ranks take part."""
+    for node in reversed(graph.graph.nodes):
+        may_go = node.op == "get_attr" or (node.op == "call_function" and _may_go(node.target))
+        if may_go and not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _may_go(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # it takes one of several results
+    return target.namespace != "fzero" and not target._schema.is_mutable
+
+
+def _on_abstract(arguments: Any) -> Any:
+    """The states as those of virtual ranks, which an abstract rank is one of."""
+
+    def moved(node: Any) -> Any:
+        if not is_state(node):
+            return node
+        axis = node.setup.axis.as_virtual()
+        return node.replace(setup=dataclasses.replace(node.setup, axis=axis))
+
+    return optree.tree_map(moved, arguments, is_leaf=is_state, namespace=NAMESPACE)
+
+
+def _faked(mode: FakeTensorMode, arguments: Any) -> Any:
+    def fake(x: Any) -> Any:
+        return mode.from_tensor(x) if isinstance(x, Tensor) else x
+
+    return optree.tree_map(fake, arguments, namespace=NAMESPACE)
+
+
+def _scheduled(step: Callable[..., Any], arguments: Any, rank: int) -> Any:
+    """The arguments with the schedule that a first step records."""
+    states, treespec = flatten_states("trace", arguments[0])
+    if not any(one.setup.gathers_by_unit and not one.schedule.passes for one in states):
+        return arguments
+    result = _recorded(step, arguments, rank).result
+    leaves: Any = [0] * result.num_leaves
+    returned: Any = optree.tree_unflatten(result, leaves)
+    pairs = zip(states, flatten_states("trace", returned[0])[0], strict=True)
+    known: Any = optree.tree_unflatten(
+        treespec, [one.replace(schedule=new.schedule) for one, new in pairs]
+    )
+    return (known, *arguments[1:])
+
+
+class _Mark(TorchDispatchMode):
+    """Notes on each op that is recorded whether autograd runs it, and in which module it is."""
+
+    def __init__(self, modules: Modules) -> None:
+        super().__init__()
+        self._modules = modules
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, LazyParam) for kind in types):
+            return NotImplemented  # a placeholder goes first; what it runs comes back here
+        inside = torch._C._current_autograd_node() is not None
+        noted = {BACKWARD: inside, MODULE: self._modules.here()}
+        fx_traceback.current_meta["custom"] = noted
+        return func(*args, **(kwargs or {}))
+
+
+_ARGUMENTS = ("state", "args")
+_RESULT = ("state", "aux")
+
+
+def _paths(tree: Any, names: tuple[str, str]) -> tuple[str, ...]:
+    """Where each tensor is: in the first of a tuple, or in one of the rest."""
+    found = []
+    leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
+    for accessor, leaf in zip(
+        optree.tree_accessors(tree, namespace=NAMESPACE), leaves, strict=True
+    ):
+        if isinstance(leaf, Tensor):
+            first, rest = accessor[0].entry, accessor[1:]
+            single = names is _RESULT and first == 1
+            head = names[0] if first == 0 else names[1] if single else f"{names[1]}[{first - 1}]"
+            found.append(rest.codify(head))
+    return tuple(found)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise what has no answer without values as a `PhaseError`."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise reads_values("traced", error) from error
+
+
+def reads_values(done: str, op: Any) -> PhaseError:
+    """Return the error for a step that needs the values of a tensor while it is `done`."""
+    return PhaseError(
+        f"the step reads values of a tensor while it is {done} ({op}).",
+        cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values (x[mask], "
+        "nonzero): experts that each take the rows which chose them, for one.",
+        fix="use torch.where, keep it a tensor, give each expert a number of rows that is known "
+        "(topk of the tokens, a capacity), or pass the number as an argument of the step.",
+    )

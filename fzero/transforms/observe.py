@@ -1,0 +1,61 @@
+"""`observe`: a function is told what a step makes, beside it: losses, gradients, updates.
+
+    what        value                      when, on each rank
+    gathered    (group, full flat)         stage 3: the full values of a group are there
+    loss        the loss, unscaled         a loss was computed
+    gradient    (leaf, gradient)           this rank's own gradient of a leaf, times the loss scale
+    added       (leaf, gradient, mean)     the same by `add_gradients`, without a scale
+    reduced     `Buffers`                  an update begins: the means over ranks
+    prepared    gradients, factor, norm    they are divided by the loss scale, and clipped
+    updated     None, or who skips it      the state is the one after the update
+
+Nothing is told under a torch.func transform, where tensors have no values. An observer copies what
+it keeps, for a step that donates writes into these tensors later. What it returns of `prepared`
+and `updated` takes the place of what it was told: so `fzero.diff` lets one run go on from what the
+other one has. Of the others it returns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fzero.context.modes import in_transform
+from fzero.machine.packing import unpack_groups
+from fzero.state import TrainState
+from fzero.state.setup import Observer
+from fzero.transforms.pipeline import Step, returned_pair
+from fzero.transforms.states import map_states
+
+
+def tell(what: str, state: TrainState, value: Any, default: Any = None) -> Any:
+    """Tell the observer of a state, if it has one; return what it has instead of `default`."""
+    observer = state.setup.policy.observer
+    if observer is None or in_transform():
+        return default
+    instead = observer(what, state, value)
+    return default if instead is None else instead
+
+
+def tell_added(state: TrainState, flats: Sequence[Tensor], *, reduced: bool) -> None:
+    """Tell the observer of a state what is added by hand: [W l] for each group that learns."""
+    if state.setup.policy.observer is None:
+        return
+    layout = state.setup.layout
+    made = unpack_groups(layout, dict(zip(layout.trainable, flats, strict=True)))
+    for leaf, gradient in made.items():
+        tell("added", state, (leaf, gradient, reduced))
+
+
+def observe(fn: Callable[..., Any], observers: Sequence[Observer]) -> Step[..., Any]:
+    """Run `fn(state, *args) -> (state, aux)`; the i-th observer is told of the i-th state."""
+
+    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        rest = iter(observers)
+        state = map_states("observe", lambda s: s.replace_policy(observer=next(rest)), state)
+        state, aux = returned_pair("observe", inner, inner(state, *args, **kwargs))
+        return map_states("observe", lambda s: s.replace_policy(observer=None), state), aux
+
+    return Step("observe", fn, around, options={})

@@ -1,0 +1,317 @@
+"""One pass of some states on some ranks: what a driver does becomes an event of the protocol.
+
+Both drivers use it: a functional step makes one for each gradient call, an engine one for its life.
+
+    begin_forward -> reads of placeholders -> end_forward
+    begin_backward -> gradients of leaves -> finish | fail
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from torch import Tensor
+
+from fzero.collectives import Performer
+from fzero.errors import AxisError
+from fzero.machine import Gatherer, Machine, Reader, Reducer
+from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
+from fzero.state.pass_state import PassState
+from fzero.state.protocol import (
+    Adopt,
+    Begin,
+    EndForward,
+    Failed,
+    Finish,
+    FinishForward,
+    FirstGradient,
+    GiveUp,
+    Settle,
+    WindowEnded,
+)
+from fzero.transforms._finite import FiniteCheck, with_found
+from fzero.transforms.announcement import PassForm, begin_of
+from fzero.transforms.observe import tell
+from fzero.transforms.receive import (
+    accumulate,
+    feed_back,
+    filled,
+    part_of_update,
+    put,
+    receive,
+    receive_local,
+    with_lost,
+)
+
+
+class Pass:
+    """Some states on the same ranks, the machine that moves their values, and one pass of them.
+
+    on_written: is told which units were written in a `gathered` block. drop_raised: drops a
+    backward that raised without a word to the other ranks.
+    """
+
+    def __init__(
+        self,
+        form: PassForm,
+        states: Sequence[TrainState],
+        *,
+        on_written: Callable[[Sequence[int]], None] | None = None,
+        drop_raised: Callable[[], None] | None = None,
+    ) -> None:
+        self.form, self.states = form, list(states)
+        setups = [state.setup for state in states]
+        lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
+        differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
+        self.owner = [*differ, *lazy, 0][0]  # whose schedule has the programs of the pass
+        self.finite = FiniteCheck(states)
+        self.machine = Machine(
+            form.number,
+            setups,
+            [state.device for state in states],
+            setups[self.owner].gathering,
+            on_gathered=self._observer(),
+            on_written=on_written,
+            drop_raised=drop_raised,
+        )
+        if self.gathers:
+            self._hold_shards()
+            adopted = self.gatherer.adopt([state.window.gathered for state in states])
+            self.performer.send(Adopt(form.number, adopted))
+
+    @property
+    def gatherer(self) -> Gatherer:
+        """The full values of units."""
+        return self.machine.gatherer
+
+    @property
+    def reducer(self) -> Reducer:
+        """The gradients of leaves."""
+        return self.machine.reducer
+
+    @property
+    def reader(self) -> Reader:
+        """What placeholders are made of."""
+        return self.machine.reader
+
+    @property
+    def performer(self) -> Performer:
+        """Who does what the protocol of the ranks asks for."""
+        return self.machine.line.performer
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered as they are read (stage 3)."""
+        return self.machine.line.record.units.gathers
+
+    @property
+    def phase(self) -> PassState:
+        """Where this rank is in its forward and backward."""
+        return self.machine.line.record.phase
+
+    def close(self) -> None:
+        """No pass will follow."""
+        self.performer.leave(self.form.number)
+
+    def put(self, number: int, state: TrainState) -> None:
+        """Go on with another record of a state: the one place where states are assigned."""
+        self.states[number] = state
+
+    # The pass, in its order.
+
+    def begin_forward(self) -> None:
+        """Below stage 3 nothing is gathered; at stage 3 announce what will be.
+
+        Nothing is where all parameters are held: ranks may then run as many forwards as they like.
+        """
+        self.put_aside()
+        self.finite.drop()  # a loss whose backward brought nothing
+        self.reducer.begin([True for _ in self.states])  # what comes inside of it is put aside
+        if self.gathers:
+            self._hold_shards()
+        self.performer.send(self._begin(pass_state.FORWARD))
+
+    def end_forward(self) -> None:
+        """What the forward gathered is not kept for the backward, unless that is asked for."""
+        self.performer.send(EndForward(self.form.number))
+
+    def begin_backward(self, *, silent: bool = False, dropped: bool = False) -> None:
+        """Announce that gradients will be reduced.
+
+        `silent`: below stage 3, leave that to `first_gradient`. A backward that brings none, such
+        as torch.autograd.grad by an input, then concerns no other rank. `dropped`: this rank has
+        just thrown away what it held, which the others must have done, too.
+        """
+        self.put_aside()
+        self.reducer.begin([state.window.is_open for state in self.states])
+        silent = silent and not self.gathers
+        if not silent:
+            self._reduce_waiting()
+        begun = self._begin(pass_state.BACKWARD, dropped=dropped)
+        self.performer.send(replace(begun, silent=silent))
+
+    def first_gradient(self) -> None:
+        """The backward brings gradients: what waits is reduced with them, and ranks are told."""
+        self._reduce_waiting()
+        self.performer.send(FirstGradient(self.form.number))
+
+    def _reduce_waiting(self) -> None:
+        """Let what waits in a closed window be reduced with the gradients that come."""
+        for number, state in enumerate(self.states):
+            pending, share = state.window.pending, state.setup.policy.grad_scale
+            feed_back(state, self.reducer.feedback(number), share)
+            if pending.held and not state.window.is_open:
+                # `receive` multiplies all of it by the share
+                flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
+                waited = zip(state.setup.layout.trainable, flats, strict=True)
+                self.reducer.add_waiting(number, dict(waited))
+
+    def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
+        """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
+
+        def on_gradient(p: Tensor) -> None:
+            if p.grad is not None:
+                self.take(state, leaf, p)
+
+        return on_gradient
+
+    def take(self, state: int, leaf: int, p: Tensor) -> None:
+        """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
+        assert p.grad is not None
+        self.finite.gradient(state, leaf, p.grad)
+        self.reducer.pop_grad(state, leaf, p)
+
+    def put_aside(self) -> None:
+        """Let what came outside of a pass wait in the window.
+
+        A backward that runs inside a forward brings gradients, and ranks do not agree on it.
+        """
+        if not self.reducer.received:
+            return
+        bad = self.finite.taken()
+        for number, state in enumerate(self.states):
+            found = self.reducer.states[number].pop_local()
+            if found:
+                flats = filled(state, found, Placement.PARTIAL)
+                state = with_found(state, bad[number])
+                used = progress.saw_use(state.progress, self._used(number))
+                state = state.replace(progress=used)
+                self.put(number, put(state, part_of_update(state, flats)))
+        self.reducer.settle()
+
+    def finish(self, *, counts: bool = True) -> list[TrainState]:
+        """The backward is over on every rank: return the states with its gradients.
+
+        Unless it `counts`, one that brought no gradient to any rank changes nothing.
+        """
+        self.performer.send(Finish(self.form.number, self.reducer.unreduced()))
+        self._after_pass()
+        new, bad = [], self.finite.taken()
+        for number, state in enumerate(self.states):
+            waits = state.window.is_open
+            if waits:
+                state = self._with_served(number)
+            means = self.reducer.pop_means(number)
+            if not (means or counts or self.reducer.states[number].has_any):
+                new.append(state)
+                continue
+            if state.window.pending.held and not waits:
+                state = state.replace(window=window.pop(state.window)[0])
+            state = with_lost(state, self.reducer.feedback(number))
+            state, used = with_found(state, bad[number]), self._used(number)
+            if means:
+                flats = filled(state, means, state.setup.gradients)
+                new.append(receive(state, flats, used=used))
+            else:  # on one rank, or in a window
+                new.append(receive_local(state, self.reducer, number, used=used))
+        for number, state in enumerate(new):  # all of them, or none
+            self.put(number, state)
+        self.reducer.settle()
+        return new
+
+    def _used(self, number: int) -> int:
+        """Return, and forget, which leaves of a state got a gradient, bit by bit."""
+        used = self.reducer.states[number].pop_used()
+        return used if self.form.uses else progress.ALL
+
+    def take_served(self) -> None:
+        """Add what other ranks reduced while this one served them: it is every rank's gradient."""
+        for number in range(len(self.states)):
+            self.put(number, self._with_served(number))
+
+    def _with_served(self, number: int) -> TrainState:
+        state, means = self.states[number], self.reducer.pop_means(number)
+        if not means:
+            return state
+        flats = filled(state, means, state.setup.gradients)
+        return accumulate(state, part_of_update(state, flats))
+
+    def finish_forward(self) -> list[TrainState]:
+        """A forward is over that no backward follows: what is gathered goes."""
+        self.performer.send(FinishForward(self.form.number))
+        self._after_pass()
+        return self.states
+
+    def fail(self, error: BaseException) -> None:
+        """The pass raised: keep in step with the other ranks, and tell those that do not know."""
+        self.finite.drop()
+        with suppress(AxisError):  # the others know of it already
+            self.performer.send(Failed(self.form.number, astray=isinstance(error, AxisError)))
+        self.performer.send(GiveUp(self.form.number))
+
+    def changed(self) -> None:
+        """The parameters changed: what was gathered of them is stale."""
+        if self.gathers:
+            self._hold_shards()
+            self.gatherer.changed()
+            self.machine.line.changed()
+
+    def window_ends(self) -> None:
+        """Nothing is kept any longer than a backward."""
+        if self.gathers:
+            self.performer.send(WindowEnded(self.form.number))
+
+    # How.
+
+    def _hold_shards(self) -> None:
+        shards = [state.params.flats for state in self.states]
+        self.gatherer.hold_shards(shards, [state.device for state in self.states])
+
+    def _observer(self) -> Callable[[int, Tensor], None] | None:
+        """What is called with each group that was gathered, if anybody looks."""
+        if not any(state.setup.policy.observer for state in self.states):
+            return None
+        # From a placeholder no way may lead to a driver: see `Driver`.
+        held = weakref.ref(self)
+
+        def saw_gathered(group: int, flat: Tensor) -> None:
+            if (one := held()) is not None:
+                number, index = one.gatherer.table.state_of(group)
+                tell("gathered", one.states[number], (index, flat))
+
+        return saw_gathered
+
+    def _begin(self, phase: int, *, dropped: bool = False) -> Begin:
+        count = self.reducer.unit_count if not self.gathers else None
+        return begin_of(self.form, self.states, self.owner, phase, count, dropped=dropped)
+
+    def _after_pass(self) -> None:
+        """Expect what the ranks did from now on; let what is whole go with the state."""
+        if not self.gathers:
+            return
+        record, owner = self.machine.line.record, self.states[self.owner]
+        known = owner.schedule
+        for (index, phase), program in record.course.learned.items():
+            known = schedule.record(known, index, phase, program)
+        if known is not owner.schedule:
+            self.put(self.owner, owner.replace(schedule=known))
+        if self.form.carries and record.residency.stays:
+            self.performer.send(Settle(self.form.number))
+            pinned = sorted(self.machine.line.record.residency.pinned)
+            for number, gathered in enumerate(self.gatherer.flats_of(pinned)):
+                state = self.states[number]
+                kept = replace(state.window, gathered=gathered)
+                self.put(number, state.replace(window=kept))

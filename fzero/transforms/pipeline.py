@@ -1,0 +1,204 @@
+"""`Step`: a function that transforms have been put around, printable and in checked order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from fzero.errors import LayoutError, PhaseError
+from fzero.errors.check import refuse_module
+from fzero.state import TrainState
+
+P = ParamSpec("P")  # the arguments of a step
+R = TypeVar("R")  # what it returns
+Around = Callable[..., Any]  # (inner, state, *args, **kwargs) -> what inner returns
+
+
+class Step(Generic[P, R]):
+    """`around(fn)`: calls like `fn`, prints as `name(options) . fn`, gives `init` if it shards.
+
+    Immutable; `inner` is what it was put around, `__wrapped__` too. To a type checker it has the
+    arguments and the result of `fn`. `init_options` are options that a state for it is made with.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "_around",
+        "_init",
+        "_prepare",
+        "init_options",
+        "inner",
+        "name",
+        "options",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        inner: Callable[P, R],
+        around: Around,
+        *,
+        options: dict[str, Any],
+        init: Callable[..., Any] | None = None,
+        init_options: Mapping[str, Any] | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> None:
+        require_function(name, inner)
+        self.name, self.inner, self.options = name, inner, options
+        self._around, self._init, self._prepare = around, init, prepare
+        self.init_options = dict(init_options or {})
+        functools.update_wrapper(self, inner, updated=())
+
+    @torch._disable_dynamo
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the transformed function, with its own calling convention."""
+        return self._around(self.inner, *args, **kwargs)
+
+    def init(self, params: Any, optimizer: Any, **options: Any) -> Any:
+        """Return a new state for this step, partitioned as its `fzero.shard` says.
+
+        Args:
+            params: as in `fzero.init`; inside of `simulate` whole ones, that all ranks are given.
+            optimizer: as in `fzero.init`.
+            options: others of `fzero.init`, such as `initializer`.
+
+        Returns:
+            A state; a pytree of them if the stage or the optimizer is one; stacked [W, ...] by
+            `simulate`. A collective.
+
+        Raises:
+            PhaseError: if there is no `fzero.shard` in the step.
+            LayoutError: as `fzero.init` does.
+            AxisError: as `fzero.init` does.
+        """
+        init = self.find_init()
+        if init is None:
+            raise PhaseError(
+                f"{self!r} has no init: nothing in it says how to shard.",
+                cause="`fzero.shard` is missing.",
+                fix="wrap it: fzero.shard(step, stage=...), or call fzero.init(...).",
+            )
+        return self.prepared(init(params, optimizer, **options))
+
+    def prepared(self, state: Any) -> Any:
+        """Return a new state with what the transforms in this step put into theirs."""
+        state = self.inner.prepared(state) if isinstance(self.inner, Step) else state
+        return state if self._prepare is None else self._prepare(state)
+
+    def find_init(self) -> Callable[..., Any] | None:
+        """Return the init of the outermost transform that has one."""
+        if self._init is not None:
+            return self._init
+        return self.inner.find_init() if isinstance(self.inner, Step) else None
+
+    def names(self) -> list[str]:
+        """Return the transforms from the outside in."""
+        inner = self.inner.names() if isinstance(self.inner, Step) else []
+        return [self.name, *inner]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        head = f"{self.name}({shown})" if shown else self.name
+        return f"{head} . {describe(self.inner)}"
+
+
+class Transform(Protocol):
+    """A transform that has its options and waits for its function: what `@clip(...)` applies."""
+
+    def __call__(self, fn: Callable[P, R], /) -> Step[P, R]:
+        """Return the step."""
+        ...
+
+
+def describe(fn: Any) -> str:
+    """Return how a function shows in a pipeline."""
+    if isinstance(fn, Step):
+        return repr(fn)
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def init_options_of(fn: Any) -> dict[str, Any]:
+    """Return the options of `fzero.init` that the transforms of `fn` ask for."""
+    if not isinstance(fn, Step):
+        return {}
+    return {**init_options_of(fn.inner), **fn.init_options}
+
+
+def names_inside(fn: Any) -> list[str]:
+    """Return the names of the transforms that `fn` already has, from the outside in."""
+    return fn.names() if isinstance(fn, Step) else []
+
+
+def transform(
+    name: str,
+    fn: Callable[..., Any] | None,
+    around: Around,
+    *,
+    never_around: tuple[str, ...],
+    right: str,
+    options: dict[str, Any],
+    init_of: Callable[[Any], Callable[..., Any]] | None = None,
+    init_options: Mapping[str, Any] | None = None,
+    prepare: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return `around(fn)` as a step; without `fn`, the decorator that gives it.
+
+    never_around, right: see `require_order`. init_of: (fn) -> the init of the step.
+    """
+
+    def wrap(inner: Callable[..., Any]) -> Step[..., Any]:
+        refuse_module(name, inner)
+        require_order(name, inner, never_around=never_around, right=right)
+        return Step(
+            name,
+            inner,
+            around,
+            options=options,
+            init=init_of and init_of(inner),
+            init_options=init_options,
+            prepare=prepare,
+        )
+
+    return wrap if fn is None else wrap(fn)
+
+
+def require_function(name: str, fn: Any) -> None:
+    """Raise `LayoutError` if the transform `name` is given something else."""
+    if not callable(fn):
+        raise LayoutError(
+            f"fzero.{name} got a {type(fn).__name__}, not a function.",
+            cause="options were passed by position, or a state in place of the step.",
+            fix=f"write fzero.{name}(step_fn, ...) or @fzero.{name}(...).",
+        )
+
+
+def require_order(name: str, fn: Any, *, never_around: tuple[str, ...], right: str) -> None:
+    """Raise `LayoutError` if `fn` has a transform that `name` cannot be put around."""
+    for inside in names_inside(fn):
+        if inside in never_around:
+            raise LayoutError(
+                f"fzero.{name} around {describe(fn)}.",
+                cause=f"{name} was put around {inside}, where it cannot be right.",
+                fix=f"write {right}.",
+            )
+
+
+def returned_pair(name: str, fn: Any, returned: Any) -> tuple[Any, Any]:
+    """Return (state, aux), or raise `LayoutError` if a step did not return such a pair."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        if not isinstance(returned[1], TrainState) or isinstance(returned[0], TrainState):
+            return returned
+        raise LayoutError(
+            f"{name}: {describe(fn)} returned ({type(returned[0]).__name__}, TrainState), "
+            "not (state, aux).",
+            cause="the loss before the state: a step returns the state first, as lax.scan does.",
+            fix="end it with `return state, loss`.",
+        )
+    raise LayoutError(
+        f"{name}: {describe(fn)} returned a {type(returned).__name__}, not (state, aux).",
+        cause="the step returned only the state, or only the loss.",
+        fix="end it with `return state, loss` (or `return state, None`).",
+    )

@@ -1,0 +1,195 @@
+"""A gradient's way into a state: what a backward brought -> window, or reduced gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import performer_of
+from fzero.collectives.quantize import ErrorFeedback, residual_of
+from fzero.context.modes import in_transform, is_recorded, needs_func
+from fzero.errors import PhaseError
+from fzero.machine import Reducer
+from fzero.machine.offload import lent, placed
+from fzero.machine.parts import sum_parts
+from fzero.ranks.mesh import Runtime
+from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
+from fzero.transforms.donation import add_donated, donates, take_over
+
+
+def receive(state: TrainState, flats: Sequence[Tensor], *, used: int = progress.ALL) -> TrainState:
+    """Count one backward, and add the gradient of each group that learns.
+
+    `flats` are means over ranks, [l] (at stage 0 [W l]); in a window this rank's own, [W l].
+    `used`: the leaves that this rank has one of, bit by bit.
+    """
+    waits = state.window.is_open
+    counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
+    state = state.replace(progress=counted)
+    flats = part_of_update(state, flats)
+    return put(state, flats) if waits else accumulate(state, flats)
+
+
+def receive_local(
+    state: TrainState, reducer: Reducer, number: int, *, used: int = progress.ALL
+) -> TrainState:
+    """Count one backward, and add this rank's own gradients of state `number` of a reducer.
+
+    A state that donates has them added in the memory of those before, with no copy between.
+    """
+    waits, donated = state.window.is_open, donates(state)
+    old = state.window.pending if waits else state.gradients
+    if not old.held or not donated or state.setup.offload.gradients is not None:
+        found = reducer.states[number].pop_local(to_write=donated and not old.held)
+        placement = Placement.PARTIAL if waits else state.setup.gradients
+        return receive(state, filled(state, found, placement), used=used)
+    total: Buffers = take_over(old)
+    totals = dict(zip(state.setup.layout.trainable, total.flats, strict=True))
+    reducer.states[number].pop_local_into(totals, state.setup.policy.grad_scale)
+    counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
+    state = state.replace(progress=counted)
+    if waits:
+        return state.replace(window=dataclasses.replace(state.window, pending=total))
+    return state.replace(gradients=total)
+
+
+def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return gradients of one micro-batch times its share of an averaged update."""
+    scale = state.setup.policy.grad_scale
+    return flats if scale == 1.0 else [flat * scale for flat in flats]
+
+
+def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
+    """Return `state` with gradients of this rank, [W l], added to what waits to be reduced."""
+    new = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
+    pending = _added(state, state.window.pending, new)
+    return state.replace(window=dataclasses.replace(state.window, pending=pending))
+
+
+def accumulate(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
+    """Return `state` with means over ranks, [l] or [W l], added to its reduced gradients."""
+    new = Buffers(flats=tuple(flats), placement=state.setup.gradients)
+    return state.replace(gradients=_added(state, state.gradients, new))
+
+
+def _added(state: TrainState, old: Buffers, new: Buffers) -> Buffers:
+    """old + new where gradients of this state live; in the memory of `old` if the state donates.
+
+    Under a transform they stay where they are.
+    """
+    offload, donated = state.setup.offload, old.held and donates(state)
+    if offload.gradients is None or in_transform() or is_recorded(new.flats):
+        return add_donated(old, new, None) if donated else buffers.add(old, new)
+    if donated:
+        return add_donated(old, new, offload.gradients)
+    here = tuple(lent(flat, state.device) for flat in old.flats)
+    added = buffers.add(Buffers(flats=here, placement=old.placement), new)
+    flats = tuple(placed(offload.gradients, flat, offload) for flat in added.flats)
+    return Buffers(flats=flats, placement=added.placement)
+
+
+def reduce_window(state: TrainState) -> TrainState:
+    """Reduce what waits in the window of a state: zeros if nothing does. A collective."""
+    owned = donates(state)  # asked while the gradients are in it: they may carry a graph
+    emptied, pending = window.pop(state.window)
+    state = state.replace(window=emptied)
+    flats = take_over(pending).flats if owned else pending.flats
+    if needs_func(flats) or any(flat.requires_grad for flat in flats):
+        means = mean_of(state.setup, [lent(flat, state.device) for flat in flats])
+    else:
+        local = dict(zip(state.setup.layout.trainable, flats, strict=False))
+        del flats, pending  # a bucket is freed when it is reduced
+        state, found = reduced(state, local, owned=owned)
+        means = filled(state, found, state.setup.gradients)
+    state = accumulate(state, means)
+    return state.replace(progress=progress.saw_reduction(state.progress))
+
+
+def reduced(
+    state: TrainState, local: dict[int, Tensor], *, owned: bool
+) -> tuple[TrainState, dict[int, Tensor]]:
+    """mean_r(local_r), bucket by bucket: {group: [W l]} -> {group: its part of a gradient}.
+
+    `local` is used up: the full gradient of a bucket is freed when it has been reduced; it is
+    written to only if it is `owned`. The state that comes back knows what was lost, if gradients
+    are quantized.
+    """
+    setup, performer = state.setup, performer_of(state.setup.axis)
+    if performer is None:
+        return state, local
+    reducer = Reducer([setup], [performer.over(setup.axis)], [state.device])
+    feed_back(state, reducer.feedback(0))
+    reducer.add_waiting(0, local, owned=owned)
+    local.clear()
+    for unit in reversed(range(reducer.unit_count)):
+        reducer.start(unit)
+    reducer.wait_all()
+    return with_lost(state, reducer.feedback(0)), reducer.pop_means(0)
+
+
+def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 1.0) -> None:
+    """Give a reducer what the reductions before have lost, to send it with the next gradients.
+
+    `share`: what those are still multiplied by to be gradients of the state.
+    """
+    if feedback is None:
+        return
+    held = dict(zip(state.setup.layout.trainable, residual_of(state).flats, strict=True))
+    factor = 1 / share if state.scale is None else state.scale.scale / share
+    feedback.begin(held, factor)
+
+
+def with_lost(state: TrainState, feedback: ErrorFeedback | None) -> TrainState:
+    """Return the state with what the reductions since then have lost."""
+    changed = {} if feedback is None else feedback.changed()
+    if not changed:
+        return state
+    before = residual_of(state)
+    held = zip(state.setup.layout.trainable, before.flats, strict=True)
+    flats = tuple(changed.get(index, flat) for index, flat in held)
+    after = Buffers(flats=flats, placement=Placement.PARTIAL)
+    return state.replace(window=window.lost(state.window, before, after))
+
+
+def not_differentiable(option: str) -> PhaseError:
+    """Return the error for a step with quantized values under a transform of torch.func."""
+    return PhaseError(
+        f"{option}=True, and the step is differentiated, mapped or traced as a whole, or its "
+        "gradient does not come from a backward of its own.",
+        cause="a torch.func transform around grad_and_reduce, arguments that require grad, or "
+        "fzero.add_gradients(reduced=False) outside of a coalescing window.",
+        fix=f"leave {option} out there; transforms inside the loss are fine. In a window, "
+        "add_gradients is too.",
+    )
+
+
+def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
+    """mean_r(local_r) by collectives that torch.func differentiates: [W l] -> [l], or [W l]."""
+    if setup.axis.runtime is Runtime.LOCAL:
+        return list(local)
+    if setup.quantizes_gradients:
+        raise not_differentiable("quantized_gradients")
+    learning = setup.layout.trainable
+    sent = [setup.sent(i, x) for i, x in zip(learning, local, strict=True)]
+    summed = sum_parts(setup, sent)
+    return [
+        x.to(setup.accumulate_dtype(i)) / setup.divisor
+        for i, x in zip(learning, summed, strict=True)
+    ]
+
+
+def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement) -> list[Tensor]:
+    """Return the gradient of each group that learns: what was `found`, or zeros."""
+    setup, layout = state.setup, state.setup.layout
+    flats = []
+    for index in layout.trainable:
+        flat = found.get(index)
+        if flat is None:
+            numel = setup.numel(index, placement)
+            device = state.device
+            flat = torch.zeros(numel, dtype=setup.accumulate_dtype(index), device=device)
+        flats.append(flat)
+    return flats

@@ -1,0 +1,121 @@
+"""What a loss scale does in a step: losses times it, gradients by it, nothing from an overflow.
+
+    grad_and_reduce   loss x scale -> backward -> gradients x scale, which the state holds
+    update            found_inf(gradients) -> gradients / scale -> the optimizer, unless found
+
+Here is the one place that multiplies by the scale of a state, and divides by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.collectives import reduce_many
+from fzero.errors import PhaseError
+from fzero.machine.offload import lent
+from fzero.optim import unscaled
+from fzero.state import NAMESPACE, Buffers, Placement, TrainState, scale, window
+from fzero.state.scale import ExternalScale, LossScale, ScalePolicy
+
+
+def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
+    """Return a state whose losses are scaled so; as it is if that is so already, or for None.
+
+    Raises `PhaseError` if it holds gradients that were made with another scale, or without one.
+    """
+    held = state.scale
+    if policy is None or (held is not None and held.policy == policy):
+        return state
+    if state.progress.backwards:
+        before = "without a scale" if held is None else f"with {held.policy}"
+        raise PhaseError(
+            f"scale_loss: the state holds gradients of {state.progress.backwards} backwards "
+            f"that were made {before}; now it is {policy}.",
+            cause="scale_loss around a part of a step, or two of them between two updates.",
+            fix="put one fzero.scale_loss around the whole step.",
+        )
+    return state.replace(scale=scale.begin(policy, state.device))
+
+
+def with_value(state: TrainState) -> TrainState:
+    """Return a state whose scale is known: the user's was read, if it had to be."""
+    return state if state.scale is None else state.replace(scale=scale.read(state.scale))
+
+
+def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return gradients, that no scaled loss brought, times the scale of a state.
+
+    In fp32 if they are of 16 bits, which may not hold them with it.
+    """
+    held = scale.multiplier(state.scale)
+    if held is None:
+        return flats
+    wide = [flat.to(torch.promote_types(flat.dtype, torch.float32)) for flat in flats]
+    return [flat * held.scale.to(flat.dtype) for flat in wide]
+
+
+def without_scale(state: TrainState, flat: Tensor) -> Tensor:
+    """Return a gradient that a state holds divided by its scale; in fp32 for one of 16 bits."""
+    here, held = lent(flat, state.device), scale.multiplier(state.scale)
+    return here if held is None else unscaled(here, held.scale)
+
+
+def scales_of(states: Sequence[TrainState]) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return what to multiply a loss by, and then the gradient of each state by; None for 1.
+
+    A loss has one scale, that of the first state that has one. Gradients of another state are
+    then multiplied by its own scale over that one.
+    """
+    scaled = [state for state in states if state.scale is not None]
+    if not scaled:
+        return None, [None for _ in states]
+    first = scaled[0]
+    assert first.scale is not None
+    by = first.scale.scale
+    ones = [by.new_ones(()) if s.scale is None else s.scale.scale for s in states]
+    rest = [None if s is first else one / by for s, one in zip(states, ones, strict=True)]
+    return by, rest
+
+
+def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
+    """Return 1 if any rank's reduced gradients have an infinity or a NaN, else 0: [] fp32.
+
+    A scale that is zero or not finite counts as one. A collective where gradients are sharded.
+    """
+    flats = [flat.detach() for flat in gradients.flats if flat.numel()]
+    device = held.scale.device
+    here = (lent(flat, state.device) for flat in flats)  # one at a time
+    sizes = [torch.linalg.vector_norm(flat, ord=float("inf")) for flat in here]
+    good = [torch.isfinite(size).to(device) for size in [*sizes, 1 / held.scale]]
+    found = (~torch.stack(good).all()).to(torch.float32)
+    # Whole gradients are the same on every rank; a scale of the user's need not be.
+    if gradients.placement is not Placement.REPLICATED or isinstance(held.policy, ExternalScale):
+        ordered = state.setup.reduction.ordered
+        found = reduce_many([found], state.setup.axis, ordered=ordered)[0].clamp(max=1)
+    return found
+
+
+def chosen(found: Tensor, old: Any, new: Any) -> Any:
+    """Return `old` where there was an overflow, else `new`: two pytrees of one structure."""
+    skips = found != 0
+
+    def of(before: Any, after: Any) -> Any:
+        if before is after or not isinstance(after, Tensor):
+            return after
+        return torch.where(skips, before, after)
+
+    return optree.tree_map(of, old, new, namespace=NAMESPACE)
+
+
+def after_update(state: TrainState, found: Tensor | None) -> dict[str, Any]:
+    """Return `step`, `window` and `scale` after an update; a skipped one does not count."""
+    changed = {"window": window.after_update(state.window, found)}
+    if found is None or state.scale is None:
+        return {"step": state.step + 1, **changed}
+    made = (1 - found).to(state.step.dtype)
+    return {"step": state.step + made, "scale": scale.after_update(state.scale, found), **changed}

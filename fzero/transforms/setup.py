@@ -1,0 +1,197 @@
+"""From parameters, an optimizer and options to the setup of a state: compared by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import assert_same_everywhere, told_everywhere
+from fzero.context.here import is_abstract
+from fzero.errors import LayoutError
+from fzero.machine.memory import Held, require_apart
+from fzero.machine.offload import require_folder
+from fzero.machine.partition import named_leaves, plan_layout, unit_of
+from fzero.optim import (
+    as_optimizer,
+    require_elementwise,
+    require_leafwise,
+    require_precision,
+    require_real_views,
+)
+from fzero.ranks.mesh import Axis, Runtime
+from fzero.state import Layout, Setup
+from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.offload import Offload, as_offload
+from fzero.state.precision import Autocast, Owners, as_autocast, owners_of
+from fzero.transforms.state_options import SharedOptions, bucket_at, check_quantized
+
+COMPARED = "the layout of the parameters"
+"""What ranks compare before a state is made, and what an error before that is told as."""
+
+
+def plan(
+    params: Any,
+    optimizer: Any,
+    *,
+    stage: int,
+    axis: Axis,
+    options: SharedOptions,
+    units: Callable[[str], str] = unit_of,
+    trainable: Callable[[str], bool] | None = None,
+    owners: Mapping[str, Owners] | None = None,
+) -> Setup:
+    """Return what a state of `params` will be, the same on every rank. Touches no value.
+
+    `owners`: of each path, for autocast; None: as `functionalize` has noted it on the tensors.
+    Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
+    whole from one update to the next (stage 3).
+
+    Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
+    """
+    with told_everywhere(axis, what=COMPARED):
+        autocast = as_autocast(options.autocast)
+        named = dict(zip(*named_leaves(params)[:2], strict=True))
+        require_apart([Held(path, x) for path, x in named.items()])
+        parts = stage > 0 and axis.size > 1
+        whole = parts and options.whole_parameters
+        chosen = _bound(optimizer, named, parts=parts, whole=whole)
+        small = _small(named, options.persistence_threshold_numel, stage, axis)
+        layout = plan_layout(
+            params,
+            ranks=axis.shards.size,
+            replicas=axis.replicas.size,
+            # A rule that needs whole leaves, which no rank has parts of, wants a group for each.
+            grouped=_travels(axis, options.offload) and (whole or chosen.elementwise),
+            bucket_bytes=_bucket(named, stage, axis, options, chosen),
+            unit=_apart(units, small) if small else units,
+            trainable=trainable,
+            kind=_kinds(chosen, named),
+            whole=_whole_in(chosen, axis, options) if whole else None,
+            lowered=None if autocast is None else _lowered(autocast, named, owners),
+        )
+        setup = Setup(
+            stage=stage,
+            axis=axis,
+            layout=_quantized(layout) if options.gathering.quantized_weights else layout,
+            optimizer=chosen,
+            optimizer_over=options.optimizer_over,
+            reduction=check_quantized(stage, axis, options.reduction, options.gathering),
+            gathering=replace(options.gathering, persistent=_units_of(layout, small)),
+            offload=as_offload(options.offload, stage, _device(named)),
+        )
+        said = facts(_checked(setup), autocast)
+    assert_same_everywhere(said, axis, what=COMPARED)
+    return setup
+
+
+def _checked(setup: Setup) -> Setup:
+    require_folder(setup.offload)
+    require_precision(setup.optimizer, setup.layout.leaves, setup.reduction)
+    for leaf in setup.layout.leaves:
+        wanted = setup.reduction.accumulate_dtype
+        if leaf.dtype.is_complex and leaf.trainable and wanted in SIXTEEN_BIT:
+            raise LayoutError(
+                f"accumulate_dtype={wanted} with the complex parameter {leaf.path}.",
+                cause="an option for a model of 16 bits; there are no complex numbers of 16 bits.",
+                fix="leave accumulate_dtype out: gradients add up in the parameter's precision.",
+            )
+    return setup
+
+
+def _device(named: Mapping[str, Tensor]) -> torch.device:
+    """Where the model computes: where its parameters are, before any of them is offloaded."""
+    real = (p.device for p in named.values() if is_abstract() or not p.is_meta)
+    return next(real, torch.get_default_device())
+
+
+def _small(named: Mapping[str, Tensor], most: int, stage: int, axis: Axis) -> set[str]:
+    """The leaves that stay whole between updates, where they are gathered at all."""
+    gathers = stage == 3 and axis.shards.size > 1 and most > 0
+    return {path for path, x in named.items() if x.numel() <= most} if gathers else set()
+
+
+def _travels(axis: Axis, offload: Offload | None) -> bool:
+    """Whether parameters cross ranks, or come from elsewhere: then they travel in groups."""
+    offloaded = getattr(offload, "params", None) is not None
+    return axis.runtime is not Runtime.LOCAL or offloaded
+
+
+def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: bool) -> Any:
+    """The optimizer for these parameters: it must be one that may update `parts` of them."""
+    chosen = as_optimizer(optimizer).bind(named)
+    require_real_views(chosen, named)
+    if whole:
+        require_leafwise(chosen)
+    elif parts:
+        require_elementwise(chosen)
+    return chosen
+
+
+def _bucket(
+    named: Mapping[str, Tensor], stage: int, axis: Axis, options: SharedOptions, chosen: Any
+) -> int | None:
+    """The size of a bucket; where leaves stay whole, by default one that ranks can share."""
+    size = bucket_at(stage, options.bucket_bytes)
+    if size is None or not options.whole_parameters or options.bucket_bytes is not None:
+        return size
+    whole = [x.nbytes for path, x in named.items() if chosen.needs_whole(path)]
+    return max(size, axis.size * max(whole, default=0))
+
+
+def _whole_in(chosen: Any, axis: Axis, options: SharedOptions) -> Callable[[str], int]:
+    """In how many parts the optimizer has a flat of leaves that may not be cut; of others 1."""
+    parts = axis.shards.size if options.optimizer_over == "shard" else axis.size
+    return lambda path: parts if chosen.needs_whole(path) else 1
+
+
+def _kinds(chosen: Any, named: Mapping[str, Tensor]) -> Callable[[str], tuple[int, int]]:
+    """Which leaves may be in one flat: those with as many dims, for rules that look at them."""
+    return lambda p: (chosen.group_of(p), named[p].ndim if chosen.needs_whole(p) else 0)
+
+
+def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
+    """Return what all ranks must have in common, a line for each fact."""
+    options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}"
+    mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}"
+    leaves = setup.layout.leaves
+    return [
+        f"stage {setup.stage}, {options}",
+        mesh,
+        *setup.optimizer.describe(leaves),
+        *setup.layout.describe(),
+    ]
+
+
+def _lowered(
+    autocast: Autocast, named: Mapping[str, Tensor], owners: Mapping[str, Owners] | None
+) -> Callable[[str], torch.dtype | None]:
+    """path -> the lower dtype in which it crosses ranks, if it does."""
+    if owners is None:
+        owners = {path: owners_of(p) for path, p in named.items()}
+    return lambda path: autocast.communication_dtype(path, named[path], owners[path])
+
+
+def _apart(units: Callable[[str], str], small: Collection[str]) -> Callable[[str], str]:
+    """The units, with those leaves in units of their own."""
+    return lambda path: f"{units(path)} (small)" if path in small else units(path)
+
+
+def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
+    """The units that hold nothing but those leaves."""
+    return tuple(
+        number
+        for number, unit in enumerate(layout.units)
+        if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
+    )
+
+
+def _quantized(layout: Layout) -> Layout:
+    """The layout whose floating groups stage 3 gathers as int8 blocks; on one rank as it is."""
+    if layout.ranks == 1:
+        return layout
+    groups = [replace(group, quantized=group.dtype.is_floating_point) for group in layout.groups]
+    return replace(layout, groups=tuple(groups))

@@ -1,0 +1,57 @@
+"""Pytrees of train states: one state, or several models under one loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import optree
+
+from fzero.errors import LayoutError
+from fzero.state import NAMESPACE, TrainState
+from fzero.transforms.pipeline import returned_pair
+
+S = TypeVar("S")  # a state, or a pytree of them
+
+
+def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTreeSpec]:
+    """Return the states in `tree` and its structure; raise `LayoutError` for other leaves."""
+    leaves, treespec = optree.tree_flatten(tree, is_leaf=is_state, namespace=NAMESPACE)
+    for leaf in leaves:
+        if not is_state(leaf):
+            raise LayoutError(
+                f"{name}: expected a TrainState or a pytree of them, got a {type(leaf).__name__}.",
+                cause="parameters, or an engine, were passed in the place of a state.",
+                fix="make one with train_step.init(params, optimizer) or fzero.init(...); "
+                "an engine's is engine.state.",
+            )
+    if not leaves:
+        raise LayoutError(
+            f"{name}: there is no TrainState in {type(tree).__name__}.",
+            cause="an empty container or None was passed as the state.",
+            fix="pass the state that init or the last step returned.",
+        )
+    return leaves, treespec
+
+
+def map_states(name: str, fn: Callable[[TrainState], TrainState], tree: Any) -> Any:
+    """Apply `fn` to every state in `tree`."""
+    states, treespec = flatten_states(name, tree)
+    return optree.tree_unflatten(treespec, [fn(state) for state in states])
+
+
+def under_policy(
+    name: str, inner: Callable[..., Any], state: Any, arguments: Any, **asked: Any
+) -> tuple[Any, Any]:
+    """Call a step with `asked` in the policies of its states, which are as before afterwards."""
+    args, kwargs = arguments
+    policy = flatten_states(name, state)[0][0].setup.policy
+    before = {key: getattr(policy, key) for key in asked}
+    given = map_states(name, lambda one: one.replace_policy(**asked), state)
+    state, aux = returned_pair(name, inner, inner(given, *args, **kwargs))
+    return map_states(name, lambda one: one.replace_policy(**before), state), aux
+
+
+def is_state(node: Any) -> bool:
+    """Whether a node of a pytree is a state: a leaf, where states are mapped over."""
+    return isinstance(node, TrainState)

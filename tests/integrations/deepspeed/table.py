@@ -1,0 +1,92 @@
+"""The tables of docs/deepspeed_config.md, made of the table in code.
+
+python -m tests.integrations.deepspeed.table      writes them
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from fzero.integrations.deepspeed._keys import Key, Use
+from fzero.integrations.deepspeed._zero_keys import KEYS, RENAMED
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "deepspeed_config.md"
+BEGIN, END = "<!-- The tables below are made of the code. -->", "<!-- End of the tables. -->"
+
+
+def tables() -> str:
+    """Return the tables, in Markdown."""
+    used = [key for key in KEYS.values() if key.use in (Use.OPTION, Use.READ)]
+    return "\n".join(
+        [
+            "## Keys that are used",
+            "",
+            _table(("key", "default", "here"), [_used(key) for key in used]),
+            "## Keys that are harmless",
+            "",
+            "Any value is taken: it changes nothing here.",
+            "",
+            _table(("key", "default", "why"), _rows(Use.HARMLESS)),
+            "## Keys that must have DeepSpeed's default",
+            "",
+            _table(("key", "default", "in the place of another value"), _rows(Use.REFUSED)),
+            "## Sections that must be off",
+            "",
+            _table(("section", "off", "in its place"), _rows(Use.SECTION)),
+            "## Other names",
+            "",
+            _table(("name", "stands for"), [_renamed(name) for name in RENAMED]),
+        ]
+    ).rstrip()
+
+
+def with_tables(text: str) -> str:
+    """Return the document with the tables in their place."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _rows(use: Use) -> list[tuple[str, ...]]:
+    keys = [key for key in KEYS.values() if key.use is use]
+    return [(f"`{key.path}`", _default(key), key.says) for key in keys]
+
+
+def _used(key: Key) -> tuple[str, ...]:
+    says = f"`Engine({key.says}=)`" if key.use is Use.OPTION else key.says
+    return f"`{key.path}`", _default(key), says
+
+
+def _default(key: Key) -> str:
+    if key.use is Use.SECTION:
+        switch, off = key.default
+        return "left out" if switch is None else f"`{switch}` = {_shown(off)}"
+    return _shown(key.default)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if value == sys.maxsize:
+        return "sys.maxsize"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        f"{value:g}" if isinstance(value, float) else f"{value:,}" if value != str(value) else value
+    )
+
+
+def _renamed(name: str) -> tuple[str, ...]:
+    new, values = RENAMED[name]
+    shown = "" if values is None else ": true is cpu, false is none"
+    return f"`{name}`", f"`{new}`{shown}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))

@@ -1,0 +1,225 @@
+"""The matrix finds what is wrong in a step, in an engine, and in fzero; it finds nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fzero.tools.certify._models import Dyadic, batch, dyadic_loss
+from torch import Tensor
+
+import fzero
+from fzero.collectives.quantize import ErrorFeedback
+from fzero.tools.certify import Report
+from tests.tools.certify import faults
+
+SGD = functools.partial(torch.optim.SGD, lr=2.0**-4, momentum=0.5)
+CLIPPED = {"unclipped", "norm_is_local"}  # faults that show where gradients are clipped, only
+WIRED: dict[str, dict[str, Any]] = {  # and faults that show in other cells than the plainest
+    "replicas_are_not_reduced": {"meshes": "replicas", "worlds": 4},
+    "divides_always_by_the_ranks": {"reductions": "sum", "wires": "predivided"},
+}
+PLAIN: dict[str, Any] = {
+    "loss_scales": "1",
+    "windows": "each",
+    "buckets": "64",
+    "offload": "none",
+    "meshes": "flat",
+    "reductions": "mean",
+    "wires": "own",
+}
+QUIET = {"keeps_a_stale_batch", "Stale"}  # whose first gradient is right
+
+
+def matrix(stages: Any = (0, 2), clipping: str = "off", **options: Any) -> Report:
+    given: dict[str, Any] = {**PLAIN, "worlds": 2, **options}
+    return fzero.certify(
+        Dyadic(),
+        dyadic_loss,
+        batch,
+        optimizer=SGD,
+        stages=stages,
+        micro_batches=2,
+        precisions="fp64",
+        clipping=clipping,
+        **given,
+    )
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    both = {"step": faults.good_step, "engine": fzero.adapter.Engine}
+    report = matrix(windows=("each", "accumulate"), offload=("none", "disk"), stages=3, **both)
+    assert report and all(cell.exact and cell.agrees("loss") for cell in report.cells)
+    assert {cell.at["drivers"] for cell in report.cells} == {"step", "engine"}
+
+
+def test_nothing_is_found_on_other_meshes_and_wires() -> None:
+    every = {"meshes": ("flat", "replicas", "replicas-all"), "reductions": ("mean", "sum")}
+    report = matrix(3, worlds=4, wires=("own", "predivided", "bf16", "int8"), **every)
+    assert report, report
+    assert {cell.at["wires"] for cell in report.cells if cell.exact} == {"own", "predivided"}
+
+
+def test_a_sum_in_another_order_is_no_fault() -> None:
+    random = [torch.randn(3, 4) for _ in range(8)]
+    report = fzero.certify(
+        torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.LayerNorm(3)),
+        lambda model, x: model(x).square().mean() + model(x).sum(),
+        random,
+        step=faults.reordered_step,
+        stages=(0, 3),
+        worlds=2,
+        micro_batches=2,
+        precisions=("fp64", "bf16"),
+        **PLAIN,
+    )
+    assert report, report
+    assert not any(cell.exact for cell in report.cells)
+
+
+@pytest.mark.parametrize("name", faults.STEPS)
+def test_a_fault_in_a_step_is_found(name: str) -> None:
+    report = matrix(step=faults.STEPS[name], stages=(0, 3))
+    assert len(report.failures) == len(report.cells) == 2
+    for cell in report.failures:
+        assert cell.at["drivers"] == "step" and not cell.error
+        gradient = cell.agrees("gradient")
+        assert gradient is (name in QUIET)
+        assert cell.agrees("update") is False
+
+
+def test_the_first_parameter_that_differs_is_named_with_both_values() -> None:
+    report = matrix(step=faults.adds_a_parameter_twice, stages=3)
+    (cell,) = report.failures
+    difference = cell.checks[1].difference
+    assert difference is not None and difference.parameter == "shift"
+    assert difference.found == 2 * difference.wanted != 0
+    assert f"shift: {difference.found:.15g} and not {difference.wanted:.15g}" in repr(report)
+    assert "stages 3, worlds 2" in repr(report)
+
+
+@pytest.mark.parametrize("name", faults.ENGINES)
+def test_a_fault_in_an_engine_is_found(name: str) -> None:
+    clipping = "on" if name in CLIPPED else "off"
+    report = matrix(engine=faults.ENGINES[name], clipping=clipping)
+    assert len(report.failures) == len(report.cells) == 2
+    for cell in report.failures:
+        assert cell.at["drivers"] == "engine"
+        if name == "raising":
+            assert cell.error == "RuntimeError: no such device\n(raised on virtual rank 0 of 2)"
+        elif name in ("Misreports", "Misrounds"):
+            assert [cell.agrees(what) for what in ("gradient", "norm", "update")] == [1, 0, 1]
+        elif name == "Drifts":  # by a bit: the gradient of rank 1 differs by as much
+            assert cell.agrees("update") is False and cell.exact
+            assert "all bits must be equal" in cell.describe()
+        else:
+            assert cell.agrees("gradient") is (name in QUIET)
+            assert cell.agrees("update") is False
+
+
+@pytest.mark.parametrize("name", faults.PATCHES)
+def test_a_fault_in_fzero_is_found_by_both_drivers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.PATCHES[name](monkeypatch)
+    options = {"clipping": "on" if name in CLIPPED else "off", **WIRED.get(name, {})}
+    report = matrix(stages=2, **options)
+    assert {cell.at["drivers"] for cell in report.failures} == {"step", "engine"}
+    for cell in report.failures:
+        assert cell.agrees("update") is False
+    monkeypatch.undo()
+    assert matrix(stages=2, **options)
+
+
+def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    int8: dict[str, Any] = {**PLAIN, "wires": "int8"}
+
+    def run() -> Report:
+        return fzero.certify(
+            {"w": torch.linspace(-1, 1, 99)},
+            lambda params, x: (params["w"] * x).sum(),
+            lambda number: torch.cat([torch.full((98,), 1.4 / 127), torch.ones(1)]),
+            optimizer=functools.partial(torch.optim.SGD, lr=2.0**-4),
+            updates=40,  # 0.4 of a level is lost in each
+            stages=2,
+            worlds=2,
+            micro_batches=1,
+            precisions="fp64",
+            clipping="off",
+            **int8,
+        )
+
+    assert run()
+    begin = ErrorFeedback.begin
+    monkeypatch.setattr(
+        ErrorFeedback,
+        "begin",
+        lambda self, held, factor: begin(
+            self, {index: torch.zeros_like(x) for index, x in held.items()}, factor
+        ),
+    )
+    (cell,) = run().failures
+    assert "w[" in cell.describe()
+
+
+class Stalls(fzero.adapter.Engine):
+    """Masters are what they were before the update."""
+
+    def step(self) -> bool:
+        before = [master.clone() for master in self.state.optimizer.masters]
+        done = super().step()
+        for master, old in zip(self.state.optimizer.masters, before, strict=True):
+            master.copy_(old)
+        return done
+
+
+def test_masters_that_do_not_move_are_found_by_a_small_learning_rate() -> None:
+    slow = functools.partial(torch.optim.SGD, lr=2.0**-14)
+    few = PLAIN | {"stages": (1, 2), "worlds": 2, "micro_batches": 1, "clipping": "off"}
+    few |= {"precisions": "bf16"}
+
+    def run(engine: Any) -> Report:
+        return fzero.certify(Dyadic(), dyadic_loss, batch, engine=engine, optimizer=slow, **few)
+
+    assert run(fzero.adapter.Engine)
+    report = run(Stalls)
+    assert len(report.failures) == len(report.cells) == 2
+
+
+def test_a_cell_that_a_factory_does_not_have_neither_passes_nor_fails() -> None:
+    def engine(module: Any, optimizer: Any, **options: Any) -> Any:
+        if options["stage"] == 3:
+            raise NotImplementedError("no stage 3")
+        return fzero.adapter.Engine(module, optimizer, **options)
+
+    report = matrix(engine=engine, stages=(0, 3))
+    left = [cell for cell in report.cells if cell.unsupported]
+    assert report and [cell.unsupported for cell in left] == ["no stage 3"]
+    assert not left[0].passed and not left[0].failed
+    assert "not supported" in repr(report)
+    assert not matrix(engine=engine, stages=3)  # nothing was shown
+
+
+def test_a_pytree_of_parameters_is_certified_by_steps() -> None:
+    shared = torch.tensor([1.0, -2.0, 3.0])
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    params = {"a": shared, "b": [shared, frozen, torch.ones(())]}
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        tied, fixed, scale = params["b"]
+        return 12 * ((params["a"] * x).sum() * scale + tied.sum() + fixed.sum())
+
+    def wrong(loss_fn: Callable[..., Tensor], **options: Any) -> Any:
+        return faults.scales_twice(loss_fn)
+
+    batches = [torch.tensor([1.0, 2.0, i]) for i in range(12)]
+    few: dict[str, Any] = {"stages": (0, 3), "worlds": 3, "micro_batches": 2, "precisions": "fp64"}
+    few |= {"clipping": "off", **PLAIN}
+    report = fzero.certify(params, loss, batches, optimizer=SGD, **few)
+    assert report and any(cell.exact for cell in report.cells)
+    assert not fzero.certify(params, loss, batches, optimizer=SGD, step=wrong, **few)

@@ -1,0 +1,247 @@
+"""Nothing is found where only sums are in another order, or numbers in a coarser dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from tests.strategies import stages, worlds
+from tests.tools.diff.runs import batches, loss, run, step_with, updated
+from tests.tools.diff.wrong_reductions import forgets_the_reduction
+
+OPTIMIZERS = {
+    "adamw": fzero.optim.adamw(0.01),
+    "adam": fzero.optim.adam(0.01, weight_decay=0.1),
+    "sgd": fzero.optim.sgd(0.1, momentum=0.9),
+    "lion": fzero.optim.lion(0.01),
+    "torch": fzero.optim.from_torch(lambda ps: torch.optim.AdamW(ps, lr=0.01)),
+}
+
+
+def shuffled(order: list[int], factor: float) -> Any:
+    def step(state: Any, batch: Any) -> Any:
+        return updated(state, [x[order] for x in batch], lambda p, x: factor * loss(p, x))
+
+    return step
+
+
+@st.composite
+def runs(draw: st.DrawFn, factor: float, **same: Any) -> fzero.Run:
+    """A run of the one program: any world, stage, order, buckets and transforms."""
+    body: Any = shuffled(list(draw(st.permutations(range(3)))), factor)
+    body = fzero.coalesce(body) if draw(st.booleans()) else body
+    body = fzero.clip(body, max_norm=0.1 * factor) if same.pop("clips") else body
+    body = fzero.scale_loss(body, 1024.0) if draw(st.booleans()) else body
+    options = {
+        "bucket_bytes": draw(st.sampled_from([16, 64, 10**6])),
+        "ordered": draw(st.booleans()),
+        "donate": draw(st.booleans()),
+        "reshard_after_forward": draw(st.sampled_from([True, False, "window"])),
+    }
+    return run(body, draw(stages), draw(worlds), calls=2, micro_batches=3, **options, **same)
+
+
+@settings(
+    max_examples=max(6, settings().max_examples // 10), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(data=st.data())
+def test_any_order_of_sums(data: st.DataObject) -> None:
+    same = {
+        "optimizer": OPTIMIZERS[data.draw(st.sampled_from([*OPTIMIZERS]))],
+        "dtype": data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16])),
+        "clips": data.draw(st.booleans()),
+    }
+    factor = data.draw(st.sampled_from([1.0, 1e-3, 300.0]))
+    found = fzero.diff(data.draw(runs(factor, **same)), data.draw(runs(factor, **same)))
+    assert found is None, found
+
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({}, {"dtype": HALF, "stage": 3, "world_size": 2}),
+        ({"dtype": HALF, "world_size": 2}, {"stage": 2, "world_size": 2}),
+        ({}, {"body": fzero.autocast(updated, dtype=HALF), "stage": 3, "world_size": 3}),
+        ({}, {"communication_dtype": HALF, "stage": 2, "world_size": 4}),
+        ({}, {"quantized_gradients": True, "stage": 2, "world_size": 3}),
+        ({}, {"quantized_weights": True, "stage": 3, "world_size": 2}),
+        ({}, {"mesh": (2, 2), "stage": 3, "world_size": 4}),
+        ({}, {"mesh": (2, 2), "stage": 2, "world_size": 4, "optimizer_over": "all"}),
+        ({"reduce_op": "sum"}, {"stage": 2, "world_size": 3, "gradient_predivide_factor": 3.0}),
+        ({}, {"body": lambda s, b: forgets_the_reduction(s, b, reduced=False), "stage": 3}),
+    ],
+    ids=lambda options: ", ".join(map(str, options)) or "plain",
+)
+def test_what_the_options_ask_for(a: Any, b: Any) -> None:
+    found = fzero.diff(run(**{"calls": 2, **a}), run(**{"calls": 2, **b}))
+    assert found is None, found
+
+
+def test_a_sum_of_other_losses_over_more_ranks() -> None:
+    """Divided by the ranks in the loss, and then summed: the gradient is the mean."""
+    shared = step_with(lambda p, x: loss(p, x) / fzero.axis_size())
+    assert fzero.diff(run(), run(shared, 2, 3, reduce_op="sum")) is None
+
+
+def test_one_batch_as_micro_batches() -> None:
+    def whole(state: Any, batch: Any) -> Any:
+        state, _ = fzero.grad_and_reduce(loss, state)(batch)
+        return fzero.apply_gradients(state), None
+
+    def flat(one: fzero.Run, world_size: int) -> fzero.Run:
+        made = [[x.flatten(1, 2) for x in batch] for batch in batches(world_size, 2)]
+        return fzero.Run(
+            step=one.step,
+            params=one.params,
+            optimizer=one.optimizer,
+            batches=[tuple(batch) for batch in made],
+            world_size=world_size,
+        )
+
+    parts = fzero.coalesce(fzero.accumulate(whole, steps=2))
+    assert fzero.diff(flat(run(whole), 1), flat(run(parts, 3, 2), 2)) is None
+
+
+def test_masks_that_are_drawn_alike_and_dtypes_that_a_loss_fixes() -> None:
+    """A loss in fp32 cannot be computed in float64; it is compared as it is."""
+
+    def fixed(p: Any, batch: Any) -> Tensor:
+        table = torch.ones(3, 3, dtype=torch.float32)
+        return loss(p, batch) + (p["second"]["bias"] @ table).square().mean()
+
+    def dropped(p: Any, batch: Any) -> Tensor:
+        return loss(p, (torch.dropout(batch[0], 0.3, train=True), batch[1]))
+
+    for body in (step_with(fixed), step_with(dropped)):
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        assert fzero.diff(run(body, 0, 2, calls=2), run(body, 3, 2, calls=2)) is None
+        assert torch.equal(torch.get_rng_state(), before)
+    doubled = step_with(lambda p, x: 2 * fixed(p, x))
+    found = fzero.diff(run(step_with(fixed)), run(doubled, 2, 2))
+    assert found is not None and found.compared_in is torch.float32
+
+
+@pytest.mark.parametrize("seed", [8, 12])  # in which the two orders give two signs
+def test_a_gradient_that_cancels_has_no_sign_to_compare(seed: int) -> None:
+    """Lion moves by the sign of a gradient; here one of 2000 is zero but for rounding."""
+    source = torch.Generator().manual_seed(seed)
+    x = torch.rand(6, 2000, generator=source, dtype=torch.float64)
+    x[5, 0] = -x[:5, 0].sum()
+    orders = [torch.randperm(6, generator=source) for _ in range(2)]
+
+    def step(state: Any, batch: Tensor) -> Any:
+        for row in batch:  # one example after the other
+            state, _ = fzero.grad_and_reduce(lambda p, row: (p["w"] * row).sum(), state)(row)
+        return fzero.apply_gradients(state), None
+
+    def one(order: Tensor, stage: int, world_size: int) -> fzero.Run:
+        return fzero.Run(
+            step=fzero.shard(step, stage=stage),
+            params={"w": torch.ones(2000, dtype=torch.float64)},
+            optimizer=OPTIMIZERS["lion"],
+            batches=[x[order].view(world_size, -1, 2000) * world_size],
+            world_size=world_size,
+        )
+
+    assert fzero.diff(one(orders[0], 0, 1), one(orders[1], 2, 2)) is None
+
+
+def test_a_gradient_below_the_rounding_of_its_leaf_has_no_sign_to_compare() -> None:
+    """As that of the bias of attention's keys: it is zero, but for the rounding inside a loss."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).mean(0).sum(), state)(x)
+        return fzero.apply_gradients(state), None
+
+    def one(tiny: float, stage: int, world_size: int) -> fzero.Run:
+        x = torch.rand(6, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        x[:, 3] = tiny
+        return fzero.Run(
+            step=fzero.shard(step, stage=stage),
+            params={"w": torch.ones(20, dtype=torch.float64)},
+            optimizer=OPTIMIZERS["lion"],
+            batches=[x.view(world_size, -1, 20)],
+            world_size=world_size,
+        )
+
+    assert fzero.diff(one(1e-17, 0, 1), one(-1e-17, 2, 2)) is None
+    found = fzero.diff(one(1e-12, 0, 1), one(-1e-12, 2, 2))
+    assert found is not None and found.path == "w" and found.index == (3,)
+
+
+def test_a_chaotic_run_stays_beside_the_other_one() -> None:
+    """p' = 3.9 p (1 - p): alone, rounding would be beyond every bound after 30 calls."""
+
+    def energy(p: Any, w: Tensor) -> Tensor:
+        x = p["x"]
+        return (w * (x**2 / 2 - 3.9 * (x**2 / 2 - x**3 / 3))).mean()
+
+    def step(state: Any, w: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(energy, state)(w)
+        return fzero.apply_gradients(state), None
+
+    def chaotic(stage: int, world_size: int) -> fzero.Run:
+        weights = torch.tensor([0.1, 0.7, 1.3, 1.9, 0.3, 1.7], dtype=torch.float64)
+        return fzero.Run(
+            step=fzero.shard(step, stage=stage),
+            params={"x": torch.tensor(0.3, dtype=torch.float64)},
+            optimizer=fzero.optim.sgd(1.0),
+            batches=[weights.view(world_size, -1)] * 30,
+            world_size=world_size,
+        )
+
+    assert fzero.diff(chaotic(0, 1), chaotic(2, 3)) is None
+
+
+def with_column(values: list[float], optimizer: Any, stage: int, world_size: int) -> fzero.Run:
+    """Updates one after the other in a call; the gradient of element 3 is of these sizes."""
+
+    def step(state: Any, batch: Tensor) -> Any:
+        for x in batch:
+            state, _ = fzero.grad_and_reduce(bent, state)(x)
+            state = fzero.apply_gradients(state)
+        return state, None
+
+    def bent(p: Any, x: Tensor) -> Tensor:
+        return ((p["w"] + p["w"] ** 2 / 2) * x).mean(0).sum()
+
+    source = torch.Generator().manual_seed(0)
+    x = torch.rand(len(values), 6, 20, generator=source, dtype=torch.float64)
+    for k, value in enumerate(values):
+        x[k, :, 3] = value
+    batch = x.view(len(values), world_size, -1, 20).transpose(0, 1).contiguous()
+    return fzero.Run(
+        step=fzero.shard(step, stage=stage),
+        params={"w": torch.full((20,), 0.5, dtype=torch.float64)},
+        optimizer=optimizer,
+        batches=[batch],
+        world_size=world_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sizes"),
+    [("adamw", (1e-8, 1e-8 + 1e-15)), ("adam", (1e-8, 1e-8 + 1e-15)), ("lion", (1e-17, -1e-17))],
+)
+@pytest.mark.parametrize("rest", [[], [0.3]], ids=["one update", "two updates"])
+def test_what_an_optimizer_makes_of_rounding_is_no_difference(
+    optimizer: str, sizes: tuple[float, float], rest: list[float]
+) -> None:
+    """Adam near |g| = eps, and Lion near 0, make updates that differ of gradients that do not.
+
+    In a second update of the same call they would be other parameters.
+    """
+    a, b = (with_column([size, *rest], OPTIMIZERS[optimizer], 0, 1) for size in sizes)
+    other = with_column([sizes[1], *rest], OPTIMIZERS[optimizer], 3, 2)
+    assert fzero.diff(a, b) is None
+    assert fzero.diff(a, other) is None

@@ -1,0 +1,156 @@
+"""The doctor finds what is wrong with a collective, names it, and finds nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from fzero.tools.doctor._transforms import TRANSFORMS
+
+from fzero.__main__ import main
+from fzero.tools.doctor import Report, Section, Subject, examine
+from tests.tools.doctor import planted
+
+pytestmark = pytest.mark.xdist_group("gloo")
+DERIVATIVES = [name for name in TRANSFORMS if name != "value"]
+
+
+def section(run: Any, dtypes: tuple[str, ...] = ("fp64", "bf16"), *transforms: str) -> Section:
+    return Section(
+        title="planted",
+        subjects=(Subject(name=run.__name__, run=run, kind="reduce"),),
+        transforms=transforms or tuple(TRANSFORMS),
+        dtypes=dtypes,
+        tolerated=("right",),
+    )
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """Every fault that leaves the ranks alive, and a collective without one, on one pair."""
+    few = ("fp32",), "value"
+    sections = {
+        "max": section(planted.on_a_backend_that_takes_the_largest, *few),
+        "mean": section(planted.with_a_mean_for_a_sum),
+        "zero": section(planted.with_a_gradient_of_zero),
+        "own": section(planted.with_the_gradient_of_its_own_part),
+        "rank": section(planted.that_is_wrong_on_rank_1, *few),
+        "raises": section(planted.that_raises_on_rank_1, *few),
+        "dtype": section(planted.in_another_dtype, ("bf16",), "value"),
+        "right": section(planted.that_is_right, ("fp64", "bf16", "int8")),
+    }
+    return examine(sections)
+
+
+def found(report: Report, name: str) -> dict[tuple[str, str], tuple[str, str]]:
+    return {
+        (cell.check.transform, cell.check.dtype): (cell.finding.verdict, cell.finding.seen)
+        for cell in report.cells
+        if cell.section == name
+    }
+
+
+def verdicts(report: Report, name: str) -> dict[str, set[str]]:
+    by: dict[str, set[str]] = {}
+    for (transform, _), (verdict, _) in found(report, name).items():
+        by.setdefault(transform, set()).add(verdict)
+    return by
+
+
+def test_a_wrong_reduce_operation_is_named(report: Report) -> None:
+    ((verdict, seen),) = found(report, "max").values()
+    assert verdict == "wrong" and seen.endswith("; it is what MAX over ranks gives, not SUM")
+    verdict, seen = found(report, "mean")["value", "bf16"]
+    assert verdict == "wrong" and seen.endswith("; it is 0.5 times what it must be")
+    assert all(kinds == {"wrong"} for kinds in verdicts(report, "mean").values())
+
+
+def test_a_gradient_that_is_silently_zero_is_named(report: Report) -> None:
+    by = verdicts(report, "zero")
+    assert by.pop("value") == {"right"}
+    assert by == {name: {"zero"} for name in DERIVATIVES}
+    told = report.text()
+    assert "FAULT: with_a_gradient_of_zero, grad(grad), fp64 bf16: zero: all zeros, and it" in told
+
+
+def test_a_gradient_that_leaves_other_ranks_out_is_wrong_and_the_value_right(
+    report: Report,
+) -> None:
+    by = verdicts(report, "own")
+    assert by.pop("value") == {"right"}
+    assert by == {name: {"wrong"} for name in DERIVATIVES}
+
+
+def test_one_rank_is_enough(report: Report) -> None:
+    ((verdict, seen),) = found(report, "rank").values()
+    assert verdict == "wrong" and seen.startswith("rank 1 gets [")
+    ((verdict, seen),) = found(report, "raises").values()
+    assert (verdict, seen) == ("refused", "NotImplementedError: no such sum")
+    ((verdict, seen),) = found(report, "dtype").values()
+    assert verdict == "wrong" and seen.endswith("; its dtype is float32")
+
+
+def test_what_is_right_is_no_fault_and_integers_have_a_value_only(report: Report) -> None:
+    by = verdicts(report, "right")
+    assert set(by) == set(TRANSFORMS) and all(kinds == {"right"} for kinds in by.values())
+    assert ("value", "int8") in found(report, "right")
+    assert ("grad", "int8") not in found(report, "right")
+    assert not report and {cell.section for cell in report.faults} == {
+        *("max", "mean", "zero", "own", "rank", "raises", "dtype")
+    }
+
+
+@pytest.mark.slow
+def test_ranks_that_die_or_wait_are_findings_and_what_follows_runs_on_new_ones() -> None:
+    few = ("fp32",), "value"
+    sections = {
+        "dies": section(planted.that_ends_rank_0, *few),
+        "alone": section(planted.that_is_alone_on_rank_0, *few),
+        "right": section(planted.that_is_right, *few),
+    }
+    report = examine(sections, timeout_s=20)
+    dies, alone = report.faults
+    assert dies.finding.verdict == "crashed"
+    assert dies.finding.seen == "rank 0 ended with exit code 7"
+    assert alone.finding.verdict == "hung"
+    assert re.fullmatch(r"rank \d gives no answer in 20 s", alone.finding.seen)
+
+
+def test_the_command_finds_this_installation_sound_and_prints_plain_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told and told.isascii() and "FAULT" not in told
+    assert "fzero's collectives: 121 right." in told
+    tables = told[: told.index("beware")].splitlines()
+    assert max(map(len, tables)) <= 80
+    rows = [line.split() for line in tables]
+    assert rows[rows.index(["all_gather"]) + 1] == ["value", *["right"] * 7]
+    assert ["reduce_scatter", "PRODUCT", *["right"] * 7] in rows
+    # What torch's own do in a loss differs by its version; by value they are right.
+    raw = rows[rows.index(["dist.all_reduce"]) + 1]
+    assert raw[0] == "right" and len(raw) == len(TRANSFORMS)
+
+
+def test_json_and_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], report: Report
+) -> None:
+    monkeypatch.setattr("fzero.tools.doctor.command.examine", lambda: report)
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["sound"] is False and told["ranks"] == 2
+    (worst,) = [cell for cell in told["cells"] if cell["section"] == "max"]
+    assert worst["collective"] == "on_a_backend_that_takes_the_largest"
+    assert (worst["transform"], worst["dtype"], worst["verdict"]) == ("value", "fp32", "wrong")
+    assert main(["doctor"]) == 1
+    assert "This installation has FAULTS." in capsys.readouterr().out
+
+
+def test_verdicts_are_colored_in_a_terminal_and_columns_keep_their_places(report: Report) -> None:
+    colored = report.text(color=True)
+    assert "\x1b[31mzero" in colored and "\x1b[32mright" in colored
+    plain = re.sub(r"\x1b\[\d*m", "", colored)
+    assert [line.rstrip() for line in plain.splitlines()] == report.text().splitlines()

@@ -1,0 +1,263 @@
+"""Figure, HTML and text of a map, and the table of shards: what they draw is what the data says."""
+
+from __future__ import annotations
+
+import io
+import sys
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+import fzero
+from fzero.state import TrainState
+from fzero.state.hooks import HookState
+from fzero.tools.plot import (
+    HookEvent,
+    MissingExtraError,
+    hook_timeline,
+    memory_timeline,
+    partition_map,
+    schedule_diff,
+    shard_table,
+    side_by_side,
+    step_timeline,
+)
+from fzero.tools.plot._entries import entries_of
+from fzero.tools.plot._palette import COLOURS, colour
+from fzero.tools.trace import Op, Value
+from tests.tools.plot.states import Case, stacked_states
+from tests.tools.plot.traces import by_hand
+
+A, C = torch.arange(3, dtype=torch.float64), torch.arange(3, 6, dtype=torch.float64)
+CASE = Case({"a<b>": A, "c": C}, 3, 2, 4096)  # two numbers on rank 0, one and padding on rank 1
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed and was not open; counts the ones it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.open.append(tag)
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(text)
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+def shown(kind: str) -> Any:
+    """A record of each kind, of names that HTML has to escape."""
+    event = HookEvent(name="note <i>", before=HookState(), after=HookState())
+    gives = (Value(name="b", shape=(2,), dtype=torch.float32),)
+    told: dict[str, Any] = {"phase": "forward", "reads": ("a",), "gives": gives}
+    trace = by_hand([Op(name="all_gather <i>", kind="collective", wire_bytes=4, **told)])
+    rates = {"link_bytes_per_s": 1, "flops_per_s": 1, "memory_bytes_per_s": 1}
+    return {
+        "map": lambda: partition_map(stacked_states(CASE)[0]),
+        "values": lambda: shard_table(stacked_states(CASE)[0]),
+        "timeline": lambda: hook_timeline([event]),
+        "memory": lambda: memory_timeline(trace),
+        "step": lambda: step_timeline(trace, **rates),
+        "schedule": lambda: schedule_diff(trace, trace),
+    }[kind]()
+
+
+PICTURES = ("map", "timeline", "memory", "step", "schedule")
+
+
+@pytest.mark.parametrize("kind", ["values", *PICTURES])
+def test_text_and_html_have_the_same_rows_and_html_escapes_names(kind: str) -> None:
+    found = shown(kind)
+    text, page = repr(found), found._repr_html_()
+    tags = parsed(page).seen
+    assert text == found.table()
+    assert tags.count("tr") + tags.count("div") == len(text.splitlines())
+    assert "<i>" not in page and "<b>[" not in page
+    assert "a&lt;b&gt;" in page or "&lt;i&gt;" in page
+
+
+def test_the_text_table_names_rank_placement_and_segments() -> None:
+    lines = partition_map(stacked_states(CASE)[2]).table().splitlines()
+    assert lines[0].split() == ["rank", "buffer", "placement", "elements", "segments"]
+    assert lines[1].split() == ["0", "parameters", "sharded", "4", "a<b>[0:2]", "c[0:2]"]
+    second = "1 gradients sharded 4 a<b>[2:3] padding[1] c[2:3] padding[1]"
+    assert lines[5].split() == second.split()
+
+
+def test_a_figure_has_a_bar_for_each_segment_and_each_group() -> None:
+    found = partition_map(stacked_states(CASE)[2])
+    axes = found.draw()
+    background = len(found.groups) * len(found.ranks) * len(found.kinds)
+    assert len(axes.patches) == background + len(found.segments)
+    hatched = [p for p in axes.patches if p.get_hatch()]
+    assert len(hatched) == sum(s.leaf is None for s in found.segments) > 0
+    assert axes.get_xlim() == (0, found.total) and axes.get_title(loc="left") == "stage 3"
+    assert len(axes.get_yticks()) == len(found.ranks) * len(found.kinds)
+    names = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert names == ["a<b>", "c", "padding", "not held"]
+
+
+def test_it_draws_on_given_axes() -> None:
+    found = partition_map(stacked_states(CASE)[0])
+    left, right = Figure().subplots(1, 2)
+    assert found.draw(left) is left and left.get_legend() is not None
+    event = HookEvent(name="note", before=HookState(), after=HookState())
+    assert hook_timeline([event]).draw(right) is right
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_figures_of_small_and_large_models_are_saved(count: int) -> None:
+    """Names are not read as matplotlib's own marks: mathematics that does not close would raise."""
+    paths = ["_orig.w", "$x_{$", *(f"layer.{i}.weight" for i in range(count - 2))]
+    params = {path: torch.ones(i + 1) for i, path in enumerate(paths)}
+    maps = [partition_map(stacked_states(Case(params, s, 2, 64))[1]) for s in (0, 3)]
+    figure = side_by_side(maps)
+    assert len(figure.axes) == 2
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[:2] == [" _orig.w", r"\$x_{\$"] and "paler: not reduced yet" in names
+    # 40 leaves and 21 colours: neighbours have one, and every leaf is in the legend.
+    assert ("layer.0 to layer.1 (2 leaves)" in names) == (count == 40)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_a_bar_has_as_much_of_a_long_name_as_fits() -> None:
+    path = "a_module_with_a_name." * 9 + "layer.weight"
+    state = fzero.init({path: torch.ones(8), "b": torch.ones(1)}, fzero.optim.sgd(0.1), stage=0)
+    written = {text.get_text() for text in partition_map(state).draw().texts}
+    found = [name for name in written if name.endswith("layer.weight")]
+    assert found and all(path.endswith(name) and len(name) < len(path) for name in found)
+    assert "weight" not in written  # which says nothing
+
+
+BLOCK = ("ln.weight", "attn.q.weight", "attn.k.weight", "mlp.0.weight", "mlp.2.weight")
+MODELS = {
+    "three blocks": ["wte.weight", *(f"h.{i}.{x}" for i in range(3) for x in BLOCK), "head.weight"],
+    "fifty": ["wte.weight", *(f"h.{i}.{x}" for i in range(50) for x in BLOCK), "head.weight"],
+    "a thousand": [f"w{i}" for i in range(1000)],
+    "deep": [".".join("abcdefghij"[:n]) for n in range(1, 11)] + [f"z.{i}.w" for i in range(90)],
+    "one colour each": [f"w{i}" for i in range(21)],
+    "one too many": [f"w{i}" for i in range(22)],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_leaf_is_in_one_entry_of_the_legend_and_each_entry_has_its_colour(name: str) -> None:
+    leaves = tuple(MODELS[name])
+    labels, of_leaf = entries_of(leaves)
+    assert len(of_leaf) == len(leaves) and sorted(set(of_leaf)) == list(range(len(labels)))
+    assert list(of_leaf) == sorted(of_leaf)  # neighbours
+    assert len(labels) <= COLOURS == len({colour(i) for i in range(COLOURS)})
+    counts = [of_leaf.count(i) for i in range(len(labels))]
+    told = [int(label.split("(")[1].split()[0]) if "(" in label else 1 for label in labels]
+    assert told == counts
+    if len(leaves) > COLOURS:
+        assert len(labels) > COLOURS // 2  # few colours are left over
+    if name in ("three blocks", "fifty"):
+        assert labels[0] == "wte.weight" and labels[-1] == "head.weight"  # no block's colour
+
+
+def test_the_colours_of_a_picture_are_those_of_its_legend() -> None:
+    params = {path.replace(".", "_", 1): torch.ones(4) for path in MODELS["fifty"]}
+    found = partition_map(fzero.init(params, fzero.optim.sgd(0.1), stage=0))
+    axes = found.draw()
+    legend = {to_hex(patch.get_facecolor()) for patch in axes.figure.legends[0].get_patches()}
+    drawn = [to_hex(patch.get_facecolor()) for patch in axes.patches]
+    assert set(drawn) <= legend and len(legend) == len(axes.figure.legends[0].get_patches())
+
+
+def test_texts_of_large_models_fit_into_a_terminal() -> None:
+    params = {path: torch.ones(4) for path in MODELS["fifty"]}
+    found = partition_map(stacked_states(Case(params, 3, 2, 64))[1])
+    lines = found.table().splitlines()
+    assert max(map(len, lines)) <= 120 and len(found.segments) > 100
+    shown = lines[1].split()[4:]
+    assert (
+        shown[-1] == f"+{len(found.of(0, 'parameters')) - len(shown) + 1}"
+    )  # how many are not shown
+
+
+def test_many_ranks_are_one_picture() -> None:
+    """64 of them: lower bars, one name a rank, and what its bars are below."""
+    state = stacked_states(Case({"w": torch.ones(640)}, 3, 64, 64))[1]
+    figure = side_by_side([partition_map(state)])
+    assert figure.get_figheight() < 25
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [name for name in names if name] == [f"rank {i}" for i in range(64)]
+    assert (
+        figure.axes[0].get_xlabel().endswith("from above: parameters, window, gradients, optimizer")
+    )
+
+
+def test_maps_of_different_models_do_not_share_a_legend() -> None:
+    one = partition_map(stacked_states(CASE)[0])
+    other = partition_map(fzero.init([torch.ones(2)], fzero.optim.sgd(0.1), stage=0))
+    with pytest.raises(fzero.LayoutError, match="Fix: give maps of one model"):
+        side_by_side([one, other])
+    with pytest.raises(fzero.LayoutError, match="0 maps"):
+        side_by_side([])
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_without_matplotlib_only_figures_fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = shown(kind)
+    assert found.table() and "<table>" in found._repr_html_()
+    with pytest.raises(MissingExtraError, match=r"pip install 'fzero\[plots\]'") as raised:
+        found.draw()
+    assert isinstance(raised.value, ImportError)
+
+
+def test_the_shard_table_shows_every_ranks_values_and_counters() -> None:
+    first, inside, reduced = stacked_states(CASE)
+    values = {(r.rank, r.buffer, r.group): r.values for r in shard_table(reduced).rows}
+    assert values[0, "parameters", "a<b>"] == "0 1"
+    assert values[1, "parameters", "a<b>"] == "2 _"  # 3 elements on 2 ranks: one of padding
+    assert values[1, "gradients", "c"] == "5 _"
+    assert values[1, "optimizer", "moments[0][1]"] == "0 0"
+    assert values[1, "counters", ""] == "step 0, 1 backwards, 1 reductions, window closed"
+    partial = {(r.rank, r.buffer, r.group): r for r in shard_table(inside).rows}
+    assert partial[1, "window", "a<b>"].values == "0 1 2 _"
+    assert partial[1, "window", "a<b>"].placement == "partial"
+    assert "1 backwards, 0 reductions, window open" in partial[0, "counters", ""].values
+    assert not [row for row in shard_table(first).rows if row.buffer == "gradients"]
+    assert shard_table(reduced).title == "stage 3, phase: gradients ready"
+
+
+def test_the_shard_table_is_cut_to_what_is_asked_for() -> None:
+    state = stacked_states(CASE)[1]
+    table = shard_table(state, show=2).only(1)
+    assert {row.rank for row in table.rows} == {1}
+    window = next(row for row in table.rows if row.buffer == "window")
+    assert (window.values, window.numel) == ("0 1 ...", 4)
+    assert repr(table).splitlines()[0] == "stage 3, phase: local gradients"
+
+
+def test_a_step_shows_in_the_counters() -> None:
+    def step_fn(state: TrainState) -> tuple[TrainState, None]:
+        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+        return fzero.apply_gradients(state), None
+
+    step = fzero.shard(step_fn, stage=1)
+    state, _ = step(step.init({"w": torch.ones(2)}, fzero.optim.adam(0.1)))
+    rows = shard_table(state).rows
+    assert rows[0].values == "step 1, 0 backwards, 0 reductions, window closed"
+    assert [r.values for r in rows if r.buffer == "optimizer"] == ["0.1 0.1", "0.001 0.001"]

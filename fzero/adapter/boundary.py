@@ -20,7 +20,8 @@ from fzero.adapter.driver import Driver
 from fzero.errors import PhaseError
 from fzero.errors.check import is_number, require
 from fzero.machine.offload import change
-from fzero.optim.none import NoOptimizer, require_ordered, without_optimizer
+from fzero.optim import NoOptimizer, require_ordered
+from fzero.optim.none import without_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import Agreed, agree, nonfinite, raises_together, reduce_agreed

@@ -72,7 +72,7 @@ def with_room(
     )
 
 
-def fill(
+def read_leaves(
     held: Held, states: Sequence[TrainState], values: Callable[[int, str], Tensor | None]
 ) -> None:
     """Read what this process has to read of new states, one leaf at a time.

@@ -68,7 +68,7 @@ class Place:
     form: Form
 
 
-def planned(forms: Mapping[str, Form], max_bytes: int) -> list[list[str]]:
+def split_files(forms: Mapping[str, Form], max_bytes: int) -> list[list[str]]:
     """Return which names share a file: in their order, a file full before the next one begins.
 
     Example:

@@ -96,7 +96,7 @@ def optimizer_with(
             slot = Slot(role.name, trainable[role.position], leaf)
             return made(slot) if leaf.numel() else leaf.clone()
         name = f"the optimizer's {role.name}"
-        return leaf if counters is None else placed(name, leaf, counters[role.name])
+        return leaf if counters is None else number_like(name, leaf, counters[role.name])
 
     leaves = [new(role, leaf) for role, leaf in _pairs(state)]
     treespec = optree.tree_structure(state.optimizer, namespace=NAMESPACE)
@@ -190,7 +190,7 @@ def _unknown(name: str, leaf: Any, numels: Sequence[int]) -> str:
     )
 
 
-def placed(name: str, like: Tensor | float, value: float) -> Any:
+def number_like(name: str, like: Tensor | float, value: float) -> Any:
     """Return `value` as a number of the form of `like`, a 1-element tensor or a number.
 
     Raises `CheckpointError` if it is none.

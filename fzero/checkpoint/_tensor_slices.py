@@ -26,7 +26,7 @@ Info = Mapping[str, Any]
 _REFUSED = ("affine_map", "autotp_unsupported_parameter_patterns")
 
 
-def joined(name: str, slices: Sequence[Tensor], info: Info) -> Any:
+def whole_parameter(name: str, slices: Sequence[Tensor], info: Info) -> Any:
     """Return the whole parameter; flat, if it is several in one; in a dict, if it is a vocabulary.
 
     Raises `ValueError` for slices that do not fit together, or that no pattern here describes.

@@ -84,7 +84,7 @@ def everywhere(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
     return found[0]
 
 
-def gathered(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
+def results_of_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
     """Return what `do()` returned on every rank, in rank order; raise as `everywhere` does."""
     return ranks.tell(everywhere(ranks, do, what=what))
 
@@ -131,7 +131,7 @@ def written_by_first(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def first_of(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+def from_first(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
     """Call `do()` on rank 0; return its result on every rank. Raises as `everywhere` does."""
     mine = everywhere(ranks, lambda: [do()] if ranks.axis.rank == 0 else [], what=what)
     return ranks.tell(mine)[0][0]

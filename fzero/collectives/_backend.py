@@ -58,7 +58,7 @@ def explained(op: str, axis: Axis) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = _alive.lost(_ranks_of(axis))
+        found = _alive.what_became_of(_ranks_of(axis))
         who = "; ".join(f"rank {rank} {what}" for rank, what in found.items())
         fault = f"{who}. So " if who else ""
         first = f"rank {next(iter(found))}'s output" if found else "the ranks' outputs"

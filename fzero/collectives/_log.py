@@ -177,7 +177,7 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Iterator[None]:
 
 def note(op: str, axis: Axis, numel: int, dtype: torch.dtype, said: str = "") -> None:
     """Tell every open log about one buffer; `numel` is that of the full (not sharded) side."""
-    _alive.count()
+    _alive.count_call()
     logs = _open_logs()
     if not logs:
         return

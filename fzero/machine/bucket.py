@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.machine.packing import pack_copied, unpack
 from fzero.state.layout import Layout, as_real
 
@@ -76,7 +76,7 @@ class Bucket:
                 flat = flat.clone()
         if flat is None or waited is None:
             return waited if flat is None else flat
-        return lent(waited, flat.device) + flat
+        return to_device(waited, flat.device) + flat
 
     def pop_into(self, total: Tensor, factor: float) -> None:
         """total += factor * what is here, leaf by leaf, and forget it: no flat of it is made."""
@@ -106,7 +106,7 @@ class Bucket:
             return flat
         if flat is None:
             return waited.div_(divisor) if self._owned else waited / divisor
-        return torch.add(flat, lent(waited, flat.device), alpha=1 / divisor)
+        return torch.add(flat, to_device(waited, flat.device), alpha=1 / divisor)
 
     def _emptied(self) -> tuple[list[Tensor | None] | None, Tensor | None, Tensor | None]:
         """Return, and forget: what is to be packed, or the buffer that was filled; what waited."""

@@ -24,10 +24,10 @@ DISABLED_FRAMES = 2
 """Frames of torch's between a caller and a function that is `torch._disable_dynamo`."""
 
 _numbers = itertools.count()
-_reads: weakref.WeakValueDictionary[int, Read] = weakref.WeakValueDictionary()
+_reads: weakref.WeakValueDictionary[int, CompiledRead] = weakref.WeakValueDictionary()
 
 
-class Read:
+class CompiledRead:
     """How the values of one placeholder are read, for as long as that placeholder lives."""
 
     __slots__ = ("__weakref__", "token", "values")

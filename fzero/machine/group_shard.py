@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.state.layout import Layout
 
 
@@ -32,7 +32,7 @@ class GroupShard(NamedTuple):
     def sent(self, *, exact: bool) -> Tensor:
         """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
         lower = self.layout.groups[self.index].communication_dtype
-        return lent(self.shard, self.device, None if exact else lower)
+        return to_device(self.shard, self.device, None if exact else lower)
 
 
 class FullUnit(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from fzero.collectives.quantize import ErrorFeedback
 from fzero.context.modes import is_recorded
 from fzero.machine.bucket import Bucket
-from fzero.machine.offload import add_to, lent, placed
+from fzero.machine.offload import add_to, offloaded, to_device
 from fzero.ranks.mesh import Axis
 from fzero.state.layout import as_bits
 from fzero.state.progress import ALL
@@ -47,7 +47,7 @@ class LocalGradients:
         setup, feedback, device = self.setup, self.feedback, self._device
         gradient = self._popped(index) if mine else None
         if gradient is not None:
-            gradient = lent(gradient, device)
+            gradient = to_device(gradient, device)
         if feedback is not None:
             return feedback.sent(index, gradient) if mine else feedback.nothing(index, device)
         if gradient is not None:
@@ -71,7 +71,7 @@ class LocalGradients:
         if index in self.means:
             add_to(self.means[index], mean)
         else:
-            self.means[index] = placed(setup.offload.gradients, mean, setup.offload)
+            self.means[index] = offloaded(setup.offload.gradients, mean, setup.offload)
 
     # What is here.
 

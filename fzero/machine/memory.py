@@ -26,7 +26,7 @@ _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has: tabl
 _FIRST = 4096  # where the memory of a placeholder begins, which has no address
 
 
-class Kind(Enum):
+class Holder(Enum):
     """What holds a tensor of a module."""
 
     PARAMETER = auto()
@@ -35,12 +35,12 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldTensor:
     """A tensor of a module, and where it is held."""
 
     path: str
     tensor: Tensor
-    kind: Kind = Kind.PARAMETER
+    kind: Holder = Holder.PARAMETER
 
 
 class _Region(NamedTuple):
@@ -49,7 +49,7 @@ class _Region(NamedTuple):
     space: Any
     first: int
     end: int
-    held: Held
+    held: HeldTensor
 
 
 def identity(tensor: Tensor) -> Any:
@@ -73,7 +73,9 @@ def identity(tensor: Tensor) -> Any:
     return (tensor.data_ptr(), shape, strides, tensor.dtype, tensor.device, *bits)
 
 
-def require_apart(held: Sequence[Held], *, buffers: bool = False, attributes: bool = False) -> None:
+def require_apart(
+    held: Sequence[HeldTensor], *, buffers: bool = False, attributes: bool = False
+) -> None:
     """Raise `LayoutError` if two of these tensors have an element in common.
 
     The same object, and parameters that are the same view, are one tensor. Pairs of which none is
@@ -96,14 +98,17 @@ def require_apart(held: Sequence[Held], *, buffers: bool = False, attributes: bo
                 cause="a model that was built, loaded or converted inside of such a block.",
                 fix="build it outside, or under torch.no_grad().",
             )
-    compared = {(Kind.BUFFER, Kind.BUFFER)} if buffers else set()
+    compared = {(Holder.BUFFER, Holder.BUFFER)} if buffers else set()
     if attributes:
-        compared |= {(Kind.BUFFER, Kind.ATTRIBUTE), (Kind.ATTRIBUTE, Kind.BUFFER)}
+        compared |= {(Holder.BUFFER, Holder.ATTRIBUTE), (Holder.ATTRIBUTE, Holder.BUFFER)}
     found = []
     for one, other in _meeting(held):
-        if Kind.PARAMETER not in (one.kind, other.kind) and (one.kind, other.kind) not in compared:
+        if (
+            Holder.PARAMETER not in (one.kind, other.kind)
+            and (one.kind, other.kind) not in compared
+        ):
             continue
-        tied = one.kind is other.kind is Kind.PARAMETER
+        tied = one.kind is other.kind is Holder.PARAMETER
         if tied and identity(one.tensor) == identity(other.tensor):
             continue
         if _overlap(one.tensor, other.tensor):
@@ -122,12 +127,12 @@ def require_own_memory(
     """
     held = list(_held(module))
     for one in held:
-        if one.kind is Kind.PARAMETER and one.tensor.requires_grad:
+        if one.kind is Holder.PARAMETER and one.tensor.requires_grad:
             _require_several(one)
     require_apart(held, buffers=buffers, attributes=attributes)
 
 
-def _meeting(held: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
+def _meeting(held: Sequence[HeldTensor]) -> Iterator[tuple[HeldTensor, HeldTensor]]:
     """Yield the pairs of different objects whose ranges of addresses meet."""
     seen: dict[int, _Region] = {}
     for one in held:
@@ -145,7 +150,7 @@ def _meeting(held: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
             reaching.append(region)
 
 
-def _region(held: Held) -> _Region | None:
+def _region(held: HeldTensor) -> _Region | None:
     """Where the tensor is; None for one without elements, or without memory that can be known."""
     x = held.tensor
     if isinstance(x, LazyParam):
@@ -190,12 +195,12 @@ def _as_array(x: Tensor) -> Any:
     return np.asarray(View())
 
 
-def _held(module: nn.Module) -> Iterator[Held]:
+def _held(module: nn.Module) -> Iterator[HeldTensor]:
     """Yield the parameters, buffers and tensor attributes of a module; parameters come first."""
     for path, p in module.named_parameters(remove_duplicate=False):
-        yield Held(path, p, Kind.PARAMETER)
+        yield HeldTensor(path, p, Holder.PARAMETER)
     for path, buffer in module.named_buffers(remove_duplicate=False):
-        yield Held(path, buffer, Kind.BUFFER)
+        yield HeldTensor(path, buffer, Holder.BUFFER)
     for path, part in module.named_modules():
         # Until its first forward this is a view of the parameter; each forward makes it anew.
         hooks = part._forward_pre_hooks.values()
@@ -203,7 +208,7 @@ def _held(module: nn.Module) -> Iterator[Held]:
         for name, value in vars(part).items():
             if name not in _TORCHS and name not in made:
                 for where, x in _tensors_in(value, f"{path}.{name}".lstrip("."), set()):
-                    yield Held(where, x, Kind.ATTRIBUTE)
+                    yield HeldTensor(where, x, Holder.ATTRIBUTE)
 
 
 def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +222,7 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Te
             yield from _tensors_in(part, f"{path}[{key!r}]", seen)
 
 
-def _require_several(one: Held) -> None:
+def _require_several(one: HeldTensor) -> None:
     """Raise if two elements of a parameter that learns are one element of memory."""
     x = one.tensor
     if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
@@ -230,8 +235,8 @@ def _require_several(one: Held) -> None:
         )
 
 
-def _in_common(one: Held, other: Held) -> LayoutError:
-    kind = "" if other.kind is Kind.PARAMETER else f" (a{_NAMES[other.kind]})"
+def _in_common(one: HeldTensor, other: HeldTensor) -> LayoutError:
+    kind = "" if other.kind is Holder.PARAMETER else f" (a{_NAMES[other.kind]})"
     return LayoutError(
         f"{one.path} and {other.path}{kind} have elements in common.",
         cause="p.data = q.data.t() or another view of a parameter's memory; a buffer or an "
@@ -242,4 +247,4 @@ def _in_common(one: Held, other: Held) -> LayoutError:
     )
 
 
-_NAMES = {Kind.BUFFER: " buffer", Kind.ATTRIBUTE: "n attribute"}
+_NAMES = {Holder.BUFFER: " buffer", Holder.ATTRIBUTE: "n attribute"}

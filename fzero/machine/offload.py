@@ -48,7 +48,7 @@ def require_folder(offload: Offload) -> None:
         _in_file(torch.empty(1), os.fspath(offload.folder or ""))
 
 
-def placed(home: Home, x: Tensor, offload: Offload) -> Tensor:
+def offloaded(home: Home, x: Tensor, offload: Offload) -> Tensor:
     """Return `x` if it lives at `home`, else a copy there."""
     if home is None or is_at(home, x):
         return x
@@ -98,14 +98,14 @@ def _standing_at(home: Home, like: Tensor) -> Tensor:
     return made
 
 
-def lent(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x` on `device`, in `dtype`: itself if it is there so."""
     if has_no_values(x) and kind_of(device) == "cuda" and not is_here(x, device):
         return x.to(dtype=dtype or x.dtype, copy=True)
     return x.to(device=device, dtype=dtype or x.dtype, non_blocking=True)
 
 
-def give_back(home: Tensor, used: Tensor) -> None:
+def write_back(home: Tensor, used: Tensor) -> None:
     """Write what was lent, and changed, back to its home."""
     if used is not home:
         home.copy_(used, non_blocking=True)
@@ -114,9 +114,9 @@ def give_back(home: Tensor, used: Tensor) -> None:
 
 def change(home: Tensor, device: torch.device, write: Callable[[Tensor], Any]) -> None:
     """Let `write` change a tensor in place, on `device`."""
-    used = lent(home, device)
+    used = to_device(home, device)
     write(used)
-    give_back(home, used)
+    write_back(home, used)
 
 
 def add_to(home: Tensor, x: Tensor) -> None:
@@ -150,8 +150,8 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
             if not (isinstance(x, Tensor) and x.ndim):  # counters are no buffers
                 return x
             if home is None and device is not None:
-                return x.clone() if is_on_disk(x) else lent(x, device)
-            return placed(home, x, offload)
+                return x.clone() if is_on_disk(x) else to_device(x, device)
+            return offloaded(home, x, offload)
 
         return lambda tree: optree.tree_map(moved, tree, namespace=NAMESPACE)
 
@@ -237,24 +237,24 @@ class CopyStream:
         for x, _ in some:
             page_in(x)
         if self._side is None:
-            return Fetched([lent(x, self.device, dtype) for x, dtype in some], None)
+            return Fetched([to_device(x, self.device, dtype) for x, dtype in some], None)
         # What wrote to these tensors before runs on the stream that is current now.
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
-            here = [lent(x, self.device, dtype) for x, dtype in some]
+            here = [to_device(x, self.device, dtype) for x, dtype in some]
             return Fetched(here, self._side.record_event())
 
     def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Write what was fetched and changed back: (home, lent) each."""
         if self._side is None:
             for home, used in pairs:
-                give_back(home, used)
+                write_back(home, used)
             return
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             for home, used in pairs:
                 used.record_stream(self._side)
-                give_back(home, used)
+                write_back(home, used)
 
     def end(self) -> None:
         """What is computed from here on sees all that was written back."""

@@ -38,7 +38,9 @@ def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tup
     return tuple(offsets), _rounded_up(shard_numel, alignment) if ranks > 1 else shard_numel
 
 
-def apart(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tuple[int, ...], int]:
+def place_whole(
+    numels: Sequence[int], ranks: int, alignment: int = 1
+) -> tuple[tuple[int, ...], int]:
     """Place each leaf whole in the shard of one rank: the largest first, where there is least.
 
     Returns what `in_order` does. The longest shard is the length of all: what the others have less

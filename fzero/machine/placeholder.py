@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero.context.here import in_forward_mode, unseen
 from fzero.errors import LayoutError
 from fzero.machine._autocast import Cast, autocast_of_call, run_as_called
-from fzero.machine.compiled import Read, Traced
+from fzero.machine.compiled import CompiledRead, Traced
 from fzero.state.layout import Leaf
 
 _View = Callable[[Tensor], Tensor]
@@ -62,7 +62,7 @@ class LazyParam(torch.Tensor):
     where: tuple[int, int]  # group, position of the leaf in it
     meta: Tensor
     views: tuple[_View, ...]
-    read: Read | None  # how a compiled graph reads it, once one has it
+    read: CompiledRead | None  # how a compiled graph reads it, once one has it
 
     @staticmethod
     def __new__(
@@ -172,7 +172,7 @@ class LazyParam(torch.Tensor):
             return self.reader.token
         if self.read is None:
             # Not self.full: a reference to itself would keep the placeholder alive.
-            self.read = Read(
+            self.read = CompiledRead(
                 functools.partial(_values, self.reader, self.where, self.views, self.dtype)
             )
         return self.read.token

@@ -12,7 +12,7 @@ from fzero.machine.partition import identity
 from fzero.state.layout import learns
 
 
-class Named(list[nn.Parameter]):
+class NamedParameters(list[nn.Parameter]):
     """A list of parameters, and what a module has for them: `named_parameters`, `parameters`.
 
     Example:
@@ -34,13 +34,13 @@ class Named(list[nn.Parameter]):
         yield from self
 
 
-def given_to(params: Mapping[str, Tensor]) -> Named:
+def given_to(params: Mapping[str, Tensor]) -> NamedParameters:
     """Return the parameters that learn, each once: themselves, or others on their memory."""
     found: dict[object, tuple[str, nn.Parameter]] = {}
     for path, p in params.items():
         if learns(p) and (key := identity(p)) not in found:
             found[key] = path, _as_parameter(p)
-    return Named(dict(found.values()))
+    return NamedParameters(dict(found.values()))
 
 
 def _as_parameter(p: Tensor) -> nn.Parameter:

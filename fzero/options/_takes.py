@@ -99,7 +99,7 @@ def takes(
 
         made: Any = called_as(usage, driver, of_module=of_module, prepare=prepare)(fn)
         made.__signature__ = signature
-        made.__doc__ = described(fn.__doc__, signature.parameters)
+        made.__doc__ = with_options_described(fn.__doc__, signature.parameters)
         return made
 
     return wrap
@@ -107,11 +107,11 @@ def takes(
 
 def documents(cls: C) -> C:
     """Describe in a class's docstring the options that its `__init__` takes."""
-    cls.__doc__ = described(cls.__doc__, inspect.signature(cls).parameters)
+    cls.__doc__ = with_options_described(cls.__doc__, inspect.signature(cls).parameters)
     return cls
 
 
-def described(doc: str | None, names: Iterable[str]) -> str | None:
+def with_options_described(doc: str | None, names: Iterable[str]) -> str | None:
     """Return a docstring that describes the options of these names where its mark stands."""
     found = doc and MARK.search(doc)
     if not doc or not found:

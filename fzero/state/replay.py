@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from fzero.state._replaced import replaced
 from fzero.state.effects import FreeUnit, GatherUnit, PlanEffect, ReduceUnit
-from fzero.state.schedule import Limits, Plan, Program, plan
+from fzero.state.schedule import Limits, PlannedProgram, Program, plan_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Replay:
         gathered_here: units that were gathered at this sync point, beside the plan.
     """
 
-    plan: Plan
+    plan: PlannedProgram
     sync_point: int
     at: int = 0
     started: int = 0
@@ -53,7 +53,7 @@ def begin(
     The number behind those of the units is the sync point, for which nothing is gathered.
     """
     sync_point = len(numels)
-    steps = plan(program, (*numels, 0), held.union([sync_point]), limits)
+    steps = plan_program(program, (*numels, 0), held.union([sync_point]), limits)
     return Replay(plan=steps, sync_point=sync_point)
 
 
@@ -93,7 +93,7 @@ def start_ready(replay: Replay) -> Next:
     return replaced(replay, started=replay.started + len(effects), ready=ready), effects
 
 
-def run(replay: Replay) -> tuple[Replay | None, Effects]:
+def to_sync_point(replay: Replay) -> tuple[Replay | None, Effects]:
     """Go to the next sync point, or to the end of the plan, which leaves None."""
     if replay.waits:
         return replay, ()
@@ -104,7 +104,7 @@ def run(replay: Replay) -> tuple[Replay | None, Effects]:
     return None, (*effects, *_rest(replay))
 
 
-def gathered(replay: Replay, unit: int) -> Next:
+def gather_beside(replay: Replay, unit: int) -> Next:
     """Gather a unit beside the plan, while this rank waits at a sync point.
 
     Of those that were gathered so before, the last one stays.

@@ -61,7 +61,7 @@ def close(window: Window) -> Window:
 # What quantized reductions have lost.
 
 
-def lost(window: Window, before: Buffers, after: Buffers) -> Window:
+def with_residual(window: Window, before: Buffers, after: Buffers) -> Window:
     """Return the window after a quantized reduction, with the residual before and after it."""
     at_update = window.residual_before if window.residual_before.held else before
     return replace(window, residual=after, residual_before=at_update)

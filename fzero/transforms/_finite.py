@@ -151,7 +151,7 @@ def report_of(
     return NonFiniteError(int(state.step), rank, noted.what, path, noted.backward)
 
 
-def first_of(performer: Performer | None, own: NonFiniteError | None) -> NonFiniteError | None:
+def first_report(performer: Performer | None, own: NonFiniteError | None) -> NonFiniteError | None:
     """Return the first that any rank reports, the same on every rank. An exchange."""
     told = [own] if performer is None else performer.tell(own)
     found = [error for error in told if error is not None]

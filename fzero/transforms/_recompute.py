@@ -50,7 +50,7 @@ def recording() -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def gradients(ctx: Any, dys: Sequence[Tensor]) -> list[Tensor | None]:
+def recomputed_gradients(ctx: Any, dys: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients by the saved tensors of a call that is run again.
 
     They can be differentiated again where the backward itself is recorded (create_graph).

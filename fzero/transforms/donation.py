@@ -39,7 +39,7 @@ def take_over(tree: Any) -> Any:
         return optree.tree_map(lambda leaf: _take(leaf, empties), tree, namespace=NAMESPACE)
 
 
-def give_back(old: Any, taken: Any) -> None:
+def undo_take_over(old: Any, taken: Any) -> None:
     """Undo `take_over`: the tensors of `old` have the memory of those of `taken` again."""
     before = optree.tree_leaves(old, namespace=NAMESPACE)
     after = optree.tree_leaves(taken, namespace=NAMESPACE)

@@ -188,7 +188,7 @@ class Template:
         return memo | {id(a): b for a, b in zip(self._modules, copies, strict=True)}
 
 
-def run(copies: list[nn.Module], args: Any, kwargs: Any) -> Any:
+def call_copy(copies: list[nn.Module], args: Any, kwargs: Any) -> Any:
     """Call a copy. What `torch.nn.utils.parametrize.cached()` keeps, it keeps for this call alone.
 
     It is kept by the id of a module, which a copy for the next call may have again.

@@ -36,7 +36,7 @@ from fzero.transforms._finite import FiniteCheck, with_found
 from fzero.transforms.announcement import PassForm, begin_of
 from fzero.transforms.observe import tell
 from fzero.transforms.receive import (
-    accumulate,
+    add_means,
     feed_back,
     filled,
     part_of_update,
@@ -247,7 +247,7 @@ class Pass:
         if not means:
             return state
         flats = filled(state, means, state.setup.gradients)
-        return accumulate(state, part_of_update(state, flats))
+        return add_means(state, part_of_update(state, flats))
 
     def finish_forward(self) -> list[TrainState]:
         """A forward is over that no backward follows: what is gathered goes."""
@@ -305,7 +305,7 @@ class Pass:
         record, owner = self.machine.line.record, self.states[self.owner]
         known = owner.schedule
         for (index, phase), program in record.course.learned.items():
-            known = schedule.record(known, index, phase, program)
+            known = schedule.with_program(known, index, phase, program)
         if known is not owner.schedule:
             self.put(self.owner, owner.replace(schedule=known))
         if self.form.carries and record.residency.stays:

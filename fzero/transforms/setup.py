@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.context.here import is_abstract
 from fzero.errors import LayoutError
-from fzero.machine.memory import Held, require_apart
+from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
 from fzero.machine.partition import named_leaves, plan_layout, unit_of
 from fzero.optim import (
@@ -33,7 +33,7 @@ COMPARED = "the layout of the parameters"
 """What ranks compare before a state is made, and what an error before that is told as."""
 
 
-def plan(
+def plan_setup(
     params: Any,
     optimizer: Any,
     *,
@@ -55,7 +55,7 @@ def plan(
     with told_everywhere(axis, what=COMPARED):
         autocast = as_autocast(options.autocast)
         named = dict(zip(*named_leaves(params)[:2], strict=True))
-        require_apart([Held(path, x) for path, x in named.items()])
+        require_apart([HeldTensor(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
         whole = parts and options.whole_parameters
         chosen = _bound(optimizer, named, parts=parts, whole=whole)

@@ -43,10 +43,10 @@ def grouped(kind: type, given: Mapping[str, Any], **more: Any) -> Any:
 
 def given_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was given of the fields of a record."""
-    return {name: given[name] for name in names_of(kind) if name in given}
+    return {name: given[name] for name in field_names(kind) if name in given}
 
 
-def names_of(kind: type) -> list[str]:
+def field_names(kind: type) -> list[str]:
     """Return the names of the fields of a record that a user may give."""
     return [one.name for one in fields(kind) if one.metadata.get("given", True)]
 

@@ -30,7 +30,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
-        real = module.write
+        real = module.write_draft
 
         def write(draft: Any) -> None:
             self.reached.set()

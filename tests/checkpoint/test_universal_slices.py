@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.checkpoint import CheckpointError, load_universal
-from fzero.checkpoint._tensor_slices import joined
+from fzero.checkpoint._tensor_slices import whole_parameter
 from tests.checkpoint.states import snapshot
 from tests.checkpoint.universal_folders import GROUPS, LossScaler, put
 from tests.strategies import same
@@ -74,7 +74,7 @@ CUTS: dict[str, tuple[str, Any, Sequence[Tensor], Tensor]] = {
 def test_slices_become_what_was_cut(how: str, tmp_path: Path) -> None:
     """By the rule alone, and by a load of parts of slices that data-parallel ranks had."""
     name, info, slices, wanted = CUTS[how]
-    found = joined(name, slices, info)
+    found = whole_parameter(name, slices, info)
     found = found["param"] if isinstance(found, dict) else found
     assert torch.equal(found.reshape(wanted.shape), wanted)
     root = folder_of_slices(tmp_path, name, info, slices)

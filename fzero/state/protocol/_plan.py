@@ -75,7 +75,7 @@ def obtain(p: Protocol, t: tasks.Obtain) -> Next:
         here, frees = residency.free(here, t.model, oldest)
         p = p.put(t.model, replaced(model, residency=here))
     else:  # the rest of what is here belongs to the plan
-        p, frees = go_on(p, t.model, replay.gathered(model.course.replay, t.unit))
+        p, frees = go_on(p, t.model, replay.gather_beside(model.course.replay, t.unit))
     what = What.GATHER if model.rounds else What.GATHER_EXACT
     return p.then(tasks.Ask(t.model, what, (t.unit,)), t), frees
 
@@ -117,7 +117,9 @@ def walk(p: Protocol, t: tasks.Walk) -> Next:
     course = p.models[t.model].course
     if course.due:
         return p.then(tasks.ReduceDue(t.model), t), ()
-    return (p, ()) if course.replay is None else go_on(p, t.model, replay.run(course.replay))
+    return (
+        (p, ()) if course.replay is None else go_on(p, t.model, replay.to_sync_point(course.replay))
+    )
 
 
 def end_plan(p: Protocol, t: tasks.EndPlan) -> Next:

@@ -20,7 +20,7 @@ from fzero.state.effects import (
 from fzero.state.protocol import _tasks as tasks
 from fzero.state.protocol.events import Call, Raised
 from fzero.state.protocol.records import Awaiting, Next, Protocol
-from fzero.state.rounds import CODES, Asked, Kind, Message, Round, What, as_code
+from fzero.state.rounds import CODES, Asked, Message, MessageKind, Round, What, as_code
 
 
 def _say(p: Protocol, message: Message, task: Any) -> Next:
@@ -44,7 +44,7 @@ def announce(p: Protocol, t: tasks.Announce) -> Next:
     # What is here already is part of what ranks must have in common to follow one plan.
     facts = said.program and (said.program.digest, sorted(here.pinned))
     message = Message(
-        Kind.PASS,
+        MessageKind.PASS,
         f"{said.text}\nphase {said.place[1]}",
         hint=zlib.crc32(repr(facts).encode()),
         served=said.served,
@@ -65,7 +65,7 @@ def learned(p: Protocol, t: tasks.Learn, said: Round) -> Next:
     All ranks then ask, also those of a rank that is done or makes a call, and so is not in this
     pass. What ranks ask for that are still in the pass before is served first.
     """
-    if Kind.ASK in said.kinds:
+    if MessageKind.ASK in said.kinds:
         p, effects = serve(p, said)
         assert p.posted is not None
         again, more = _say(p, p.posted, t)
@@ -103,7 +103,7 @@ def ask_next(p: Protocol, t: tasks.AskNext) -> Next:
     """Post as many as a message has room for."""
     model, what, units = t.ask.model, t.ask.what, t.ask.units[t.at : t.at + CODES]
     codes = tuple(as_code(Asked(model, what, unit)) for unit in units)
-    return _say(p, Message(Kind.ASK, codes=codes), t)
+    return _say(p, Message(MessageKind.ASK, codes=codes), t)
 
 
 def asked(p: Protocol, t: tasks.AskNext, said: Round) -> Next:
@@ -162,7 +162,7 @@ def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
 def say_done(p: Protocol, t: tasks.SayDone) -> Next:
     """Say that this rank is done."""
     has_asked = p.models[t.model].course.asked
-    return _say(p, Message(Kind.DONE, hint=int(has_asked)), t)
+    return _say(p, Message(MessageKind.DONE, hint=int(has_asked)), t)
 
 
 def heard_done(p: Protocol, t: tasks.SayDone, said: Round) -> Next:
@@ -180,13 +180,13 @@ def call(p: Protocol, e: Call) -> Next:
     """Make a call together with every rank; ranks that are in a pass are served until they come."""
     if p.open is not None:
         return p.then(tasks.Learn(p.open), e), ()
-    return _say(p, Message(Kind.CALL, e.text, codes=e.values), e)
+    return _say(p, Message(MessageKind.CALL, e.text, codes=e.values), e)
 
 
 def called(p: Protocol, e: Call, said: Round) -> Next:
     """Go on if every rank makes this call."""
-    if said.kinds <= {Kind.PASS, Kind.CALL}:
-        everybody = said.kinds == {Kind.CALL}
+    if said.kinds <= {MessageKind.PASS, MessageKind.CALL}:
+        everybody = said.kinds == {MessageKind.CALL}
         if not said.is_same and (everybody or not said.is_served):
             return differ(p)
         if everybody:
@@ -206,7 +206,7 @@ def called(p: Protocol, e: Call, said: Round) -> Next:
 
 def raised(p: Protocol, e: Raised) -> Next:
     """Say that this rank raised. The others raise where they read it."""
-    return _say(p, Message(Kind.FAILED), e)
+    return _say(p, Message(MessageKind.FAILED), e)
 
 
 def heard_raised(p: Protocol, e: Raised, said: Round) -> Next:

@@ -41,7 +41,7 @@ class _Held:
     __hash__ = None  # type: ignore[assignment]
 
 
-def held_by(step: Callable[..., Any]) -> list[Any]:
+def values_read(step: Callable[..., Any]) -> list[Any]:
     """Return the numbers, strings and tensors that a step reads, in one order.
 
     Those in the cells, defaults and globals that the code of its functions names; in attributes of

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.tools.certify._models import Dyadic, batch, dyadic_loss
 from torch import Tensor
 
 import fzero
 from fzero.collectives.quantize import ErrorFeedback
 from fzero.tools.certify import Report
+from fzero.tools.certify._models import Dyadic, batch, dyadic_loss
 from tests.tools.certify import faults
 
 SGD = functools.partial(torch.optim.SGD, lr=2.0**-4, momentum=0.5)

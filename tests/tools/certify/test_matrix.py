@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.tools.certify._axes import AXES
-from fzero.tools.certify._cover import covering
-from fzero.tools.certify._exact import is_exact
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -22,6 +19,9 @@ from torch import nn
 import fzero
 from fzero.__main__ import main
 from fzero.errors import LayoutError
+from fzero.tools.certify._axes import AXES
+from fzero.tools.certify._cover import covering
+from fzero.tools.certify._exact import is_exact
 from tests.tools.certify import faults
 
 FEW = ["--models", "dyadic", "--stages", "3", "--worlds", "3", "--micro-batches", "1"]

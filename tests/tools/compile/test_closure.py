@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero.tools.compile._closure import MOST, held_by
+from fzero.tools.compile._closure import MOST, values_read
 
 GLOBAL = 1.0
 RULE = fzero.optim.sgd(0.5)
@@ -146,4 +146,4 @@ def test_what_is_held_is_found_once_and_large_containers_are_left_out() -> None:
     def outer() -> Any:
         return inner(), inner, few, outer
 
-    assert held_by(outer) == [1, 2, "x"]
+    assert values_read(outer) == [1, 2, "x"]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.tools.plan._subject import maker
-from fzero.tools.plan._time import time_of
-from fzero.tools.plan._watch import Watch
 from torch import Tensor, nn
 
 import fzero
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.tools.plan import Rates
+from fzero.tools.plan._subject import maker
+from fzero.tools.plan._time import time_of
+from fzero.tools.plan._watch import MemoryWatch
 from tests.tools.plan.models import Case, Decoder, next_token
 
 
@@ -128,7 +128,7 @@ def test_flops_are_those_of_the_products() -> None:
 def test_to_ask_where_a_fake_tensor_is_moves_no_bytes() -> None:
     make = maker(autocasts=True)
     x, y = make(torch.ones(4)).requires_grad_(), make(torch.ones(4))
-    with Watch("cpu") as watch, torch.autocast("cpu"):
+    with MemoryWatch("cpu") as watch, torch.autocast("cpu"):
         (x * y).sum().backward()
     moved = {nbytes: count for (_, nbytes), count in watch.work.items()}
     assert moved == {48: 2, 20: 1, 8: 1}  # two products, the sum, and its gradient

@@ -125,7 +125,7 @@ def with_options_described(doc: str | None, names: Iterable[str]) -> str | None:
 
 
 def _expanded(signature: inspect.Signature, driver: str) -> inspect.Signature:
-    """The signature with every option of the driver in the place of **options."""
+    """The signature with every option of the driver, in the order of the table, for **options."""
     own = dict(signature.parameters)
     if own.pop("options", None) is None:
         return signature
@@ -135,7 +135,13 @@ def _expanded(signature: inspect.Signature, driver: str) -> inspect.Signature:
         for one in taken_by(driver)
         if one.name not in own
     ]
-    return signature.replace(parameters=[*own.values(), *more])
+    place = {name: number for number, name in enumerate(OPTIONS)}
+    every = sorted(
+        more + [one for one in own.values() if one.kind is kind],
+        key=lambda one: place.get(one.name, -1),
+    )
+    first = [one for one in own.values() if one.kind is not kind]
+    return signature.replace(parameters=[*first, *every])
 
 
 def _not_taken(driver: str, option: str, known: Iterable[str], usage: str) -> CallError:

@@ -144,7 +144,9 @@ def test_gradients_before_an_update_in_parts_are_part_of_it(
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
 def test_steps_that_are_no_count_are_refused(steps: Any) -> None:
-    with pytest.raises(LayoutError, match=r"accumulate: steps=[\s\S]*Fix: give at least 1"):
+    with pytest.raises(
+        LayoutError, match=r"accumulate: micro_batches=[\s\S]*Fix: give an int of 1 or more"
+    ):
         fzero.accumulate(one_backward, steps=steps)
 
 

@@ -74,10 +74,23 @@ class Reducer:
 
     # Events.
 
-    def pop_grad(self, state: int, leaf: int, p: Tensor) -> None:
-        """Add `p.grad`, the gradient of one leaf of a state, and take it away from `p`."""
+    def pop_grad(
+        self,
+        state: int,
+        leaf: int,
+        p: Tensor,
+        times: Callable[[Tensor, torch.dtype], Tensor] | None = None,
+    ) -> None:
+        """Add `p.grad`, the gradient of one leaf of a state, and take it away from `p`.
+
+        times: what makes w g of a gradient, in the dtype in which gradients add up.
+        """
         unit, index, position = self._where[state][leaf]
-        self.states[state].add(leaf, index, position, _popped(p))
+        one = self.states[state]
+        if times is None:
+            one.add(leaf, index, position, _popped(p))
+        else:
+            one.add(leaf, index, position, times(_popped(p), one.setup.accumulate_dtype(index)))
         self._received(state, unit, index)
 
     def _received(self, state: int, unit: int, index: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -38,6 +38,8 @@ class Reduction:
     reduce_op: ReduceOp = "mean"
     gradient_predivide_factor: float = 1.0  # divides before the sum, and is made up for after it
     quantized_gradients: bool = False  # as int8 blocks; see fzero/collectives/quantize.py
+    # Gradients since the last update are sums of w g, which the update divides by the sum of w.
+    weighted: bool = field(default=False, metadata={"given": False})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +184,6 @@ class Policy:
         """What ranks must have in common to update together: each option as a line."""
         return [f"{one.name}={getattr(self, one.name)}" for one in fields(self) if one.repr]
 
-    @property
-    def differentiates_as(self) -> str:
-        """What ranks must have in common to reduce a gradient together."""
-        low = "" if self.autocast is None else f", autocast {self.autocast}"
-        return f"gradients x {self.grad_scale}{low}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -241,7 +237,8 @@ class Setup:
         """What a sum over ranks of what they `sent` is divided by."""
         if self.axis.size == 1:
             return 1.0
-        ranks = self.axis.size if self.reduction.reduce_op == "mean" else 1
+        means = self.reduction.reduce_op == "mean" and not self.reduction.weighted
+        ranks = self.axis.size if means else 1
         return ranks / self.reduction.gradient_predivide_factor
 
     def divides_first(self, index: int) -> float:
@@ -255,6 +252,24 @@ class Setup:
         free = self.reduces_in_place and not self.quantizes_gradients
         exact = math.frexp(self.divisor)[0] == 0.5 and torch.float16 not in dtypes
         return self.divisor if free and exact else 1.0
+
+    @property
+    def gradient_share(self) -> float:
+        """What the gradient of a micro-batch is multiplied by: 1.0 where its weight says that."""
+        return 1.0 if self.reduction.weighted else self.policy.grad_scale
+
+    @property
+    def differentiates_as(self) -> str:
+        """What ranks must have in common to reduce a gradient together."""
+        how = "gradients times weights" if self.reduction.weighted else "gradients"
+        low = "" if self.policy.autocast is None else f", autocast {self.policy.autocast}"
+        return f"{how} x {self.gradient_share}{low}"
+
+    def with_weights(self, weighted: bool) -> Setup:
+        """Return the setup of a state whose gradients have weights, or have none."""
+        if weighted == self.reduction.weighted:
+            return self
+        return replace(self, reduction=replace(self.reduction, weighted=weighted))
 
     @property
     def quantizes_gradients(self) -> bool:

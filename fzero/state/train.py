@@ -66,7 +66,12 @@ class TrainState:
 
     def without_gradients(self) -> TrainState:
         """Return the state without any gradient, reduced or waiting; an open window stays open."""
-        return self.replace(gradients=Buffers(), window=forget(self.window), progress=Progress())
+        return self.replace(
+            gradients=Buffers(),
+            window=forget(self.window),
+            progress=Progress(),
+            setup=self.setup.with_weights(False),
+        )
 
     __iter__: ClassVar[None] = None  # else Python would ask __getitem__
 

@@ -26,6 +26,7 @@ class Window:
     pending: Buffers
     residual: Buffers = Buffers(placement=Placement.PARTIAL)
     residual_before: Buffers = Buffers(placement=Placement.PARTIAL)
+    weight: Tensor | None = None  # [] fp64: of this rank's gradients since the update, their sum
     gathered: tuple[Tensor, ...] = ()
     is_open: bool = static(default=False)
     is_settled: bool = static(default=False)  # all ranks have made an update since it was opened
@@ -75,7 +76,7 @@ def after_update(window: Window, skipped: Tensor | None = None) -> Window:
         now = replace(now, flats=tuple(torch.where(skipped != 0, x, y) for x, y in pairs))
     settled = window.is_open
     residual = {"residual": now, "residual_before": CLOSED.residual_before}
-    return replace(window, **residual, is_settled=settled)
+    return replace(window, **residual, weight=None, is_settled=settled)
 
 
 def forget(window: Window) -> Window:
@@ -85,5 +86,9 @@ def forget(window: Window) -> Window:
     """
     before = window.residual_before if window.residual_before.held else window.residual
     return replace(
-        window, pending=CLOSED.pending, residual=before, residual_before=CLOSED.residual_before
+        window,
+        pending=CLOSED.pending,
+        residual=before,
+        residual_before=CLOSED.residual_before,
+        weight=None,
     )

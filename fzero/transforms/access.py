@@ -18,6 +18,7 @@ from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.scaled import without_scale
 from fzero.transforms.states import flatten_states
+from fzero.transforms.weights import by_total, total_weight
 
 
 def full_params(state: Any) -> Any:
@@ -57,7 +58,7 @@ def full_params(state: Any) -> Any:
 def gradients(state: Any) -> Any:
     """g = (1/W) sum_r g_r, whole, on every rank, in the structure of the parameters.
 
-    With `reduce_op="sum"` it is sum_r g_r.
+    With `reduce_op="sum"` it is sum_r g_r; after weighted calls sum(w g) / sum(w) of those so far.
 
     What is pending in an open window is reduced for the answer (the state itself keeps it
     pending). Not clipped, and without the loss scale. `full_gradients` is another name of it.
@@ -131,10 +132,13 @@ def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]
 
 def _gradients(state: TrainState, said: Agreed) -> Any:
     setup, layout = state.setup, state.setup.layout
-    held = buffers.require_reduced(reduce_agreed(without_donation(state), said).gradients)
+    state = reduce_agreed(without_donation(state), said)
+    held, mean = buffers.require_reduced(state.gradients), by_total(total_weight(state))
     here = [to_device(flat, state.device) for flat in held.flats]
     whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)
-    unscaled = {i: without_scale(state, x) for i, x in zip(layout.trainable, whole, strict=True)}
+    unscaled = {
+        i: mean(without_scale(state, x)) for i, x in zip(layout.trainable, whole, strict=True)
+    }
     del whole
     found = _leaves_apart(layout, unscaled)
     return assemble(layout, found)

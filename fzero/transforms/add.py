@@ -17,6 +17,7 @@ from fzero.transforms.donation import check_alive
 from fzero.transforms.observe import tell_added
 from fzero.transforms.receive import mean_of, receive
 from fzero.transforms.scaled import times_scale, with_value
+from fzero.transforms.weights import require_no_weights
 
 
 def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> TrainState:
@@ -56,6 +57,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
             cause="the window reduces all that is in it when it closes.",
             fix="add this rank's own gradient (reduced=False), or add it outside of it.",
         )
+    require_no_weights(state, "add_gradients")
     state = with_value(state)
     given = _flats(state, grads)
     tell_added(state, given, reduced=reduced)

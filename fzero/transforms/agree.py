@@ -35,7 +35,7 @@ from fzero.transforms.receive import add_means, filled, reduce_window
 Row = Sequence[int]
 """What one rank says of a state: (flags and backwards, digest of the leaves that it left out)."""
 
-_WAITS, _REDUCED, _BAD, _WRITTEN, _BACKWARDS = 1, 2, 4, 8, 16
+_WAITS, _REDUCED, _BAD, _WRITTEN, _WEIGHTED, _BACKWARDS = 1, 2, 4, 8, 16, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class Agreed:
     reduced: bool  # reduced ones are held
     bad: bool  # a loss or a gradient of any rank is not finite
     written: bool  # parameters of any rank were written since all ranks had them equal
+    weighted: bool  # the gradients have weights
     backwards: int  # of the rank that made the most
     unused: tuple[int, ...] = ()  # leaves that no rank has used, where that was asked for
 
@@ -115,6 +116,8 @@ def reduce_agreed(state: TrainState, said: Agreed, used: int = progress.ALL) -> 
     `used`: what this rank counts as used of what another one brought. A collective if any rank has
     something that waits.
     """
+    if said.weighted:
+        state = state.replace(setup=state.setup.with_weights(True))
     after = progress.of_all_ranks(state.progress, said.backwards, used)
     if after is not state.progress:
         state = state.replace(progress=after)
@@ -224,6 +227,7 @@ def _numbers(
         state = states[i]
         flags = _WAITS * state.window.pending.held + _REDUCED * state.gradients.held
         flags += _BAD * (state.progress.nonfinite is not None) + _WRITTEN * bool(written())
+        flags += _WEIGHTED * state.setup.reduction.weighted
         numbers.append(flags + _BACKWARDS * state.progress.backwards)
         if uses:
             numbers.append(_digest(_unused(state)))
@@ -257,6 +261,7 @@ def _together(state: TrainState, rows: Sequence[Row], performer: Performer | Non
         reduced=bool(flags[0] & _REDUCED),
         bad=any(flag & _BAD for flag in flags),
         written=any(flag & _WRITTEN for flag in flags),
+        weighted=_are_weighted(flags),
         backwards=max(flag // _BACKWARDS for flag in flags),
         unused=_unused_by_all(state, [row[1] for row in rows if len(row) > 1], performer),
     )
@@ -279,6 +284,20 @@ def _unused_by_all(
 @lru_cache(maxsize=64)
 def _indices(bits: int) -> tuple[int, ...]:
     return from_bits(bits) if bits else ()
+
+
+def _are_weighted(flags: Sequence[int]) -> bool:
+    """Whether gradients have weights: those of all ranks that have any, or of none."""
+    weighted = [bool(flag & _WEIGHTED) for flag in flags]
+    plain = [not w and flag >= _BACKWARDS for w, flag in zip(weighted, flags, strict=True)]
+    if any(weighted) and any(plain):
+        raise MismatchError(
+            f"rank {weighted.index(True)} holds gradients with weights, and rank "
+            f"{plain.index(True)} holds gradients without.",
+            cause="weight= on some ranks only.",
+            fix="give weight= to every call of an update, on every rank, or to none (0 is one).",
+        )
+    return any(weighted)
 
 
 def _dropped_by_some(held: Sequence[bool]) -> MismatchError:

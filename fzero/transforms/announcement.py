@@ -91,7 +91,7 @@ def _text(form: PassForm, states: Sequence[TrainState], *, dropped: bool) -> str
     for state in states:
         setup = state.setup
         place = "in a window" if state.window.is_open else "at once"
-        lines.append(f"stage {setup.stage}, reduced {place}, {setup.policy.differentiates_as}")
+        lines.append(f"stage {setup.stage}, reduced {place}, {setup.differentiates_as}")
         lines.append(f"loss scale {state.scale and state.scale.policy}")
         if not form.served:
             lines.append(f"after {state.progress.reductions} reductions since the update")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate
+from typing import Any, Concatenate, NamedTuple
 
 import optree
 import torch
@@ -43,11 +43,24 @@ from fzero.transforms.pipeline import P, R
 from fzero.transforms.receive import mean_of, not_differentiable, receive
 from fzero.transforms.scaled import scales_of, with_value
 from fzero.transforms.states import S, flatten_states
+from fzero.transforms.weights import (
+    Weight,
+    counted,
+    require_no_weights,
+    require_weight,
+    times_weight,
+    with_weights,
+)
 
 
 @called_as("grad_and_reduce(loss, state)(batch)")
 def grad_and_reduce(
-    fn: Callable[Concatenate[Any, P], R], state: S, *, has_aux: bool = False, wrt: Any = None
+    fn: Callable[Concatenate[Any, P], R],
+    state: S,
+    *,
+    has_aux: bool = False,
+    wrt: Any = None,
+    weight: Weight | None = None,
 ) -> Callable[P, tuple[S, R]]:
     """Return g: g(*args) = (state', value), gradients' = gradients + mean_r dL_r/dp.
 
@@ -66,6 +79,12 @@ def grad_and_reduce(
     wrt: which states of a pytree get gradients: a key of it (`wrt="d"`), several in a list, or a
         pytree of bools in its structure; None for all of them. The others are only read: nothing
         of them is reduced, and they come back as they were.
+
+    weight: w of this call on this rank, a number of 0 or more or a scalar tensor, such as its count
+        of tokens. Then gradients of the update are sum(w g) / sum(w) over all calls and ranks, the
+        exact mean whatever the split: gradients add up as w g in the accumulation dtype, fp32 or
+        wider, and are divided once. A call of weight 0 adds zeros, also where its loss is NaN. All
+        calls of an update have one, on every rank, or none.
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
@@ -94,6 +113,8 @@ def grad_and_reduce(
     for one in states:
         check_alive(one)
     learns = learning(wrt, state, states)
+    if weight is not None:
+        require_weight("grad_and_reduce", weight)
 
     @torch._disable_dynamo
     @functools.wraps(fn, updated=())
@@ -107,8 +128,9 @@ def grad_and_reduce(
             check_alive(one)
         with running_on(states[0].setup.axis), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
-            known = [with_value(one) if by else as_read(one) for one, by in pairs]
-            new, result = _differentiate(loss_of, known, (args, kwargs), has_aux=has_aux)
+            known = [_begun(one, weight) if by else as_read(one) for one, by in pairs]
+            call = _Call(loss_of, has_aux=has_aux, weight=weight)
+            new, result = _differentiate(call, known, (args, kwargs))
         new = [
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)
@@ -119,22 +141,42 @@ def grad_and_reduce(
     return differentiated
 
 
+class _Call(NamedTuple):
+    """One gradient call: the loss of its parameters, and how it is counted."""
+
+    loss_of: LossOf
+    has_aux: bool
+    weight: Weight | None
+
+    def looked_at(self, loss: Tensor) -> Tensor:
+        """The loss as a check of its values sees it: one of weight 0 is not counted."""
+        if self.weight is None:
+            return loss
+        return times_weight(loss.detach(), self.weight, loss.dtype)
+
+
+def _begun(state: TrainState, weight: Weight | None) -> TrainState:
+    """Return a state as the pass of a call takes it."""
+    if weight is None:
+        require_no_weights(state, "grad_and_reduce")
+        return with_value(state)
+    return with_weights(with_value(state), "grad_and_reduce")
+
+
 def _differentiate(
-    loss_of: LossOf, states: Sequence[TrainState], arguments: Any, *, has_aux: bool
+    call: _Call, states: Sequence[TrainState], arguments: Any
 ) -> tuple[list[TrainState], Result]:
     tensors = [flat for state in states for flat in state.params.flats]
-    given = optree.tree_leaves(arguments, namespace=NAMESPACE)
+    given = [*optree.tree_leaves(arguments, namespace=NAMESPACE), call.weight]
     if needs_func(tensors) or wants_graph([*tensors, *given]):
-        return _by_func(loss_of, states, has_aux=has_aux)
-    return _by_autograd(loss_of, states, has_aux=has_aux)
+        return _by_func(call, states)
+    return _by_autograd(call, states)
 
 
 # Ordinary autograd: gathers and reductions run beside it.
 
 
-def _by_autograd(
-    loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
-) -> tuple[list[TrainState], Result]:
+def _by_autograd(call: _Call, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
     _require_one_gathers(states)
     passes, places = passes_of(states, functional)
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
@@ -144,11 +186,13 @@ def _by_autograd(
             one.begin_forward()
         with torch.enable_grad():
             made = [_leaves(passes[number], position) for number, position in places]
-            loss, aux = loss_and_aux(loss_of([params for params, _ in made]), has_aux=has_aux)
+            loss, aux = loss_and_aux(
+                call.loss_of([params for params, _ in made]), has_aux=call.has_aux
+            )
         for one in passes:
-            one.finite.loss(loss)
+            one.finite.loss(call.looked_at(loss))
             one.end_forward()
-            one.begin_backward()
+            one.begin_backward(weight=call.weight)
         scale, rest = scales_of(states)
         for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
             _listen(leaves, passes[number], position, factor)
@@ -247,9 +291,7 @@ def _apart(result: Result, states: Sequence[TrainState]) -> Result:
 # torch.func: everything is gathered first, and the result can be differentiated again.
 
 
-def _by_func(
-    loss_of: LossOf, states: Sequence[TrainState], *, has_aux: bool
-) -> tuple[list[TrainState], Result]:
+def _by_func(call: _Call, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
     require_values(states)
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
@@ -259,16 +301,32 @@ def _by_func(
     fulls = [flat for _, some in held for flat in some]
     versions = _versions(fulls)
     try:
-        result = by_func(loss_of, [_source(*one) for one in held], has_aux=has_aux, scale=scale)
+        result = by_func(
+            call.loss_of, [_source(*one) for one in held], has_aux=call.has_aux, scale=scale
+        )
     except RuntimeError as error:
         if _versions(fulls) != versions:
             raise PhaseError(_WROTE) from error
         raise
     if _versions(fulls) != versions:
         raise PhaseError(_WROTE)
-    made = zip(held, found_at_once(states, result), result.grads, rest, strict=True)
-    new = [_received(with_found(one, bad), grads, by) for (one, _), bad, grads, by in made]
-    return new, result
+    grads = [
+        _times_weight(state, some, call.weight)
+        for (state, _), some in zip(held, result.grads, strict=True)
+    ]
+    seen = Result(grads=tuple(map(tuple, grads)), value=call.looked_at(result.value), aux=None)
+    made = zip(held, found_at_once(states, seen), grads, rest, strict=True)
+    new = [_received(with_found(one, bad), some, by) for (one, _), bad, some, by in made]
+    return [counted(state, call.weight) for state in new], result
+
+
+def _times_weight(
+    state: TrainState, grads: Sequence[Tensor], weight: Weight | None
+) -> Sequence[Tensor]:
+    if weight is None:
+        return grads
+    dtypes = map(state.setup.accumulate_dtype, state.setup.layout.trainable)
+    return [times_weight(g, weight, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
 
 def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:

@@ -14,6 +14,7 @@ from fzero.state.view import require_state
 from fzero.transforms.agree import agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.scaled import without_scale
+from fzero.transforms.weights import by_total, total_weight
 
 
 def global_norm(state: TrainState) -> Tensor:
@@ -35,7 +36,8 @@ def global_norm(state: TrainState) -> Tensor:
     check_alive(state)
     said = agree("global_norm", [state])
     require_held(said, "global_norm")
-    return norm_of_state(state, reduce_agreed(without_donation(state), said[0]).gradients)
+    reduced = reduce_agreed(without_donation(state), said[0])
+    return by_total(total_weight(reduced))(norm_of_state(reduced, reduced.gradients))
 
 
 def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:

@@ -45,6 +45,7 @@ from fzero.transforms.receive import (
     receive_local,
     with_lost,
 )
+from fzero.transforms.weights import Weight, counted, require_no_weights, times_weight
 
 
 class Pass:
@@ -68,6 +69,7 @@ class Pass:
         differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
         self.owner = [*differ, *lazy, 0][0]  # whose schedule has the programs of the pass
         self.finite = FiniteCheck(states)
+        self.weight: Weight | None = None  # of the backward under way
         self.machine = Machine(
             form.number,
             setups,
@@ -138,14 +140,19 @@ class Pass:
         """What the forward gathered is not kept for the backward, unless that is asked for."""
         self.performer.send(EndForward(self.form.number))
 
-    def begin_backward(self, *, silent: bool = False, dropped: bool = False) -> None:
+    def begin_backward(
+        self, *, silent: bool = False, dropped: bool = False, weight: Weight | None = None
+    ) -> None:
         """Announce that gradients will be reduced.
+
+        `weight`: what they are multiplied by; None: the states have no weights.
 
         `silent`: below stage 3, leave that to `first_gradient`. A backward that brings none, such
         as torch.autograd.grad by an input, then concerns no other rank. `dropped`: this rank has
         just thrown away what it held, which the others must have done, too.
         """
         self.put_aside()
+        self.weight = weight
         self.reducer.begin([state.window.is_open for state in self.states])
         silent = silent and not self.gathers
         if not silent:
@@ -161,7 +168,7 @@ class Pass:
     def _reduce_waiting(self) -> None:
         """Let what waits in a closed window be reduced with the gradients that come."""
         for number, state in enumerate(self.states):
-            pending, share = state.window.pending, state.setup.policy.grad_scale
+            pending, share = state.window.pending, state.setup.gradient_share
             feed_back(state, self.reducer.feedback(number), share)
             if pending.held and not state.window.is_open:
                 # `receive` multiplies all of it by the share
@@ -181,8 +188,13 @@ class Pass:
     def take(self, state: int, leaf: int, p: Tensor) -> None:
         """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
         assert p.grad is not None
-        self.finite.gradient(state, leaf, p.grad)
-        self.reducer.pop_grad(state, leaf, p)
+        weight = self.weight
+        if weight is None:
+            self.finite.gradient(state, leaf, p.grad)
+            self.reducer.pop_grad(state, leaf, p)
+            return
+        self.finite.gradient(state, leaf, times_weight(p.grad, weight, p.grad.dtype))
+        self.reducer.pop_grad(state, leaf, p, lambda g, dtype: times_weight(g, weight, dtype))
 
     def put_aside(self) -> None:
         """Let what came outside of a pass wait in the window.
@@ -195,6 +207,7 @@ class Pass:
         for number, state in enumerate(self.states):
             found = self.reducer.states[number].pop_local()
             if found:
+                require_no_weights(state, "a backward inside of a forward")
                 flats = filled(state, found, Placement.PARTIAL)
                 state = with_found(state, bad[number])
                 used = progress.saw_use(state.progress, self._used(number))
@@ -224,9 +237,10 @@ class Pass:
             state, used = with_found(state, bad[number]), self._used(number)
             if means:
                 flats = filled(state, means, state.setup.gradients)
-                new.append(receive(state, flats, used=used))
+                state = receive(state, flats, used=used)
             else:  # on one rank, or in a window
-                new.append(receive_local(state, self.reducer, number, used=used))
+                state = receive_local(state, self.reducer, number, used=used)
+            new.append(counted(state, self.weight))
         for number, state in enumerate(new):  # all of them, or none
             self.put(number, state)
         self.reducer.settle()

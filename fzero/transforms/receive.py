@@ -48,7 +48,7 @@ def receive_local(
         return receive(state, filled(state, found, placement), used=used)
     total: Buffers = take_over(old)
     totals = dict(zip(state.setup.layout.trainable, total.flats, strict=True))
-    reducer.states[number].pop_local_into(totals, state.setup.policy.grad_scale)
+    reducer.states[number].pop_local_into(totals, state.setup.gradient_share)
     counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
     state = state.replace(progress=counted)
     if waits:
@@ -58,7 +58,7 @@ def receive_local(
 
 def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return gradients of one micro-batch times its share of an averaged update."""
-    scale = state.setup.policy.grad_scale
+    scale = state.setup.gradient_share
     return flats if scale == 1.0 else [flat * scale for flat in flats]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from fzero.transforms.scaled import (
     without_scale,
 )
 from fzero.transforms.states import S, flatten_states
+from fzero.transforms.weights import NOTHING, divisor_of, total_weight
 
 
 @torch._disable_dynamo
@@ -105,16 +107,21 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
     """
     after = progress.saw_update(state.progress)
     state = with_value(state)
+    total = total_weight(state)
     reduced = buffers.require_reduced(state.gradients)
     tell("reduced", state, reduced)
     general = _is_general(state, reduced.flats)
     found = None if state.scale is None else found_inf(state, reduced, state.scale)
     skips = found is not None and not general and _skips(state)
-    ready = _prepared(state, reduced, divides=skips)
+    ready = _prepared(state, reduced, total, divides=skips)
     ready = tell("prepared", state, ready, default=ready)
     advance = partial(_advance, state, ready.gradients.flats, unused=unused)
+    nothing = total is not None and (general or not float(total))
     try:
-        if found is None or skips:
+        if nothing and not general:
+            warnings.warn(NOTHING, UserWarning, stacklevel=2)
+            params, optimizer = _kept(state)
+        elif found is None or skips:
             told = (found, ready.grad_scale) if skips else None
             params, optimizer = advance(general=general, told=told)
         elif general:
@@ -132,10 +139,22 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
         optimizer=optimizer,
         gradients=Buffers(),
         progress=after,
+        setup=state.setup.with_weights(False),
         **after_update(state, found),
     )
+    if nothing and total is not None:
+        new = _where_counted(state, new, total)
     new = tell("updated", new, found, default=new)
     return new if general else at_home(new), ready.norm
+
+
+def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainState:
+    """Return `new`, with all that an update changes as it was where the total weight is 0."""
+    before = old.params, old.optimizer, old.step, old.scale
+    after = new.params, new.optimizer, new.step, new.scale
+    empty = (total == 0).to(torch.float32)
+    params, optimizer, step, scale = unless_overflow(empty.to(old.device), before, after)
+    return new.replace(params=params, optimizer=optimizer, step=step, scale=scale)
 
 
 def share(state: TrainState) -> float:
@@ -223,8 +242,10 @@ def _advance(
     return Buffers(flats=tuple(flats), placement=held.placement), optimizer
 
 
-def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
+def _prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides: bool) -> _Ready:
     """g factor, factor = share / scale min(1, max_norm / |g share / scale|); the norm if it clips.
+
+    After weighted calls 1 / total takes the place of the share.
 
     In place where the gradients are used up anyway, and no element is bounded. If the optimizer
     `divides` and nothing is clipped, the scale is left to it.
@@ -244,6 +265,8 @@ def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
         else:  # 16 bits may not hold them without the scale
             flats = tuple(without_scale(state, flat) for flat in held.flats)
             gradients = Buffers(flats=flats, placement=held.placement)
+    if total is not None:
+        gradients, factor = scaled(state, gradients, total, divides=True), factor / total
     rest: Any = share(state)
     if max_value is not None:
         require_ordered("clip: max_value", state.setup.layout.leaves)
@@ -263,21 +286,26 @@ def _bounded(state: TrainState, gradients: Buffers, bound: float) -> Buffers:
     return Buffers(flats=flats, placement=gradients.placement)
 
 
-def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buffers:
-    """g factor, in place if the state donates."""
+def scaled(
+    state: TrainState, gradients: Buffers, factor: Tensor | float, *, divides: bool = False
+) -> Buffers:
+    """g factor, or g / factor if it `divides`; in place if the state donates."""
 
     def of(flat: Tensor) -> Any:
+        if divides:
+            return divisor_of(torch.as_tensor(factor), flat)
         return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
 
     device, offload = state.device, state.setup.offload
+    in_place, apart = (torch.Tensor.div_, torch.div) if divides else (torch.Tensor.mul_, torch.mul)
     if donates(state):
         owned: Buffers = take_over(gradients)
         for flat in owned.flats:
-            change(flat, device, partial(torch.Tensor.mul_, other=of(flat)))
+            change(flat, device, partial(in_place, other=of(flat)))
         return owned
     general = _is_general(state, gradients.flats)
     home = None if general else offload.gradients
-    flats = (to_device(flat, device) * of(flat) for flat in gradients.flats)
+    flats = (apart(to_device(flat, device), of(flat)) for flat in gradients.flats)
     return Buffers(
         flats=tuple(offloaded(home, flat, offload) for flat in flats), placement=gradients.placement
     )

@@ -142,7 +142,9 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
         setup=state.setup.with_weights(False),
         **after_update(state, found),
     )
-    if nothing and total is not None:
+    if nothing and not general:
+        new = new.replace(step=state.step, scale=state.scale)
+    elif total is not None and general:
         new = _where_counted(state, new, total)
     new = tell("updated", new, found, default=new)
     return new if general else at_home(new), ready.norm

@@ -1,0 +1,153 @@
+"""Weighted gradients: sum(w g) / sum(w) over calls, micro-batches and ranks, divided once.
+
+    call       w g in the accumulation dtype -> added up, or reduced as a sum; w -> `window.weight`
+    update     total = sum over ranks of `window.weight` -> gradients / total -> the optimizer
+
+A state has weights from its first weighted call to its update (`Reduction.weighted`), and all calls
+between are weighted. So no rank must know a count of tokens before it has computed its gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import reduce_many
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.state import TrainState
+
+Weight = float | Tensor
+"""The weight of one call on one rank: a number of 0 or more, or a scalar tensor."""
+
+_FIX = "give weight= to every call of an update, on every rank, or to none."
+
+
+def require_weight(name: str, weight: Any) -> None:
+    """Raise `LayoutError` for what is no weight. The values of a tensor are not read."""
+    if isinstance(weight, Tensor):
+        good = weight.dim() == 0 and not weight.is_complex() and weight.dtype != torch.bool
+        seen = f"a tensor of {weight.dtype}, shape {[*weight.shape]}"
+    else:
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        good = number and math.isfinite(weight) and weight >= 0
+        seen = repr(weight)
+    if not good:
+        raise LayoutError(
+            f"{name}: weight={seen}.",
+            cause="weights of single examples or tokens, a mask, or a count that is negative.",
+            fix="give the sum of the weights of this call: a finite number of 0 or more, or a "
+            "tensor without dims, e.g. weight=mask.sum().",
+        )
+
+
+def with_weights(state: TrainState, name: str) -> TrainState:
+    """Return a state that is about to get a weighted gradient.
+
+    Raises `PhaseError` if it holds gradients without weights, and `LayoutError` for options that
+    do not go with weights.
+    """
+    setup = state.setup
+    if setup.reduction.weighted:
+        return state
+    if state.progress.backwards:
+        raise PhaseError(
+            f"{name}: a weight, and the state holds gradients of {state.progress.backwards} calls "
+            "without one.",
+            cause="weighted and unweighted calls between two updates.",
+            fix=_FIX,
+        )
+    wires = {setup.communication_dtype(i) for i in setup.layout.trainable}
+    crosses = setup.axis.size > 1
+    if setup.reduction.reduce_op == "sum":
+        raise _unfit(name, 'reduce_op="sum"', "leave it out: weights say what a sum is divided by")
+    if setup.policy.averages:
+        raise _unfit(name, "average_micro_batches=True", "leave it out: weights average exactly")
+    if setup.quantizes_gradients:
+        raise _unfit(name, "quantized_gradients=True", "leave it out, or the weights")
+    if crosses and torch.float16 in wires:
+        fix = "communication_dtype=torch.bfloat16 or torch.float32"
+        raise _unfit(name, "gradients that cross ranks in fp16", f"use {fix}: w g may overflow")
+    return state.replace(setup=setup.with_weights(True))
+
+
+def require_no_weights(state: TrainState, name: str) -> None:
+    """Raise `PhaseError` for a gradient without a weight, where those before have one."""
+    if state.setup.reduction.weighted:
+        raise PhaseError(
+            f"{name}: no weight, and the state holds gradients of {state.progress.backwards} "
+            "calls with one.",
+            cause="weighted and unweighted calls between two updates.",
+            fix=_FIX,
+        )
+
+
+def _unfit(name: str, option: str, fix: str) -> LayoutError:
+    return LayoutError(
+        f"{name}: a weight beside {option}.",
+        cause="two ways to say what a sum of gradients is divided by, or a wire too small for it.",
+        fix=f"{fix}.",
+    )
+
+
+def times_weight(gradient: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+    """w g in `dtype`, or wider; zeros where w is 0, also of a gradient that is NaN.
+
+    A weight that is differentiated has the derivative g at 0 too, where g is finite.
+    """
+    wide = gradient.to(torch.promote_types(gradient.dtype, dtype))
+    if not isinstance(weight, Tensor):
+        return wide * weight if weight else torch.zeros_like(wide)
+    by = weight.to(
+        device=wide.device, dtype=wide.dtype if not wide.is_complex() else wide.real.dtype
+    )
+    selected = torch.where((by == 0) & ~torch.isfinite(wide), torch.zeros_like(wide), wide)
+    return selected * by
+
+
+def counted(state: TrainState, weight: Weight | None) -> TrainState:
+    """Return the state after a call of this weight."""
+    if weight is None:
+        return state
+    own = torch.as_tensor(weight, dtype=torch.float64, device=state.device)
+    before = state.window.weight
+    total = own if before is None else before + own
+    return state.replace(window=replace(state.window, weight=total))
+
+
+def total_weight(state: TrainState) -> Tensor | None:
+    """The sum of the weights of all calls on all ranks: [] fp64; None without. A collective."""
+    if not state.setup.reduction.weighted:
+        return None
+    own = state.window.weight
+    if own is None:  # this rank made no call
+        own = torch.zeros((), dtype=torch.float64, device=state.device)
+    return reduce_many([own], state.setup.axis, ordered=state.setup.reduction.ordered)[0]
+
+
+def by_total(total: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return what makes a mean of sums of w g: a division by their total weight; 0 / 0 is 0."""
+    return (lambda x: x) if total is None else partial(_divided, total=total)
+
+
+def _divided(x: Tensor, *, total: Tensor) -> Tensor:
+    return x / divisor_of(total, x)
+
+
+def divisor_of(total: Tensor, like: Tensor) -> Tensor:
+    """The total weight as a divisor of gradients like this one; 1 for 0."""
+    dtype = like.real.dtype if like.is_complex() else like.dtype
+    return torch.where(total == 0, torch.ones_like(total), total).to(like.device, dtype)
+
+
+NOTHING = explain(
+    "the weights of all calls since the last update are 0 on every rank: the update is skipped. "
+    "Parameters, optimizer, step and schedule are as they were.",
+    cause="a batch in which every label is masked.",
+    fix="leave such batches out, or go on: nothing was changed.",
+)

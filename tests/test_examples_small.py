@@ -24,6 +24,8 @@ EXAMPLES = (
     "muon.py",
     "reshard.py",
     "stages_by_group.py",
+    "ragged_lm.py",
+    "chunked_loss.py",
 )
 FLOAT64 = 1e-9  # no check of an example is further off: what is compared rounds in another order
 
@@ -56,6 +58,8 @@ def require_claims(script: str, said: str, ranks: int) -> None:
         wanted = {("table", "3"): (shards, shards), ("layers", "2"): (100, shards)}
         for group, share in wanted.items():
             assert shares[group] == pytest.approx(share, abs=2), said
+    if script == "chunked_loss.py":
+        assert f"gathered the head {2 if ranks > 1 else 0} times" in said
     if script == "muon.py" and ranks == 2:
         assert "3,248 bytes" in said  # of 5,792: 272 of 624 elements of matrices, and padding
     if script == "ema.py":

@@ -36,7 +36,7 @@ def mean_over_rows(x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 def trained(split: list[list[int]], x: Tensor, y: Tensor, wrap: Any, **options: Any) -> Any:
-    """One update of ranks with calls of split[rank][call] rows: (gradients, norm), params, state."""
+    """One update, of ranks that make calls of split[rank][call] rows."""
     starts = iter(torch.tensor([0, *(n for own in split for n in own)]).cumsum(0).tolist())
     rows = [
         [slice(start, start + n) for n, start in zip(own, starts, strict=False)] for own in split

@@ -77,7 +77,6 @@ if __name__ == "__main__":
     parser.add_argument("--stage", type=int, default=2)
     found, want = train(parser.parse_args().stage), in_one_process()
     worst = max((found[path] - x).abs().max().item() for path, x in want.items())
-    print(
-        f"{sum(LENGTHS) - len(LENGTHS)} tokens in {len(LENGTHS)} sequences on {fzero.world().size} rank(s)"
-    )
-    print(f"check: parameters after {STEPS} steps equal those of one process to {worst:.1e}")
+    if fzero.axis_index() == 0:
+        print(f"{sum(LENGTHS) - len(LENGTHS)} tokens, on {fzero.world().size} rank(s)")
+        print(f"check: parameters after {STEPS} steps equal those of one process to {worst:.1e}")

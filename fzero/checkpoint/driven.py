@@ -58,7 +58,7 @@ def differing_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str
     """Return {path: {rank: shape and dtype}}, with the ranks whose values are not rank 0's.
 
     Example:
-        >>> own_buffers([{"mean": ("(2,) torch.float32", 5)}] * 2)
+        >>> differing_buffers([{"mean": ("(2,) torch.float32", 5)}] * 2)
         {'mean': {'0': '(2,) torch.float32'}}
     """
     found: dict[str, dict[str, str]] = {}

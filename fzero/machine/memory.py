@@ -83,8 +83,9 @@ def require_apart(
 
     Example:
         >>> x = torch.ones(4, 2)
-        >>> require_apart([Held("left", x[:, 0]), Held("right", x[:, 1])])  # no common element
-        >>> require_apart([Held("left", x[:, 0]), Held("all", x)])
+        >>> left, right = HeldTensor("left", x[:, 0]), HeldTensor("right", x[:, 1])
+        >>> require_apart([left, right])  # no common element
+        >>> require_apart([left, HeldTensor("all", x)])
         Traceback (most recent call last):
         ...
         fzero.errors.LayoutError: left and all have elements in common.

@@ -47,7 +47,7 @@ def place_whole(
     is padding.
 
     Example:
-        >>> apart([3, 4, 1], 2)
+        >>> place_whole([3, 4, 1], 2)
         ((4, 0, 7), 4)
     """
     ends, rows = [0] * ranks, [0] * len(numels)

@@ -68,7 +68,7 @@ def use(replay: Replay, unit: int, *, held: bool) -> Next | None:
         >>> replay, effects = use(replay, 0, held=False)
         >>> effects
         (GatherUnit(unit=0), GatherUnit(unit=1))
-        >>> run(replay)
+        >>> to_sync_point(replay)
         (None, (FreeUnit(unit=0), ReduceUnit(unit=1), ReduceUnit(unit=0)))
     """
     place, sync_point = replay.plan.next_use(unit, replay.at), _next_sync_point(replay)
@@ -111,9 +111,9 @@ def gather_beside(replay: Replay, unit: int) -> Next:
 
     Example:
         >>> place = begin(Program((2, 0)), (4, 4), frozenset(), Limits())  # 2 is the sync point
-        >>> place, _ = run(place)
-        >>> place, _ = gathered(place, 0)
-        >>> gathered(gathered(place, 1)[0], 0)[1]
+        >>> place, _ = to_sync_point(place)
+        >>> place, _ = gather_beside(place, 0)
+        >>> gather_beside(gather_beside(place, 1)[0], 0)[1]
         (FreeUnit(unit=0),)
     """
     before = replay.gathered_here

@@ -62,7 +62,7 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
     that before any other event. Else it is over.
 
     Example:
-        >>> from fzero.state.rounds import Kind, Round
+        >>> from fzero.state.rounds import MessageKind, Round
         >>> from fzero.state.schedule import Program
         >>> protocol, _ = advance(Protocol(), Join(1, Units(numels=(4, 4))))
         >>> said = Announcement(text="forward", place=(0, 0), program=Program((0, 1)))
@@ -72,7 +72,7 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
         >>> asked, effects = advance(begun, Use(1, 0))
         >>> effects
         (Read(),)
-        >>> alone = Round([[Kind.PASS, 0, 0, 0]])
+        >>> alone = Round([[MessageKind.PASS, 0, 0, 0]])
         >>> there, effects = advance(asked, Answer(alone))
         >>> [(type(effect).__name__, effect.unit) for effect in effects]
         [('Gather', 0), ('Gather', 1), ('Wait', 0)]

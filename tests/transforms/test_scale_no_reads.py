@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 from fzero.state import DynamicScale
+from tests.covering import covered
 from tests.gpu.reads import Device, HostReadError, on_device
 
 STEPS = 6
@@ -82,10 +83,7 @@ def watched_steps(driver: Callable[..., Any], make: Any, stage: int, max_norm: A
         return state()
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("optimizer", FUSED)
-@pytest.mark.parametrize("driver", [functional, by_engine])
+@covered(driver=[functional, by_engine], optimizer=[*FUSED], stage=[0, 1, 3], max_norm=[None, 0.5])
 def test_the_host_reads_nothing(driver: Any, optimizer: str, stage: int, max_norm: Any) -> None:
     state = watched_steps(driver, FUSED[optimizer], stage, max_norm)
     assert int(state.step) == int(state.optimizer.count) == STEPS - 1

@@ -79,12 +79,6 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
     ),
     "apply(x)": (lambda: APPLY(*(X,)),  # type: ignore[arg-type]
         LayoutError, "apply got a Tensor", r"apply\(params, x\)"),
-    "a misspelt option of shard": (
-        lambda: ANY.shard(step_fn, stage=2, bucket_byte=3),
-        CallError,
-        "shard got .*'bucket_byte'",
-        "write bucket_bytes=",
-    ),
     "a misspelt option of init": (
         lambda: ANY.init(PARAMS, RULE, stage=2, initialiser=3),
         CallError,
@@ -114,18 +108,6 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         CallError,
         "init: missing .*'optimizer'",
         r"init\(params, optimizer",
-    ),
-    "a misspelt option of an engine": (
-        lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD, stage=1, bucket_byte=3),
-        CallError,
-        "Engine got .*'bucket_byte'",
-        "write bucket_bytes=",
-    ),
-    "a misspelt option that an engine shares with init": (
-        lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD, stage=1, reduceop="sum"),
-        CallError,
-        "Engine got .*'reduceop'",
-        "write reduce_op=",
     ),
     "an engine without a stage": (
         lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD),

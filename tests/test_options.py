@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.tools.certify._axes import AXES
 from torch import Tensor, nn
 
 import fzero
@@ -20,6 +19,7 @@ from fzero.integrations.deepspeed._keys import Use
 from fzero.integrations.deepspeed._zero_keys import KEYS
 from fzero.options import DRIVERS, OPTIONS, REQUIRED, InitOptions, StateOptions, taken_by
 from fzero.state import Gathering, Reduction
+from fzero.tools.certify._axes import AXES
 
 FUNCTIONS: dict[str, Any] = {
     "init": fzero.init,

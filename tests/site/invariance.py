@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fzero.tools.certify._axes import AXES, Axis
-
 from tests.site.results import measured
 from tests.site.tables import table
 

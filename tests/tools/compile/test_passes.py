@@ -8,7 +8,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from fzero.tools.trace._api import program_of
 from torch import Tensor, fx, nn
 
 import fzero
@@ -16,6 +15,7 @@ from fzero.state import NAMESPACE
 from fzero.tools.compile import gather_early, merge_collectives, rematerialize
 from fzero.tools.compile._passes import wait_late
 from fzero.tools.compile._writes import own_buffers, without_writes
+from fzero.tools.trace._api import program_of
 from fzero.tools.trace.ops import is_collective
 
 

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from fzero.tools.doctor._transforms import TRANSFORMS
 
 from fzero.__main__ import main
 from fzero.tools.doctor import Report, Section, Subject, examine
+from fzero.tools.doctor._transforms import TRANSFORMS
 from tests.tools.doctor import planted
 
 pytestmark = pytest.mark.xdist_group("gloo")

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.tools.plan._subject import maker
-from fzero.tools.plan._time import time_of
-from fzero.tools.plan._watch import Watch
 from torch import Tensor, nn
 
 import fzero
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.tools.plan import Rates
+from fzero.tools.plan._subject import maker
+from fzero.tools.plan._time import time_of
+from fzero.tools.plan._watch import Watch
 from tests.tools.plan.models import Case, Decoder, next_token
 
 
@@ -172,6 +172,23 @@ class _Ids(nn.Linear):
         return super().forward(input).argmax()
 
 
+READS: dict[str, Any] = {  # of an input, and of which of its rows are positive
+    "if": lambda x, chosen: x if chosen.all() else -x,
+    "item": lambda x, chosen: x * chosen.sum().item(),
+    "mask": lambda x, chosen: x[chosen],
+    "nonzero": lambda x, chosen: x[chosen.nonzero().squeeze(-1)],
+    "where": lambda x, chosen: x[torch.where(chosen)[0]],
+    "counts": lambda x, chosen: x.split([1, *torch.bincount(chosen.long()).tolist()])[0],
+    "sizes": lambda x, chosen: x.split(chosen.long().tolist())[0],
+    "cpu": lambda x, chosen: x.split(chosen.cpu().long().tolist())[0],
+    "numpy": lambda x, chosen: x * float(chosen.numpy().sum()),
+    "unique": lambda x, chosen: x * len(chosen.unique()),
+    "repeat": lambda x, chosen: x.repeat_interleave(chosen.long(), 0),
+    "equal": lambda x, chosen: x if torch.equal(chosen, ~chosen) else -x,
+    "put": lambda x, chosen: torch.zeros_like(x).index_put((chosen,), x[chosen]),
+}
+
+
 class _Experts(nn.Linear):
     """Reads which rows of its input are positive, in one of the ways in which experts do."""
 
@@ -180,43 +197,10 @@ class _Experts(nn.Linear):
         self.way = way
 
     def forward(self, input: Tensor) -> Tensor:
-        chosen = input.sum(-1) > 0
-        read: dict[str, Any] = {
-            "if": lambda: input if chosen.all() else -input,
-            "item": lambda: input * chosen.sum().item(),
-            "mask": lambda: input[chosen],
-            "nonzero": lambda: input[chosen.nonzero().squeeze(-1)],
-            "where": lambda: input[torch.where(chosen)[0]],
-            "counts": lambda: input.split([1, *torch.bincount(chosen.long()).tolist()])[0],
-            "sizes": lambda: input.split(chosen.long().tolist())[0],
-            "cpu": lambda: input.split(chosen.cpu().long().tolist())[0],
-            "numpy": lambda: input * float(chosen.numpy().sum()),
-            "unique": lambda: input * len(chosen.unique()),
-            "repeat": lambda: input.repeat_interleave(chosen.long(), 0),
-            "equal": lambda: input if torch.equal(chosen, ~chosen) else -input,
-            "put": lambda: torch.zeros_like(input).index_put((chosen,), input[chosen]),
-        }
-        return super().forward(read[self.way]())
+        return super().forward(READS[self.way](input, input.sum(-1) > 0))
 
 
-WAYS = [
-    "if",
-    "item",
-    "mask",
-    "nonzero",
-    "where",
-    "counts",
-    "sizes",
-    "cpu",
-    "numpy",
-    "unique",
-    "repeat",
-    "equal",
-    "put",
-]
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", READS)
 def test_a_model_that_decides_by_values_says_that_there_are_none(way: str) -> None:
     """On the meta device or not, at the operation that asks, with what `fzero.trace` says."""
     for model in (_Experts(way), _Experts(way).to("meta")):

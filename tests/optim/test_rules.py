@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero.state import NAMESPACE
+from tests.descends import descends
 from tests.optim.cases import CASES, trained
 from tests.optim.torch_cases import ELEMENTWISE
 from tests.oracle import linear_loss, square_loss, train
@@ -118,9 +119,7 @@ def test_bf16_parameters_with_masters_do_not_lose_small_updates() -> None:
 def test_the_default_dtype_changes_no_update(default: torch.dtype, scale: Any) -> None:
     """In bf16 a counter would stay at 256, and in fp16 the first dynamic scale is infinite."""
 
-    def step_fn(state: Any) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p: p["w"].square().sum(), state)()
-        return fzero.apply_gradients(state), loss
+    step_fn = descends(lambda p: p["w"].square().sum())
 
     def after(dtype: torch.dtype) -> Tensor:
         torch.set_default_dtype(dtype)

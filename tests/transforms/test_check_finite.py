@@ -17,6 +17,7 @@ import fzero
 from fzero.collectives import performer_of
 from fzero.errors import MismatchError, NonFiniteError, PhaseError
 from fzero.state import NAMESPACE
+from tests.descends import descends
 from tests.ranks import run_ranks
 from tests.strategies import same, stages
 from tests.transforms.steps import sgd
@@ -47,10 +48,7 @@ def loss_fn(p: Any, x: Tensor) -> Tensor:
 
 
 def stepping(loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, value = fzero.grad_and_reduce(loss, state)(x)
-        return fzero.apply_gradients(state), value
-
+    step_fn = descends(loss)
     return step_fn
 
 

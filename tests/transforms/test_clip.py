@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
+from tests.descends import descends
 from tests.oracle import mean_gradient
 from tests.strategies import integers, seeds, stages, trees, unique, worlds
 from tests.transforms.steps import mean_loss, run
@@ -91,10 +92,7 @@ def test_max_value_bounds_each_element_of_the_mean_gradient_as_clip_grad_value_d
     row, ranks = torch.tensor([0.5, -3.0, 0.0, 1.0, 4.0], dtype=torch.float64), 2
     factors = torch.tensor([8.0, -4.0], dtype=torch.float64)
 
-    def one(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p, x: (p * row).sum() * x.sum(), state)(x)
-        return fzero.apply_gradients(state), loss
-
+    one = descends(lambda p, x: (p * row).sum() * x.sum())
     wraps: dict[str, Callable[[Any], Any]] = {
         "alone": lambda fn: fn,
         "loss scale": lambda fn: fzero.scale_loss(fn, scale=64.0),

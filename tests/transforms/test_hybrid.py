@@ -16,6 +16,7 @@ from torch import Tensor
 import fzero
 from fzero.ranks.axis import Dims, Runtime
 from fzero.state import OptimizerOver
+from tests.descends import descends
 from tests.oracle import mean_gradient, square_loss
 from tests.strategies import integers, on_rank, same
 from tests.transforms.steps import LR, sgd
@@ -159,10 +160,7 @@ def test_derivatives_of_a_step_are_those_on_a_plain_mesh(stage: int) -> None:
 
 @pytest.mark.parametrize("over", OVERS)
 def test_an_overflow_on_one_rank_skips_the_update_of_both_replicas(over: OptimizerOver) -> None:
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p: (p["w"] * x).sum(), state)()
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: (p["w"] * x).sum())
     scaled = fzero.scale_loss(step_fn, "dynamic")
     for stage in range(4):
         step = fzero.shard(scaled, stage=stage, mesh=(2, 2), optimizer_over=over)

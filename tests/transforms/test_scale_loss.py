@@ -14,6 +14,7 @@ from torch import Tensor
 import fzero
 from fzero.errors import LayoutError, PhaseError
 from fzero.state import DynamicScale
+from tests.descends import descends
 from tests.strategies import (
     LEARNING,
     integers,
@@ -136,9 +137,7 @@ def test_steps_with_an_overflow_leave_no_trace_but_in_the_scale(
     assert len(set(got.scale.scale.tolist())) == 1, "the ranks have other scales"
 
 
-def step_fn(state: Any, xs: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(mean_loss, state)(xs)
-    return fzero.apply_gradients(state), loss
+step_fn = descends(mean_loss)
 
 
 @pytest.mark.parametrize("scale", [1, 1.0, None])

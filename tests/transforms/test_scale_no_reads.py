@@ -14,6 +14,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.state import DynamicScale
 from tests.covering import covered
+from tests.descends import descends
 from tests.gpu.reads import Device, HostReadError, on_device
 
 STEPS = 6
@@ -41,10 +42,7 @@ POLICY = DynamicScale(init_scale=16.0, growth_interval=2)
 def functional(model: nn.Module, make: Any, stage: int, max_norm: float | None) -> Any:
     apply, params = fzero.functionalize(model)
 
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p: apply(p, x).square().mean(), state)()
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: apply(p, x).square().mean())
     step = fzero.scale_loss(fzero.clip(step_fn, max_norm=max_norm), POLICY)
     step = fzero.shard(step, stage=stage, donate=True)
     held = [step.init(params, make())]

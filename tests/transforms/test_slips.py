@@ -12,6 +12,7 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import CallError, FzeroError, LayoutError
+from tests.descends import descends
 
 APPLY, PARAMS = fzero.functionalize(nn.Linear(2, 1))
 X, RULE = torch.ones(3, 2), fzero.optim.sgd(0.1)
@@ -27,9 +28,7 @@ def loss_fn(p: Any, x: Any) -> Any:
     return APPLY(p, x).sum()
 
 
-def step_fn(state: Any, x: Any) -> Any:
-    state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-    return fzero.apply_gradients(state), loss
+step_fn = descends(loss_fn)
 
 
 def swapped(state: Any, x: Any) -> Any:

@@ -14,6 +14,7 @@ import fzero
 from fzero.errors import LayoutError, MismatchError, PhaseError
 from fzero.state import NAMESPACE
 from tests.adapter.on_ranks import on_ranks
+from tests.descends import descends
 from tests.oracle import square_loss
 from tests.strategies import same
 
@@ -160,10 +161,7 @@ def test_inductor_computes_the_same() -> None:
     def loss_fn(p: Any, x: Tensor) -> Tensor:  # the random numbers are torch's
         return nn.functional.dropout(apply(p, x), 0.5).square().mean()
 
-    def train(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-        return fzero.apply_gradients(state), loss
-
+    train = descends(loss_fn)
     step = fzero.shard(train, stage=0)
     compiled = fzero.compile(step)
     state = other = step.init(values, fzero.optim.adamw(1e-2))
@@ -216,10 +214,7 @@ def test_writes_in_a_loss_are_right_and_one_into_the_batch_is_refused() -> None:
         return (p["w0"] * x.mul_(2)).sum()
 
     def train(loss: Any) -> Any:
-        def one(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-            state, value = fzero.grad_and_reduce(loss, state)(x)
-            return fzero.apply_gradients(state), value
-
+        one = descends(loss)
         return fzero.shard(one, stage=0)
 
     x = torch.tensor(2.0)
@@ -252,10 +247,7 @@ def test_a_schedule_is_asked_in_each_call(donate: bool) -> None:
 def test_an_update_has_the_bits_of_the_kernel_that_the_step_runs(rule: Any) -> None:
     values = {name: value.bfloat16() for name, value in params().items() if name != "scalar"}
 
-    def one(state: Any, g: Tensor) -> tuple[Any, None]:
-        state, _ = fzero.grad_and_reduce(lambda p: (p["w0"] * g).sum(), state)()
-        return fzero.apply_gradients(state), None
-
+    one = descends(lambda p, g: (p["w0"] * g).sum())
     step = fzero.shard(one, stage=2, donate=True)
     compiled = fzero.compile(step, backend="eager")
     state, other = (step.init(values, rule) for _ in range(2))
@@ -293,10 +285,7 @@ def test_recurrent_modules_are_compiled_as_the_products_that_they_are(checkpoint
             return checkpoint(lambda x: apply(p, x)[0], x, use_reentrant=False).square().mean()
         return apply(p, x)[0].square().mean()
 
-    def lstm_step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, value = fzero.grad_and_reduce(loss, state)(x)
-        return fzero.apply_gradients(state), value
-
+    lstm_step = descends(loss)
     step = fzero.shard(lstm_step, stage=0)
     compiled = fzero.compile(step, backend="eager")
     state = other = step.init(params, fzero.optim.sgd(0.5))
@@ -312,10 +301,7 @@ def test_recurrent_modules_are_compiled_as_the_products_that_they_are(checkpoint
 def test_a_recurrent_module_that_raises_leaves_the_settings_of_torch_as_they_were() -> None:
     apply, params = fzero.functionalize(nn.LSTM(3, 5))
 
-    def lstm_step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, value = fzero.grad_and_reduce(lambda p, x: apply(p, x)[0].mean(), state)(x)
-        return fzero.apply_gradients(state), value
-
+    lstm_step = descends(lambda p, x: apply(p, x)[0].mean())
     step = fzero.shard(lstm_step, stage=0)
     before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     with pytest.raises(RuntimeError, match="size"):

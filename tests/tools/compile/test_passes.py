@@ -17,6 +17,7 @@ from fzero.tools.compile._passes import wait_late
 from fzero.tools.compile._writes import own_buffers, without_writes
 from fzero.tools.trace._api import program_of
 from fzero.tools.trace.ops import is_collective
+from tests.descends import descends
 
 
 def recorded(stage: int, world_size: int, layers: int = 4) -> tuple[fx.GraphModule, list[Tensor]]:
@@ -24,10 +25,7 @@ def recorded(stage: int, world_size: int, layers: int = 4) -> tuple[fx.GraphModu
     parts = [part for _ in range(layers) for part in (nn.Linear(8, 8), nn.Tanh())]
     apply, params = fzero.functionalize(nn.Sequential(*parts))
 
-    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(lambda p, x: apply(p, x).square().mean(), state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: apply(p, x).square().mean())
     step = fzero.simulate(
         fzero.shard(step_fn, stage=stage, bucket_bytes=300), world_size=world_size
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
+from tests.descends import descends
 from tests.strategies import stages, worlds
 from tests.tools.diff.runs import batches, loss, run, step_with, updated
 from tests.tools.diff.wrong_reductions import forgets_the_reduction
@@ -93,9 +94,7 @@ def test_a_sum_of_other_losses_over_more_ranks() -> None:
 
 
 def test_one_batch_as_micro_batches() -> None:
-    def whole(state: Any, batch: Any) -> Any:
-        state, _ = fzero.grad_and_reduce(loss, state)(batch)
-        return fzero.apply_gradients(state), None
+    whole = descends(loss)
 
     def flat(one: fzero.Run, world_size: int) -> fzero.Run:
         made = [[x.flatten(1, 2) for x in batch] for batch in batches(world_size, 2)]
@@ -159,9 +158,7 @@ def test_a_gradient_that_cancels_has_no_sign_to_compare(seed: int) -> None:
 def test_a_gradient_below_the_rounding_of_its_leaf_has_no_sign_to_compare() -> None:
     """As that of the bias of attention's keys: it is zero, but for the rounding inside a loss."""
 
-    def step(state: Any, x: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).mean(0).sum(), state)(x)
-        return fzero.apply_gradients(state), None
+    step = descends(lambda p, x: (p["w"] * x).mean(0).sum())
 
     def one(tiny: float, stage: int, world_size: int) -> fzero.Run:
         x = torch.rand(6, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -186,9 +183,7 @@ def test_a_chaotic_run_stays_beside_the_other_one() -> None:
         x = p["x"]
         return (w * (x**2 / 2 - 3.9 * (x**2 / 2 - x**3 / 3))).mean()
 
-    def step(state: Any, w: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(energy, state)(w)
-        return fzero.apply_gradients(state), None
+    step = descends(energy)
 
     def chaotic(stage: int, world_size: int) -> fzero.Run:
         weights = torch.tensor([0.1, 0.7, 1.3, 1.9, 0.3, 1.7], dtype=torch.float64)

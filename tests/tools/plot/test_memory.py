@@ -15,6 +15,7 @@ import fzero
 from fzero.state import NAMESPACE
 from fzero.tools.plot import memory_timeline
 from fzero.tools.trace import Trace
+from tests.descends import descends
 from tests.ranks.test_abstract_rank import model, step_of
 from tests.tools.plot.traces import assert_legible, by_hand, traced
 
@@ -80,10 +81,7 @@ def test_before_the_update_gradients_are_those_that_a_state_holds(stage: int) ->
     def only_reduce(state: Any, x: Tensor) -> Any:
         return fzero.grad_and_reduce(loss_fn, state)(x)
 
-    def with_update(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-        return fzero.apply_gradients(state), loss
-
+    with_update = descends(loss_fn)
     held = {}
     for step_fn in (only_reduce, with_update):
         step = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=3)

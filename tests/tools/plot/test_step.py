@@ -24,6 +24,7 @@ from fzero.tools.plot import (
 from fzero.tools.plot._measured import MARK, profiled
 from fzero.tools.trace import Op
 from tests.adapter.on_ranks import on_ranks
+from tests.descends import descends
 from tests.tools.plot.traces import assert_legible, by_hand, traced, value
 
 RATES: dict[str, Any] = {
@@ -180,10 +181,7 @@ def test_what_is_measured_on_ranks_has_collectives_and_no_waits_in_compute(rank:
             time.sleep(late)
         return (hidden @ p["v"]).sum()
 
-    def step_fn(state: Any, x: torch.Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(loss_fn)
     step = fzero.shard(step_fn, stage=3)
     params = {"w": torch.ones(32, 32), "v": torch.ones(32, 4)}
     timeline = measured_timeline(step)(step.init(params, fzero.optim.sgd(0.5)), torch.ones(8, 32))

@@ -12,7 +12,6 @@ import torch
 from matplotlib.figure import Figure
 
 import fzero
-from fzero.state import TrainState
 from fzero.state.hooks import HookState
 from fzero.tools.plot import (
     HookEvent,
@@ -28,6 +27,7 @@ from fzero.tools.plot import (
 from fzero.tools.plot._entries import entries_of
 from fzero.tools.plot._palette import COLOURS, colour
 from fzero.tools.trace import Op, Value
+from tests.descends import descends
 from tests.tools.plot.states import Case, stacked_states
 from tests.tools.plot.traces import by_hand
 
@@ -229,10 +229,7 @@ def test_the_shard_table_is_cut_to_what_is_asked_for() -> None:
 
 
 def test_a_step_shows_in_the_counters() -> None:
-    def step_fn(state: TrainState) -> tuple[TrainState, None]:
-        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
-        return fzero.apply_gradients(state), None
-
+    step_fn = descends(lambda p: p["w"].sum())
     step = fzero.shard(step_fn, stage=1)
     state, _ = step(step.init({"w": torch.ones(2)}, fzero.optim.adam(0.1)))
     rows = shard_table(state).rows

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fzero
 from fzero.tools.trace.flops import flops_of
+from tests.descends import descends
 
 B, T, D, H = 2, 6, 8, 4  # a batch, tokens, features, heads
 
@@ -127,10 +128,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
 def traced(model: nn.Module, x: Tensor) -> int:
     apply, params = fzero.functionalize(model)
 
-    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(lambda p, x: apply(p, x).mean(), state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: apply(p, x).mean())
     step = fzero.shard(step_fn, stage=0)
     return fzero.trace(step)(step.init(params, fzero.optim.sgd(1.0)), x).flops
 

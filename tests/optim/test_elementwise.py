@@ -32,7 +32,7 @@ def test_rules_of_torch_that_need_whole_parameters_are_refused(style: str, name:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_formulas_for_each_element_pass_as_a_pair(name: str) -> None:
+def test_formulas_for_each_element_are_not_refused_as_a_pair(name: str) -> None:
     optimizer = CASES[name].ours()
     require_elementwise(as_optimizer((optimizer.init, optimizer.update)))
 
@@ -97,7 +97,7 @@ def test_a_rate_of_zero_at_the_start_of_a_warm_up_hides_nothing() -> None:
         require_elementwise(from_torch(optimizer).bind(params))
 
 
-def test_an_option_that_only_the_instance_has_counts() -> None:
+def test_what_an_option_that_only_the_instance_has_allows_is_not_refused() -> None:
     params = matrix()
     require_elementwise(from_torch(Lamb(params.values(), adam=True)).bind(params))
 
@@ -167,7 +167,7 @@ def test_a_rule_is_tried_on_the_sizes_that_the_parameters_have() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (3, 1), (2, 1, 1, 1, 1, 1)])
-def test_the_smallest_parameters_are_tried_too(shape: tuple[int, ...]) -> None:
+def test_the_smallest_parameters_are_not_refused(shape: tuple[int, ...]) -> None:
     rule = functools.partial(torch.optim.AdamW, lr=0.1)
     require_elementwise(from_torch(rule).bind({"w": torch.ones(shape)}))
 

@@ -76,7 +76,7 @@ def test_another_kind_of_option_is_refused_by_name(option: str) -> None:
         fzero.optim.from_torch(torch.optim.SGD, **wrong)
 
 
-def test_a_foreign_pair_has_no_precision_to_check() -> None:
+def test_a_foreign_pair_is_not_refused_for_its_precision() -> None:
     require_precision(object(), [], Reduction(communication_dtype=FP16))
 
 

@@ -25,6 +25,14 @@ OPTIMIZERS = {
 }
 
 
+def one(
+    step: Any, params: Any, optimizer: Any, batches: list[Any], stage: int, world_size: int
+) -> fzero.Run:
+    step = fzero.shard(step, stage=stage)
+    of_run = {"params": params, "optimizer": optimizer, "batches": batches}
+    return fzero.Run(step=step, world_size=world_size, **of_run)
+
+
 def shuffled(order: list[int], factor: float) -> Any:
     def step(state: Any, batch: Any) -> Any:
         return updated(state, [x[order] for x in batch], lambda p, x: factor * loss(p, x))
@@ -143,16 +151,12 @@ def test_a_gradient_that_cancels_has_no_sign_to_compare(seed: int) -> None:
             state, _ = fzero.grad_and_reduce(lambda p, row: (p["w"] * row).sum(), state)(row)
         return fzero.apply_gradients(state), None
 
-    def one(order: Tensor, stage: int, world_size: int) -> fzero.Run:
-        return fzero.Run(
-            step=fzero.shard(step, stage=stage),
-            params={"w": torch.ones(2000, dtype=torch.float64)},
-            optimizer=OPTIMIZERS["lion"],
-            batches=[x[order].view(world_size, -1, 2000) * world_size],
-            world_size=world_size,
-        )
+    def summed(order: Tensor, stage: int, ranks: int) -> fzero.Run:
+        params = {"w": torch.ones(2000, dtype=torch.float64)}
+        batches = [x[order].view(ranks, -1, 2000) * ranks]
+        return one(step, params, OPTIMIZERS["lion"], batches, stage, ranks)
 
-    assert fzero.diff(one(orders[0], 0, 1), one(orders[1], 2, 2)) is None
+    assert fzero.diff(summed(orders[0], 0, 1), summed(orders[1], 2, 2)) is None
 
 
 def test_a_gradient_below_the_rounding_of_its_leaf_has_no_sign_to_compare() -> None:
@@ -160,19 +164,14 @@ def test_a_gradient_below_the_rounding_of_its_leaf_has_no_sign_to_compare() -> N
 
     step = descends(lambda p, x: (p["w"] * x).mean(0).sum())
 
-    def one(tiny: float, stage: int, world_size: int) -> fzero.Run:
+    def of(tiny: float, stage: int, ranks: int) -> fzero.Run:
         x = torch.rand(6, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x[:, 3] = tiny
-        return fzero.Run(
-            step=fzero.shard(step, stage=stage),
-            params={"w": torch.ones(20, dtype=torch.float64)},
-            optimizer=OPTIMIZERS["lion"],
-            batches=[x.view(world_size, -1, 20)],
-            world_size=world_size,
-        )
+        params = {"w": torch.ones(20, dtype=torch.float64)}
+        return one(step, params, OPTIMIZERS["lion"], [x.view(ranks, -1, 20)], stage, ranks)
 
-    assert fzero.diff(one(1e-17, 0, 1), one(-1e-17, 2, 2)) is None
-    found = fzero.diff(one(1e-12, 0, 1), one(-1e-12, 2, 2))
+    assert fzero.diff(of(1e-17, 0, 1), of(-1e-17, 2, 2)) is None
+    found = fzero.diff(of(1e-12, 0, 1), of(-1e-12, 2, 2))
     assert found is not None and found.path == "w" and found.index == (3,)
 
 
@@ -187,13 +186,9 @@ def test_a_chaotic_run_stays_beside_the_other_one() -> None:
 
     def chaotic(stage: int, world_size: int) -> fzero.Run:
         weights = torch.tensor([0.1, 0.7, 1.3, 1.9, 0.3, 1.7], dtype=torch.float64)
-        return fzero.Run(
-            step=fzero.shard(step, stage=stage),
-            params={"x": torch.tensor(0.3, dtype=torch.float64)},
-            optimizer=fzero.optim.sgd(1.0),
-            batches=[weights.view(world_size, -1)] * 30,
-            world_size=world_size,
-        )
+        batches = [weights.view(world_size, -1)] * 30
+        params = {"x": torch.tensor(0.3, dtype=torch.float64)}
+        return one(step, params, fzero.optim.sgd(1.0), batches, stage, world_size)
 
     assert fzero.diff(chaotic(0, 1), chaotic(2, 3)) is None
 
@@ -215,13 +210,8 @@ def with_column(values: list[float], optimizer: Any, stage: int, world_size: int
     for k, value in enumerate(values):
         x[k, :, 3] = value
     batch = x.view(len(values), world_size, -1, 20).transpose(0, 1).contiguous()
-    return fzero.Run(
-        step=fzero.shard(step, stage=stage),
-        params={"w": torch.full((20,), 0.5, dtype=torch.float64)},
-        optimizer=optimizer,
-        batches=[batch],
-        world_size=world_size,
-    )
+    params = {"w": torch.full((20,), 0.5, dtype=torch.float64)}
+    return one(step, params, optimizer, [batch], stage, world_size)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from fzero.state import NAMESPACE
 from fzero.tools.plot import memory_timeline
 from fzero.tools.trace import Trace
 from tests.descends import descends
-from tests.ranks.test_abstract_rank import model, step_of
 from tests.tools.plot.traces import assert_legible, by_hand, traced
+from tests.tools.trace.steps import model, step_of
 
 
 def nbytes(tree: Any, ranks: int = 1) -> int:

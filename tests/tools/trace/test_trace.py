@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.state import NAMESPACE
-from tests.ranks.test_abstract_rank import model, step_of
+from tests.tools.trace.steps import model, step_of
 
 ROWS, INS, HIDDEN, OUTS = 5, 8, 16, 4
 

@@ -8,8 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, settings
 from torch import Tensor
 
 import fzero
@@ -30,7 +29,6 @@ from tests.strategies import (
     worlds,
 )
 
-names = st.sampled_from(sorted(CASES))
 STEPS = 5
 
 
@@ -50,7 +48,9 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8)
 
 
-@given(name=names, tree=trees(LEARNING, max_leaves=4), ranks=worlds, stage=stages, seed=seeds)
+@pytest.mark.parametrize("name", sorted(CASES))
+@settings(max_examples=max(3, settings().max_examples // 3))
+@given(tree=trees(LEARNING, max_leaves=4), ranks=worlds, stage=stages, seed=seeds)
 def test_training_is_torchs(name: str, tree: Any, ranks: int, stage: int, seed: int) -> None:
     """With gradients that depend on the parameters, where the dtypes are wide enough for that."""
     xs = integers((STEPS, ranks), seed, bound=1)

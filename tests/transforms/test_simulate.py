@@ -195,20 +195,6 @@ def test_one_module_for_all_ranks_gives_no_rank_the_parameters_of_another() -> N
     torch.testing.assert_close(got, weight.detach() - 0.5 * weight.grad)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_ranks_with_seeds_of_their_own_begin_with_the_parameters_of_rank_0(stage: int) -> None:
-    def begun(rank: Tensor) -> Tensor:
-        torch.manual_seed(int(rank))
-        params = fzero.functionalize(nn.Linear(3, 2))[1]
-        state = fzero.init(params, fzero.optim.sgd(0.5), stage=stage)
-        return fzero.full_params(state)["weight"]
-
-    torch.manual_seed(0)
-    wanted = nn.Linear(3, 2).weight.detach()
-    found = fzero.simulate(begun, world_size=3)(torch.arange(3))
-    assert torch.equal(found, wanted.expand(3, 2, 3))
-
-
 def test_threads_that_simulate_wait_for_each_other() -> None:
     found: dict[int, Tensor] = {}
 

@@ -78,12 +78,6 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
     ),
     "apply(x)": (lambda: APPLY(*(X,)),  # type: ignore[arg-type]
         LayoutError, "apply got a Tensor", r"apply\(params, x\)"),
-    "a misspelt option of init": (
-        lambda: ANY.init(PARAMS, RULE, stage=2, initialiser=3),
-        CallError,
-        "init got .*'initialiser'",
-        "write initializer=",
-    ),
     "a misspelt option of a transform": (
         lambda: ANY.clip(step_fn, maxnorm=1.0),
         CallError,
@@ -159,16 +153,6 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         CallError,
         "shard got a Linear, an nn.Module",
         r"fzero.functionalize\(model\)",
-    ),
-    "stage=4": (lambda: fzero.shard(step_fn, stage=4), LayoutError, "shard: stage=4", "or 3"),
-    "stage=4 of init": (
-        lambda: fzero.init(PARAMS, RULE, stage=4), LayoutError, "init: stage=4", "or 3"
-    ),
-    "stage=4 of an engine": (
-        lambda: Engine(nn.Linear(2, 1), torch.optim.SGD, stage=4),
-        LayoutError,
-        "Engine: stage=4",
-        "or 3",
     ),
 }  # fmt: skip
 

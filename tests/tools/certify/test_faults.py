@@ -57,7 +57,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
 
 
 def test_nothing_is_found_on_other_meshes_and_wires() -> None:
-    meshes = {"meshes": ("flat", "replicas", "replicas-all")}
+    meshes: dict[str, Any] = {"meshes": ("flat", "replicas", "replicas-all")}
     exact = matrix(3, worlds=4, wires=("own", "predivided"), reductions=("mean", "sum"), **meshes)
     assert exact and all(cell.exact for cell in exact.cells), exact
     low = matrix(3, worlds=4, wires=("bf16", "int8"), meshes="replicas")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -91,41 +92,54 @@ def test_on_several_ranks_it_has_the_bits_of_the_step_and_sends_its_bytes(
         assert merged < calls or (stage == 0 and wrap == "coalesced")
 
 
+def agree(step: Any, batches: Sequence[Tensor], values: Any = None, rule: Any = RULE) -> None:
+    """The step and the compiled one have the same bits after each batch."""
+    compiled = fzero.compile(step, backend="eager")
+    state, other = (step.init(values or params(), rule) for _ in range(2))
+    for xs in batches:
+        (state, _), (other, _) = step(state, xs), compiled(other, xs)
+        same(leaves(other), leaves(state))
+
+
 @pytest.mark.slow  # the step itself is tested so
 @on_ranks(4)
 def test_on_a_mesh_of_two_dims_it_has_the_bits_of_the_step(rank: int) -> None:
     step = fzero.shard(step_fn, stage=3, mesh=(2, 2), optimizer_over="all")
-    compiled = fzero.compile(step, backend="eager")
-    state = other = step.init(params(), RULE)
-    for number in range(2):
-        xs = torch.tensor([number + rank, 2 * rank]).float()
-        (state, _), (other, _) = step(state, xs), compiled(other, xs)
-        same(leaves(other), leaves(state))
+    agree(step, [torch.tensor([number + rank, 2 * rank]).float() for number in range(2)])
 
 
 @pytest.mark.slow  # the step itself is tested so
 @on_ranks(2)
 def test_quantized_gradients_lose_what_those_of_the_step_lose(rank: int) -> None:
+    """What one step loses the next one adds."""
     step = fzero.shard(step_fn, stage=2, quantized_gradients=True)
-    compiled = fzero.compile(step, backend="eager")
-    state = other = step.init(params(), RULE)
-    for number in range(3):  # what one step loses the next one adds
-        xs = torch.tensor([0.3 + number, rank / 7])
-        (state, _), (other, _) = step(state, xs), compiled(other, xs)
-        same(leaves(other), leaves(state))
+    agree(step, [torch.tensor([0.3 + number, rank / 7]) for number in range(3)])
 
 
 @on_ranks(2)
 def test_a_sum_of_the_batch_over_ranks_leaves_the_batch_as_it_was(rank: int) -> None:
-    def mean_fn(state: Any, xs: Tensor) -> tuple[Any, Any]:
-        return step_fn(state, fzero.psum(xs) / 2)
-
-    step = fzero.shard(mean_fn, stage=0)
-    state = other = step.init(params(), RULE)
     xs = torch.tensor([1.0, 2 * rank])
-    (state, _), (other, _) = step(state, xs), fzero.compile(step, backend="eager")(other, xs)
-    same(leaves(other), leaves(state))
+    agree(fzero.shard(lambda state, xs: step_fn(state, fzero.psum(xs) / 2), stage=0), [xs])
     assert xs.tolist() == [1.0, 2 * rank]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_schedule_is_asked_in_each_call(donate: bool) -> None:
+    rule = fzero.optim.sgd(
+        lambda count: 2.0 ** -(4 + count),
+        groups=[(lambda leaf: leaf.path == "w1", {"lr": lambda count: 2.0 ** -(8 - count)})],
+    )
+    for stage in (0, 2):
+        agree(fzero.shard(step_fn, stage=stage, donate=donate), [torch.ones(1)] * 3, rule=rule)
+
+
+@pytest.mark.parametrize("rule", [fzero.optim.adamw(0.1), fzero.optim.lion(0.1), RULE])
+def test_an_update_has_the_bits_of_the_kernel_that_the_step_runs(rule: Any) -> None:
+    values = {name: value.bfloat16() for name, value in params().items() if name != "scalar"}
+    source = torch.Generator().manual_seed(0)
+    batches = [torch.randn(5, 3, generator=source).bfloat16() for _ in range(3)]
+    step = fzero.shard(descends(lambda p, g: (p["w0"] * g).sum()), stage=2, donate=True)
+    agree(step, batches, values, rule)
 
 
 @on_ranks(2)
@@ -226,35 +240,6 @@ def test_writes_in_a_loss_are_right_and_one_into_the_batch_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"writes into one of its arguments \(aten.copy_"):
         compiled(compiled.init(params(), RULE), x)
     assert x == 2
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_schedule_is_asked_in_each_call(donate: bool) -> None:
-    rule = fzero.optim.sgd(
-        lambda count: 2.0 ** -(4 + count),
-        groups=[(lambda leaf: leaf.path == "w1", {"lr": lambda count: 2.0 ** -(8 - count)})],
-    )
-    for stage in (0, 2):
-        step = fzero.shard(step_fn, stage=stage, donate=donate)
-        compiled = fzero.compile(step, backend="eager")
-        state, other = (step.init(params(), rule) for _ in range(2))
-        for _ in range(3):
-            (state, _), (other, _) = step(state, torch.ones(1)), compiled(other, torch.ones(1))
-            same(leaves(other), leaves(state))
-
-
-@pytest.mark.parametrize("rule", [fzero.optim.adamw(0.1), fzero.optim.lion(0.1), RULE])
-def test_an_update_has_the_bits_of_the_kernel_that_the_step_runs(rule: Any) -> None:
-    values = {name: value.bfloat16() for name, value in params().items() if name != "scalar"}
-
-    one = descends(lambda p, g: (p["w0"] * g).sum())
-    step = fzero.shard(one, stage=2, donate=True)
-    compiled = fzero.compile(step, backend="eager")
-    state, other = (step.init(values, rule) for _ in range(2))
-    for seed in range(3):
-        g = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        (state, _), (other, _) = step(state, g), compiled(other, g)
-        same(leaves(other), leaves(state))
 
 
 def test_a_caller_can_differentiate() -> None:

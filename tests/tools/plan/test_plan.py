@@ -16,6 +16,7 @@ from fzero.tools.plan._subject import maker
 from fzero.tools.plan._time import time_of
 from fzero.tools.plan._watch import Watch
 from tests.tools.plan.models import Case, Decoder, next_token
+from tests.tools.trace.steps import Of
 
 
 def test_a_step_of_ones_own_is_planned_as_the_module_is() -> None:
@@ -157,15 +158,7 @@ def test_what_is_no_model_says_so() -> None:
     with pytest.raises(LayoutError, match="link_bytes_per_s=0"):
         Rates(link_bytes_per_s=0)
     with pytest.raises(LayoutError, match="without a floating tensor"):
-        fzero.plan(_Ids(), torch.ones(2, 2), world=1, stage=0)
-
-
-class _Ids(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).argmax()
+        fzero.plan(Of(lambda w, x: (x @ w).argmax(), 2, 2), torch.ones(2, 2), world=1, stage=0)
 
 
 READS: dict[str, Any] = {  # of an input, and of which of its rows are positive
@@ -185,21 +178,15 @@ READS: dict[str, Any] = {  # of an input, and of which of its rows are positive
 }
 
 
-class _Experts(nn.Linear):
+def experts(way: str) -> nn.Module:
     """Reads which rows of its input are positive, in one of the ways in which experts do."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__(2, 2)
-        self.way = way
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(READS[self.way](input, input.sum(-1) > 0))
+    return Of(lambda w, x: READS[way](x, x.sum(-1) > 0) @ w, 2, 2)
 
 
 @pytest.mark.parametrize("way", READS)
 def test_a_model_that_decides_by_values_says_that_there_are_none(way: str) -> None:
     """On the meta device or not, at the operation that asks, with what `fzero.trace` says."""
-    for model in (_Experts(way), _Experts(way).to("meta")):
+    for model in (experts(way), experts(way).to("meta")):
         with pytest.raises(
             PhaseError, match=r"reads values(.*)planned(.*)\n(.*)\nFix: use torch.w"
         ):
@@ -209,47 +196,41 @@ def test_a_model_that_decides_by_values_says_that_there_are_none(way: str) -> No
 
 def test_under_autocast_the_error_is_the_same() -> None:
     with pytest.raises(PhaseError, match=r"reads values of a tensor while it is planned"):
-        fzero.plan(_Experts("mask"), torch.ones(1, 2), world=2, stage=0, autocast=torch.bfloat16)
+        fzero.plan(experts("mask"), torch.ones(1, 2), world=2, stage=0, autocast=torch.bfloat16)
 
 
-class _Routed(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        weights, chosen = super().forward(input).topk(2)
-        rows = torch.zeros_like(input)
-        rows[chosen[:, 0] == 0] = 1.0  # a mask that is written through
-        return (
-            rows
-            * weights.sum(-1, keepdim=True)
-            * input.repeat_interleave(chosen[:, 0], 0, output_size=len(input))
-        )
+def routed(w: Tensor, x: Tensor) -> Tensor:
+    weights, chosen = (x @ w).topk(2)
+    rows = torch.zeros_like(x)
+    rows[chosen[:, 0] == 0] = 1.0  # a mask that is written through
+    repeated = x.repeat_interleave(chosen[:, 0], 0, output_size=len(x))
+    return rows * weights.sum(-1, keepdim=True) * repeated
+
+
+def packed(w: Tensor, x: Tensor) -> Tensor:
+    places = torch.arange(len(x))
+    one_sequence = bool((places.diff() == 1).all())
+    places[0] = 7
+    return x @ w if one_sequence else x.detach()
+
+
+def no_rule(w: Tensor, x: Tensor) -> Tensor:
+    raise NotImplementedError("no rule")
 
 
 def test_a_mixture_of_experts_whose_shapes_are_known_is_planned() -> None:
-    plan = fzero.plan(_Routed(4, 4, bias=False), torch.ones(3, 4), world=2, stage=3)
+    plan = fzero.plan(Of(routed, 4, 4), torch.ones(3, 4), world=2, stage=3)
     assert plan.collectives["reduce_scatter"] == 1
-
-
-class _NoRule(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        raise NotImplementedError("no rule")
 
 
 def test_another_error_in_a_plan_says_that_it_was_planned() -> None:
     with pytest.raises(NotImplementedError) as raised:
-        fzero.plan(_NoRule(2, 2), torch.ones(1, 2), world=2, stage=0)
-    assert "while _NoRule was planned" in "".join(raised.value.__notes__)
-
-
-class _Packed(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        places = torch.arange(len(input))
-        one_sequence = bool((places.diff() == 1).all())
-        places[0] = 7
-        return super().forward(input) if one_sequence else input.detach()
+        fzero.plan(Of(no_rule, 2, 2), torch.ones(1, 2), world=2, stage=0)
+    assert "while Of was planned" in "".join(raised.value.__notes__)
 
 
 def test_a_model_may_decide_by_what_sizes_alone_say() -> None:
-    plan = fzero.plan(_Packed(2, 2), torch.ones(3, 2), world=2, stage=2)
+    plan = fzero.plan(Of(packed, 2, 2), torch.ones(3, 2), world=2, stage=2)
     assert plan.collectives["reduce_scatter"] == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,3 +31,14 @@ def step_of(apply: Any, options: dict[str, Any]) -> Any:
     step_fn = fzero.coalesce(step_fn) if coalesces else step_fn
     step_fn = fzero.clip(step_fn, max_norm=1.0) if clips else step_fn
     return fzero.shard(step_fn, **options)
+
+
+class Of(nn.Module):
+    """A module around a function of its one weight and the batch."""
+
+    def __init__(self, fn: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.fn, self.w = fn, nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(self.w, x)

@@ -46,11 +46,7 @@ def require_here(folder: Path, state: Any) -> None:
 @pytest.mark.parametrize(("target", "after"), MOMENTS)
 @pytest.mark.parametrize(("error", "expected"), ERRORS)
 def test_a_save_that_fails_leaves_the_old_checkpoint(
-    target: Target,
-    after: int,
-    error: BaseException,
-    expected: type[BaseException],
-    tmp_path: Path,
+    target: Target, after: int, error: BaseException, expected: type[BaseException], tmp_path: Path
 ) -> None:
     old, new = make(mixed(seed=1), stage=2), make(mixed(seed=2), stage=2)
     save(tmp_path, old, extra={"which": "old"})

@@ -11,13 +11,7 @@ import torch
 import fzero
 from fzero.checkpoint import CheckpointError, load_universal, save_universal
 from fzero.errors import LayoutError, PhaseError
-from tests.checkpoint.states import (
-    blank,
-    contents,
-    make,
-    mixed,
-    snapshot,
-)
+from tests.checkpoint.states import blank, contents, make, mixed, snapshot
 from tests.checkpoint.test_interrupted import FSYNC, REPLACE, TORCH_SAVE, Target, failing
 from tests.strategies import same
 

@@ -20,13 +20,7 @@ from fzero.errors import LayoutError
 from fzero.optim import from_torch
 from fzero.state import NAMESPACE
 from tests.optim.cases import trained
-from tests.optim.torch_cases import (
-    ELEMENTWISE,
-    NOT_ELEMENTWISE,
-    SHAPES,
-    by_torch,
-    parameters,
-)
+from tests.optim.torch_cases import ELEMENTWISE, NOT_ELEMENTWISE, SHAPES, by_torch, parameters
 from tests.oracle import linear_loss
 from tests.strategies import everywhere, integers, same
 

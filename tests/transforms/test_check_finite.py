@@ -105,13 +105,7 @@ def _after(step: Any, state: Any, good: Tensor, bad: Tensor) -> tuple[Any, tuple
     bucket_bytes=st.sampled_from([1, 30, 2**20]),
 )
 def test_the_first_rank_and_parameter_are_named_and_nothing_is_updated(
-    ranks: int,
-    stage: int,
-    program: str,
-    bad: str,
-    where: set[int],
-    donate: bool,
-    bucket_bytes: int,
+    ranks: int, stage: int, program: str, bad: str, where: set[int], donate: bool, bucket_bytes: int
 ) -> None:
     fn, backward = PROGRAMS[program]
     sharded = fzero.shard(fn, stage=stage, donate=donate, bucket_bytes=bucket_bytes)

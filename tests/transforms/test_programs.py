@@ -25,11 +25,7 @@ WRAPS: dict[str, Wrap] = {
     "check": fzero.check_finite,
 }
 options = st.fixed_dictionaries(
-    {
-        "stage": stages,
-        "donate": st.booleans(),
-        "bucket_bytes": st.sampled_from([1, 64, 300, 2**20]),
-    }
+    {"stage": stages, "donate": st.booleans(), "bucket_bytes": st.sampled_from([1, 64, 300, 2**20])}
 )
 orders = st.lists(st.sampled_from([*WRAPS]), unique=True)
 

@@ -143,8 +143,7 @@ def test_without_feedback_the_error_would_grow_with_it_it_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "more"),
-    [*zip(CASES, ({}, {"loss_scale": 1024.0}, {"reduce_op": "sum"}), strict=True)],
+    ("case", "more"), [*zip(CASES, ({}, {"loss_scale": 1024.0}, {"reduce_op": "sum"}), strict=True)]
 )
 def test_both_drivers_hold_the_same_bits(case: Any, more: dict[str, Any]) -> None:
     stage, options = case

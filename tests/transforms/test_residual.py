@@ -160,8 +160,7 @@ MICRO: dict[str, Any] = {"gradient_accumulation_steps": 2, "average_micro_batche
 
 
 @pytest.mark.parametrize(
-    ("train", "options"),
-    [(in_a_window, {}), (in_micro_batches, MICRO), (in_other_numbers, {})],
+    ("train", "options"), [(in_a_window, {}), (in_micro_batches, MICRO), (in_other_numbers, {})]
 )
 @pytest.mark.parametrize("stage", [2, 3])
 def test_however_ranks_go_updates_lack_the_last_residual_and_nothing_else(

@@ -15,17 +15,7 @@ import fzero
 from fzero.errors import LayoutError, PhaseError
 from fzero.state import DynamicScale
 from tests.descends import descends
-from tests.strategies import (
-    LEARNING,
-    integers,
-    learns,
-    same,
-    seeds,
-    stages,
-    tensors,
-    trees,
-    worlds,
-)
+from tests.strategies import LEARNING, integers, learns, same, seeds, stages, tensors, trees, worlds
 from tests.transforms.steps import LR, many_backwards, mean_loss, sgd
 
 INF, NAN = float("inf"), float("nan")

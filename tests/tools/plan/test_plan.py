@@ -239,13 +239,7 @@ def test_seventy_billion_parameters_on_1024_ranks() -> None:
     """Ten seconds of one core, in bf16 with fp32 masters, recomputing each block."""
     with torch.device("meta"):
         model = Decoder(
-            layers=80,
-            dim=8192,
-            heads=64,
-            kv_heads=8,
-            hidden=28672,
-            vocabulary=128256,
-            remat=True,
+            layers=80, dim=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256, remat=True
         ).bfloat16()
     tokens = torch.empty(1, 4096, dtype=torch.int64, device="meta")
     before = time.process_time()

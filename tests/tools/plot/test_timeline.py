@@ -13,7 +13,7 @@ import fzero
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
-from fzero.tools.plot import HookEvent, hook_timeline
+from fzero.tools.plot import HookEvent, HookTimeline, hook_timeline
 from tests.tools.plot.test_views import parsed
 from tests.tools.plot.traces import assert_legible
 
@@ -136,3 +136,23 @@ def test_a_picture_of_any_length_is_legible_and_names_the_events(count: int) -> 
     assert_legible(ax.figure)
     words = [text.get_text() for text in hook_timeline(recorded(CALLBACK)).draw().texts]
     assert {"graph task 7", "running"} <= {*words}
+
+
+def centres(timeline: HookTimeline, *names: str) -> list[float]:
+    """Where the bars of these names are, from left to right."""
+    written = [(text.get_position()[0], text.get_text()) for text in timeline.draw().texts]
+    return sorted(float(x) for x, text in written if text in names)
+
+
+def test_bars_are_as_long_as_what_they_name() -> None:
+    """A task that waits for its callback runs on to where a nested one raised."""
+    steps: list[Step] = [("enter", 7), ("queue", 7), ("hook a", 7), ("hook b", 8), ("note", None)]
+    tasks = hook_timeline(recorded(steps))
+    assert centres(tasks, "graph task 7", "graph task 8", "task 8", "8") == [
+        (0.6 + 4.4) / 2,
+        (3.6 + 4.4) / 2,
+    ]
+    counting = hook_timeline(recorded(COUNTING))
+    assert centres(counting, "depth 1") == [(1 + 3) / 2, (4 + 5.75) / 2]
+    twice = hook_timeline(recorded([("enter", 1), ("enter", 1), ("exit", 1)]))
+    assert len(centres(twice, "depth 2")) == 1

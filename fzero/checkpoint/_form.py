@@ -31,7 +31,7 @@ class DictForm:
 
 
 def problems(value: Any, form: Any, place: str) -> Iterator[str]:
-    """Yield what of a value does not have the form, naming the place.
+    """Yield a message, with its place, for each part of a value that does not have the form.
 
     Example:
         >>> form = DictForm(must={"step": _integer(0, 10)}, others=[_text])

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks have of a parameter -> the whole parameter, as DeepSpeed joins it.
+"""Join the slices of tensor-parallel ranks into whole parameters, as DeepSpeed does.
 
 DeepSpeed's `universal_checkpoint_info` says by patterns of parameter names how each was cut:
 

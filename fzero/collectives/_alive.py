@@ -89,7 +89,7 @@ class Pulse:
         self._thread.start()
 
     def count(self) -> None:
-        """A collective begins here, in whichever thread."""
+        """Count a collective that begins on this rank, in any thread."""
         self.begun = next(self._collectives)
 
     def stop(self) -> None:

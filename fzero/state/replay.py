@@ -1,4 +1,4 @@
-"""How far one rank has come in a plan of the schedule, and what its next event starts.
+"""One rank's place in a plan of the schedule, and which collectives its next event starts.
 
 All ranks that replay one plan start its gathers and reductions in one order, whatever they use
 themselves: a rank that does not use a unit takes part in its gather all the same, one that has no
@@ -122,7 +122,7 @@ def gather_beside(replay: Replay, unit: int) -> Next:
 
 
 def leave_sync_point(replay: Replay) -> Next:
-    """All ranks have come to the sync point: what was gathered there for one of them goes."""
+    """Leave the sync point with all ranks; free units that were gathered for another rank there."""
     frees = tuple(FreeUnit(unit) for unit in replay.gathered_here)
     replay, reduces = start_ready(replaced(replay, waits=False, gathered_here=()))
     return replay, (*frees, *reduces)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fzero.tools.certify._models import MODELS, batch
 from matrix.deepspeed_peer import DeepSpeed, is_installed
 from matrix.peers import Ddp, Fsdp2
 from matrix.table import LEGEND, markdown
@@ -29,6 +28,7 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.tools.certify import CellResult
+from fzero.tools.certify._models import MODELS, batch
 
 WINDOWS = ("each", "coalesce", "accumulate")
 CONTESTANTS = ("fzero step", "fzero engine", "DDP", "FSDP2", "DeepSpeed")

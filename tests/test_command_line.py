@@ -8,9 +8,9 @@ import shlex
 
 import pytest
 import torch
-from fzero.tools.doctor.info import environment
 
 from fzero.__main__ import main
+from fzero.tools.doctor.info import environment
 
 
 def test_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,6 +197,16 @@ def test_no_room_imports_what_is_private_in_another(path: Path) -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert circles(graph_of_modules()) == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found = Counter(
+        node.name
+        for path in PACKAGE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, times in found.items() if times > 1] == []
 
 
 def test_no_public_function_hides_a_package() -> None:

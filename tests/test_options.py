@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.tools.certify._axes import AXES
 from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine, LeafSpec
 from fzero.errors import CallError, LayoutError
-from fzero.integrations.deepspeed._keys import Use
+from fzero.integrations.deepspeed._keys import KeyUse
 from fzero.integrations.deepspeed._zero_keys import KEYS
 from fzero.options import DRIVERS, OPTIONS, REQUIRED, InitOptions, StateOptions, taken_by
 from fzero.state import Gathering, Reduction
+from fzero.tools.certify._axes import AXES
 
 FUNCTIONS: dict[str, Any] = {
     "init": fzero.init,
@@ -125,7 +125,7 @@ def test_deepspeeds_keys_are_those_of_the_table() -> None:
     named = {one.deepspeed: one.name for one in OPTIONS.values() if one.deepspeed}
     assert len(named) == sum(bool(one.deepspeed) for one in OPTIONS.values())
     assert {*named} <= {*KEYS}
-    used = {key.path: key.says for key in KEYS.values() if key.use is Use.OPTION}
+    used = {key.path: key.says for key in KEYS.values() if key.use is KeyUse.OPTION}
     assert used.items() <= named.items()
 
 

@@ -1,4 +1,9 @@
-"""ZeRO for an nn.Module, a torch.optim optimizer and loss.backward()."""
+"""ZeRO for an nn.Module, a torch.optim optimizer and loss.backward().
+
+In: a module, an optimizer and options; then forwards, backwards and steps as torch has them.
+Out: an `Engine`, whose hooks become the events that a functional step sends, too.
+What it holds between calls is a `TrainState`: `engine.state`.
+"""
 
 from fzero.adapter._construct import sharded_init as sharded_init
 from fzero.adapter._gathered import gathered as gathered

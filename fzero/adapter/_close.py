@@ -11,7 +11,7 @@ from fzero.adapter import parts
 from fzero.adapter._module import free_to_swap
 from fzero.adapter.driver import Driver
 from fzero.collectives import gather_many
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack
 from fzero.optim import TorchOptimizer
 from fzero.transforms.donation import empty
@@ -52,7 +52,7 @@ def give_back(driver: Driver) -> None:
 
 def _give_parameters(driver: Driver, index: int) -> None:
     flat = driver.state.params.flats[index]
-    here = lent(flat, driver.state.device)
+    here = to_device(flat, driver.state.device)
     whole = gather_many([here], driver.axis.shards)[0] if driver.sharded else here
     leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
     (driver.params.place if driver.sharded else driver.params.have)(index, leaves)

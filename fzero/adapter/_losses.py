@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from fzero.adapter._events import current_graph_task
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.state.scale import LossScale, multiplier, read
+from fzero.state.scale import LossScale, multiplier, read_external
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.scaled import with_value
 
@@ -80,7 +80,7 @@ class Scaling:
         `engine.state.scale.scale` is the tensor, for which it does not wait.
         """
         held = self._driver.state.scale
-        return 1.0 if held is None else float(read(held).scale)
+        return 1.0 if held is None else float(read_external(held).scale)
 
     @property
     def step_was_skipped(self) -> bool:

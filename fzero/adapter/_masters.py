@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._module import ModuleParameters
-from fzero.machine.offload import give_back, lent
+from fzero.machine.offload import to_device, write_back
 from fzero.machine.parts import cut
 from fzero.optim.masters import masters_of
 from fzero.state import Setup, TrainState
@@ -54,9 +54,9 @@ class Masters:
 def take_values(master: Tensor, values: Tensor) -> None:
     """Write 16-bit values into a master; elements that are equal keep their low bits."""
     with torch.no_grad():
-        held = lent(master, values.device)
+        held = to_device(master, values.device)
         changed = values != held.to(values.dtype)
-        give_back(master, torch.where(changed, values.to(held.dtype), held))
+        write_back(master, torch.where(changed, values.to(held.dtype), held))
 
 
 def own_part(state: TrainState, flat: Tensor) -> Tensor:

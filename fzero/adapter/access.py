@@ -15,9 +15,10 @@ from fzero.machine.partition import identity
 from fzero.machine.placeholder import LazyParam
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
+from fzero.transforms.norm import norm_of_state
 from fzero.transforms.receive import filled
 from fzero.transforms.scaled import times_scale, without_scale
-from fzero.transforms.update import norm_of_state, share
+from fzero.transforms.update import share
 
 
 class Access:

@@ -25,8 +25,9 @@ from fzero.optim.none import without_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import Agreed, agree, nonfinite, raises_together, reduce_agreed
+from fzero.transforms.norm import clip_factor, norm_of_state
 from fzero.transforms.scaled import with_value
-from fzero.transforms.update import clip_factor, norm_of_state, scaled, share, update
+from fzero.transforms.update import scaled, share, update
 
 
 def call(driver: Driver, name: str, value: int = 0, more: str = "") -> frozenset[int]:

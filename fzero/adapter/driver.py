@@ -35,7 +35,7 @@ from fzero.ranks.mesh import Axis
 from fzero.state import Setup, TrainState
 from fzero.state.scale import ScalePolicy
 from fzero.transforms.announcement import of_engine
-from fzero.transforms.init import begun_anew, fill
+from fzero.transforms.init import begun_anew, filled_state
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.scaled import with_policy
 
@@ -101,7 +101,7 @@ class Driver:
             else:
                 self.params.have(index, unpack(setup.layout, index, flat))
 
-        return fill(setup, self.params.values, done)
+        return filled_state(setup, self.params.values, done)
 
     # What it is.
 

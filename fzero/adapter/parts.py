@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.adapter._masters import own_part, take_values
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.machine.packing import LeafRange, leaf_ranges, unpack
 from fzero.machine.parts import gather_parts
 from fzero.state import Placement, TrainState
@@ -53,13 +53,13 @@ def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
     """Return the full leaves of a group of which this rank has a part, as its optimizer has."""
     setup = state.setup
     held, whole = setup.optimizer_state, Placement.REPLICATED
-    here = lent(part.detach(), state.device)
+    here = to_device(part.detach(), state.device)
     return unpack(setup.layout, index, gather_parts(setup, [here], held, whole)[0])
 
 
 def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
     """Return what this rank's part of a group has of one leaf: 1-D."""
-    piece = lent(_leaf_range(state, index, position, part).of(part.detach()), state.device)
+    piece = to_device(_leaf_range(state, index, position, part).of(part.detach()), state.device)
     return as_complex(piece) if _leaf(state, index, position).dtype.is_complex else piece
 
 

@@ -28,7 +28,7 @@ from fzero.state import Policy, Setup
 from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
 from fzero.state.precision import as_autocast, owners_in
 from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
-from fzero.transforms.setup import COMPARED, plan
+from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import (
     SharedOptions,
     check_shared,
@@ -85,7 +85,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
     _require_own(module, axis)
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)
-    setup = plan(
+    setup = plan_setup(
         OrderedDict(module.named_parameters(remove_duplicate=False)),
         chosen,
         stage=stage,

@@ -57,7 +57,7 @@ class AsyncSave:
         return f"<{self._what}: {'failed' if self._future.exception() else 'done'}>"
 
 
-def start(run: Callable[[], None], *, what: str) -> AsyncSave:
+def start_thread(run: Callable[[], None], *, what: str) -> AsyncSave:
     """Run in a thread, which the interpreter waits for when it ends."""
     handle = AsyncSave(what)
 

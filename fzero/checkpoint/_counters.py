@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import Slot, counters_in, optimizer_with, placed
+from fzero.checkpoint._slots import Slot, counters_in, number_like, optimizer_with
 from fzero.state import TrainState
 
 COUNT, STEP = "count", "step"  # updates made; what Adam counts: the same number, unless it was set
@@ -64,17 +64,17 @@ def with_counters(
     for counter, some in rule.counted(held, paths).items():
         what = f"the optimizer's {counter}"
         by_leaf[counter] = {
-            path: placed(what, some[path], _of_leaf(counters[counter], name, some[path]))
+            path: number_like(what, some[path], _of_leaf(counters[counter], name, some[path]))
             for name, path in names.items()
             if path in some
         }
-    count = placed(f"the optimizer's {COUNT}", state.optimizer.count, counters[COUNT])
+    count = number_like(f"the optimizer's {COUNT}", state.optimizer.count, counters[COUNT])
     fresh = [names[name] for name in unstepped if name in names]
     return rule.recounted(held, paths, by_leaf, count=int(count), unstepped=fresh)
 
 
 def _of_leaf(count: Any, name: str, like: Tensor) -> Any:
-    """Return the count of one leaf; rules count in floats, and in whole numbers, too."""
+    """Return the update count of one leaf, whether its rule counts in floats or in ints."""
     own: Any = count.get(name) if isinstance(count, dict) else count
     whole = isinstance(own, float) and own.is_integer() and not like.is_floating_point()
     return int(own) if whole else own

@@ -19,7 +19,7 @@ from fzero.checkpoint._safetensors import (
     Form,
     Place,
     begin_file,
-    planned,
+    split_files,
     write_values,
 )
 from fzero.checkpoint.disk import is_there, sync_files
@@ -163,7 +163,7 @@ def _whole_leaves(held: Held) -> Iterator[tuple[int, Tensor]]:
 
 def _begun(partial: Path, forms: Mapping[str, Form], max_bytes: int) -> dict[str, Place]:
     partial.mkdir(parents=True)
-    shards = planned(forms, max_bytes)
+    shards = split_files(forms, max_bytes)
     places: dict[str, Place] = {}
     weights = {}
     for number, names in enumerate(shards, start=1):

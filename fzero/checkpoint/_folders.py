@@ -75,7 +75,7 @@ def make_folder(path: Path) -> str:
     return data
 
 
-def digest(file: Path) -> list[int]:
+def digest_of_file(file: Path) -> list[int]:
     """Return [bytes, crc32] of a file. Plain sums: they find damage, not forgery."""
     crc = size = 0
     with open(file, "rb", opener=regular) as stream:
@@ -102,7 +102,7 @@ def require_whole(folder: Path, files: dict[str, list[int]], rank: int, ranks: i
         size = file.stat().st_size
         if size != wanted[0]:
             raise damaged(file, f"has {size:,} bytes, {wanted[0]:,} were written")
-        if number % ranks == rank and digest(file) != wanted:
+        if number % ranks == rank and digest_of_file(file) != wanted:
             raise damaged(file, "is not what was written: its checksum is wrong")
 
 

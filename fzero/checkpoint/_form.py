@@ -21,7 +21,7 @@ DATA = re.compile(r"data-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class DictForm:
     """The form of a dict."""
 
     must: Mapping[str, Any] = field(default_factory=dict)  # what is in it
@@ -31,14 +31,14 @@ class Named:
 
 
 def problems(value: Any, form: Any, place: str) -> Iterator[str]:
-    """Yield what of a value does not have the form, naming the place.
+    """Yield a message, with its place, for each part of a value that does not have the form.
 
     Example:
-        >>> form = Named(must={"step": _integer(0, 10)}, others=[_text])
+        >>> form = DictForm(must={"step": _integer(0, 10)}, others=[_text])
         >>> list(problems({"step": -1, "names": ["a", 7]}, form, "it"))
         ['it/step is -1', 'it/names/1 is 7']
     """
-    if isinstance(form, Named) and isinstance(value, dict):
+    if isinstance(form, DictForm) and isinstance(value, dict):
         known = {**form.must, **form.may}
         for name in form.must:
             if name not in value:
@@ -85,12 +85,12 @@ def _counts(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _NATURAL = _integer(0, 2**63)
-_ANYTHING = Named(others=_any)
-_TEXTS = Named(others=_text)
+_ANYTHING = DictForm(others=_any)
+_TEXTS = DictForm(others=_text)
 _CHUNK = (_NATURAL, _integer(1, 2**63), _text, _NATURAL, _NATURAL)
-MANIFEST_FORM = Named(
+MANIFEST_FORM = DictForm(
     must={
-        "origin": Named(
+        "origin": DictForm(
             must={
                 "stage": _integer(0, 4),
                 "ranks": _integer(1, 2**20),  # for each of which room may be made
@@ -99,14 +99,14 @@ MANIFEST_FORM = Named(
             }
         ),
         "leaves": _TEXTS,
-        "slots": Named(others=_TEXTS),
-        "counters": Named(
+        "slots": DictForm(others=_TEXTS),
+        "counters": DictForm(
             must={
                 "step": _NATURAL,
-                "optimizer": Named(
+                "optimizer": DictForm(
                     may={"step": _counts(_updates), "count": _updates}, others=_counts(_number)
                 ),
-                "scale": Named(
+                "scale": DictForm(
                     may={
                         "scale": lambda x: type(x) is float and 0 < x < 3.5e38,  # as fp32 holds it
                         "good_updates": _integer(0, 2**31),
@@ -117,16 +117,18 @@ MANIFEST_FORM = Named(
             },
             may={"unstepped": [_text]},
         ),
-        "module": Named(
+        "module": DictForm(
             must={
-                "buffers": Named(others=Named(must={"0": _text}, others=_text, names="[0-9]+")),
+                "buffers": DictForm(
+                    others=DictForm(must={"0": _text}, others=_text, names="[0-9]+")
+                ),
                 "options": [_ANYTHING],
             }
         ),
-        "tensors": Named(others=Named(must={"dtype": _text, "chunks": [_CHUNK]})),
+        "tensors": DictForm(others=DictForm(must={"dtype": _text, "chunks": [_CHUNK]})),
         "data": lambda x: isinstance(x, str) and DATA.fullmatch(x) is not None,
         # No folder, not . and not ..
-        "files": Named(
+        "files": DictForm(
             others=(_NATURAL, _integer(0, 2**32)),
             names="[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*",
         ),

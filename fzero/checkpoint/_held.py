@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.checkpoint.driven import Buffers, Driven, buffers_of, set_buffers
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.machine.offload import lent, wait_for_copies
+from fzero.machine.offload import to_device, wait_for_copies
 from fzero.machine.packing import unpack
 from fzero.machine.parts import gather_parts
 from fzero.ranks.mesh import Axis, Runtime
@@ -111,7 +111,7 @@ def whole_leaves(
     flats: what each of the held ranks has of the group, wherever it lives.
     """
     setup, layout = held.setup, held.setup.layout
-    here = [lent(x.detach(), one.device) for x, one in zip(flats, held.states, strict=True)]
+    here = [to_device(x.detach(), one.device) for x, one in zip(flats, held.states, strict=True)]
     if held.is_stack:
         found = {setup.part(placement, rank).index: flat for rank, flat in enumerate(here)}
         flat = torch.cat([found[part] for part in sorted(found)])
@@ -132,7 +132,7 @@ def _state_of(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
     )
 
 
-def row_of(stack: Any, rank: int) -> Any:
+def state_of_rank(stack: Any, rank: int) -> Any:
     """Return what one virtual rank has of a stacked state: views."""
     return optree.tree_map(
         lambda x: x[rank] if isinstance(x, Tensor) else x, stack, namespace=NAMESPACE
@@ -150,5 +150,5 @@ def stack_of(states: Sequence[Any]) -> Any:
 
 def _of_stack(state: TrainState, size: int) -> Held:
     ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
-    states = tuple(row_of(state, rank) for rank in ranks)
+    states = tuple(state_of_rank(state, rank) for rank in ranks)
     return Held(processes=alone, ranks=ranks, states=states, is_stack=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.checkpoint._folders import PathLike, as_path, path_everywhere
 from fzero.checkpoint._held import held_by, require_closed
 from fzero.checkpoint._pieces import paths_of
-from fzero.checkpoint._room import fill, make_whole, with_room
+from fzero.checkpoint._room import make_whole, read_leaves, with_room
 from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
 from fzero.checkpoint.everywhere import everywhere
 from fzero.collectives import assert_same_everywhere
@@ -108,7 +108,9 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
         }
         made = [with_room(one) for one in held.states]
         taken = ("params", MASTERS)
-        fill(held, made, lambda leaf, kind: read_values(found[leaf]) if kind in taken else None)
+        read_leaves(
+            held, made, lambda leaf, kind: read_values(found[leaf]) if kind in taken else None
+        )
         return made, buffers
 
     with torch.no_grad():

@@ -13,15 +13,21 @@ import torch
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
+from fzero.checkpoint._pieces import TensorPiece, cut_shards, shards_of
 from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.driven import Buffers, blank_buffers, require_options, set_options
-from fzero.checkpoint.everywhere import everywhere, first_of
-from fzero.checkpoint.manifest import Manifest, describe, leaves_out, read_manifest, require_fit
+from fzero.checkpoint.everywhere import everywhere, from_first
+from fzero.checkpoint.manifest import (
+    Manifest,
+    facts_of_state,
+    leaves_out,
+    read_manifest,
+    require_fit,
+)
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 
@@ -29,11 +35,11 @@ Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What one process reads, and what it does with it: all of it checked."""
+class LoadPlan:
+    """What one process reads from a checkpoint and where it puts it, checked."""
 
     states: list[TrainState]  # of each of its ranks: new ones, to be filled
-    pieces: list[Piece]  # views of them, of `buffers` and of `sums`
+    pieces: list[TensorPiece]  # views of them, of `buffers` and of `sums`
     sums: Sums  # of residuals
     index: Any  # of torch.distributed.checkpoint
     buffers: Buffers  # of an engine's module
@@ -128,10 +134,10 @@ def load_with_extra(
             until_read.enter_context(kept(where))
             return read_manifest(where)
 
-        saved = first_of(ranks, begin, what=f"read {where}")
+        saved = from_first(ranks, begin, what=f"read {where}")
         with torch.no_grad():
             plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
-            storage().read(plan.pieces, where / saved.data, plan.index, ranks.axis)
+            storage().read_pieces(plan.pieces, where / saved.data, plan.index, ranks.axis)
             make_whole(held, plan.states)
             for total, part in plan.sums:
                 total += part
@@ -169,11 +175,11 @@ def read_extra(path: PathLike) -> dict[str, Any]:
     return read_manifest(where).extra
 
 
-def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
-    """Check all that can be checked, and make room for what is read. Reads no tensor."""
+def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
+    """Check the manifest against the states, and allocate what is read. Reads no tensor."""
     for one in held.states:
         require_closed(one)
-    require_fit(saved, describe(held.states[0]), path)
+    require_fit(saved, facts_of_state(held.states[0]), path)
     folder, axis, engine = path / saved.data, held.processes.axis, held.engine
     require_whole(folder, saved.files, axis.rank, axis.size)
     buffers, pieces = {}, []
@@ -192,10 +198,10 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> Plan:
         new = room(one, saved.counters, frozen=frozen)
         new, residual, more = with_residual(new, saved, number)
         shards = [*shards_of(new, number, frozen=frozen), *residual]
-        pieces += pieces_of(new.setup.layout, shards)
+        pieces += cut_shards(new.setup.layout, shards)
         made.append(new)
         sums += more
-    return Plan(
+    return LoadPlan(
         states=made,
         pieces=pieces,
         sums=sums,

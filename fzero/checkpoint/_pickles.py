@@ -29,8 +29,8 @@ _KEPT = (
 )
 
 
-class Kept:
-    """A stand-in for an object of another program: what it was made of."""
+class ForeignObject:
+    """A stand-in for an unpickled object of another program: its class name and arguments."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -64,26 +64,26 @@ def require_sound(file: Path) -> None:
         )
 
 
-def read(file: Path) -> Any:
+def read_pickle(file: Path) -> Any:
     """Return what a file of torch.save holds; bytes of its tensors are read when they are used.
 
     Raises `CheckpointError`, naming what it is, for a file that names anything but tensors and
     containers, and for one that torch.load cannot read.
     """
     try:
-        with torch.serialization.safe_globals([(Kept, name) for name in _KEPT]):
+        with torch.serialization.safe_globals([(ForeignObject, name) for name in _KEPT]):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise damaged(file, _seen(file, error)) from None
 
 
-def write(file: Path, value: Any) -> None:
+def write_pickle(file: Path, value: Any) -> None:
     """Write a new file. Who gives it its place has its bytes on the disk before."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, file)
 
 
-def require_plain(file: Path, value: Any) -> Tensor:
+def require_dense(file: Path, value: Any) -> Tensor:
     """Return a dense tensor in memory. Raises `CheckpointError` for anything else."""
     dense = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
     if not dense or value.device.type != "cpu" or value.is_quantized:

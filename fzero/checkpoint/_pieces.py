@@ -30,7 +30,7 @@ BLOCK_NUMEL = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """Elements `start` to `start + len(values)` of the logical tensor `name`."""
 
     name: str
@@ -98,7 +98,7 @@ def shards_of(state: TrainState, rank: int, *, frozen: bool = True) -> list[OwnS
     return found
 
 
-def pieces_of(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[Piece]:
+def cut_shards(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[TensorPiece]:
     """Cut shards at the borders of leaves and blocks; padding is in no piece."""
     names = leaf_names(layout)
     for prefix, index, part, values in shards:
@@ -109,7 +109,7 @@ def pieces_of(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[Piece]:
                 here, first, last, numel = as_complex(here), first // 2, last // 2, numel // 2
             for start, stop in _blocks(first, last, BLOCK_NUMEL):
                 block = here[start - first : stop - first]
-                yield Piece(name=name, start=start, numel=numel, values=block)
+                yield TensorPiece(name=name, start=start, numel=numel, values=block)
 
 
 def _blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:

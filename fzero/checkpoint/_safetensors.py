@@ -68,12 +68,12 @@ class Place:
     form: Form
 
 
-def planned(forms: Mapping[str, Form], max_bytes: int) -> list[list[str]]:
+def split_files(forms: Mapping[str, Form], max_bytes: int) -> list[list[str]]:
     """Return which names share a file: in their order, a file full before the next one begins.
 
     Example:
         >>> forms = {name: Form((4,), torch.float32) for name in "abc"}
-        >>> planned(forms, 32)
+        >>> split_files(forms, 32)
         [['a', 'b'], ['c']]
     """
     shards: list[list[str]] = [[]]

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._behind import AsyncSave, group_beside, start, wait_for_earlier
+from fzero.checkpoint._behind import AsyncSave, group_beside, start_thread, wait_for_earlier
 from fzero.checkpoint._folders import (
     PathLike,
-    digest,
+    digest_of_file,
     kept,
     make_folder,
     path_everywhere,
     sweep,
 )
 from fzero.checkpoint._held import held_by, require_idle
-from fzero.checkpoint._pieces import Piece, pieces_of, shards_of
+from fzero.checkpoint._pieces import TensorPiece, cut_shards, shards_of
 from fzero.checkpoint._residual import residual_shards
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.checkpoint.disk import sync, sync_files
@@ -31,12 +31,12 @@ from fzero.checkpoint.driven import (
     Buffers,
     Driven,
     buffer_pieces,
+    differing_buffers,
     facts_of,
     options_of,
-    own_buffers,
 )
-from fzero.checkpoint.everywhere import Ranks, everywhere, first_of, gathered
-from fzero.checkpoint.manifest import Manifest, as_extra, describe, write_manifest
+from fzero.checkpoint.everywhere import Ranks, everywhere, from_first, results_of_ranks
+from fzero.checkpoint.manifest import Manifest, as_extra, facts_of_state, write_manifest
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 
@@ -50,12 +50,12 @@ def storage() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """All that one process writes, decided while the training stands still."""
+    """Everything that one process writes, collected while training is paused."""
 
     path: Path
     ranks: Ranks
     manifest: Manifest
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     buffers: Buffers  # of an engine's module
     rng: str  # the random generators of this process; empty: they are not saved
 
@@ -112,7 +112,7 @@ def save(
         >>> folder.cleanup()
     """
     wait_for_earlier()
-    write(_draft(path, state, extra, rng=rng, frozen=frozen, copies=False))
+    write_draft(_draft(path, state, extra, rng=rng, frozen=frozen, copies=False))
 
 
 def save_async(
@@ -158,7 +158,9 @@ def save_async(
     wait_for_earlier()
     draft = _draft(path, state, extra, rng=rng, frozen=frozen, copies=True)
     beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
-    return start(lambda: write(replace(draft, ranks=beside)), what=f"save_async to {path}")
+    return start_thread(
+        lambda: write_draft(replace(draft, ranks=beside)), what=f"save_async to {path}"
+    )
 
 
 def _draft(
@@ -170,7 +172,7 @@ def _draft(
     frozen: bool,
     copies: bool,
 ) -> Draft:
-    """Check everything, and say what this process writes. A collective."""
+    """Check everything, and return what this process writes. A collective."""
     held = held_by("save", thing)
     ranks = held.processes
     where = path_everywhere(ranks, "save", path)
@@ -178,7 +180,7 @@ def _draft(
     def prepare() -> Draft:
         for one in held.states:
             require_idle(one)
-        manifest = describe(held.states[0], frozen=frozen)
+        manifest = facts_of_state(held.states[0], frozen=frozen)
         if held.engine is not None:
             manifest.module["options"] = options_of(held.engine.optimizer)
         pieces = []
@@ -186,7 +188,7 @@ def _draft(
             shards = [*shards_of(one, rank, frozen=frozen), *residual_shards(one, rank)]
             if copies:
                 shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
-            pieces += pieces_of(one.setup.layout, shards)
+            pieces += cut_shards(one.setup.layout, shards)
         return Draft(
             path=where,
             ranks=ranks,
@@ -202,8 +204,8 @@ def _draft(
     return draft
 
 
-def write(draft: Draft) -> None:
-    """Write what was drafted, and make it the checkpoint. A collective."""
+def write_draft(draft: Draft) -> None:
+    """Write a draft, and commit it as the checkpoint. A collective."""
     ranks, path = draft.ranks, draft.path
     try:
         with ExitStack() as until_written:
@@ -212,7 +214,7 @@ def write(draft: Draft) -> None:
                 until_written.enter_context(kept(path, makes=True))
                 return make_folder(path)
 
-            data = first_of(ranks, make, what=f"make {path}")
+            data = from_first(ranks, make, what=f"make {path}")
 
             def begin() -> dict[str, tuple[str, int]]:
                 if draft.rng:
@@ -221,9 +223,9 @@ def write(draft: Draft) -> None:
                     sync_files([file])
                 return facts_of(draft.buffers)
 
-            own = own_buffers(gathered(ranks, begin, what=f"write {path}"))
+            own = differing_buffers(results_of_ranks(ranks, begin, what=f"write {path}"))
             more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
-            tensors = storage().write([*draft.pieces, *more], path / data, ranks.axis)
+            tensors = storage().write_pieces([*draft.pieces, *more], path / data, ranks.axis)
             module = {**draft.manifest.module, "buffers": own}
             whole = replace(draft.manifest, data=data, module=module, tensors=tensors)
             _commit(ranks, path, whole)
@@ -239,10 +241,10 @@ def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:
     def listed() -> list[str]:
         return sorted(file.name for file in folder.iterdir())
 
-    names = first_of(ranks, listed, what=f"list {folder}")
-    shares = gathered(
+    names = from_first(ranks, listed, what=f"list {folder}")
+    shares = results_of_ranks(
         ranks,
-        lambda: {name: digest(folder / name) for name in names[axis.rank :: axis.size]},
+        lambda: {name: digest_of_file(folder / name) for name in names[axis.rank :: axis.size]},
         what=f"read back {folder} (do all ranks share this file system?)",
     )
     digests = {name: value for share in shares for name, value in share.items()}
@@ -253,7 +255,7 @@ def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:
         write_manifest(whole, path)
         sync(path)
 
-    first_of(ranks, replace_manifest, what=f"write {path}")
+    from_first(ranks, replace_manifest, what=f"write {path}")
 
 
 def _copied(values: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def optimizer_with(
             slot = Slot(role.name, trainable[role.position], leaf)
             return made(slot) if leaf.numel() else leaf.clone()
         name = f"the optimizer's {role.name}"
-        return leaf if counters is None else placed(name, leaf, counters[role.name])
+        return leaf if counters is None else number_like(name, leaf, counters[role.name])
 
     leaves = [new(role, leaf) for role, leaf in _pairs(state)]
     treespec = optree.tree_structure(state.optimizer, namespace=NAMESPACE)
@@ -104,7 +104,7 @@ def optimizer_with(
 
 
 def _pairs(state: TrainState) -> Iterator[tuple[Role, Any]]:
-    """Each leaf of the optimizer state, and what it is, by its name in a checkpoint."""
+    """Yield (name in a checkpoint, leaf of the optimizer state, its role)."""
     setup, layout = state.setup, state.setup.layout
     if odd := setup.optimizer.odd_slots:
         raise LayoutError(
@@ -190,7 +190,7 @@ def _unknown(name: str, leaf: Any, numels: Sequence[int]) -> str:
     )
 
 
-def placed(name: str, like: Tensor | float, value: float) -> Any:
+def number_like(name: str, like: Tensor | float, value: float) -> Any:
     """Return `value` as a number of the form of `like`, a 1-element tensor or a number.
 
     Raises `CheckpointError` if it is none.

@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fzero.checkpoint._pieces import Piece
+from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint.everywhere import could_not, damaged, said_by
 from fzero.checkpoint.manifest import MANIFEST, Manifest
 from fzero.ranks.mesh import Axis, Runtime
 
-Named = dict[str, list[Piece]]
+Named = dict[str, list[TensorPiece]]
 
 
 class _Place(NamedTuple):
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
     length_bytes: int
 
 
-def write(pieces: Sequence[Piece], folder: Path, axis: Axis) -> dict[str, Any]:
+def write_pieces(pieces: Sequence[TensorPiece], folder: Path, axis: Axis) -> dict[str, Any]:
     """Write the pieces of all ranks into a new folder; rank 0 gets the index. A collective.
 
     Returns:
@@ -65,7 +65,9 @@ def write(pieces: Sequence[Piece], folder: Path, axis: Axis) -> dict[str, Any]:
     return writer.tensors
 
 
-def read(pieces: Sequence[Piece], folder: Path, index: dcp.Metadata, axis: Axis) -> None:
+def read_pieces(
+    pieces: Sequence[TensorPiece], folder: Path, index: dcp.Metadata, axis: Axis
+) -> None:
     """Fill the values of this rank's pieces from a folder, whoever wrote it. A collective.
 
     index: what `index_of` has checked.
@@ -79,7 +81,7 @@ def read(pieces: Sequence[Piece], folder: Path, index: dcp.Metadata, axis: Axis)
     _with_dcp(run, pieces, axis, doing=f"read {folder}")
 
 
-def index_of(saved: Manifest, pieces: Sequence[Piece], path: Path) -> dcp.Metadata:
+def index_of(saved: Manifest, pieces: Sequence[TensorPiece], path: Path) -> dcp.Metadata:
     """Return DCP's index of the tensors that the pieces are of.
 
     Raises `CheckpointError`, naming the tensor, unless they are whole in the files of the manifest.
@@ -103,7 +105,7 @@ def index_of(saved: Manifest, pieces: Sequence[Piece], path: Path) -> dcp.Metada
     return found
 
 
-def _misfits(saved: Manifest, piece: Piece) -> Iterator[str]:
+def _misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
     """Say what is wrong with the tensor of a piece in the manifest."""
     if piece.name not in saved.tensors:
         yield "the manifest does not have it"
@@ -227,7 +229,7 @@ class _Reading(dcp.DefaultLoadPlanner):
         return _values(self._named, index)
 
 
-def _write_item(piece: Piece) -> dcp.WriteItem:
+def _write_item(piece: TensorPiece) -> dcp.WriteItem:
     chunk = _part(piece)
     return dcp.WriteItem(
         index=MetadataIndex(piece.name, chunk.offsets),
@@ -240,7 +242,7 @@ def _write_item(piece: Piece) -> dcp.WriteItem:
     )
 
 
-def _part(piece: Piece) -> dcp.ChunkStorageMetadata:
+def _part(piece: TensorPiece) -> dcp.ChunkStorageMetadata:
     return _chunk(piece.start, piece.values.numel())
 
 
@@ -264,7 +266,9 @@ def _apart(values: Tensor) -> Tensor:
     return torch.from_numpy(values.detach().view(torch.uint8).numpy()).view(values.dtype)
 
 
-def _with_dcp(run: Callable[..., Any], pieces: Sequence[Piece], axis: Axis, *, doing: str) -> Any:
+def _with_dcp(
+    run: Callable[..., Any], pieces: Sequence[TensorPiece], axis: Axis, *, doing: str
+) -> Any:
     named: Named = defaultdict(list)
     for piece in pieces:
         named[piece.name].append(piece)

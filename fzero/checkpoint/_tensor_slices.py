@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks have of a parameter -> the whole parameter, as DeepSpeed joins it.
+"""Join the slices of tensor-parallel ranks into whole parameters, as DeepSpeed does.
 
 DeepSpeed's `universal_checkpoint_info` says by patterns of parameter names how each was cut:
 
@@ -26,14 +26,14 @@ Info = Mapping[str, Any]
 _REFUSED = ("affine_map", "autotp_unsupported_parameter_patterns")
 
 
-def joined(name: str, slices: Sequence[Tensor], info: Info) -> Any:
+def whole_parameter(name: str, slices: Sequence[Tensor], info: Info) -> Any:
     """Return the whole parameter; flat, if it is several in one; in a dict, if it is a vocabulary.
 
     Raises `ValueError` for slices that do not fit together, or that no pattern here describes.
 
     Example:
         >>> info = {"parameter_with_row_parallelism_patterns": [r".*dense.weight"]}
-        >>> joined("dense.weight", [torch.zeros(1, 2), torch.ones(1, 2)], info)
+        >>> whole_parameter("dense.weight", [torch.zeros(1, 2), torch.ones(1, 2)], info)
         tensor([[0., 0., 1., 1.]])
     """
     for key in _REFUSED:

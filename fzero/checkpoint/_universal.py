@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._counters import COUNT, counters_of
-from fzero.checkpoint._pickles import read, require_plain
+from fzero.checkpoint._pickles import read_pickle, require_dense
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import slots_of
-from fzero.checkpoint._tensor_slices import joined
+from fzero.checkpoint._tensor_slices import whole_parameter
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
@@ -127,7 +127,7 @@ class Folder:
         """
         whole, files = self.root / ZERO / name / f"{key}.pt", self.files(name, key)
         if files == [whole]:
-            return _fitted(whole, read(whole), shape)
+            return _fitted(whole, read_pickle(whole), shape)
         if files:
             return _fitted(files[0].parents[1], self._joined(files[0].parents[1], files), shape)
         found = self._frozen(name) if key == FP32 else None
@@ -139,7 +139,7 @@ class Folder:
         """Return how often a parameter was updated, by its files; None if they do not say."""
         found: dict[float, Path] = {}
         for file in self.files(name, STEP):
-            value = read(file)
+            value = read_pickle(file)
             value = value.get("param") if isinstance(value, dict) else value
             found[as_step(file, value)] = file
         if len(found) > 1:
@@ -172,14 +172,14 @@ class Folder:
         try:
             slices = [self._slice(name, rank, size, some) for rank, some in sorted(ranks.items())]
             info = states[0].get("universal_checkpoint_info") if states else None
-            return joined(name, slices, info or {})
+            return whole_parameter(name, slices, info or {})
         except CheckpointError:
             raise
         except Exception as error:  # of what the files say: anything can be wrong with it
             raise damaged(where, f"cannot be joined: {error}") from None
 
     def _slice(self, name: str, rank: int, size: int, files: list[Path]) -> Tensor:
-        parts = [require_plain(file, read(file)) for file in files]
+        parts = [require_dense(file, read_pickle(file)) for file in files]
         for state in self.states()[rank::size]:  # of each pipeline stage, one after another
             shapes = state.get("param_shapes", ())
             for some in shapes if isinstance(shapes, list | tuple) else (shapes,):
@@ -197,7 +197,7 @@ class Folder:
             return None
         numel = prod(states[0]["frozen_param_shapes"][name])
         where = self.root / f"zero_pp_rank_*_mp_rank_00{STATES}"
-        return torch.cat([require_plain(where, part).reshape(-1) for part in parts])[:numel]
+        return torch.cat([require_dense(where, part).reshape(-1) for part in parts])[:numel]
 
 
 def as_step(where: object, value: Any) -> Any:
@@ -215,7 +215,7 @@ def _fitted(where: Path, found: Any, shape: tuple[int, ...]) -> Tensor:
     about = found if isinstance(found, dict) else {"param": found}
     if "param" not in about:
         raise damaged(where, f"has no 'param', but {sorted(map(str, about))[:6]}")
-    values = require_plain(where, about["param"])
+    values = require_dense(where, about["param"])
     here, grows = tuple(values.shape), about.get("vocab_tensor") is True
     alone = len(here) == 1 and about is not found  # as stage 3 has it: without its shape
     if here == shape or ((alone or "sub_param_shape" in about) and values.numel() == prod(shape)):
@@ -241,7 +241,7 @@ def _numbers(file: Path) -> list[int]:
 
 def dict_in(file: Path) -> Mapping[str, Any]:
     """Return the dict that a file holds. Raises `CheckpointError` if it holds something else."""
-    found = read(file)
+    found = read_pickle(file)
     if not isinstance(found, dict):
         raise damaged(file, f"holds no dict, but a {type(found).__name__}")
     return found

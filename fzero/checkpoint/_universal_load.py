@@ -14,7 +14,7 @@ from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
 from fzero.checkpoint._pieces import paths_of
-from fzero.checkpoint._room import fill, make_whole, room
+from fzero.checkpoint._room import make_whole, read_leaves, room
 from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint._universal import (
     FP32,
@@ -29,7 +29,7 @@ from fzero.checkpoint._universal import (
 )
 from fzero.checkpoint._universal_shared import names_in, shared_of
 from fzero.checkpoint.driven import set_options
-from fzero.checkpoint.everywhere import Ranks, damaged, everywhere, first_of
+from fzero.checkpoint.everywhere import Ranks, damaged, everywhere, from_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.state import TrainState
@@ -105,10 +105,10 @@ def load_universal(
         return [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
 
     keys = everywhere(ranks, begin, what=f"read {where}")
-    name = first_of(ranks, lambda: latest(where) if tag is None else tag, what=f"read {where}")
+    name = from_first(ranks, lambda: latest(where) if tag is None else tag, what=f"read {where}")
     source = Folder(where / name)
     everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=f"read {where}")
-    shared = first_of(
+    shared = from_first(
         ranks,
         lambda: shared_of(source, given, held.engine, optimizer),
         what=f"read {where}",
@@ -167,7 +167,7 @@ def _filled(
         return found
 
     made = [room(old, counters, optimizer=optimizer) for old in held.states]
-    fill(held, made, values)
+    read_leaves(held, made, values)
     return made
 
 

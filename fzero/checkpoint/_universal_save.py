@@ -15,7 +15,7 @@ from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._counters import COUNT, counters_of
 from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
-from fzero.checkpoint._pickles import write
+from fzero.checkpoint._pickles import write_pickle
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import slots_across
 from fzero.checkpoint._universal import (
@@ -134,11 +134,11 @@ def _write_values(file: Path, values: Tensor) -> None:
     if dtype.is_floating_point:
         dtype = torch.promote_types(dtype, torch.float32)
     own = torch.empty(values.shape, dtype=dtype).copy_(values)  # and nothing else of its memory
-    write(file, {"param": own, "cat_dim": 0})
+    write_pickle(file, {"param": own, "cat_dim": 0})
 
 
 def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
-    """Write what is not of one parameter: the step, param groups, counters, buffers."""
+    """Write what belongs to no single parameter: the step, param groups, counters, buffers."""
     setup, layout = state.setup, state.setup.layout
     leaves, updates = layout.leaves, int(state.step)
     groups = setup.optimizer.param_groups(leaves, updates)
@@ -150,7 +150,9 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
         if number >= 0:
             own = float(steps[name] if isinstance(steps, dict) else steps)
             of_group[number] = max(of_group[number], own)
-            write(partial / ZERO / name / f"{STEP}.pt", torch.tensor(own, dtype=torch.float32))
+            write_pickle(
+                partial / ZERO / name / f"{STEP}.pt", torch.tensor(own, dtype=torch.float32)
+            )
     options = [
         {**plain_options(one), "params": [i for i, k in enumerate(groups.of_leaf) if k == number]}
         for number, one in zip(numbers, groups.options, strict=True)
@@ -167,10 +169,12 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
         },
     }
     scale = as_numbers(state.scale).get("scale")
-    write(partial / ZERO / OPTIMIZER, shared if scale is None else {**shared, "loss_scale": scale})
+    write_pickle(
+        partial / ZERO / OPTIMIZER, shared if scale is None else {**shared, "loss_scale": scale}
+    )
     states = _model_states(state, buffers)
     for file in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):  # for stages 1 and 2, and for 3
-        write(partial / f"{file}{STATES}", states)
+        write_pickle(partial / f"{file}{STATES}", states)
 
 
 def _model_states(state: TrainState, buffers: Buffers) -> dict[str, Any]:

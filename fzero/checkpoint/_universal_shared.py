@@ -9,7 +9,7 @@ from typing import Any
 
 from fzero.checkpoint._counters import COUNT, UNSTEPPED
 from fzero.checkpoint._options import options_for
-from fzero.checkpoint._pickles import require_plain
+from fzero.checkpoint._pickles import require_dense
 from fzero.checkpoint._pieces import leaf_names, paths_of
 from fzero.checkpoint._universal import (
     OPTIMIZER,
@@ -23,12 +23,12 @@ from fzero.checkpoint._universal import (
 )
 from fzero.checkpoint.driven import Buffers, Driven, buffers_of
 from fzero.checkpoint.everywhere import CheckpointError, damaged
-from fzero.checkpoint.manifest import describe
+from fzero.checkpoint.manifest import facts_of_state
 from fzero.state import TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SharedFacts:
     """What all parameters have in common, read and checked by rank 0."""
 
     counters: Mapping[str, Any]  # as a manifest has them
@@ -50,14 +50,14 @@ def shared_of(
     state: TrainState,
     engine: Driven | None,
     optimizer: bool,
-) -> Shared:
+) -> SharedFacts:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
     buffers = {} if engine is None else _buffers(source, engine)
-    counters = describe(state).counters
+    counters = facts_of_state(state).counters
     setup, file = state.setup, source.root / ZERO / OPTIMIZER
     groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
     if not (optimizer and groups.options):
-        return Shared(counters=counters, options=[], differing=[], buffers=buffers)
+        return SharedFacts(counters=counters, options=[], differing=[], buffers=buffers)
     found = dict_in(file)
     stepped = [
         name
@@ -76,7 +76,7 @@ def shared_of(
     }
     now = setup.optimizer.param_groups(setup.layout.leaves, step)
     options, differing = options_for(file, found, now)
-    return Shared(counters=counters, options=options, differing=differing, buffers=buffers)
+    return SharedFacts(counters=counters, options=options, differing=differing, buffers=buffers)
 
 
 def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tuple[int, list[int]]:
@@ -145,7 +145,7 @@ def _buffers(source: Folder, engine: Driven) -> Buffers:
     for name, own in buffers_of(engine.module).items():
         if isinstance(saved, dict) and name in saved:
             where = source.root / f"*{STATES}"
-            values = require_plain(where, saved[name])
+            values = require_dense(where, saved[name])
             if values.shape != own.shape:
                 seen = f"has {name} of {tuple(values.shape)}, {tuple(own.shape)} in the module"
                 raise damaged(where, seen)

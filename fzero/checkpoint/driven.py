@@ -1,4 +1,4 @@
-"""What an engine has beside its state: its module's buffers, and its optimizer's options."""
+"""The parts of an engine outside of its state: module buffers, and param-group options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._pieces import Piece
+from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint.everywhere import CheckpointError
 from fzero.errors import LayoutError
 from fzero.state import TrainState
@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str)
 
 @runtime_checkable
 class Driven(Protocol):
-    """An engine: it holds a state, can be given another one, and has a module."""
+    """The interface of an engine that a checkpoint needs: state, module, optimizer."""
 
     module: nn.Module
 
@@ -54,11 +54,11 @@ def facts_of(buffers: Buffers) -> dict[str, tuple[str, int]]:
     return {path: (_form(value), zlib.crc32(_raw(value))) for path, value in buffers.items()}
 
 
-def own_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str, dict[str, str]]:
+def differing_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str, dict[str, str]]:
     """Return {path: {rank: shape and dtype}}, with the ranks whose values are not rank 0's.
 
     Example:
-        >>> own_buffers([{"mean": ("(2,) torch.float32", 5)}] * 2)
+        >>> differing_buffers([{"mean": ("(2,) torch.float32", 5)}] * 2)
         {'mean': {'0': '(2,) torch.float32'}}
     """
     found: dict[str, dict[str, str]] = {}
@@ -71,10 +71,10 @@ def own_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str, dict
 
 def buffer_pieces(
     buffers: Buffers, saved: Mapping[str, Mapping[str, str]], rank: int
-) -> list[Piece]:
-    """Return what `rank` writes: its buffers that nobody else has written."""
+) -> list[TensorPiece]:
+    """Return the buffers that `rank` writes: those that differ from rank 0's."""
     return [
-        Piece(name=_name(rank, path), start=0, numel=value.numel(), values=value.reshape(-1))
+        TensorPiece(name=_name(rank, path), start=0, numel=value.numel(), values=value.reshape(-1))
         for path, value in buffers.items()
         if value.numel() and str(rank) in saved[path]
     ]
@@ -82,7 +82,7 @@ def buffer_pieces(
 
 def blank_buffers(
     module: nn.Module, saved: Mapping[str, Mapping[str, str]], rank: int, same_ranks: bool
-) -> tuple[Buffers, list[Piece]]:
+) -> tuple[Buffers, list[TensorPiece]]:
     """Return empty buffers [shape], by path, and the pieces to fill them by.
 
     On as many ranks as have saved, each rank gets its own; else all get those of rank 0. Without
@@ -109,7 +109,7 @@ def blank_buffers(
         if value.numel():
             flat = value.reshape(-1)
             name = _name(source, path)
-            pieces.append(Piece(name=name, start=0, numel=flat.numel(), values=flat))
+            pieces.append(TensorPiece(name=name, start=0, numel=flat.numel(), values=flat))
     return found, pieces
 
 

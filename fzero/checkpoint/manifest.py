@@ -41,7 +41,7 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
 
 
-def describe(state: TrainState, *, frozen: bool = True) -> Manifest:
+def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
     """Return the facts of a state, the same for every stage and number of ranks but `origin`.
 
     frozen: whether frozen parameters are saved.

@@ -1,4 +1,10 @@
-"""Collectives that are each other's exact adjoint, and their lowering per backend."""
+"""Collectives that are each other's exact adjoint, and their lowering by backend.
+
+In: tensors and an `Axis`. Out: tensors, or an `InFlight` that is waited for. `Channel` carries
+rounds of messages between ranks, `Performer` does the effects of the protocol one after another,
+`CollectiveLog` counts calls and bytes, and `quantize` has the form of int8 blocks.
+This room alone calls torch.distributed.
+"""
 
 from fzero.collectives._agree import assert_same_everywhere as assert_same_everywhere
 from fzero.collectives._agree import broadcast as broadcast

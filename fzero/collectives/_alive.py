@@ -89,7 +89,7 @@ class Pulse:
         self._thread.start()
 
     def count(self) -> None:
-        """A collective begins here, in whichever thread."""
+        """Count a collective that begins on this rank, in any thread."""
         self.begun = next(self._collectives)
 
     def stop(self) -> None:
@@ -154,7 +154,7 @@ _here: Pulse | None = None
 """The pulse of this process: a handle, as its process group is one of torch's."""
 
 
-def start() -> None:
+def start_signs() -> None:
     """Give signs of life from now on, once for each process group of the world."""
     global _here
     world: Any = dist.group.WORLD
@@ -170,13 +170,13 @@ def start() -> None:
         _here = Pulse(world, store.clone())
 
 
-def count() -> None:
+def count_call() -> None:
     """A collective begins on this rank."""
     if _here is not None:
         _here.count()
 
 
-def lost(ranks: Sequence[int]) -> dict[int, str]:
+def what_became_of(ranks: Sequence[int]) -> dict[int, str]:
     """Return {rank: what became of it} of those of these ranks that made a collective fail.
 
     Ranks are those of the world. Takes a second or two, for the signs of a rank that is silent.

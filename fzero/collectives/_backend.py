@@ -41,7 +41,7 @@ class Started(NamedTuple):
 
 
 def given(outs: Sequence[Any], axis: Axis) -> Started:
-    """What is there already, as if it had been started."""
+    """Wrap finished tensors as a started collective."""
     return Started("nothing", axis, (), lambda: list(outs))
 
 
@@ -54,11 +54,11 @@ def wait_for(works: Sequence[Any], op: str, axis: Axis) -> None:
 
 @contextmanager
 def explained(op: str, axis: Axis) -> Iterator[None]:
-    """Raise what a backend raises here as a `LostRankError` that says whose fault it is."""
+    """Turn errors of the backend in this block into a `LostRankError` with the rank at fault."""
     try:
         yield
     except RuntimeError as error:
-        found = _alive.lost(_ranks_of(axis))
+        found = _alive.what_became_of(_ranks_of(axis))
         who = "; ".join(f"rank {rank} {what}" for rank, what in found.items())
         fault = f"{who}. So " if who else ""
         first = f"rank {next(iter(found))}'s output" if found else "the ranks' outputs"

@@ -152,7 +152,7 @@ def count_collectives() -> Iterator[CollectiveLog]:
 
 
 def _open_logs() -> list[CollectiveLog]:
-    """Those that see what is issued here. What an abstract rank does is issued nowhere."""
+    """The open logs that count what this thread issues; none on an abstract rank."""
     here = current_ranks()
     if here is None or not is_abstract():
         return _LOGS
@@ -177,7 +177,7 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Iterator[None]:
 
 def note(op: str, axis: Axis, numel: int, dtype: torch.dtype, said: str = "") -> None:
     """Tell every open log about one buffer; `numel` is that of the full (not sharded) side."""
-    _alive.count()
+    _alive.count_call()
     logs = _open_logs()
     if not logs:
         return

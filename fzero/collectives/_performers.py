@@ -40,7 +40,7 @@ def performer_of(axis: Axis) -> Performer | None:
     place = _ranks_of(axis), dist.get_backend_config(axis.group())
     found = _OPEN.get(place)
     if found is None or not _is_alive(found):
-        _alive.start()
+        _alive.start_signs()
         whole = replace(axis, dims=None)
         channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
         found = _OPEN[place] = Performer(channel)
@@ -52,7 +52,7 @@ def _ranks_of(axis: Axis) -> tuple[int, ...]:
 
 
 def _is_alive(performer: Performer) -> bool:
-    """Whether its group is there: torch.distributed may have been started anew."""
+    """Whether the axis's process group exists: torch.distributed may have been restarted."""
     with suppress(AxisError):
         performer.axis.group()
         return True

@@ -1,4 +1,8 @@
-"""The exceptions of fzero: six kinds, each also the builtin kind a caller would expect."""
+"""The exceptions of fzero: six kinds, each also the builtin kind a caller would expect.
+
+In: what was seen, the usual cause, the fix (`explain`). Out: one message of three sentences.
+`check` has the checks of options and calls, which raise them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The engine inside of training loops that others wrote. `import fzero` imports none of this.
+"""The engine under other people's names. `import fzero` loads deepspeed alone.
 
-accelerate      for Hugging Face accelerate; transformers for the trainers that are built on it
+deepspeed       `initialize` with a DeepSpeed config, and DeepSpeed's methods and functions
+accelerate      for Hugging Face accelerate; `transformers` for the trainers that are built on it
 fabric          for Lightning Fabric
+
+In: their configs and calls. Out: an engine that they drive. What it cannot do raises by name.
 """

@@ -49,7 +49,7 @@ class Waiting:
         found = [x for x in self._hooks if stepped <= {id(p) for p in x.parameters()}]
         if len(found) != 1:
             known = {id(p) for model in self._hooks for p in model.parameters()}
-            raise refused(
+            raise refusal(
                 f"an optimizer whose parameters are not all of one model, of the "
                 f"{len(self._hooks)} that wait for an optimizer ({len(stepped - known)} of its "
                 f"{len(stepped)} parameters are of none of them)",
@@ -65,7 +65,7 @@ class Waiting:
 
 def _refuse_to_learn(model: nn.Module, _: Any) -> None:
     if torch.is_grad_enabled():
-        raise refused(
+        raise refusal(
             f"a forward, with gradients, of a {type(model).__name__} that learns and whose "
             "optimizer was not set up",
             "set up the optimizer with its model, or after it; for a model that does not learn, "
@@ -141,6 +141,6 @@ def _assign(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         setattr(module.get_submodule(owner), name, p)
 
 
-def refused(seen: str, fix: str, *, cause: str = "a script for another backend.") -> LayoutError:
+def refusal(seen: str, fix: str, *, cause: str = "a script for another backend.") -> LayoutError:
     """Return the error for what a script asks of another backend."""
     return LayoutError(f"{seen}: not with fzero.", cause=cause, fix=f"{fix}.")

@@ -50,7 +50,7 @@ class FzeroOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:
         """`engine.step()`, unless gradients are accumulated further."""
         if closure is not None:
-            raise shared.refused("optimizer.step(closure)", "run the backward first, then step()")
+            raise shared.refusal("optimizer.step(closure)", "run the backward first, then step()")
         if self.gradient_state.sync_gradients:
             self.engine.step()
 
@@ -122,12 +122,12 @@ class FzeroAccelerator(Accelerator):
         for name in ("gradient_accumulation_steps", "average_micro_batches"):
             if name in engine:
                 how = "Accelerator(gradient_accumulation_steps=n), or the trainer's"
-                raise shared.refused(f"engine={{{name!r}: ...}}", f"use {how}")
+                raise shared.refusal(f"engine={{{name!r}: ...}}", f"use {how}")
         if self.distributed_type not in _PLAIN or self.parallelism_config is not None:
             seen = f"{self.distributed_type.value}, parallelism {self.parallelism_config}"
-            raise shared.refused(seen, "switch off what shards or splits models beside fzero")
+            raise shared.refusal(seen, "switch off what shards or splits models beside fzero")
         if self.fp8_enabled:
-            raise shared.refused('mixed_precision="fp8"', 'use "bf16"')
+            raise shared.refusal('mixed_precision="fp8"', 'use "bf16"')
         self._options = {**self._precision(), **engine}
         self.scaler = None  # the engine has its own
         self._sharded: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -205,7 +205,7 @@ class FzeroAccelerator(Accelerator):
         """Differentiate loss / gradient_accumulation_steps, by `engine.backward`."""
         engines, share = self.engines, loss / self.gradient_accumulation_steps
         if len(engines) > 1 and any(engine.needs_scaler() for engine in engines):
-            raise shared.refused(
+            raise shared.refusal(
                 f"a loss of {len(engines)} models, each of which has a loss scale of its own",
                 "say whose loss it is: accelerator.engine_of(model).backward(loss)",
             )

@@ -54,7 +54,7 @@ class FzeroStrategy(DDPStrategy):
     def __init__(self, stage: int, engine: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         if self._ddp_kwargs:
-            raise shared.refused(
+            raise shared.refusal(
                 f"{', '.join(self._ddp_kwargs)}, of DistributedDataParallel",
                 "leave them out; options of the engine go into engine={...}",
             )
@@ -80,7 +80,7 @@ class FzeroStrategy(DDPStrategy):
         precision, options = self.precision, dict(self._options)
         if isinstance(precision, MixedPrecision):
             if precision.precision != "bf16-mixed":
-                raise shared.refused(
+                raise shared.refusal(
                     f'precision="{precision.precision}", whose scaler steps the optimizer',
                     'use "bf16-mixed"; or "32-true" and engine={"autocast": torch.float16}, with '
                     "fabric.strategy.engine_of(model).backward(loss)",
@@ -95,7 +95,7 @@ class FzeroStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """`engine.step()`."""
         if kwargs:
-            raise shared.refused("optimizer.step(closure)", "run the backward first, then step()")
+            raise shared.refusal("optimizer.step(closure)", "run the backward first, then step()")
         return self._known(optimizer).step()
 
     def clip_gradients_norm(
@@ -115,7 +115,7 @@ class FzeroStrategy(DDPStrategy):
     def _known(self, optimizer: Any) -> Engine:
         engine = self.engine_of(optimizer)
         if engine is None:
-            raise shared.refused("an optimizer without an engine", "call fabric.setup(model, it)")
+            raise shared.refusal("an optimizer without an engine", "call fabric.setup(model, it)")
         return engine
 
     # Checkpoints.
@@ -128,7 +128,7 @@ class FzeroStrategy(DDPStrategy):
         `load_checkpoint` restores them at any stage, on any number of ranks.
         """
         if filter or storage_options is not None:
-            raise shared.refused("fabric.save(filter=...)", "choose what `state` has")
+            raise shared.refusal("fabric.save(filter=...)", "choose what `state` has")
         folder, rest = Path(self.broadcast(path)), {}
         for name, x in state.items():
             engine = self.engine_of(x)
@@ -137,7 +137,7 @@ class FzeroStrategy(DDPStrategy):
             elif isinstance(x, nn.Module):
                 shared.save(folder / name, engine)
             elif not any(engine is self.engine_of(y) for y in state.values() if y is not x):
-                raise shared.refused(f"fabric.save of {name} alone", "save it with its model")
+                raise shared.refusal(f"fabric.save of {name} alone", "save it with its model")
         plain = self._convert_stateful_objects_in_state(rest, filter={})
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What torch.compile has in the place of a placeholder: a gather that is one op of its graph.
+"""Placeholders under torch.compile: a gather is one op of the compiled graph.
 
     token -> fzero::whole -> values
 
@@ -24,11 +24,11 @@ DISABLED_FRAMES = 2
 """Frames of torch's between a caller and a function that is `torch._disable_dynamo`."""
 
 _numbers = itertools.count()
-_reads: weakref.WeakValueDictionary[int, Read] = weakref.WeakValueDictionary()
+_reads: weakref.WeakValueDictionary[int, CompiledRead] = weakref.WeakValueDictionary()
 
 
-class Read:
-    """How the values of one placeholder are read, for as long as that placeholder lives."""
+class CompiledRead:
+    """Reads the values of one placeholder for a compiled graph; lives as long as that."""
 
     __slots__ = ("__weakref__", "token", "values")
 
@@ -42,7 +42,7 @@ class Read:
 def whole(
     token: Tensor, number: int, shape: list[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The values behind a token: a copy, for a graph may reuse the memory of what its ops return.
+    """Return a copy of the values of a token: a graph may reuse the memory of what its ops return.
 
     number: counts the reads in a graph. Two of them are then never one common subexpression, whose
     values would stay from the forward to the backward: each of the two gathers its own.

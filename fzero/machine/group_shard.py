@@ -1,4 +1,4 @@
-"""What a rank has at stage 3: the shard of a group, and full values of a unit for a time."""
+"""Stage 3 on one rank: the shard of a group, and the gathered values of a unit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.state.layout import Layout
 
 
 class GroupShard(NamedTuple):
-    """One group of a layout, this rank's shard of it, and where full values are wanted."""
+    """One group of a layout, this rank's shard of it, and the device to gather it on."""
 
     layout: Layout
     index: int
@@ -21,7 +21,7 @@ class GroupShard(NamedTuple):
 
     @property
     def paths(self) -> list[tuple[str, ...]]:
-        """The paths of its leaves; of an empty group nothing."""
+        """The paths of its leaves; none for an empty group."""
         return self.layout.paths([self.index])
 
     @property
@@ -32,7 +32,7 @@ class GroupShard(NamedTuple):
     def sent(self, *, exact: bool) -> Tensor:
         """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
         lower = self.layout.groups[self.index].communication_dtype
-        return lent(self.shard, self.device, None if exact else lower)
+        return to_device(self.shard, self.device, None if exact else lower)
 
 
 class FullUnit(NamedTuple):

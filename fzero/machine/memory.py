@@ -1,4 +1,4 @@
-"""Which tensors are one memory: ties, which are kept, and overlaps, which are refused.
+"""Find tensors that share memory: tied parameters are kept tied, overlaps are refused.
 
 A state stores each parameter apart from all else. So a parameter whose memory has a second handle
 (a transposed view, a slice, a buffer that is a view of it) would part from it in silence. Memory is
@@ -26,8 +26,8 @@ _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has: tabl
 _FIRST = 4096  # where the memory of a placeholder begins, which has no address
 
 
-class Kind(Enum):
-    """What holds a tensor of a module."""
+class Holder(Enum):
+    """How a module holds a tensor."""
 
     PARAMETER = auto()
     BUFFER = auto()
@@ -35,12 +35,12 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A tensor of a module, and where it is held."""
+class HeldTensor:
+    """A tensor of a module, its path, and how the module holds it."""
 
     path: str
     tensor: Tensor
-    kind: Kind = Kind.PARAMETER
+    kind: Holder = Holder.PARAMETER
 
 
 class _Region(NamedTuple):
@@ -49,7 +49,7 @@ class _Region(NamedTuple):
     space: Any
     first: int
     end: int
-    held: Held
+    held: HeldTensor
 
 
 def identity(tensor: Tensor) -> Any:
@@ -73,7 +73,9 @@ def identity(tensor: Tensor) -> Any:
     return (tensor.data_ptr(), shape, strides, tensor.dtype, tensor.device, *bits)
 
 
-def require_apart(held: Sequence[Held], *, buffers: bool = False, attributes: bool = False) -> None:
+def require_apart(
+    held: Sequence[HeldTensor], *, buffers: bool = False, attributes: bool = False
+) -> None:
     """Raise `LayoutError` if two of these tensors have an element in common.
 
     The same object, and parameters that are the same view, are one tensor. Pairs of which none is
@@ -81,8 +83,9 @@ def require_apart(held: Sequence[Held], *, buffers: bool = False, attributes: bo
 
     Example:
         >>> x = torch.ones(4, 2)
-        >>> require_apart([Held("left", x[:, 0]), Held("right", x[:, 1])])  # no common element
-        >>> require_apart([Held("left", x[:, 0]), Held("all", x)])
+        >>> left, right = HeldTensor("left", x[:, 0]), HeldTensor("right", x[:, 1])
+        >>> require_apart([left, right])  # no common element
+        >>> require_apart([left, HeldTensor("all", x)])
         Traceback (most recent call last):
         ...
         fzero.errors.LayoutError: left and all have elements in common.
@@ -96,14 +99,17 @@ def require_apart(held: Sequence[Held], *, buffers: bool = False, attributes: bo
                 cause="a model that was built, loaded or converted inside of such a block.",
                 fix="build it outside, or under torch.no_grad().",
             )
-    compared = {(Kind.BUFFER, Kind.BUFFER)} if buffers else set()
+    compared = {(Holder.BUFFER, Holder.BUFFER)} if buffers else set()
     if attributes:
-        compared |= {(Kind.BUFFER, Kind.ATTRIBUTE), (Kind.ATTRIBUTE, Kind.BUFFER)}
+        compared |= {(Holder.BUFFER, Holder.ATTRIBUTE), (Holder.ATTRIBUTE, Holder.BUFFER)}
     found = []
     for one, other in _meeting(held):
-        if Kind.PARAMETER not in (one.kind, other.kind) and (one.kind, other.kind) not in compared:
+        if (
+            Holder.PARAMETER not in (one.kind, other.kind)
+            and (one.kind, other.kind) not in compared
+        ):
             continue
-        tied = one.kind is other.kind is Kind.PARAMETER
+        tied = one.kind is other.kind is Holder.PARAMETER
         if tied and identity(one.tensor) == identity(other.tensor):
             continue
         if _overlap(one.tensor, other.tensor):
@@ -122,12 +128,12 @@ def require_own_memory(
     """
     held = list(_held(module))
     for one in held:
-        if one.kind is Kind.PARAMETER and one.tensor.requires_grad:
+        if one.kind is Holder.PARAMETER and one.tensor.requires_grad:
             _require_several(one)
     require_apart(held, buffers=buffers, attributes=attributes)
 
 
-def _meeting(held: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
+def _meeting(held: Sequence[HeldTensor]) -> Iterator[tuple[HeldTensor, HeldTensor]]:
     """Yield the pairs of different objects whose ranges of addresses meet."""
     seen: dict[int, _Region] = {}
     for one in held:
@@ -145,8 +151,8 @@ def _meeting(held: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
             reaching.append(region)
 
 
-def _region(held: Held) -> _Region | None:
-    """Where the tensor is; None for one without elements, or without memory that can be known."""
+def _region(held: HeldTensor) -> _Region | None:
+    """Return the addresses of a tensor; None if it has no elements or no address."""
     x = held.tensor
     if isinstance(x, LazyParam):
         place, first = (id(x.reader), x.where), _FIRST + x.storage_offset() * x.element_size()
@@ -161,7 +167,7 @@ def _region(held: Held) -> _Region | None:
 
 
 def _has_memory(x: Tensor) -> bool:
-    """Whether a tensor has memory that can be known; a fake one has its storage on meta."""
+    """Whether a tensor has an address; a fake tensor has its storage on meta."""
     if is_lazy(x) or x.is_nested or x.layout is not torch.strided or is_functorch_wrapped_tensor(x):
         return False
     return not x.is_meta and Tensor.untyped_storage(x).device.type != "meta"
@@ -173,7 +179,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_array(x: Tensor) -> Any:
-    """An array with the shape, strides and address of `x`, whose elements nobody reads."""
+    """Return a NumPy array of the shape, strides and address of `x`; it is never read."""
     size = x.element_size()
     lazy = isinstance(x, LazyParam)
     first = _FIRST + x.storage_offset() * size if lazy else Tensor.data_ptr(x)
@@ -190,12 +196,12 @@ def _as_array(x: Tensor) -> Any:
     return np.asarray(View())
 
 
-def _held(module: nn.Module) -> Iterator[Held]:
+def _held(module: nn.Module) -> Iterator[HeldTensor]:
     """Yield the parameters, buffers and tensor attributes of a module; parameters come first."""
     for path, p in module.named_parameters(remove_duplicate=False):
-        yield Held(path, p, Kind.PARAMETER)
+        yield HeldTensor(path, p, Holder.PARAMETER)
     for path, buffer in module.named_buffers(remove_duplicate=False):
-        yield Held(path, buffer, Kind.BUFFER)
+        yield HeldTensor(path, buffer, Holder.BUFFER)
     for path, part in module.named_modules():
         # Until its first forward this is a view of the parameter; each forward makes it anew.
         hooks = part._forward_pre_hooks.values()
@@ -203,7 +209,7 @@ def _held(module: nn.Module) -> Iterator[Held]:
         for name, value in vars(part).items():
             if name not in _TORCHS and name not in made:
                 for where, x in _tensors_in(value, f"{path}.{name}".lstrip("."), set()):
-                    yield Held(where, x, Kind.ATTRIBUTE)
+                    yield HeldTensor(where, x, Holder.ATTRIBUTE)
 
 
 def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
@@ -217,8 +223,8 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Te
             yield from _tensors_in(part, f"{path}[{key!r}]", seen)
 
 
-def _require_several(one: Held) -> None:
-    """Raise if two elements of a parameter that learns are one element of memory."""
+def _require_several(one: HeldTensor) -> None:
+    """Raise if two elements of a trainable parameter are the same memory."""
     x = one.tensor
     if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
         raise LayoutError(
@@ -230,8 +236,8 @@ def _require_several(one: Held) -> None:
         )
 
 
-def _in_common(one: Held, other: Held) -> LayoutError:
-    kind = "" if other.kind is Kind.PARAMETER else f" (a{_NAMES[other.kind]})"
+def _in_common(one: HeldTensor, other: HeldTensor) -> LayoutError:
+    kind = "" if other.kind is Holder.PARAMETER else f" (a{_NAMES[other.kind]})"
     return LayoutError(
         f"{one.path} and {other.path}{kind} have elements in common.",
         cause="p.data = q.data.t() or another view of a parameter's memory; a buffer or an "
@@ -242,4 +248,4 @@ def _in_common(one: Held, other: Held) -> LayoutError:
     )
 
 
-_NAMES = {Kind.BUFFER: " buffer", Kind.ATTRIBUTE: "n attribute"}
+_NAMES = {Holder.BUFFER: " buffer", Holder.ATTRIBUTE: "n attribute"}

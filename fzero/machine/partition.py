@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from fzero.errors import LayoutError
 from fzero.machine.memory import identity as identity
-from fzero.machine.packing import ALIGNMENT_BYTES, apart, in_order
+from fzero.machine.packing import ALIGNMENT_BYTES, in_order, place_whole
 from fzero.machine.packing import shard_of as shard_of
 from fzero.options import OPTIONS
 from fzero.state import NAMESPACE
@@ -136,7 +136,7 @@ def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
 
 
 def assemble(layout: Layout, by_leaf: Mapping[int, Any]) -> Any:
-    """Return the pytree with value `by_leaf[i]` wherever leaf i stands; None for absent ones.
+    """Return the pytree with `by_leaf[i]` at every place of leaf i, and None where there is none.
 
     Tied positions share a value.
     """
@@ -237,7 +237,7 @@ def _unique_leaves(
 
 
 def _nothing(path: str) -> None:
-    """What is so for no leaf."""
+    """Return False: the default of a rule for leaves."""
 
 
 def _one(path: str) -> int:
@@ -288,7 +288,7 @@ def _group(
     alignment = ALIGNMENT_BYTES // dtype.itemsize
     parts = whole(first.path) if first.trainable else 1
     if parts > 1:  # which are cut on, to as many as there are in all
-        offsets, part_numel = apart(numels, parts, alignment * prod(cuts) // parts)
+        offsets, part_numel = place_whole(numels, parts, alignment * prod(cuts) // parts)
     else:
         parts = prod(cuts)
         offsets, part_numel = in_order(numels, parts, alignment)

@@ -1,4 +1,4 @@
-"""A parameter of the full shape without storage: whoever reads it gets the values gathered.
+"""A parameter of the full shape without storage: a kernel that reads it gets gathered values.
 
 Autograd saves the placeholder, not the values, so what is gathered for a kernel can go when the
 kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gathers` behind it.
@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero.context.here import in_forward_mode, unseen
 from fzero.errors import LayoutError
 from fzero.machine._autocast import Cast, autocast_of_call, run_as_called
-from fzero.machine.compiled import Read, Traced
+from fzero.machine.compiled import CompiledRead, Traced
 from fzero.state.layout import Leaf
 
 _View = Callable[[Tensor], Tensor]
 
 
 class Gathers(Protocol):
-    """What a placeholder needs: somebody who has, or gets, full values."""
+    """What a placeholder needs of its reader: full values, and facts about its leaf."""
 
     @property
     def changes(self) -> int:
@@ -62,7 +62,7 @@ class LazyParam(torch.Tensor):
     where: tuple[int, int]  # group, position of the leaf in it
     meta: Tensor
     views: tuple[_View, ...]
-    read: Read | None  # how a compiled graph reads it, once one has it
+    read: CompiledRead | None  # how a compiled graph reads it, once one has it
 
     @staticmethod
     def __new__(
@@ -172,7 +172,7 @@ class LazyParam(torch.Tensor):
             return self.reader.token
         if self.read is None:
             # Not self.full: a reference to itself would keep the placeholder alive.
-            self.read = Read(
+            self.read = CompiledRead(
                 functools.partial(_values, self.reader, self.where, self.views, self.dtype)
             )
         return self.read.token

@@ -1,4 +1,9 @@
-"""Optimizers on shards: pure (init, update) pairs over torch's own fused kernels."""
+"""Optimizers on shards: pure (init, update) pairs over torch's own fused kernels.
+
+In: a rule (`adamw`, `sgd`, ...), or a class of torch.optim or from PyPI (`from_torch`).
+Out: an `Optimizer`, which says what it keeps for each element or leaf, and makes new flats of old
+flats and gradients. `require_elementwise` tries whether a rule may be cut between ranks.
+"""
 
 from fzero.optim import schedules as schedules
 from fzero.optim._complex import require_ordered as require_ordered

@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.partition import identity
 from fzero.optim._elementwise import LARGE, Rule, is_elementwise, is_leafwise, small_shape
-from fzero.optim._named import Named, given_to
+from fzero.optim._named import NamedParameters, given_to
 from fzero.optim._precision import Precision
 from fzero.optim._small import Begin
-from fzero.optim._trial import Kept, Shared, early_of_group, learn, rule_of
-from fzero.optim._usable import has_steps, name_of, no_optimizer, require_plain
+from fzero.optim._trial import GroupCounts, KeptState, early_of_group, rule_of, try_state
+from fzero.optim._usable import has_steps, name_of, not_an_optimizer, require_pure_class
 from fzero.state.layout import Leaf, learns, stored_dtype
 from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
 Key = tuple[int, torch.dtype, Shape]  # param group, dtype, shape of the trial
-Factory = Callable[[Named], Optimizer]
+Factory = Callable[[NamedParameters], Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,12 @@ class Bound:
     group_at: Mapping[str, int]  # of every path that a param group has, tied ones too
     members: Sequence[Sequence[str]]  # of each group: the path of each of its parameters
     elementwise: Sequence[bool]  # of each group: whether it may update a part of a leaf
-    kept: Mapping[Key, Kept]
-    shared: Sequence[Shared]  # of each group
+    kept: Mapping[Key, KeptState]
+    shared: Sequence[GroupCounts]  # of each group
     leafwise: bool  # whether a leaf may be updated without the others
     devices: Sequence[torch.device]  # of each group
 
-    def kept_for(self, leaf: Leaf) -> Kept | None:
+    def kept_for(self, leaf: Leaf) -> KeptState | None:
         """Return what the rule keeps for a leaf; None for one that it does not step."""
         group = self.group_at.get(leaf.path, -1)
         if group < 0:
@@ -75,7 +75,7 @@ class Bound:
 def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> Bound:
     """Make the optimizer if there is none yet, find its parameters, and try its rule."""
     made = not isinstance(source, Optimizer)
-    given = given_to(params) if made else Named({})
+    given = given_to(params) if made else NamedParameters({})
     instance = _made_by(source, given) if made else source
     group_at, members = _group_at(instance, params, given)
     used, numbers = not made and has_steps(instance), range(len(instance.param_groups))
@@ -115,12 +115,12 @@ def _learned(
     elementwise: Sequence[bool],
     earlies: Sequence[Begin],
     devices: Sequence[torch.device],
-) -> tuple[dict[Key, Kept], list[Shared]]:
+) -> tuple[dict[Key, KeptState], list[GroupCounts]]:
     """Return what the rule keeps for each key, and in each param group."""
-    kept: dict[Key, Kept] = {}
-    shared = [Shared({}, frozenset(), False)] * len(instance.param_groups)
+    kept: dict[Key, KeptState] = {}
+    shared = [GroupCounts({}, frozenset(), False)] * len(instance.param_groups)
     counted: dict[tuple[int, str], tuple[float, Shape]] = {}
-    try_it = _named(instance, learn)
+    try_it = _named(instance, try_state)
     for g, dtype, shape in keys:
         like = torch.empty(0, dtype=dtype, device=devices[g])
         mine, shared[g], after = try_it(instance, g, earlies[g], like, shape)
@@ -145,22 +145,22 @@ def _tried_shape(instance: Optimizer, shape: Shape, *, elementwise: bool) -> Sha
     return small_shape(shape, 6 if own else LARGE)
 
 
-def _made_by(factory: Factory, given: Named) -> Optimizer:
+def _made_by(factory: Factory, given: NamedParameters) -> Optimizer:
     """Call the factory: errors in it come before anything is moved.
 
     torch's optimizers take no empty list: where nothing learns, they get a parameter of nobody's.
     """
-    made: Any = factory(given or Named({"nothing": nn.Parameter(torch.zeros(1))}))
+    made: Any = factory(given or NamedParameters({"nothing": nn.Parameter(torch.zeros(1))}))
     if not isinstance(made, Optimizer):
-        raise no_optimizer(f"{name_of(factory)}, which gives a {type(made).__name__}")
-    require_plain(type(made))
+        raise not_an_optimizer(f"{name_of(factory)}, which gives a {type(made).__name__}")
+    require_pure_class(type(made))
     for group in () if given else made.param_groups:
         group["params"] = []
     return made
 
 
 def _group_at(
-    instance: Optimizer, params: Mapping[str, Tensor], given: Named
+    instance: Optimizer, params: Mapping[str, Tensor], given: NamedParameters
 ) -> tuple[dict[str, int], list[list[str]]]:
     """Return the param group of each path, and the paths of each param group, in its order."""
     paths: dict[Any, list[str]] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
-from fzero.optim._elementwise import numbers_of, seeded
+from fzero.optim._elementwise import numbers_of, same_random_numbers
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim._trial import early_of_group, rule_of
 from fzero.optim._usable import has_steps
@@ -85,9 +85,9 @@ def _otherwise(optimizer: TorchOptimizer, group: int, device: torch.device) -> s
     rule = rule_of(optimizer.instance, group, early)
     x, *gs = (size * numbers_of((6, 2), k).to(here) for k, size in enumerate((1.0, 1.0, 8.0, 0.1)))
     try:
-        with seeded(here):
+        with same_random_numbers(here):
             (by_parts,), _ = rule([x], [[g] for g in gs])
-        with seeded(here):
+        with same_random_numbers(here):
             (whole,), _ = rule([torch.view_as_complex(x)], [[torch.view_as_complex(g)] for g in gs])
     except Exception as error:
         return f"raises for a complex parameter: {str(error).splitlines()[0]!r}"

@@ -145,7 +145,7 @@ def _agrees(
 
     def run(parts: Sequence[Part]) -> tuple[list[Tensor], list[float]]:
         values, *grads = ([_cut(x[leaf], span) for leaf, span in parts] for x in (leaves, *steps))
-        with seeded(device):
+        with same_random_numbers(device):
             return rule(values, grads)
 
     together, numbers = run([(leaf, None) for leaf in range(count)])
@@ -188,7 +188,7 @@ def _near(some: Sequence[float], others: Sequence[float], tolerance: float) -> b
 
 
 @contextmanager
-def seeded(device: torch.device) -> Iterator[None]:
+def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Random numbers are the same in each of these blocks, and go on as before after it."""
     on_gpu = device.type == "cuda"
     index = torch.cuda.current_device() if on_gpu and device.index is None else device.index

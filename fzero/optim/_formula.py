@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.optim._precision import Precision
 from fzero.optim._rules import Rule
 from fzero.optim._stream import Flats
@@ -49,7 +49,7 @@ def step_by_formula(
 
     def here(some: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(some, stepped, strict=True)
-        return [lent(x, device or x.device, dtype) for x, dtype in pairs]
+        return [to_device(x, device or x.device, dtype) for x, dtype in pairs]
 
     work = here([flats.steps(i) for i in range(len(flats.params))])
     grads, moments = here(flats.grads), [here(some) for some in flats.slots.values()]
@@ -58,7 +58,7 @@ def step_by_formula(
     for options, spans, counted_by in by_options:
         for number in dict.fromkeys(counted_by):
             own = [span for span, k in zip(spans, counted_by, strict=True) if k == number]
-            ps, gs, *ms = (cut(some, own) for some in (work, grads, *moments))
+            ps, gs, *ms = (elements_of(some, own) for some in (work, grads, *moments))
             new_ps, new_ms = update(rule, ps, gs, ms, counts[number], options)
             for k, (i, start, _) in enumerate(own):
                 parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
@@ -94,7 +94,7 @@ def _update_each(
     return [p for p, _ in made], [[ms[k] for _, ms in made] for k in range(len(moments))]
 
 
-def cut(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
+def elements_of(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
     """Return the elements of each span: views, or a flat itself if it is all of it."""
     return [
         flats[i] if stop - start == flats[i].numel() else flats[i].view(-1)[start:stop]

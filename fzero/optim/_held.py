@@ -10,14 +10,14 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.machine.partition import identity
 from fzero.optim._bind import Bound
-from fzero.optim._trial import Kept
+from fzero.optim._trial import KeptState
 from fzero.state.layout import Leaf, learns
 
 Held = dict[str, dict[str, Any]]
 """{path: {name: value}}: what an instance has for a parameter."""
 
 
-def held_by(bound: Bound, params: Mapping[str, Tensor]) -> Held:
+def kept_by(bound: Bound, params: Mapping[str, Tensor]) -> Held:
     """Return what the instance keeps for its parameters, by path; of frozen ones, all there is.
 
     Tied paths have the same. Raises `LayoutError` for a state that is not what its rule keeps.
@@ -59,7 +59,9 @@ def _shown(own: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {text(own[name])}" for name in sorted(own))
 
 
-def _require_fit(bound: Bound, path: str, p: Tensor, own: Mapping[str, Any], kept: Kept) -> None:
+def _require_fit(
+    bound: Bound, path: str, p: Tensor, own: Mapping[str, Any], kept: KeptState
+) -> None:
     shapes = {
         k: tuple(x.shape) for k, x in own.items() if k in kept.slots and isinstance(x, Tensor)
     }

@@ -12,11 +12,12 @@ from fzero.machine.partition import identity
 from fzero.state.layout import learns
 
 
-class Named(list[nn.Parameter]):
+class NamedParameters(list[nn.Parameter]):
     """A list of parameters, and what a module has for them: `named_parameters`, `parameters`.
 
     Example:
-        >>> params = Named({"w": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(1))})
+        >>> w, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
+        >>> params = NamedParameters({"w": w, "b": b})
         >>> len(params), [name for name, p in params.named_parameters() if p.numel() > 1]
         (2, ['w'])
     """
@@ -34,13 +35,13 @@ class Named(list[nn.Parameter]):
         yield from self
 
 
-def given_to(params: Mapping[str, Tensor]) -> Named:
+def given_to(params: Mapping[str, Tensor]) -> NamedParameters:
     """Return the parameters that learn, each once: themselves, or others on their memory."""
     found: dict[object, tuple[str, nn.Parameter]] = {}
     for path, p in params.items():
         if learns(p) and (key := identity(p)) not in found:
             found[key] = path, _as_parameter(p)
-    return Named(dict(found.values()))
+    return NamedParameters(dict(found.values()))
 
 
 def _as_parameter(p: Tensor) -> nn.Parameter:

@@ -16,7 +16,7 @@ from fzero.machine.offload import cloned
 from fzero.machine.partition import named_leaves
 from fzero.optim._apart import Parted, parted
 from fzero.optim._base import Base
-from fzero.optim._formula import Chosen, Span, cut, step_by_formula
+from fzero.optim._formula import Chosen, Span, elements_of, step_by_formula
 from fzero.optim._optimizer_state import OptimizerState as OptimizerState
 from fzero.optim._optimizer_state import after_update, with_steps
 from fzero.optim._piece import Piece, pieces_in
@@ -146,7 +146,7 @@ class Optimizer(Base):
         own = pieces_in(pieces, portion.indices)
         for options, spans, counted_by in self._by_options(portion.work, own, count, now):
             every = (portion.work, portion.grads, *portion.slots.values())
-            work, gs, *slots = (cut(some, spans) for some in every)
+            work, gs, *slots = (elements_of(some, spans) for some in every)
             alike = len(set(counted_by)) == 1
             number = numbers[counted_by[0]] if alike else [numbers[k] for k in counted_by]
             self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import FzeroError, LayoutError
-from fzero.machine.offload import give_back, lent
+from fzero.machine.offload import to_device, write_back
 from fzero.optim._base import Base
 from fzero.optim._elementwise import is_elementwise, small_shape
 from fzero.optim._left import Left
@@ -121,12 +121,12 @@ class Pair(Base):
         leaves together goes on.
         """
         if device is not None:
-            homes, params = params, [lent(p, device) for p in params]
-            grads = [lent(g, device) for g in grads]
+            homes, params = params, [to_device(p, device) for p in params]
+            grads = [to_device(g, device) for g in grads]
             new, state = self.advance(params, grads, state, pieces, owned=owned, unused=unused)
             for home, p in zip(homes, new, strict=True):
                 if owned:
-                    give_back(home, p)
+                    write_back(home, p)
             return (list(homes) if owned else new), state
         arguments: Any = (list(params), state)
         leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)

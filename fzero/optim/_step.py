@@ -18,7 +18,7 @@ from fzero.optim._elementwise import not_streamed
 from fzero.optim._rules import Scaled
 from fzero.optim._small import fuses
 from fzero.optim._stream import Portion
-from fzero.optim._trial import Kept, as_kept, as_tensor, begin_state
+from fzero.optim._trial import KeptState, as_kept, as_tensor, begin_state
 
 
 class Unit(NamedTuple):
@@ -29,7 +29,7 @@ class Unit(NamedTuple):
     number: int  # of its counters, which it shares with all units of this number
     span: tuple[int, int] | None  # None: all of the flat
     shape: tuple[int, ...]
-    kept: Kept
+    kept: KeptState
 
     def of(self, flat: Tensor) -> Tensor:
         """Return its part of a tensor that is as long as its flat."""
@@ -253,7 +253,7 @@ def _write(home: Tensor, value: Any) -> None:
         home.fill_(value)
 
 
-def _other_state(instance: Optimizer, state: Mapping[str, Any], kept: Kept) -> LayoutError:
+def _other_state(instance: Optimizer, state: Mapping[str, Any], kept: KeptState) -> LayoutError:
     known = sorted(kept.names)
     return LayoutError(
         f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the state "

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.machine.offload import CopyStream, give_back, is_here
+from fzero.machine.offload import CopyStream, is_here, write_back
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
 from fzero.optim._rounding import noise_of, rounded
@@ -137,4 +137,4 @@ def _lent(
 def _write_back(flats: Flats, i: int, work: Tensor, noise: Tensor | None) -> None:
     """Round what was stepped into the parameters, if it is not the parameters themselves."""
     if work is not flats.params[i] and work.numel():
-        give_back(flats.params[i], work if noise is None else rounded(work, noise))
+        write_back(flats.params[i], work if noise is None else rounded(work, noise))

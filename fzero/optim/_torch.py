@@ -14,7 +14,7 @@ from fzero.errors import PhaseError
 from fzero.machine.offload import cloned
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind
-from fzero.optim._held import Held, held_by, lines_of
+from fzero.optim._held import Held, kept_by, lines_of
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
@@ -91,7 +91,7 @@ class TorchOptimizer(Base):
         named = dict(params)
         bound = bind(self.source, named, precision=self.precision)
         return replace(
-            self, bound=bound, paths=tuple(bound.group_at.items()), held=held_by(bound, named)
+            self, bound=bound, paths=tuple(bound.group_at.items()), held=kept_by(bound, named)
         )
 
     def begin(self, leaf: Leaf, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from fzero.optim._bind import Bound
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
 from fzero.optim._step import Turn, Unit, makes_state_later
-from fzero.optim._trial import Kept
+from fzero.optim._trial import KeptState
 from fzero.optim.masters import Place, make_masters
 from fzero.state import record, static
 
@@ -110,7 +110,7 @@ def new_state(
     return TorchState(count=count, slots=slots, counters=counters, masters=masters)
 
 
-def _slot(name: str, p: Tensor, kept: Kept | None, precision: Precision) -> Tensor:
+def _slot(name: str, p: Tensor, kept: KeptState | None, precision: Precision) -> Tensor:
     if kept is None or name not in kept.slots:
         return p.new_empty(0)  # also of another shape: such a slot is made by the first step
     fill = kept.slots[name]

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import LayoutError
-from fzero.optim._elementwise import Rule, numbers_of, seeded
+from fzero.optim._elementwise import Rule, numbers_of, same_random_numbers
 from fzero.optim._small import Begin, Ran, run_small
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """What a rule keeps for a parameter of one param group, one dtype and shape."""
 
     slots: dict[str, Tensor]  # a tensor shaped as the parameter: the value that it begins with
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
         return {*self.slots, *self.odd, *self.counters}
 
 
-class Shared(NamedTuple):
+class GroupCounts(NamedTuple):
     """Numbers that a rule keeps among the options of a param group: the count of its steps."""
 
     begin: Mapping[str, Tensor]  # the value before the first step
@@ -56,9 +56,9 @@ def rule_of(optimizer: Optimizer, number: int, early: Begin) -> Rule:
     return rule
 
 
-def learn(
+def try_state(
     optimizer: Optimizer, number: int, early: Begin, like: Tensor, shape: Sequence[int]
-) -> tuple[Kept, Shared, dict[str, float]]:
+) -> tuple[KeptState, GroupCounts, dict[str, float]]:
     """Return what param group `number` keeps for a parameter of a shape, and for itself.
 
     And the counters after some steps. Raises `LayoutError` for what is neither a tensor nor a
@@ -69,7 +69,7 @@ def learn(
         sizes = (1.0, 1.0, 10.0, 0.1)  # of the values, and of the gradients of each step
         every = ((1 + seed / 8) * x * numbers_of(shape, seed + k) for k, x in enumerate(sizes))
         values, *grads = (x.to(like.device, like.dtype) for x in every)
-        with seeded(like.device):
+        with same_random_numbers(like.device):
             return run_small(optimizer, number, [values], [[g] for g in grads], begin, **how)
 
     def changes_nothing(begin: Begin = early, *, without: str | None = None) -> bool:
@@ -166,7 +166,7 @@ def _fits(value: Any, p: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == p.shape
 
 
-def begin_state(kept: Kept, p: Tensor) -> dict[str, Any]:
+def begin_state(kept: KeptState, p: Tensor) -> dict[str, Any]:
     """Return the state that `p` begins with."""
     slots = {
         name: torch.full_like(p, fill.item(), dtype=fill.dtype, requires_grad=False)
@@ -190,7 +190,7 @@ def as_kept(numbers: Collection[str], name: str, counter: Tensor) -> Any:
 
 def _sorted(
     rule: str, ran: Ran, begun: Mapping[str, Any], *, varying: set[str], unread: set[str]
-) -> Kept:
+) -> KeptState:
     (p,), (state,) = ran.params, ran.states
     slots: dict[str, Tensor] = {}
     odd: list[str] = []
@@ -211,7 +211,7 @@ def _sorted(
                 "gradients, an object, a quantized tensor.",
                 fix="use an optimizer whose state has tensors and numbers.",
             )
-    return Kept(
+    return KeptState(
         slots=slots,
         odd=tuple(odd),
         counters=counters,
@@ -222,7 +222,7 @@ def _sorted(
     )
 
 
-def _shared(rule: str, ran: Ran, group: Mapping[str, Any], kept: Kept) -> Shared:
+def _shared(rule: str, ran: Ran, group: Mapping[str, Any], kept: KeptState) -> GroupCounts:
     for name, value in ran.options.items():
         if not _is_number(value) or name == "lr" or name in kept.names:
             raise LayoutError(
@@ -231,7 +231,7 @@ def _shared(rule: str, ran: Ran, group: Mapping[str, Any], kept: Kept) -> Shared
                 fix="use one that writes no options but numbers of its own; for the learning "
                 "rate a scheduler of torch.optim.lr_scheduler.",
             )
-    return Shared(
+    return GroupCounts(
         begin={name: _at(group.get(name), value) for name, value in ran.options.items()},
         numbers=_python_numbers(ran.options),
         late=any(name not in group for name in ran.options),

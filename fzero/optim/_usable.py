@@ -19,14 +19,14 @@ REFUSED = {
 def require_usable(source: Any) -> None:
     """Raise `LayoutError` for what is no torch.optim class, instance or factory."""
     if isinstance(source, Optimizer):
-        require_plain(type(source))
+        require_pure_class(type(source))
     elif isinstance(source, type) and issubclass(source, Optimizer):
-        require_plain(source)
+        require_pure_class(source)
     elif not callable(source) or isinstance(source, type):
-        raise no_optimizer(f"{source!r}")
+        raise not_an_optimizer(f"{source!r}")
 
 
-def require_plain(kind: type[Optimizer]) -> None:
+def require_pure_class(kind: type[Optimizer]) -> None:
     """Raise `LayoutError` for a class that is no function of parameters, gradients and state."""
     for refused, reason in REFUSED.items():
         if issubclass(kind, refused):
@@ -50,7 +50,7 @@ def has_steps(instance: Optimizer) -> bool:
     return any(state.get("step", 1) != 0 for state in instance.state.values() if state)
 
 
-def no_optimizer(seen: str) -> LayoutError:
+def not_an_optimizer(seen: str) -> LayoutError:
     """Return the error for what is none of torch.optim."""
     return LayoutError(
         f"the optimizer is {seen}.",

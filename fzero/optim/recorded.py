@@ -44,7 +44,7 @@ def update_by_op(
     lr = options["lr"] if isinstance(options["lr"], Tensor) else None
     others = {key: value for key, value in options.items() if lr is None or key != "lr"}
     flat = [x for some in moments for x in some]
-    made: Any = update(rule.name, json.dumps(others), params, grads, flat, count, lr)
+    made: Any = updated_copies(rule.name, json.dumps(others), params, grads, flat, count, lr)
     n = len(params)
     return made[:n], [made[k : k + n] for k in range(n, len(made), n)]
 
@@ -67,7 +67,7 @@ def lacks_value(count: Any) -> TypeGuard[Tensor]:
 
 
 @torch.library.custom_op("fzero_optim::update", mutates_args=())
-def update(
+def updated_copies(
     rule: str,
     options: str,
     params: list[Tensor],
@@ -82,7 +82,7 @@ def update(
     return made
 
 
-@update.register_fake
+@updated_copies.register_fake
 def _(
     rule: str,
     options: str,

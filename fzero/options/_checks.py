@@ -7,31 +7,31 @@ from typing import Any
 import torch
 
 from fzero.errors.check import is_count
-from fzero.options._record import Check
+from fzero.options._record import ValueCheck
 
 ZERO = "zero_optimization."
 """The section of DeepSpeed's config that most keys are in."""
 
 
-def one_of(*values: Any, wanted: str = "") -> Check:
+def one_of(*values: Any, wanted: str = "") -> ValueCheck:
     """Return the check for one of these, and nothing that only equals one: 1 is not True."""
     good = {(type(value), value) for value in values}
 
     def is_one(x: Any) -> bool:
         return isinstance(x, bool | str | torch.dtype | None) and (type(x), x) in good
 
-    return Check(is_one, wanted or " or ".join(map(repr, values)))
+    return ValueCheck(is_one, wanted or " or ".join(map(repr, values)))
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FLAG = Check(
+FLAG = ValueCheck(
     lambda x: isinstance(x, bool), "True or False", "a word from a config file or a command line."
 )
 DTYPE = one_of(None, *_DTYPES, wanted=f"None or one of {_DTYPES}")
-NUMEL = Check(lambda x: is_count(x, 0), "a number of elements: an int of 0 or more")
+NUMEL = ValueCheck(lambda x: is_count(x, 0), "a number of elements: an int of 0 or more")
 
 
-def of_path(name: str) -> Check:
+def of_path(name: str) -> ValueCheck:
     """Return the check for a function of a path, or None."""
     wanted = f"a function of a leaf's path: {name}=lambda path: ..."
-    return Check(lambda x: x is None or callable(x), wanted, "a list of paths, or a prefix.")
+    return ValueCheck(lambda x: x is None or callable(x), wanted, "a list of paths, or a prefix.")

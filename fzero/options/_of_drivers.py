@@ -6,7 +6,7 @@ import torch
 
 from fzero.errors.check import is_count, is_positive
 from fzero.options._checks import FLAG, ZERO
-from fzero.options._record import Check, Option
+from fzero.options._record import Option, ValueCheck
 from fzero.options._typed import Initializer, Scale
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
@@ -49,7 +49,7 @@ OF_DRIVERS = (
     Option(
         name="leaf_modules",
         type=LeafSpec | None,
-        check=Check(
+        check=ValueCheck(
             lambda x: x is None or isinstance(x, LeafSpec),
             "a fzero.adapter.LeafSpec(classes=..., names=..., name_suffixes=...)",
         ),
@@ -91,7 +91,7 @@ OF_DRIVERS = (
         name="micro_batches",
         default=1,
         type=int,
-        check=Check(
+        check=ValueCheck(
             is_count,
             "an int of 1 or more (gradient_accumulation_steps and accumulate's steps are older "
             "spellings of it)",
@@ -113,7 +113,9 @@ OF_DRIVERS = (
     Option(
         name="max_norm",
         type=float | None,
-        check=Check(lambda x: x is None or is_positive(x), "a positive number, or None for off"),
+        check=ValueCheck(
+            lambda x: x is None or is_positive(x), "a positive number, or None for off"
+        ),
         help="clip the global gradient norm; None: not clipped.",
         instead=_step("fzero.clip(step, max_norm=) is a transform of the step"),
         deepspeed="gradient_clipping",

@@ -9,7 +9,7 @@ import torch
 
 from fzero.errors.check import is_count, is_positive
 from fzero.options._checks import DTYPE, FLAG, NUMEL, ZERO, of_path, one_of
-from fzero.options._record import REQUIRED, Check, Option
+from fzero.options._record import REQUIRED, Option, ValueCheck
 from fzero.options._typed import Stages, Trainable, Units
 from fzero.ranks.mesh import MeshLike
 from fzero.state import OptimizerOver, ReduceOp, Reshard
@@ -27,7 +27,7 @@ OF_STATE = (
         name="stage",
         default=REQUIRED,
         type=Stages,
-        check=Check(
+        check=ValueCheck(
             lambda x: is_count(x, 0) and x <= 3,
             "0 (replicas), 1 (+ optimizer sharded), 2 (+ gradients) or 3 (+ parameters)",
             "a ZeRO stage that does not exist.",
@@ -114,7 +114,7 @@ OF_STATE = (
     Option(
         name="bucket_bytes",
         type=int | None,
-        check=Check(
+        check=ValueCheck(
             lambda x: x is None or is_count(x), f"bytes, or None for the default ({_USUAL})"
         ),
         help="the size in bytes up to which leaves share a collective; default 8 MiB at stage 0, "
@@ -188,7 +188,7 @@ OF_STATE = (
         name="gradient_predivide_factor",
         default=1.0,
         type=float,
-        check=Check(is_positive, "a positive number"),
+        check=ValueCheck(is_positive, "a positive number"),
         help='f: each rank sends g / f, and the sum is multiplied by f / W (by f for "sum"). '
         "With f = W the sum of W gradients overflows no sooner than one of them.",
         deepspeed="gradient_predivide_factor",

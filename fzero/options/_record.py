@@ -12,7 +12,7 @@ REQUIRED: Any = type("required", (), {"__repr__": lambda _: "required"})()
 """The default of an option that has none."""
 
 
-class Check(NamedTuple):
+class ValueCheck(NamedTuple):
     """What an option may be."""
 
     good: Callable[[Any], bool]
@@ -35,7 +35,7 @@ class Option:
     name: str
     default: Any = None
     type: Any
-    check: Check | None = None
+    check: ValueCheck | None = None
     help: str
     stages: tuple[int, ...] = (0, 1, 2, 3)
     instead: Mapping[str, str] = field(default_factory=dict)

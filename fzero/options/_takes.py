@@ -99,7 +99,7 @@ def takes(
 
         made: Any = called_as(usage, driver, of_module=of_module, prepare=prepare)(fn)
         made.__signature__ = signature
-        made.__doc__ = described(fn.__doc__, signature.parameters)
+        made.__doc__ = with_options_described(fn.__doc__, signature.parameters)
         return made
 
     return wrap
@@ -107,11 +107,11 @@ def takes(
 
 def documents(cls: C) -> C:
     """Describe in a class's docstring the options that its `__init__` takes."""
-    cls.__doc__ = described(cls.__doc__, inspect.signature(cls).parameters)
+    cls.__doc__ = with_options_described(cls.__doc__, inspect.signature(cls).parameters)
     return cls
 
 
-def described(doc: str | None, names: Iterable[str]) -> str | None:
+def with_options_described(doc: str | None, names: Iterable[str]) -> str | None:
     """Return a docstring that describes the options of these names where its mark stands."""
     found = doc and MARK.search(doc)
     if not doc or not found:
@@ -125,7 +125,7 @@ def described(doc: str | None, names: Iterable[str]) -> str | None:
 
 
 def _expanded(signature: inspect.Signature, driver: str) -> inspect.Signature:
-    """The signature with every option of the driver in the place of **options."""
+    """The signature with every option of the driver, in the order of the table, for **options."""
     own = dict(signature.parameters)
     if own.pop("options", None) is None:
         return signature
@@ -135,7 +135,13 @@ def _expanded(signature: inspect.Signature, driver: str) -> inspect.Signature:
         for one in taken_by(driver)
         if one.name not in own
     ]
-    return signature.replace(parameters=[*own.values(), *more])
+    place = {name: number for number, name in enumerate(OPTIONS)}
+    every = sorted(
+        more + [one for one in own.values() if one.kind is kind],
+        key=lambda one: place.get(one.name, -1),
+    )
+    first = [one for one in own.values() if one.kind is not kind]
+    return signature.replace(parameters=[*first, *every])
 
 
 def _not_taken(driver: str, option: str, known: Iterable[str], usage: str) -> CallError:

@@ -59,7 +59,7 @@ def among(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
     return resolve(known[key])
 
 
-def part_of(whole: dist.ProcessGroup, *, size: int, stride: int) -> dist.ProcessGroup:
+def part_of_group(whole: dist.ProcessGroup, *, size: int, stride: int) -> dist.ProcessGroup:
     """Return the group of this rank's part of `whole`: `size` ranks, `stride` places apart.
 
     All ranks of the whole make it when they first ask for it.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fzero.context.here import current_ranks
 from fzero.errors import AxisError
-from fzero.ranks._groups import part_of, resolve
+from fzero.ranks._groups import part_of_group, resolve
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ class Axis:
     def group(self) -> dist.ProcessGroup:
         """Return the live process group, or raise `AxisError` when it is gone."""
         if self.whole is not None:
-            return part_of(self.whole.group(), size=self.size, stride=self.stride)
+            return part_of_group(self.whole.group(), size=self.size, stride=self.stride)
         try:
             return resolve(self.group_name)
         except (RuntimeError, ValueError, KeyError) as error:

@@ -1,4 +1,10 @@
-"""Frozen records and their pure transitions, one concept a file."""
+"""Frozen records and their pure transitions, one concept a file.
+
+In: a record and an event. Out: the next record, and effects, which are data. `protocol` decides
+when anything crosses ranks; `schedule` and `replay` plan a pass; `scale`, `window`, `progress` and
+`hooks` are what an update, a window and a backward need. `TrainState` is what users hold.
+Nothing here communicates, reads a clock or holds a handle.
+"""
 
 from fzero.state import effects as effects
 from fzero.state import hooks as hooks

@@ -1,4 +1,4 @@
-"""How far one rank has come in a plan of the schedule, and what its next event starts.
+"""One rank's place in a plan of the schedule, and which collectives its next event starts.
 
 All ranks that replay one plan start its gathers and reductions in one order, whatever they use
 themselves: a rank that does not use a unit takes part in its gather all the same, one that has no
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from fzero.state._replaced import replaced
 from fzero.state.effects import FreeUnit, GatherUnit, PlanEffect, ReduceUnit
-from fzero.state.schedule import Limits, Plan, Program, plan
+from fzero.state.schedule import Limits, PlannedProgram, Program, plan_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Replay:
         gathered_here: units that were gathered at this sync point, beside the plan.
     """
 
-    plan: Plan
+    plan: PlannedProgram
     sync_point: int
     at: int = 0
     started: int = 0
@@ -53,7 +53,7 @@ def begin(
     The number behind those of the units is the sync point, for which nothing is gathered.
     """
     sync_point = len(numels)
-    steps = plan(program, (*numels, 0), held.union([sync_point]), limits)
+    steps = plan_program(program, (*numels, 0), held.union([sync_point]), limits)
     return Replay(plan=steps, sync_point=sync_point)
 
 
@@ -68,7 +68,7 @@ def use(replay: Replay, unit: int, *, held: bool) -> Next | None:
         >>> replay, effects = use(replay, 0, held=False)
         >>> effects
         (GatherUnit(unit=0), GatherUnit(unit=1))
-        >>> run(replay)
+        >>> to_sync_point(replay)
         (None, (FreeUnit(unit=0), ReduceUnit(unit=1), ReduceUnit(unit=0)))
     """
     place, sync_point = replay.plan.next_use(unit, replay.at), _next_sync_point(replay)
@@ -93,7 +93,7 @@ def start_ready(replay: Replay) -> Next:
     return replaced(replay, started=replay.started + len(effects), ready=ready), effects
 
 
-def run(replay: Replay) -> tuple[Replay | None, Effects]:
+def to_sync_point(replay: Replay) -> tuple[Replay | None, Effects]:
     """Go to the next sync point, or to the end of the plan, which leaves None."""
     if replay.waits:
         return replay, ()
@@ -104,16 +104,16 @@ def run(replay: Replay) -> tuple[Replay | None, Effects]:
     return None, (*effects, *_rest(replay))
 
 
-def gathered(replay: Replay, unit: int) -> Next:
+def gather_beside(replay: Replay, unit: int) -> Next:
     """Gather a unit beside the plan, while this rank waits at a sync point.
 
     Of those that were gathered so before, the last one stays.
 
     Example:
         >>> place = begin(Program((2, 0)), (4, 4), frozenset(), Limits())  # 2 is the sync point
-        >>> place, _ = run(place)
-        >>> place, _ = gathered(place, 0)
-        >>> gathered(gathered(place, 1)[0], 0)[1]
+        >>> place, _ = to_sync_point(place)
+        >>> place, _ = gather_beside(place, 0)
+        >>> gather_beside(gather_beside(place, 1)[0], 0)[1]
         (FreeUnit(unit=0),)
     """
     before = replay.gathered_here
@@ -122,7 +122,7 @@ def gathered(replay: Replay, unit: int) -> Next:
 
 
 def leave_sync_point(replay: Replay) -> Next:
-    """All ranks have come to the sync point: what was gathered there for one of them goes."""
+    """Leave the sync point with all ranks; free units that were gathered for another rank there."""
     frees = tuple(FreeUnit(unit) for unit in replay.gathered_here)
     replay, reduces = start_ready(replaced(replay, waits=False, gathered_here=()))
     return replay, (*frees, *reduces)

@@ -22,8 +22,8 @@ _MANY = 2**24
 """More units than a state has."""
 
 
-class Kind(IntEnum):
-    """What a rank says in a round."""
+class MessageKind(IntEnum):
+    """The kind of a message."""
 
     FAILED = 0
     DONE = 1
@@ -60,7 +60,7 @@ class Message(NamedTuple):
         codes: what is asked for, or the values of a call. None: the caller's values of that moment.
     """
 
-    kind: Kind
+    kind: MessageKind
     text: str = ""
     hint: int = 0
     served: bool = True
@@ -68,9 +68,9 @@ class Message(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A message as it crosses ranks. `digest` stands for its text."""
+    """A message as numbers, as it crosses ranks. `digest` replaces its text."""
 
-    kind: Kind
+    kind: MessageKind
     digest: int
     hint: int
     served: int
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 def row_of(message: Message, codes: Sequence[int]) -> list[int]:
-    """Return the numbers that cross ranks. Codes count from 1: a 0 is one that is not there."""
+    """Return a message as numbers. Codes count from 1; 0 means none."""
     digest = zlib.crc32(message.text.encode())
     return [message.kind, digest, message.hint, message.served, *(1 + code for code in codes)]
 
@@ -108,23 +108,23 @@ class Round:
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self._messages = [
-            Row(Kind(kind), digest, hint, served, tuple(code - 1 for code in codes if code))
+            Row(MessageKind(kind), digest, hint, served, tuple(code - 1 for code in codes if code))
             for kind, digest, hint, served, *codes in rows
         ]
 
     @cached_property
     def failed(self) -> list[int]:
         """The ranks that raised."""
-        return [r for r, message in enumerate(self._messages) if message.kind is Kind.FAILED]
+        return [r for r, message in enumerate(self._messages) if message.kind is MessageKind.FAILED]
 
     @cached_property
-    def kinds(self) -> frozenset[Kind]:
+    def kinds(self) -> frozenset[MessageKind]:
         """What was said."""
         return frozenset(message.kind for message in self._messages)
 
     @cached_property
     def is_same(self) -> bool:
-        """Whether all ranks announce what can go together."""
+        """Whether the announcements of all ranks are compatible."""
         return len({message.digest for message in self._messages}) == 1
 
     @cached_property
@@ -140,7 +140,7 @@ class Round:
     @cached_property
     def asked(self) -> list[Asked]:
         """The collectives that ranks ask for, each once, in one order."""
-        codes = {c for m in self._messages if m.kind is Kind.ASK for c in m.codes}
+        codes = {c for m in self._messages if m.kind is MessageKind.ASK for c in m.codes}
         return [as_asked(code) for code in sorted(codes)]
 
     @cached_property
@@ -151,9 +151,9 @@ class Round:
     @cached_property
     def is_over(self) -> bool:
         """Whether no rank is in a pass any more."""
-        return self.kinds.isdisjoint((Kind.ASK, Kind.PASS))
+        return self.kinds.isdisjoint((MessageKind.ASK, MessageKind.PASS))
 
     @cached_property
     def has_asked(self) -> bool:
         """Whether a rank that ends its pass has asked for a collective in it."""
-        return any(message.hint for message in self._messages if message.kind is Kind.DONE)
+        return any(message.hint for message in self._messages if message.kind is MessageKind.DONE)

@@ -180,7 +180,7 @@ def multiplier(scale: LossScale | None) -> LossScale | None:
     return None if scale is None or scale.policy == StaticScale(1.0) else scale
 
 
-def read(scale: LossScale) -> LossScale:
+def read_external(scale: LossScale) -> LossScale:
     """Return the scale with the value that the user's has now, unless it was read already.
 
     Raises `LayoutError` if the user's function gives no positive number. What a tensor holds is

@@ -52,7 +52,7 @@ class Schedule:
     they are known. A pass beyond the last one is expected to be like it.
 
     Example:
-        >>> schedule = record(Schedule(), 0, 1, Program((0, 1, ~1, ~0)))
+        >>> schedule = with_program(Schedule(), 0, 1, Program((0, 1, ~1, ~0)))
         >>> expected(schedule, 7, 1).events
         (0, 1, -2, -1)
         >>> expected(schedule, 0, 0) is None
@@ -79,7 +79,7 @@ def expected(schedule: Schedule, index: int, phase: int) -> Program | None:
     return next((one[phase] for one in reversed(known) if one[phase] is not None), None)
 
 
-def record(schedule: Schedule, index: int, phase: int, program: Program) -> Schedule:
+def with_program(schedule: Schedule, index: int, phase: int, program: Program) -> Schedule:
     """Return the schedule that expects `program` for pass `index` in `phase`."""
     passes = list(schedule.passes)
     while len(passes) <= index:
@@ -143,7 +143,7 @@ def _merged(whole: Sequence[int], events: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UnitUse:
     """One use of a unit, and the collectives around it, all in this order.
 
     frees: units whose full values go before anything starts.
@@ -160,10 +160,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The steps of a program. Step 0 is before the first use."""
+class PlannedProgram:
+    """The uses of a program. Use 0 is before the first use."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[UnitUse, ...]
 
     @cached_property
     def _places(self) -> dict[int, list[int]]:
@@ -193,20 +193,22 @@ class Limits:
 
 
 @lru_cache(maxsize=256)
-def plan(program: Program, numels: tuple[int, ...], held: frozenset[int], limits: Limits) -> Plan:
+def plan_program(
+    program: Program, numels: tuple[int, ...], held: frozenset[int], limits: Limits
+) -> PlannedProgram:
     """Return when each collective of `program` starts and when full values go.
 
     `held` are units that are whole before the pass and stay so. Without `keeps` at most two units
     that are not held are whole at once if one is gathered early: the one in use and the next.
 
     Example:
-        >>> steps = plan(Program((0, 1, 2)), (4, 4, 4), frozenset(), Limits()).steps
+        >>> steps = plan_program(Program((0, 1, 2)), (4, 4, 4), frozenset(), Limits()).steps
         >>> [(s.unit, s.frees, s.gathers, s.ahead) for s in steps]
         [(-1, (), (), ()), (0, (), (0,), (1,)), (1, (0,), (), (2,)), (2, (1,), (), ())]
     """
     uses = [event for event in program.events if event >= 0]
     reduces = _reduces_after(program.events)
-    steps = [Step(-1, (), (), (), reduces[0])]
+    steps = [UnitUse(-1, (), (), (), reduces[0])]
     live: list[int] = []  # whole or on the way, and not held
     early: list[int] = []  # those of them that were asked for early and not used yet
     for place, unit in enumerate(uses):
@@ -222,8 +224,8 @@ def plan(program: Program, numels: tuple[int, ...], held: frozenset[int], limits
         ahead = _ahead(uses, place + 1, held.union(live), numels, room_numel, bool(waits))
         live += ahead
         early += ahead
-        steps.append(Step(unit, frees, gathers, ahead, reduces[place + 1]))
-    return Plan(tuple(steps))
+        steps.append(UnitUse(unit, frees, gathers, ahead, reduces[place + 1]))
+    return PlannedProgram(tuple(steps))
 
 
 def _reduces_after(events: Events) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from fzero.state.buffers import Buffers, Placement
 
 @record
 class Window:
-    """Whether a window is open, and what has gathered in it.
+    """A coalescing window: whether it is open, and the gradients that wait in it.
 
     `pending` is PARTIAL: this rank's own sum; in a closed window (an engine's, after `no_sync`) it
     waits for the next reduction. `gathered` holds full parameters for the length
@@ -61,7 +61,7 @@ def close(window: Window) -> Window:
 # What quantized reductions have lost.
 
 
-def lost(window: Window, before: Buffers, after: Buffers) -> Window:
+def with_residual(window: Window, before: Buffers, after: Buffers) -> Window:
     """Return the window after a quantized reduction, with the residual before and after it."""
     at_update = window.residual_before if window.residual_before.held else before
     return replace(window, residual=after, residual_before=at_update)

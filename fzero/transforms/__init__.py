@@ -1,4 +1,9 @@
-"""Function transforms over train states, one a file."""
+"""Function transforms over train states, one public transform a file.
+
+In: a function of a state, and options. Out: a function of a state that reduces, coalesces, scales,
+clips, offloads or simulates; or a new state. `pass_events` turns what a function does into events
+of the protocol; `agree` is what all ranks say before an update.
+"""
 
 from fzero.transforms.access import full_gradients as full_gradients
 from fzero.transforms.access import full_params as full_params
@@ -12,6 +17,7 @@ from fzero.transforms.coalesce import coalesce as coalesce
 from fzero.transforms.evaluate import evaluate as evaluate
 from fzero.transforms.grad import grad_and_reduce as grad_and_reduce
 from fzero.transforms.init import init as init
+from fzero.transforms.norm import global_norm as global_norm
 from fzero.transforms.offload import offload as offload
 from fzero.transforms.remat import remat as remat
 from fzero.transforms.replicas import check_replicas as check_replicas
@@ -19,4 +25,3 @@ from fzero.transforms.scale_loss import scale_loss as scale_loss
 from fzero.transforms.shard import shard as shard
 from fzero.transforms.simulate import simulate as simulate
 from fzero.transforms.update import apply_gradients as apply_gradients
-from fzero.transforms.update import global_norm as global_norm

@@ -119,7 +119,7 @@ def detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def apart(result: Any, states: Sequence[TrainState]) -> Any:
+def copy_views(result: Any, states: Sequence[TrainState]) -> Any:
     """Copy the tensors in a result that are views of a state's buffer: that may be donated."""
     flats = [flat for state in states for flat in state.params.flats if flat.numel()]
     ours = {flat.untyped_storage()._cdata for flat in flats}

@@ -31,7 +31,7 @@ def passes_of(
     return [Pass(form(performer), some) for performer, some in by_ranks.items()], places
 
 
-def leaves_of(one: Pass, number: int) -> dict[int, Tensor]:
+def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
     """The leaves of one state of a pass, by index: placeholders where they are gathered."""
     state = one.states[number]
     layout = state.setup.layout

@@ -28,7 +28,7 @@ class _Same(torch.autograd.Function):
 
 
 def own(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the same values with a graph that begins here, where they require grad."""
+    """Detach values, and make those that required grad leaves of a new graph."""
     return [_Same.apply(_leaf(x)) if x.requires_grad else x for x in tensors]
 
 
@@ -50,7 +50,7 @@ def recording() -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def gradients(ctx: Any, dys: Sequence[Tensor]) -> list[Tensor | None]:
+def recomputed_gradients(ctx: Any, dys: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients by the saved tensors of a call that is run again.
 
     They can be differentiated again where the backward itself is recorded (create_graph).

@@ -1,4 +1,4 @@
-"""What a torch.optim optimizer has from a run goes into the train state that is made with it."""
+"""Copy the state of a torch.optim optimizer that has already stepped into a new train state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import broadcast
-from fzero.machine.offload import give_back
+from fzero.machine.offload import write_back
 from fzero.machine.packing import pack
 from fzero.machine.parts import cut
 from fzero.optim import TorchOptimizer
@@ -43,7 +43,7 @@ def taken_over(state: TrainState) -> TrainState:
                 ]
                 whole = _sent(state, pack(layout, index, values))
                 part = cut(state.setup, whole, Placement.REPLICATED, state.setup.optimizer_state)
-                give_back(flats[number], part)
+                write_back(flats[number], part)
     optimizer = replace(state.optimizer, slots={k: tuple(x) for k, x in slots.items()})
     optimizer = _counted(rule, optimizer, paths)
     rule.let_go(paths)

@@ -1,4 +1,4 @@
-"""Finds what a function reads without being given it, where that would lose a gradient."""
+"""Refuse tensors that a function closes over, where their gradient would be lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _under_a_transform() -> LayoutError:
     )
 
 
-class Watch(TorchFunctionMode):
+class ClosureWatch(TorchFunctionMode):
     """Refuses tensors that are differentiated by and are no arguments: they would be constants."""
 
     def __init__(self, inputs: Iterable[Tensor], *, records: bool, plain: bool) -> None:

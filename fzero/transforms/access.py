@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fzero.context.modes import in_transform
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.machine.parts import gather_parts
@@ -104,7 +104,7 @@ def _is_gathered(state: TrainState) -> bool:
 
 def _full_params(state: TrainState) -> Any:
     held = state.params.flats
-    flats = [lent(flat, state.device) for flat in held]
+    flats = [to_device(flat, state.device) for flat in held]
     if _is_gathered(state):
         flats = gather_parts(state.setup, flats, state.params.placement, Placement.REPLICATED)
     layout = state.setup.layout
@@ -132,7 +132,7 @@ def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]
 def _gradients(state: TrainState, said: Agreed) -> Any:
     setup, layout = state.setup, state.setup.layout
     held = buffers.require_reduced(reduce_agreed(without_donation(state), said).gradients)
-    here = [lent(flat, state.device) for flat in held.flats]
+    here = [to_device(flat, state.device) for flat in held.flats]
     whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)
     unscaled = {i: without_scale(state, x) for i, x in zip(layout.trainable, whole, strict=True)}
     del whole

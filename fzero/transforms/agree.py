@@ -29,8 +29,8 @@ from fzero.state import Policy, Progress, TrainState, progress, window
 from fzero.state.layout import from_bits
 from fzero.state.rounds import CODES
 from fzero.state.scale import ExternalScale
-from fzero.transforms._finite import first_of, report_of
-from fzero.transforms.receive import accumulate, filled, reduce_window
+from fzero.transforms._finite import first_report, report_of
+from fzero.transforms.receive import add_means, filled, reduce_window
 
 Row = Sequence[int]
 """What one rank says of a state: (flags and backwards, digest of the leaves that it left out)."""
@@ -64,7 +64,7 @@ def agree(
     now: Callable[[], Sequence[TrainState]] | None = None,
     written: Callable[[], object] = bool,
 ) -> list[Agreed]:
-    """Wait until every rank makes this call, with the same options, on states that stand alike.
+    """Wait until every rank makes this call with the same options, on states in the same phase.
 
     Args:
         name: of the call.
@@ -124,7 +124,7 @@ def reduce_agreed(state: TrainState, said: Agreed, used: int = progress.ALL) -> 
         state = state.replace(window=window.pop(state.window)[0])
     if state.gradients.held:
         return state
-    return accumulate(state, filled(state, {}, state.setup.gradients))
+    return add_means(state, filled(state, {}, state.setup.gradients))
 
 
 def nonfinite(
@@ -139,7 +139,7 @@ def nonfinite(
     found = report_of(states, treespec) if bad else None
     for axis, state in bad.items():
         asks = not needs_func(state.params.flats)
-        found = first_of(performer_of(axis) if asks else None, found)
+        found = first_report(performer_of(axis) if asks else None, found)
     return found
 
 

@@ -17,7 +17,7 @@ from fzero.state.offload import Home
 
 
 def donates(state: TrainState) -> bool:
-    """Whether this state's buffers may be overwritten here: no graph or trace needs them."""
+    """Whether a state donates its buffers now: no graph or trace needs them."""
     if not state.setup.policy.donate or in_transform() or is_recorded(state.params.flats):
         return False
     return not wants_graph([*state.gradients.flats, *state.window.pending.flats])
@@ -39,7 +39,7 @@ def take_over(tree: Any) -> Any:
         return optree.tree_map(lambda leaf: _take(leaf, empties), tree, namespace=NAMESPACE)
 
 
-def give_back(old: Any, taken: Any) -> None:
+def undo_take_over(old: Any, taken: Any) -> None:
     """Undo `take_over`: the tensors of `old` have the memory of those of `taken` again."""
     before = optree.tree_leaves(old, namespace=NAMESPACE)
     after = optree.tree_leaves(taken, namespace=NAMESPACE)

@@ -15,14 +15,14 @@ from fzero.context.ambient import computed_in
 from fzero.context.modes import for_training, needs_func
 from fzero.errors import LayoutError
 from fzero.errors.check import called_as
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule
-from fzero.transforms._differentiate import apart, detached
-from fzero.transforms._passes import leaves_of, passes_of
+from fzero.transforms._differentiate import copy_views, detached
+from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import as_read
 from fzero.transforms.announcement import PassForm
 from fzero.transforms.donation import check_alive
@@ -99,16 +99,16 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
 
 
 def _gathered(state: TrainState) -> Any:
-    """The params, all of them whole."""
+    """Gather all parameters; return the pytree of full tensors."""
     layout, fulls = state.setup.layout, with_full(state)[1]
     return assemble(layout, unpack_groups(layout, dict(enumerate(fulls))))
 
 
 def _held(state: TrainState) -> Any:
-    """The params of a state that holds them whole."""
+    """The parameters of a state below stage 3, which holds them whole."""
     layout, by_leaf = state.setup.layout, dict[int, Tensor]()
     for i, group in enumerate(layout.groups):
-        flat = lent(state.params.flats[i].detach(), state.device)
+        flat = to_device(state.params.flats[i].detach(), state.device)
         by_leaf.update(zip(group.leaves, unpack(layout, i, flat), strict=True))
     return assemble(layout, by_leaf)
 
@@ -124,10 +124,10 @@ def _by_unit(
             for_training(one.begin_forward)
         for i, (number, position) in zip(lazy, places, strict=True):
             layout = states[i].setup.layout
-            made[i] = assemble(layout, leaves_of(passes[number], position))
+            made[i] = assemble(layout, leaves_in_pass(passes[number], position))
         result = call([made[i] for i in range(len(states))])
         result: Any = optree.tree_map(detached, result, namespace=NAMESPACE)
-        result = apart(result, states)
+        result = copy_views(result, states)
         for one in passes:
             one.end_forward()
             one.finish_forward()

@@ -15,7 +15,7 @@ from fzero.machine.memory import require_own_memory
 from fzero.machine.partition import is_dtensor, unit_of
 from fzero.state.buffers import Buffers
 from fzero.state.precision import remember_owners
-from fzero.transforms.module_copy import Template, run, update_error
+from fzero.transforms.module_copy import Template, call_copy, update_error
 
 Tensors = dict[str, Tensor]
 Predicate = Callable[[str, nn.Module], bool]
@@ -75,7 +75,7 @@ class Apply(_Apply):
             )
         _check("params", self.parameters, params)
         copies = self.template.bind(params, {})
-        out = run(copies, args, kwargs)
+        out = call_copy(copies, args, kwargs)
         if changed := self.template.changed(copies):
             raise update_error("buffers", changed)
         return out
@@ -102,7 +102,7 @@ class StatefulApply(_Apply):
         _check("buffers", self.buffers, buffers)
         own = {path: value.detach().clone() for path, value in buffers.items()}
         copies = self.template.bind(params, own)
-        out = run(copies, args, kwargs)
+        out = call_copy(copies, args, kwargs)
         new: Tensors = {}
         for path, value in self.template.buffers_of(copies).items():
             if path not in own or value is None:

@@ -18,7 +18,7 @@ from fzero.context.modes import explains_inference, needs_func, require_autograd
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.errors.check import called_as
 from fzero.machine.compiled import DISABLED_FRAMES
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.machine.packing import input_shape, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
@@ -27,13 +27,13 @@ from fzero.transforms._differentiate import (
     LossOf,
     Result,
     Source,
-    apart,
     by_func,
+    copy_views,
     detached,
     loss_and_aux,
 )
 from fzero.transforms._finite import found_at_once, require_values, with_found
-from fzero.transforms._passes import leaves_of, passes_of
+from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning
 from fzero.transforms.agree import agree
 from fzero.transforms.announcement import functional
@@ -192,7 +192,7 @@ def _require_one_gathers(states: Sequence[TrainState]) -> None:
 
 def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
     """The pytree of one state for the loss, and by index its leaves to differentiate by."""
-    layout, by_leaf = one.states[number].setup.layout, leaves_of(one, number)
+    layout, by_leaf = one.states[number].setup.layout, leaves_in_pass(one, number)
     learning = {
         index: by_leaf[index].requires_grad_()
         for index, leaf in enumerate(layout.leaves)
@@ -240,7 +240,7 @@ _DETACHED = explain(
 
 def _apart(result: Result, states: Sequence[TrainState]) -> Result:
     """Copy what the loss returned if it is a view of a state's buffer: that may be donated."""
-    value, aux = apart((result.value, result.aux), states)
+    value, aux = copy_views((result.value, result.aux), states)
     return dataclasses.replace(result, value=value, aux=aux)
 
 
@@ -272,7 +272,7 @@ def _by_func(
 
 
 def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
-    """Return full flats of every group, and the state (which keeps them if asked to)."""
+    """Gather the full flats of every group; return the state, which may keep them, and them."""
     setup, layout = state.setup, state.setup.layout
     if setup.stage < 3:
         return state, state.params.flats
@@ -282,7 +282,7 @@ def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
         pairs = zip(layout.groups, state.params.flats, strict=True)
         device = state.device
-        sent = [lent(flat, device, group.communication_dtype) for group, flat in pairs]
+        sent = [to_device(flat, device, group.communication_dtype) for group, flat in pairs]
         fulls = tuple(gather_many(sent, setup.axis.shards))
         if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
             state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))

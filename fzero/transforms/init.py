@@ -14,7 +14,7 @@ from fzero.collectives import broadcast, told_everywhere
 from fzero.collectives.quantize import residual_of
 from fzero.context.modes import in_transform, require_autograd
 from fzero.errors import LayoutError
-from fzero.machine.offload import placed
+from fzero.machine.offload import offloaded
 from fzero.machine.packing import pack
 from fzero.machine.partition import leaves_of, unit_of
 from fzero.machine.parts import cut
@@ -40,7 +40,7 @@ from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
 from fzero.transforms.pieces import pieces_of
-from fzero.transforms.setup import COMPARED, plan
+from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
 
 OneOptimizer = (
@@ -141,7 +141,7 @@ def init(  # noqa: D417 {options}
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
         frozen = isinstance(optimizer, NoOptimizer)
-        setup = plan(
+        setup = plan_setup(
             params,
             optimizer,
             stage=stage,
@@ -163,11 +163,11 @@ def _filled(setup: Setup, params: Any, initializer: Initializer | None) -> Train
         ids = layout.groups[index].leaves
         return [_made(layout.leaves[i], tensors[i], initializer) for i in ids]
 
-    return fill(setup, make)
+    return filled_state(setup, make)
 
 
 def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
-    """The full values of one leaf: given, or made by the initializer."""
+    """The full values of one leaf: from `params`, or from the initializer."""
     if initializer is None:
         if given.is_meta:
             raise LayoutError(
@@ -199,9 +199,9 @@ def _require_some(layout: Layout) -> None:
 
 
 def _place(setup: Setup) -> dict[str, Any]:
-    """How an optimizer takes what it makes to its home, if that is elsewhere."""
+    """How an optimizer's new state is moved to its home; None if it stays on the device."""
     home = setup.offload.optimizer
-    return {} if home is None else {"place": lambda x: placed(home, x, setup.offload)}
+    return {} if home is None else {"place": lambda x: offloaded(home, x, setup.offload)}
 
 
 def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
@@ -211,7 +211,7 @@ def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
 
 
 def begun_anew(state: TrainState) -> TrainState:
-    """Return the state whose optimizer has made no step; masters stay."""
+    """Return the state with a fresh optimizer state; masters stay."""
     setup = state.setup
     shards = _shards(setup, state.params.flats)
     fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_place(setup))
@@ -222,7 +222,9 @@ Make = Callable[[int], Sequence[Tensor]]
 """Group -> its full leaves; called once for each group, in order."""
 
 
-def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = None) -> TrainState:
+def filled_state(
+    setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = None
+) -> TrainState:
     """Return the state of which `make` gives the values, group by group: rank 0's on every rank.
 
     No rank holds more than one group beyond its part. `done(group, flat)` is called as soon as
@@ -236,7 +238,7 @@ def fill(setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = 
             flat = broadcast([flat.detach()], setup.axis, 0)[0]
         flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
         home = setup.offload.params
-        held.append(flat if home is None else placed(home, flat, setup.offload))
+        held.append(flat if home is None else offloaded(home, flat, setup.offload))
         if done is not None:
             done(index, held[-1])
     state = TrainState(

@@ -1,4 +1,4 @@
-"""One pass of some states on some ranks: what a driver does becomes an event of the protocol.
+"""A pass (one forward and backward) of some states: turns a driver's calls into protocol events.
 
 Both drivers use it: a functional step makes one for each gradient call, an engine one for its life.
 
@@ -36,7 +36,7 @@ from fzero.transforms._finite import FiniteCheck, with_found
 from fzero.transforms.announcement import PassForm, begin_of
 from fzero.transforms.observe import tell
 from fzero.transforms.receive import (
-    accumulate,
+    add_means,
     feed_back,
     filled,
     part_of_update,
@@ -94,12 +94,12 @@ class Pass:
 
     @property
     def reader(self) -> Reader:
-        """What placeholders are made of."""
+        """The reader behind this pass's placeholders."""
         return self.machine.reader
 
     @property
     def performer(self) -> Performer:
-        """Who does what the protocol of the ranks asks for."""
+        """The performer of the protocol on these ranks."""
         return self.machine.line.performer
 
     @property
@@ -135,7 +135,7 @@ class Pass:
         self.performer.send(self._begin(pass_state.FORWARD))
 
     def end_forward(self) -> None:
-        """What the forward gathered is not kept for the backward, unless that is asked for."""
+        """End the forward: free its gathered units, unless they are kept for the backward."""
         self.performer.send(EndForward(self.form.number))
 
     def begin_backward(self, *, silent: bool = False, dropped: bool = False) -> None:
@@ -154,12 +154,12 @@ class Pass:
         self.performer.send(replace(begun, silent=silent))
 
     def first_gradient(self) -> None:
-        """The backward brings gradients: what waits is reduced with them, and ranks are told."""
+        """A silent backward has its first gradient: announce it, and reduce what waits with it."""
         self._reduce_waiting()
         self.performer.send(FirstGradient(self.form.number))
 
     def _reduce_waiting(self) -> None:
-        """Let what waits in a closed window be reduced with the gradients that come."""
+        """Add gradients that wait in a closed window to the coming reductions."""
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.policy.grad_scale
             feed_back(state, self.reducer.feedback(number), share)
@@ -185,7 +185,7 @@ class Pass:
         self.reducer.pop_grad(state, leaf, p)
 
     def put_aside(self) -> None:
-        """Let what came outside of a pass wait in the window.
+        """Move gradients that came outside of a pass into the window.
 
         A backward that runs inside a forward brings gradients, and ranks do not agree on it.
         """
@@ -247,30 +247,30 @@ class Pass:
         if not means:
             return state
         flats = filled(state, means, state.setup.gradients)
-        return accumulate(state, part_of_update(state, flats))
+        return add_means(state, part_of_update(state, flats))
 
     def finish_forward(self) -> list[TrainState]:
-        """A forward is over that no backward follows: what is gathered goes."""
+        """End a forward that no backward follows: free what it gathered."""
         self.performer.send(FinishForward(self.form.number))
         self._after_pass()
         return self.states
 
     def fail(self, error: BaseException) -> None:
-        """The pass raised: keep in step with the other ranks, and tell those that do not know."""
+        """The pass raised: end it in step with the other ranks, and tell them if they must know."""
         self.finite.drop()
         with suppress(AxisError):  # the others know of it already
             self.performer.send(Failed(self.form.number, astray=isinstance(error, AxisError)))
         self.performer.send(GiveUp(self.form.number))
 
     def changed(self) -> None:
-        """The parameters changed: what was gathered of them is stale."""
+        """The parameters changed: take the new shards, free the stale gathered units."""
         if self.gathers:
             self._hold_shards()
             self.gatherer.changed()
             self.machine.line.changed()
 
     def window_ends(self) -> None:
-        """Nothing is kept any longer than a backward."""
+        """A window ended: free the units that it kept."""
         if self.gathers:
             self.performer.send(WindowEnded(self.form.number))
 
@@ -299,13 +299,13 @@ class Pass:
         return begin_of(self.form, self.states, self.owner, phase, count, dropped=dropped)
 
     def _after_pass(self) -> None:
-        """Expect what the ranks did from now on; let what is whole go with the state."""
+        """Put learned programs into the schedule, and gathered units that stay into the window."""
         if not self.gathers:
             return
         record, owner = self.machine.line.record, self.states[self.owner]
         known = owner.schedule
         for (index, phase), program in record.course.learned.items():
-            known = schedule.record(known, index, phase, program)
+            known = schedule.with_program(known, index, phase, program)
         if known is not owner.schedule:
             self.put(self.owner, owner.replace(schedule=known))
         if self.form.carries and record.residency.stays:

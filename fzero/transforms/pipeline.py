@@ -84,7 +84,7 @@ class Step(Generic[P, R]):
         return self.prepared(init(params, optimizer, **options))
 
     def prepared(self, state: Any) -> Any:
-        """Return a new state with what the transforms in this step put into theirs."""
+        """Return a new state with the fields that the transforms of this step set in theirs."""
         state = self.inner.prepared(state) if isinstance(self.inner, Step) else state
         return state if self._prepare is None else self._prepare(state)
 
@@ -102,7 +102,7 @@ class Step(Generic[P, R]):
     def __repr__(self) -> str:
         shown = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
         head = f"{self.name}({shown})" if shown else self.name
-        return f"{head} . {describe(self.inner)}"
+        return f"{head} . {describe_function(self.inner)}"
 
 
 class Transform(Protocol):
@@ -113,7 +113,7 @@ class Transform(Protocol):
         ...
 
 
-def describe(fn: Any) -> str:
+def describe_function(fn: Any) -> str:
     """Return how a function shows in a pipeline."""
     if isinstance(fn, Step):
         return repr(fn)
@@ -180,7 +180,7 @@ def require_order(name: str, fn: Any, *, never_around: tuple[str, ...], right: s
     for inside in names_inside(fn):
         if inside in never_around:
             raise LayoutError(
-                f"fzero.{name} around {describe(fn)}.",
+                f"fzero.{name} around {describe_function(fn)}.",
                 cause=f"{name} was put around {inside}, where it cannot be right.",
                 fix=f"write {right}.",
             )
@@ -192,13 +192,13 @@ def returned_pair(name: str, fn: Any, returned: Any) -> tuple[Any, Any]:
         if not isinstance(returned[1], TrainState) or isinstance(returned[0], TrainState):
             return returned
         raise LayoutError(
-            f"{name}: {describe(fn)} returned ({type(returned[0]).__name__}, TrainState), "
+            f"{name}: {describe_function(fn)} returned ({type(returned[0]).__name__}, TrainState), "
             "not (state, aux).",
             cause="the loss before the state: a step returns the state first, as lax.scan does.",
             fix="end it with `return state, loss`.",
         )
     raise LayoutError(
-        f"{name}: {describe(fn)} returned a {type(returned).__name__}, not (state, aux).",
+        f"{name}: {describe_function(fn)} returned a {type(returned).__name__}, not (state, aux).",
         cause="the step returned only the state, or only the loss.",
         fix="end it with `return state, loss` (or `return state, None`).",
     )

@@ -1,4 +1,4 @@
-"""A gradient's way into a state: what a backward brought -> window, or reduced gradients."""
+"""Add the gradients of a backward to a state: to its open window, or to its reduced gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fzero.collectives.quantize import ErrorFeedback, residual_of
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import PhaseError
 from fzero.machine import Reducer
-from fzero.machine.offload import lent, placed
+from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
 from fzero.ranks.mesh import Runtime
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
@@ -30,7 +30,7 @@ def receive(state: TrainState, flats: Sequence[Tensor], *, used: int = progress.
     counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
     state = state.replace(progress=counted)
     flats = part_of_update(state, flats)
-    return put(state, flats) if waits else accumulate(state, flats)
+    return put(state, flats) if waits else add_means(state, flats)
 
 
 def receive_local(
@@ -63,13 +63,13 @@ def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tenso
 
 
 def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
-    """Return `state` with gradients of this rank, [W l], added to what waits to be reduced."""
+    """Add this rank's own gradients, [W l], to those that wait in the window."""
     new = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
     pending = _added(state, state.window.pending, new)
     return state.replace(window=dataclasses.replace(state.window, pending=pending))
 
 
-def accumulate(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
+def add_means(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
     """Return `state` with means over ranks, [l] or [W l], added to its reduced gradients."""
     new = Buffers(flats=tuple(flats), placement=state.setup.gradients)
     return state.replace(gradients=_added(state, state.gradients, new))
@@ -85,30 +85,30 @@ def _added(state: TrainState, old: Buffers, new: Buffers) -> Buffers:
         return add_donated(old, new, None) if donated else buffers.add(old, new)
     if donated:
         return add_donated(old, new, offload.gradients)
-    here = tuple(lent(flat, state.device) for flat in old.flats)
+    here = tuple(to_device(flat, state.device) for flat in old.flats)
     added = buffers.add(Buffers(flats=here, placement=old.placement), new)
-    flats = tuple(placed(offload.gradients, flat, offload) for flat in added.flats)
+    flats = tuple(offloaded(offload.gradients, flat, offload) for flat in added.flats)
     return Buffers(flats=flats, placement=added.placement)
 
 
 def reduce_window(state: TrainState) -> TrainState:
-    """Reduce what waits in the window of a state: zeros if nothing does. A collective."""
+    """Reduce the gradients that wait in a state's window, or zeros. A collective."""
     owned = donates(state)  # asked while the gradients are in it: they may carry a graph
     emptied, pending = window.pop(state.window)
     state = state.replace(window=emptied)
     flats = take_over(pending).flats if owned else pending.flats
     if needs_func(flats) or any(flat.requires_grad for flat in flats):
-        means = mean_of(state.setup, [lent(flat, state.device) for flat in flats])
+        means = mean_of(state.setup, [to_device(flat, state.device) for flat in flats])
     else:
         local = dict(zip(state.setup.layout.trainable, flats, strict=False))
         del flats, pending  # a bucket is freed when it is reduced
-        state, found = reduced(state, local, owned=owned)
+        state, found = means_over_ranks(state, local, owned=owned)
         means = filled(state, found, state.setup.gradients)
-    state = accumulate(state, means)
+    state = add_means(state, means)
     return state.replace(progress=progress.saw_reduction(state.progress))
 
 
-def reduced(
+def means_over_ranks(
     state: TrainState, local: dict[int, Tensor], *, owned: bool
 ) -> tuple[TrainState, dict[int, Tensor]]:
     """mean_r(local_r), bucket by bucket: {group: [W l]} -> {group: its part of a gradient}.
@@ -131,7 +131,7 @@ def reduced(
 
 
 def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 1.0) -> None:
-    """Give a reducer what the reductions before have lost, to send it with the next gradients.
+    """Load a state's residual into a reducer, which adds it to the next gradients (error feedback).
 
     `share`: what those are still multiplied by to be gradients of the state.
     """
@@ -143,7 +143,7 @@ def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 
 
 
 def with_lost(state: TrainState, feedback: ErrorFeedback | None) -> TrainState:
-    """Return the state with what the reductions since then have lost."""
+    """Return the state with the residual of the reductions since `feed_back`."""
     changed = {} if feedback is None else feedback.changed()
     if not changed:
         return state
@@ -151,7 +151,7 @@ def with_lost(state: TrainState, feedback: ErrorFeedback | None) -> TrainState:
     held = zip(state.setup.layout.trainable, before.flats, strict=True)
     flats = tuple(changed.get(index, flat) for index, flat in held)
     after = Buffers(flats=flats, placement=Placement.PARTIAL)
-    return state.replace(window=window.lost(state.window, before, after))
+    return state.replace(window=window.with_residual(state.window, before, after))
 
 
 def not_differentiable(option: str) -> PhaseError:
@@ -182,7 +182,7 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
 
 
 def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement) -> list[Tensor]:
-    """Return the gradient of each group that learns: what was `found`, or zeros."""
+    """Return a gradient for each trainable group: from `found`, or zeros."""
     setup, layout = state.setup, state.setup.layout
     flats = []
     for index in layout.trainable:

@@ -20,16 +20,16 @@ from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.state.layout import as_real
-from fzero.transforms._recompute import gradients, own, recording
-from fzero.transforms._watch import Watch
+from fzero.transforms._recompute import own, recomputed_gradients, recording
+from fzero.transforms._watch import ClosureWatch
 from fzero.transforms.module_copy import tracks
-from fzero.transforms.pipeline import P, R, describe, require_function, require_order
+from fzero.transforms.pipeline import P, R, describe_function, require_function, require_order
 
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
 
 
 class _Decorator(Protocol):
-    """What `remat()` returns: a function that keeps the type of the one it is given."""
+    """The type of `remat()`: a decorator that keeps its function's signature."""
 
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 
@@ -92,7 +92,7 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
         plain: Any = lambda *args, **kwargs: _recomputed(inner, *args, **kwargs)  # noqa: E731
         made = plain if _owner(inner) is None else bound
         functools.update_wrapper(made, inner, updated=())
-        made.__name__ = made.__qualname__ = f"remat . {describe(inner)}"
+        made.__name__ = made.__qualname__ = f"remat . {describe_function(inner)}"
         return made
 
     return wrap if fn is None else wrap(fn)
@@ -227,7 +227,7 @@ class _Remat(torch.autograd.Function):
         recorded = call.records and call.plain
         with recording() if recorded else torch.no_grad():
             given = own(tensors) if recorded else tensors
-            with Watch(given, records=call.records, plain=call.plain) as watch:
+            with ClosureWatch(given, records=call.records, plain=call.plain) as watch:
                 outputs = call(*given)
         for y in outputs:
             watch.refuse(y)
@@ -243,7 +243,7 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         if ctx.call.plain and not in_transform():
-            return None, *gradients(ctx, dys)
+            return None, *recomputed_gradients(ctx, dys)
         tensors = ctx.saved_tensors
         smooth = [i for i, x in enumerate(tensors) if _smooth(x)]
 

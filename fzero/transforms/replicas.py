@@ -7,7 +7,7 @@ from typing import Any
 
 from fzero.collectives import performer_of
 from fzero.errors import MismatchError
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.machine.packing import digest, unpack
 from fzero.state import Placement, TrainState
 from fzero.transforms.agree import agree
@@ -58,7 +58,7 @@ def check_replicas(state: Any) -> None:
 
 
 def unequal(everyone: Sequence[Sequence[tuple[Any, int]]]) -> MismatchError | None:
-    """Return an error if two ranks tell other digests of one name: the first that they tell.
+    """Return an error for the first name whose digests differ between ranks; None if none does.
 
     everyone: the (name, digest) of what each rank holds. Ranks may hold other things.
     """
@@ -86,7 +86,7 @@ def _digests(state: TrainState) -> list[tuple[Any, int]]:
     rank, found = setup.axis.rank, []
     part = setup.part(setup.params, rank)
     for index, flat in enumerate(state.params.flats if part.count < setup.axis.size else ()):
-        here = lent(flat, state.device)
+        here = to_device(flat, state.device)
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
         if setup.params is Placement.REPLICATED:
             for path, x in zip(paths, unpack(layout, index, here), strict=True):
@@ -100,5 +100,5 @@ def _digests(state: TrainState) -> list[tuple[Any, int]]:
         for index, flat in zip(layout.trainable, flats, strict=False):
             paths = ", ".join(layout.leaves[i].path for i in layout.groups[index].leaves)
             what = f"the optimizer's {name} of {paths}"
-            found.append(((what, part), digest(lent(flat, state.device))))
+            found.append(((what, part), digest(to_device(flat, state.device))))
     return found

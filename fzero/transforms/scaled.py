@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.collectives import reduce_many
 from fzero.errors import PhaseError
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.optim import unscaled
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState, scale, window
 from fzero.state.scale import ExternalScale, LossScale, ScalePolicy
@@ -44,7 +44,7 @@ def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
 
 def with_value(state: TrainState) -> TrainState:
     """Return a state whose scale is known: the user's was read, if it had to be."""
-    return state if state.scale is None else state.replace(scale=scale.read(state.scale))
+    return state if state.scale is None else state.replace(scale=scale.read_external(state.scale))
 
 
 def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -61,7 +61,7 @@ def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def without_scale(state: TrainState, flat: Tensor) -> Tensor:
     """Return a gradient that a state holds divided by its scale; in fp32 for one of 16 bits."""
-    here, held = lent(flat, state.device), scale.multiplier(state.scale)
+    here, held = to_device(flat, state.device), scale.multiplier(state.scale)
     return here if held is None else unscaled(here, held.scale)
 
 
@@ -89,7 +89,7 @@ def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
     """
     flats = [flat.detach() for flat in gradients.flats if flat.numel()]
     device = held.scale.device
-    here = (lent(flat, state.device) for flat in flats)  # one at a time
+    here = (to_device(flat, state.device) for flat in flats)  # one at a time
     sizes = [torch.linalg.vector_norm(flat, ord=float("inf")) for flat in here]
     good = [torch.isfinite(size).to(device) for size in [*sizes, 1 / held.scale]]
     found = (~torch.stack(good).all()).to(torch.float32)
@@ -100,7 +100,7 @@ def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
     return found
 
 
-def chosen(found: Tensor, old: Any, new: Any) -> Any:
+def unless_overflow(found: Tensor, old: Any, new: Any) -> Any:
     """Return `old` where there was an overflow, else `new`: two pytrees of one structure."""
     skips = found != 0
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.context.here import is_abstract
 from fzero.errors import LayoutError
-from fzero.machine.memory import Held, require_apart
+from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
 from fzero.machine.partition import named_leaves, plan_layout, unit_of
 from fzero.optim import (
@@ -33,7 +33,7 @@ COMPARED = "the layout of the parameters"
 """What ranks compare before a state is made, and what an error before that is told as."""
 
 
-def plan(
+def plan_setup(
     params: Any,
     optimizer: Any,
     *,
@@ -44,7 +44,7 @@ def plan(
     trainable: Callable[[str], bool] | None = None,
     owners: Mapping[str, Owners] | None = None,
 ) -> Setup:
-    """Return what a state of `params` will be, the same on every rank. Touches no value.
+    """Return the setup of a state of `params`, checked to be equal on every rank. Reads no values.
 
     `owners`: of each path, for autocast; None: as `functionalize` has noted it on the tensors.
     Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
@@ -55,7 +55,7 @@ def plan(
     with told_everywhere(axis, what=COMPARED):
         autocast = as_autocast(options.autocast)
         named = dict(zip(*named_leaves(params)[:2], strict=True))
-        require_apart([Held(path, x) for path, x in named.items()])
+        require_apart([HeldTensor(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
         whole = parts and options.whole_parameters
         chosen = _bound(optimizer, named, parts=parts, whole=whole)
@@ -154,7 +154,7 @@ def _kinds(chosen: Any, named: Mapping[str, Tensor]) -> Callable[[str], tuple[in
 
 
 def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
-    """Return what all ranks must have in common, a line for each fact."""
+    """Return the facts that must be equal on every rank, one line each."""
     options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}"
     mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}"
     leaves = setup.layout.leaves

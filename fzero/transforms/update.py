@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,21 +10,26 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import about, reduce_many
+from fzero.collectives import about
 from fzero.context.modes import in_transform, is_recorded, wants_graph
-from fzero.machine.offload import at_home, change, lent, placed
+from fzero.machine.offload import at_home, change, offloaded, to_device
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim import require_ordered
-from fzero.state import Buffers, Placement, TrainState, buffers, progress
+from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
-from fzero.state.view import require_state
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
-from fzero.transforms.donation import check_alive, donates, give_back, take_over
-from fzero.transforms.donation import without_donation as undonated
+from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
+from fzero.transforms.norm import clip_factor, norm_of
 from fzero.transforms.observe import tell
 from fzero.transforms.pieces import pieces_of
-from fzero.transforms.scaled import after_update, chosen, found_inf, with_value, without_scale
+from fzero.transforms.scaled import (
+    after_update,
+    found_inf,
+    unless_overflow,
+    with_value,
+    without_scale,
+)
 from fzero.transforms.states import S, flatten_states
 
 
@@ -68,28 +73,6 @@ def apply_gradients(state: S) -> S:
     rest = iter(said)
     new: Any = optree.tree_unflatten(treespec, [_apply(one, rest) for one in states])
     return new
-
-
-def global_norm(state: TrainState) -> Tensor:
-    """sqrt(sum of g^2) over the mean gradients of every trainable element, on all ranks alike.
-
-    Shards are summed over ranks, replicas counted once, padding is zero; tied leaves are one
-    leaf, frozen ones have no gradient. A scalar, fp32 or wider. A collective.
-
-    Raises `PhaseError` if the state holds no gradients, and `LayoutError` for what is no state.
-
-    Example:
-        >>> import torch, fzero
-        >>> state = fzero.init({"w": torch.tensor([3.0, 4.0])}, fzero.optim.sgd(0.5), stage=0)
-        >>> state, _ = fzero.grad_and_reduce(lambda p: (p["w"] ** 2).sum() / 2, state)()
-        >>> fzero.global_norm(state)
-        tensor(5.)
-    """
-    require_state("global_norm", state)
-    check_alive(state)
-    said = agree("global_norm", [state])
-    require_held(said, "global_norm")
-    return norm_of_state(state, reduce_agreed(undonated(state), said[0]).gradients)
 
 
 def _apply(state: TrainState, said: Iterator[Agreed]) -> TrainState:
@@ -142,7 +125,7 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
             params, optimizer = advance(general=False)
     except BaseException:
         if ready.in_place and donates(state):
-            give_back(state.gradients, scaled(state, ready.gradients, 1 / ready.factor))
+            undo_take_over(state.gradients, scaled(state, ready.gradients, 1 / ready.factor))
         raise
     new = state.replace(
         params=params,
@@ -171,7 +154,7 @@ def _is_general(state: TrainState, gradients: Sequence[Tensor]) -> bool:
 
 
 def _skips(state: TrainState) -> bool:
-    """Whether the optimizer itself changes nothing where there was an overflow."""
+    """Whether the optimizer skips an overflowing update by itself, without a host read."""
     return state.setup.optimizer.skips(_fulls(state), state.optimizer)
 
 
@@ -184,11 +167,11 @@ def _kept(state: TrainState) -> tuple[Buffers, Any]:
 def _where_finite(
     state: TrainState, gradients: Sequence[Tensor], found: Tensor
 ) -> tuple[Buffers, Any]:
-    """The update by formulas, and what was there before it where there was an overflow."""
+    """Compute the update by formulas; keep the old values where there was an overflow."""
     # Zeros in the place of infinities: what is not chosen must have finite derivatives, too.
     finite = [torch.where(found != 0, torch.zeros_like(g), g) for g in gradients]
     made: Any = _advance(state, finite, general=True)
-    return chosen(found, (state.params, state.optimizer), made)
+    return unless_overflow(found, (state.params, state.optimizer), made)
 
 
 def _advance(
@@ -224,7 +207,7 @@ def _advance(
             shards, gradients, optimizer, pieces_of(setup), **options
         )
     except BaseException:
-        give_back((state.params, state.optimizer), (held, optimizer))
+        undo_take_over((state.params, state.optimizer), (held, optimizer))
         raise
     if splits and setup.axis.size > 1:
         with about(lambda: layout.paths(layout.trainable)):
@@ -266,7 +249,7 @@ def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
         require_ordered("clip: max_value", state.setup.layout.leaves)
         gradients, in_place = _bounded(state, gradients, max_value / rest), False
     if max_norm is not None:
-        norm = _norm(state, gradients.flats, gradients.placement) * rest
+        norm = norm_of(state, gradients.flats, gradients.placement) * rest
         rest = rest * clip_factor(norm, max_norm)
     if isinstance(rest, Tensor) or rest != 1.0:
         gradients, factor = scaled(state, gradients, rest), factor * rest
@@ -276,7 +259,7 @@ def _prepared(state: TrainState, held: Buffers, *, divides: bool) -> _Ready:
 
 def _bounded(state: TrainState, gradients: Buffers, bound: float) -> Buffers:
     """max(-bound, min(g, bound)), in new memory."""
-    flats = tuple(lent(flat, state.device).clamp(-bound, bound) for flat in gradients.flats)
+    flats = tuple(to_device(flat, state.device).clamp(-bound, bound) for flat in gradients.flats)
     return Buffers(flats=flats, placement=gradients.placement)
 
 
@@ -294,35 +277,7 @@ def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buf
         return owned
     general = _is_general(state, gradients.flats)
     home = None if general else offload.gradients
-    flats = (lent(flat, device) * of(flat) for flat in gradients.flats)
+    flats = (to_device(flat, device) * of(flat) for flat in gradients.flats)
     return Buffers(
-        flats=tuple(placed(home, flat, offload) for flat in flats), placement=gradients.placement
+        flats=tuple(offloaded(home, flat, offload) for flat in flats), placement=gradients.placement
     )
-
-
-def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:
-    """Return the norm of a state's reduced gradients, without its loss scale. A collective.
-
-    Before any other division.
-    """
-    flats = (without_scale(state, flat) for flat in gradients.flats)  # one at a time
-    return _norm(state, flats, gradients.placement)
-
-
-def _norm(state: TrainState, flats: Iterable[Tensor], placement: Placement) -> Tensor:
-    setup, device = state.setup, state.device
-    squares = [_square_sum(lent(flat, device)) for flat in flats if flat.numel()]
-    nothing = torch.zeros((), dtype=torch.float32, device=device)
-    total = torch.stack(squares).sum() if squares else nothing
-    axis = setup.over(placement)  # replicas have the same elements, which count once
-    return reduce_many([total], axis, ordered=setup.reduction.ordered)[0].sqrt()
-
-
-def _square_sum(flat: Tensor) -> Tensor:
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    return torch.linalg.vector_norm(flat, dtype=wide).square()
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / |g|): the factor that torch.nn.utils.clip_grad_norm_ uses."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint._folders import digest
+from fzero.checkpoint._folders import digest_of_file
 
 
 class Runs:
@@ -50,4 +50,4 @@ def rewrite(path: Path, name: str, data: bytes) -> None:
     """Replace a file of the data, and its checksum with it."""
     file = data_of(path) / name
     file.write_bytes(data)
-    edit(path, lambda body: body["files"].update({name: digest(file)}))
+    edit(path, lambda body: body["files"].update({name: digest_of_file(file)}))

@@ -30,14 +30,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
-        real = module.write
+        real = module.write_draft
 
         def write(draft: Any) -> None:
             self.reached.set()
             assert self.open.wait(60)
             real(draft)
 
-        monkeypatch.setattr(module, "write", write)
+        monkeypatch.setattr(module, "write_draft", write)
 
 
 def _donating(stage: int) -> Any:

@@ -15,19 +15,8 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.checkpoint import CheckpointError, load_universal, save_universal
-from tests.checkpoint.states import (
-    contents,
-    first_rank,
-    make,
-    slot_of,
-    whole,
-)
-from tests.checkpoint.universal_folders import (
-    DynamicLossScaler,
-    adam,
-    as_stage_2,
-    as_stage_3,
-)
+from tests.checkpoint.states import contents, first_rank, make, slot_of, whole
+from tests.checkpoint.universal_folders import DynamicLossScaler, adam, as_stage_2, as_stage_3
 from tests.strategies import same
 
 RULE = fzero.optim.adamw(0.25, betas=(0.5, 0.75), weight_decay=0.125)  # as GROUPS

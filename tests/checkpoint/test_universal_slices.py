@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.checkpoint import CheckpointError, load_universal
-from fzero.checkpoint._tensor_slices import joined
+from fzero.checkpoint._tensor_slices import whole_parameter
 from tests.checkpoint.states import snapshot
 from tests.checkpoint.universal_folders import GROUPS, LossScaler, put
 from tests.strategies import same
@@ -38,12 +38,7 @@ CUTS: dict[str, tuple[str, Any, Sequence[Tensor], Tensor]] = {
     ),
     "not cut": ("x.norm", {"tp_replicated_parameter_patterns": [r".*norm"]}, [W, W], W),
     "each its own": ("x.mean", {"parameter_to_average_patterns": [".*mean"]}, [W - 1, W + 1], W),
-    "two in one": (
-        "x.glu",
-        {"parameter_with_2_sub_params_cat_dim_0": [r".*glu"]},
-        _cut([6, 6]),
-        W,
-    ),
+    "two in one": ("x.glu", {"parameter_with_2_sub_params_cat_dim_0": [r".*glu"]}, _cut([6, 6]), W),
     "several in one": ("x.qkv", {"parameter_with_sub_params": [QKV]}, _cut([6, 3, 3]), W),
     "so many of one size": (
         "x.qkv",
@@ -74,7 +69,7 @@ CUTS: dict[str, tuple[str, Any, Sequence[Tensor], Tensor]] = {
 def test_slices_become_what_was_cut(how: str, tmp_path: Path) -> None:
     """By the rule alone, and by a load of parts of slices that data-parallel ranks had."""
     name, info, slices, wanted = CUTS[how]
-    found = joined(name, slices, info)
+    found = whole_parameter(name, slices, info)
     found = found["param"] if isinstance(found, dict) else found
     assert torch.equal(found.reshape(wanted.shape), wanted)
     root = folder_of_slices(tmp_path, name, info, slices)

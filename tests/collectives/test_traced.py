@@ -16,6 +16,7 @@ import fzero
 from fzero.state import NAMESPACE
 from tests.collectives.maps import MAPS
 from tests.collectives.test_derivatives import hvp_unsharded, inputs, on_rank, unsharded
+from tests.descends import descends
 from tests.oracle import linear_loss, train
 from tests.ranks import run_ranks
 from tests.strategies import integers, same
@@ -61,10 +62,7 @@ def traced_step(
 ) -> Any:
     """Two steps of one traced graph, from states that it was not traced with."""
 
-    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(linear_loss, state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(linear_loss)
     step = fzero.shard(fzero.coalesce(step_fn), stage=stage, donate=donate)
     state = step.init(params, fzero.optim.sgd(2.0**-8, momentum=0.5))
     leaves, treespec = optree.tree_flatten(state, namespace=NAMESPACE)

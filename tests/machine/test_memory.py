@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.machine.memory import Held, Kind, identity, require_apart
+from fzero.machine.memory import HeldTensor, Holder, identity, require_apart
 
 BASE = torch.arange(60.0)
 
@@ -45,7 +45,7 @@ def bytes_of(x: Tensor) -> set[int]:
 @given(one=views(), other=views())
 def test_tensors_are_apart_exactly_if_no_byte_is_of_both(one: Tensor, other: Tensor) -> None:
     common = bool(bytes_of(one) & bytes_of(other))
-    held = [Held("one", one, Kind.BUFFER), Held("other", other, Kind.BUFFER)]
+    held = [HeldTensor("one", one, Holder.BUFFER), HeldTensor("other", other, Holder.BUFFER)]
     if common and one is not other:
         with pytest.raises(LayoutError, match=r"one and other \(a buffer\) have elements"):
             require_apart(held, buffers=True)
@@ -118,7 +118,7 @@ def run(make: Any, size: int) -> Any:
 
 @pytest.mark.parametrize("name", apart())
 def test_parameters_without_a_common_element_are_taken_and_ties_stay_ties(name: str) -> None:
-    require_apart([Held(str(i), x) for i, x in enumerate(apart()[name])])
+    require_apart([HeldTensor(str(i), x) for i, x in enumerate(apart()[name])])
 
 
 def test_columns_of_one_matrix_are_parameters_of_their_own() -> None:
@@ -133,6 +133,6 @@ def test_columns_of_one_matrix_are_parameters_of_their_own() -> None:
 
 def test_the_first_pair_in_the_order_of_the_tree_is_named_wherever_it_lies() -> None:
     memory = torch.zeros(9)
-    held = [Held("a", memory[6:]), Held("b", memory[7:]), Held("c", memory[:3])]
+    held = [HeldTensor("a", memory[6:]), HeldTensor("b", memory[7:]), HeldTensor("c", memory[:3])]
     with pytest.raises(LayoutError, match="a and b have"):
-        require_apart([*held, Held("d", memory[:2])])
+        require_apart([*held, HeldTensor("d", memory[:2])])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.offload import cloned, is_on_disk, placed
+from fzero.machine.offload import cloned, is_on_disk, offloaded
 from tests.adapter.on_ranks import on_ranks
 
 PARAMS = {"w": torch.arange(5.0), "b": torch.ones(3)}
@@ -143,14 +143,14 @@ def test_checkpoints_go_between_places(world_size: int, tmp_path: Path) -> None:
 
 def test_a_copy_lives_where_the_tensor_does(tmp_path: Path) -> None:
     offload = fzero.Offload(optimizer="disk", folder=tmp_path)
-    x = placed("disk", torch.arange(3000.0).view(3, 1000), offload)
+    x = offloaded("disk", torch.arange(3000.0).view(3, 1000), offload)
     y = cloned(x)
     y += 1
     assert is_on_disk(x)
     assert is_on_disk(y)
     assert torch.equal(y, torch.arange(3000.0).view(3, 1000) + 1)
     assert torch.equal(x, torch.arange(3000.0).view(3, 1000))
-    assert placed("disk", x, offload) is x
+    assert offloaded("disk", x, offload) is x
     assert not is_on_disk(cloned(torch.ones(3)))
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, settings
 from torch import Tensor
 
 import fzero
 from fzero.state import NAMESPACE
+from tests.descends import descends
 from tests.optim.cases import CASES, trained
 from tests.optim.torch_cases import ELEMENTWISE
 from tests.oracle import linear_loss, square_loss, train
@@ -29,7 +29,6 @@ from tests.strategies import (
     worlds,
 )
 
-names = st.sampled_from(sorted(CASES))
 STEPS = 5
 
 
@@ -49,7 +48,9 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8)
 
 
-@given(name=names, tree=trees(LEARNING, max_leaves=4), ranks=worlds, stage=stages, seed=seeds)
+@pytest.mark.parametrize("name", sorted(CASES))
+@settings(max_examples=max(3, settings().max_examples // 3))
+@given(tree=trees(LEARNING, max_leaves=4), ranks=worlds, stage=stages, seed=seeds)
 def test_training_is_torchs(name: str, tree: Any, ranks: int, stage: int, seed: int) -> None:
     """With gradients that depend on the parameters, where the dtypes are wide enough for that."""
     xs = integers((STEPS, ranks), seed, bound=1)
@@ -118,9 +119,7 @@ def test_bf16_parameters_with_masters_do_not_lose_small_updates() -> None:
 def test_the_default_dtype_changes_no_update(default: torch.dtype, scale: Any) -> None:
     """In bf16 a counter would stay at 256, and in fp16 the first dynamic scale is infinite."""
 
-    def step_fn(state: Any) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p: p["w"].square().sum(), state)()
-        return fzero.apply_gradients(state), loss
+    step_fn = descends(lambda p: p["w"].square().sum())
 
     def after(dtype: torch.dtype) -> Tensor:
         torch.set_default_dtype(dtype)

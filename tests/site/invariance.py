@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.tools.certify._axes import AXES, Axis
-
+from fzero.tools.certify._axes import AXES, CertifyAxis
 from tests.site.results import measured
 from tests.site.tables import table
 
@@ -18,6 +17,6 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def _axis(axis: Axis) -> tuple[str, str]:
+def _axis(axis: CertifyAxis) -> tuple[str, str]:
     values = ", ".join(value.name for value in axis.values)
     return f"`{axis.name}`", values + (", any number" if axis.counts else "")

@@ -13,12 +13,9 @@ from torch import nn
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.optim import (
-    from_torch,
-    require_elementwise,
-    require_leafwise,
-    require_real_views,
-)
+from fzero.optim import from_torch, require_elementwise, require_leafwise, require_real_views
+from fzero.options import DRIVERS, REQUIRED, Option
+from fzero.options import OPTIONS as TABLE
 from tests.site.tables import ROOT, table
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "shard": functools.partial(fzero.shard, stage=2),
     "coalesce": fzero.coalesce,
-    "accumulate": functools.partial(fzero.accumulate, steps=2),
+    "accumulate": functools.partial(fzero.accumulate, micro_batches=2),
     "autocast": functools.partial(fzero.autocast, dtype=torch.bfloat16),
     "scale_loss": functools.partial(fzero.scale_loss, scale="dynamic"),
     "clip": functools.partial(fzero.clip, max_norm=1.0),
@@ -79,6 +76,11 @@ def tables() -> str:
     parts = {
         "Versions": ("", table(("", "needed"), list(_versions()))),
         "Which transform may stand around which": ("Row around column.", _orders()),
+        "Every option": (
+            "Its default, the stages at which it changes anything, who takes it, and the key of "
+            "DeepSpeed's config that sets it.",
+            _everything(),
+        ),
         "Options and stages": ("Of `fzero.init`, `fzero.shard` and `Engine`.", _options()),
         "Dtypes of parameters and optimizers": (
             "Options of `fzero.optim.adamw`; a 16-bit parameter has an fp32 master by default.",
@@ -109,6 +111,23 @@ def refused(call: Callable[[], Any]) -> str:
     except LayoutError as error:
         return f"no: {str(error).partition('Fix: ')[2].strip()}"
     return "yes"
+
+
+def _everything() -> str:
+    """Return the table of options as the library has it."""
+    rows = [[f"`{one.name}`", *_facts(one), *_takers(one)] for one in TABLE.values()]
+    return numbered(["option", "default", "stages", "key", *(f"`{d}`" for d in DRIVERS)], rows)
+
+
+def _facts(one: Option) -> Iterator[str]:
+    yield "" if one.default is REQUIRED else f"`{one.default!r}`"
+    yield "all" if len(one.stages) == 4 else ", ".join(map(str, one.stages))
+    yield f"`{one.deepspeed}`" if one.deepspeed else ""
+
+
+def _takers(one: Option) -> Iterator[str]:
+    for driver in DRIVERS:
+        yield f"no: {one.instead[driver]}." if driver in one.instead else "yes"
 
 
 def _versions() -> Iterator[tuple[str, str]]:

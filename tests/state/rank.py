@@ -45,7 +45,7 @@ from fzero.state.protocol import (
     Use,
     advance,
 )
-from fzero.state.rounds import CODES, Kind, Message, Round, row_of
+from fzero.state.rounds import CODES, Message, MessageKind, Round, row_of
 from tests.state.world import SYNC, Dead, Fault, OwnError, PeersFailed, Steps, World
 
 IN_FLIGHT = 1  # reduce-scatters at once, as of a Reducer
@@ -156,7 +156,7 @@ class Rank:
         self.round = self.world.channel.start(self.number, "round")
         row = [*row_of(message, codes), *[0] * (CODES - len(codes))]
         self.world.rows[self.number, self.round] = row
-        self.asks += message.kind is Kind.ASK
+        self.asks += message.kind is MessageKind.ASK
 
     def _all_posted(self) -> bool:
         return self.round < 0 or self.world.channel.is_over(self.round)
@@ -285,7 +285,7 @@ class Rank:
         learned = self.protocol.models[model].course.learned
         for (index, phase), program in learned.items():
             known = self.schedules[model]
-            self.schedules[model] = schedule.record(known, index, phase, program)
+            self.schedules[model] = schedule.with_program(known, index, phase, program)
         self.passes[model] += 1
 
     def call(self, text: str) -> Steps:

@@ -22,10 +22,10 @@ from fzero.state.protocol import (
     Use,
     advance,
 )
-from fzero.state.rounds import Kind, Message, Round
+from fzero.state.rounds import Message, MessageKind, Round
 from fzero.state.schedule import Program
 
-ALONE = Round([[Kind.PASS, 0, 0, 0]])
+ALONE = Round([[MessageKind.PASS, 0, 0, 0]])
 
 
 def broken(*undone: Effect) -> Protocol:
@@ -71,6 +71,6 @@ def test_an_announcement_that_was_not_posted_is_not_read(posted: bool) -> None:
     said = Announcement(text="forward", place=(0, 0))
     protocol, _ = advance(Protocol(), Join(1, Units(numels=(4,))))
     protocol, _ = advance(protocol, Begin(1, said, sums=True))
-    undone = () if posted else (Post(Message(Kind.PASS)),)
+    undone = () if posted else (Post(Message(MessageKind.PASS)),)
     protocol, _ = advance(protocol, Broke(undone))
     assert protocol.open == (1 if posted else None)

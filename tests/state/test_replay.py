@@ -79,7 +79,7 @@ class Rank:
             for event in part:
                 self.do(event)
             assert self.place is not None
-            self.go(replay.run(self.place))
+            self.go(replay.to_sync_point(self.place))
             if number < len(own) - 1:
                 assert self.place is not None and self.place.waits
                 self.at_sync_points.append(list(self.started))
@@ -121,13 +121,13 @@ def test_a_gradient_is_reduced_when_it_is_complete_and_those_before_it_are() -> 
 
 def test_what_is_gathered_beside_the_plan_at_a_sync_point_goes_when_all_ranks_have_come() -> None:
     place = replay.begin(Program((SYNC, ~0)), NUMELS, frozenset(), Limits())
-    there, _ = replay.run(replay.complete(place, [0]))
+    there, _ = replay.to_sync_point(replay.complete(place, [0]))
     assert there is not None and there.waits
-    assert replay.run(there) == (there, ()), "the walk went on without the other ranks"
+    assert replay.to_sync_point(there) == (there, ()), "the walk went on without the other ranks"
     assert replay.start_ready(there) == (there, ())
-    there, frees = replay.gathered(replay.gathered(there, 3)[0], 1)
+    there, frees = replay.gather_beside(replay.gather_beside(there, 3)[0], 1)
     assert frees == ()
-    there, frees = replay.gathered(there, 2)
+    there, frees = replay.gather_beside(there, 2)
     assert frees == (FreeUnit(3),), "more than two are kept beside the plan"
     after, effects = replay.leave_sync_point(there)
     assert effects == (FreeUnit(1), FreeUnit(2), ReduceUnit(0))

@@ -119,12 +119,12 @@ def test_an_external_scale_is_read_once_between_two_updates(kind: str) -> None:
     }[kind]
     policy = scale.as_policy("scale", source)
     assert policy == ExternalScale(source) and policy is not None
-    held = scale.read(scale.begin(policy, CPU))
+    held = scale.read_external(scale.begin(policy, CPU))
     own.fill_(32.0)
-    held = scale.read(held)
+    held = scale.read_external(held)
     assert held.scale.dtype is torch.float32 and held.scale.shape == ()
     assert held.scale.item() == 4.0, "it was read again before the update"
-    held = scale.read(scale.after_update(held, FINITE))
+    held = scale.read_external(scale.after_update(held, FINITE))
     assert held.scale.item() == 32.0
 
 
@@ -132,7 +132,7 @@ def test_an_external_scale_is_read_once_between_two_updates(kind: str) -> None:
 def test_what_an_external_function_must_give(given: Any) -> None:
     held = scale.begin(ExternalScale(lambda: given), CPU)
     with pytest.raises(LayoutError, match=r"external loss scale gave[\s\S]*Fix: return"):
-        scale.read(held)
+        scale.read_external(held)
 
 
 class Scaler:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.state.schedule import Limits, Plan, Program, Schedule, expected, plan, record, union
+from fzero.state.schedule import (
+    Limits,
+    PlannedProgram,
+    Program,
+    Schedule,
+    expected,
+    plan_program,
+    union,
+    with_program,
+)
 
 UNITS = 6
 units = st.integers(0, UNITS - 1)
@@ -22,7 +31,7 @@ class Case(NamedTuple):
     events: tuple[int, ...]
     numels: tuple[int, ...]
     held: frozenset[int]
-    plan: Plan
+    plan: PlannedProgram
 
     def live_sets(self) -> list[set[int]]:
         """The units that are whole, or on the way, while each step of the plan runs."""
@@ -50,7 +59,7 @@ def cases(
     program = draw(events)
     numels = tuple(draw(st.lists(st.integers(1, 9), min_size=UNITS, max_size=UNITS)))
     held = draw(st.frozensets(units, max_size=3))
-    return Case(program, numels, held, plan(Program(program), numels, held, limits))
+    return Case(program, numels, held, plan_program(Program(program), numels, held, limits))
 
 
 @given(case=cases())
@@ -139,7 +148,7 @@ def test_a_pass_is_expected_to_be_the_last_one_known(
 ) -> None:
     schedule, known = Schedule(), {}
     for at, which, program in recorded:
-        schedule = record(schedule, at, which, Program(program))
+        schedule = with_program(schedule, at, which, Program(program))
         known[at, which] = Program(program)
     places = [at for at, which in known if which == phase and at <= index]
     want = known[max(places), phase] if places else None
@@ -162,5 +171,5 @@ def test_programs_that_differ_have_other_digests() -> None:
     ],
 )
 def test_examples(events: tuple[int, ...], live: list[set[int]]) -> None:
-    made = plan(Program(events), (4, 4, 4), frozenset(), Limits())
+    made = plan_program(Program(events), (4, 4, 4), frozenset(), Limits())
     assert Case(events, (4, 4, 4), frozenset(), made).live_sets() == live

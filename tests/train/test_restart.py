@@ -11,7 +11,7 @@ import pytest
 from fzero.checkpoint import CheckpointError
 from fzero.errors import LayoutError
 from tests.ranks import run_ranks, spawn_script
-from tests.train.runs import saved_losses, small
+from tests.train.runs import ARGS, saved_losses, small
 from train.claim import begun_before, claimed
 from train.train import train
 
@@ -35,11 +35,7 @@ os.chdir(os.path.dirname(__file__))
 sys.exit(main(sys.argv[1:]))
 """
 
-OPTIONS = [
-    "--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--text-mb", "0.1",
-    "--steps", "6", "--warmup", "2", "--sample-bytes", "0", "--no-plot", "--save-every", "3",
-    "--stage", "3",
-]  # fmt: skip
+OPTIONS = [*ARGS, "--steps", "6", "--save-every", "3", "--stage", "3"]
 
 
 def _whole(rank: int, size: int, out: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
+from tests.covering import covered
 from tests.transforms.wired import (
     DRIVERS,
     USED,
@@ -29,9 +30,7 @@ from tests.transforms.wired import (
 STEPS = 2
 
 
-@DRIVERS
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@covered(driver=[by_engine, by_function], op=["mean", "sum"], world_size=[1, 2, 3])
 def test_sums_and_means_are_exact_at_every_stage_with_every_factor(
     driver: Any, op: str, world_size: int
 ) -> None:
@@ -104,16 +103,14 @@ def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dty
     assert {event.dtype for event in log.of(0) if event.op == op} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "options",
+    ("stage", "options"),
     [
-        {"reduce_op": "sum"},
-        {"gradient_predivide_factor": 3.0},
-        {"communication_dtype": torch.bfloat16},
-        {"accumulate_dtype": torch.bfloat16},
+        (0, {"reduce_op": "sum", "accumulate_dtype": torch.bfloat16}),
+        (1, {"gradient_predivide_factor": 3.0, "communication_dtype": torch.bfloat16}),
+        (2, {"reduce_op": "sum", "communication_dtype": torch.bfloat16}),
+        (3, {"gradient_predivide_factor": 3.0, "accumulate_dtype": torch.bfloat16}),
     ],
-    ids=str,
 )
 def test_both_drivers_hold_the_same_bits(options: dict[str, Any], stage: int) -> None:
     def body(rank: int) -> Tensor:
@@ -185,21 +182,3 @@ def test_what_cannot_be_is_refused_by_both_drivers_by_name(
     for error in (by_init, by_shard, by_the_engine):
         assert str(error.value).startswith(seen)
     Engine(module, None, stage=stage).close()  # nothing was touched
-
-
-def test_an_option_that_does_not_exist_is_refused() -> None:
-    wrong: Any = {"reduce_operation": "sum"}
-    with pytest.raises(TypeError, match="reduce_operation"):
-        fzero.shard(lambda state: (state, None), stage=1, **wrong)
-    with pytest.raises(TypeError, match="reduce_operation"):
-        Engine(Odd(), None, stage=1, **wrong)
-    found: Any = {"persistent": (0,)}  # an engine has it from `persistence_threshold_numel`
-    with pytest.raises(TypeError, match="persistent"):
-        Engine(Odd(), None, stage=3, **found)
-
-
-def test_a_pipeline_shows_what_is_not_the_default() -> None:
-    step = fzero.shard(
-        lambda state: (state, None), stage=3, ordered=False, reduce_op="sum", quantized_weights=True
-    )
-    assert repr(step).startswith("shard(stage=3, reduce_op='sum', quantized_weights=True) . ")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.state import DynamicScale
+from tests.descends import descends
 from tests.oracle import square_loss
 from tests.strategies import integers, same, seeds, stages, worlds
 from tests.transforms.steps import LR, mean_loss, sgd
@@ -20,9 +21,7 @@ INF, NAN = float("inf"), float("nan")
 OPTIMIZERS: dict[str, Any] = {"sgd": sgd, "lion": lambda: fzero.optim.lion(LR)}
 
 
-def step_fn(state: Any, xs: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(mean_loss, state)(xs)
-    return fzero.apply_gradients(state), loss
+step_fn = descends(mean_loss)
 
 
 @settings(max_examples=20)

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero.errors import DonatedError
 from fzero.state import DynamicScale
+from tests.descends import descends
 from tests.strategies import integers, same, seeds, stages, worlds
 
 INF = float("inf")
@@ -30,9 +31,7 @@ def cubic(params: Any, x: Tensor) -> Tensor:
     return (x * params["w"] ** 3).sum() + params["s"] * x.sum()
 
 
-def cubic_step(state: Any, x: Tensor) -> Any:
-    state, _ = fzero.grad_and_reduce(cubic, state)(x)
-    return fzero.apply_gradients(state), None
+cubic_step = descends(cubic)
 
 
 def params_of(seed: int) -> Any:
@@ -42,10 +41,7 @@ def params_of(seed: int) -> Any:
 def after(c: Tensor, stage: int, optimizer: str, power: int | None, seed: int) -> Tensor:
     """What a loss of the parameters after two steps is, as a function of a weight of the first."""
 
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p: c * cubic(p, x), state)()
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: c * cubic(p, x))
     state = fzero.init(params_of(seed), OPTIMIZERS[optimizer](), stage=stage)
     losses = []
     for number in range(2):
@@ -198,10 +194,7 @@ def test_each_state_of_a_pytree_is_skipped_by_its_own_gradients() -> None:
 @pytest.mark.parametrize("optimizer", [fzero.optim.adamw(0.1), fzero.optim.lion(0.1)])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_skipped_donating_step_uses_up_its_state_all_the_same(optimizer: Any, stage: int) -> None:
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(lambda p: (p * x).sum(), state)()
-        return fzero.apply_gradients(state), None
-
+    step_fn = descends(lambda p, x: (p * x).sum())
     step = fzero.shard(fzero.scale_loss(step_fn, DynamicScale()), stage=stage, donate=True)
     old = step.init(torch.ones(3), optimizer)
     new, _ = step(old, torch.tensor(INF))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.integrations.deepspeed._keys import Use
+from fzero.integrations.deepspeed._keys import KeyUse
 from fzero.integrations.deepspeed._read import Problem, Reading
 from fzero.integrations.deepspeed._zero_keys import KEYS
 
@@ -65,7 +65,7 @@ def _may_be_left_out(path: str, given: Mapping[str, Any]) -> bool:
     if path == "gradient_accumulation_steps":
         return all(given.get(other) is not None for other in _BATCH)
     zero = path.startswith("zero_optimization.") and path != "zero_optimization.stage"
-    refused = path in KEYS and KEYS[path].use is Use.REFUSED  # its default is what is done
+    refused = path in KEYS and KEYS[path].use is KeyUse.REFUSED  # its default is what is done
     return zero or refused or path in (*_BATCH, _FLOOR)
 
 

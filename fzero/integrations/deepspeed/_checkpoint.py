@@ -17,7 +17,7 @@ from fzero.checkpoint import load_with_extra
 from fzero.checkpoint import save as save_to
 from fzero.checkpoint.disk import is_there, put_text, read_text
 from fzero.checkpoint.driven import options_of, set_options
-from fzero.checkpoint.everywhere import Ranks, first_of
+from fzero.checkpoint.everywhere import Ranks, from_first
 from fzero.checkpoint.manifest import leaves_out, read_manifest
 from fzero.errors import LayoutError
 from fzero.state import TrainState
@@ -69,7 +69,7 @@ def save(
     save_to(Path(folder) / name, idle, extra=extra, frozen=frozen)
     if latest:
         file = Path(folder) / _LATEST
-        first_of(
+        from_first(
             Ranks(axis=engine.axis),
             lambda: put_text(file, name, through=file.with_suffix(".new")),
             what=f"write {file}",
@@ -90,7 +90,7 @@ def save_model(engine: Engine, folder: PathLike, name: str, *, frozen: bool) -> 
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(kept, Path(folder) / name)
 
-    first_of(Ranks(axis=engine.axis), write, what=f"write {Path(folder) / name}")
+    from_first(Ranks(axis=engine.axis), write, what=f"write {Path(folder) / name}")
 
 
 def load(
@@ -115,7 +115,7 @@ def load(
     _require("load_checkpoint", folder)
     if tag is None:
         file = Path(folder) / _LATEST
-        tag = first_of(Ranks(axis=engine.axis), lambda: _read(file), what=f"read {file}")
+        tag = from_first(Ranks(axis=engine.axis), lambda: _read(file), what=f"read {file}")
     if tag is None:
         warnings.warn(
             f"load_checkpoint: there is no file {folder}/{_LATEST}; nothing was loaded.",
@@ -124,7 +124,7 @@ def load(
         )
         return None, None
     path = Path(folder) / str(tag)
-    whole = first_of(
+    whole = from_first(
         Ranks(axis=engine.axis), lambda: not leaves_out(read_manifest(path)), what=f"read {path}"
     )
     if strict and not whole:

@@ -18,7 +18,7 @@ from fzero.adapter.boundary import reduced
 from fzero.adapter.driver import OWNERS, Driver
 from fzero.adapter.parts import find, find_learning
 from fzero.errors import LayoutError
-from fzero.machine.offload import lent
+from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack
 from fzero.state.buffers import SIXTEEN_BIT
 
@@ -55,7 +55,7 @@ def _pending(driver: Driver, number: int, index: int, position: int) -> Tensor |
     state = driver.state
     if not state.window.pending.held:
         return None
-    flat = lent(state.window.pending.flats[number], state.device)
+    flat = to_device(state.window.pending.flats[number], state.device)
     return used(state, unpack(state.setup.layout, index, flat)[position]).clone()
 
 

@@ -157,7 +157,7 @@ def initialize(
         made = _optimizer.made_of(chosen, model_parameters)
         engine = DeepSpeedEngine(model, made, mesh=axis, **options)
         if schedule is not None:
-            engine.lr_scheduler = _scheduler.follow(engine, schedule)
+            engine.lr_scheduler = _scheduler.stepped(engine, schedule)
     except BaseException:
         for x, data in originals:
             x.data = data

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fzero.options import OPTIONS
 
 
-class Use(Enum):
+class KeyUse(Enum):
     """What becomes of a key."""
 
     OPTION = "sets"  # the option of `Engine` that `Key.says` names gets the value
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
     path: str
     default: Any
-    use: Use
+    use: KeyUse
     says: str
     kind: str = ""  # of KINDS, for what is used
 
@@ -37,27 +37,27 @@ _OPTION_OF = {one.deepspeed.removeprefix("zero_optimization."): one for one in O
 
 def option(path: str, default: Any, kind: str) -> Key:
     """Return a key that is an option of the engine, by the table; None leaves it to the engine."""
-    return Key(path, default, Use.OPTION, _OPTION_OF[path].name, kind)
+    return Key(path, default, KeyUse.OPTION, _OPTION_OF[path].name, kind)
 
 
-def read(path: str, default: Any, kind: str, what: str) -> Key:
+def taken(path: str, default: Any, kind: str, what: str) -> Key:
     """Return a key of which `initialize` makes something."""
-    return Key(path, default, Use.READ, what, kind)
+    return Key(path, default, KeyUse.READ, what, kind)
 
 
 def harmless(path: str, default: Any, why: str) -> Key:
     """Return a key that may have any value."""
-    return Key(path, default, Use.HARMLESS, why)
+    return Key(path, default, KeyUse.HARMLESS, why)
 
 
 def refused(path: str, default: Any, fix: str) -> Key:
     """Return a key that may only have DeepSpeed's default."""
-    return Key(path, default, Use.REFUSED, fix)
+    return Key(path, default, KeyUse.REFUSED, fix)
 
 
 def section(path: str, switch: str | None, off: Any, fix: str) -> Key:
     """Return a section that must be off: its `switch` is left out or `off`; or it is empty."""
-    return Key(path, (switch, off), Use.SECTION, fix)
+    return Key(path, (switch, off), KeyUse.SECTION, fix)
 
 
 _LOG = "it prints, and nothing is printed here: use torch.profiler, engine.memory_report()"
@@ -69,21 +69,21 @@ _DATA_PARALLEL = "leave it out: there is data parallelism only"
 _CHECKPOINTING = "leave it out, and use torch.utils.checkpoint in the model"
 
 TRAINING = (
-    read("train_batch_size", None, "count", "checked: micro-batch size x accumulation x ranks"),
-    read(
+    taken("train_batch_size", None, "count", "checked: micro-batch size x accumulation x ranks"),
+    taken(
         "train_micro_batch_size_per_gpu", None, "count", "checked; of the loader of training_data"
     ),
-    read(
+    taken(
         "gradient_accumulation_steps", None, "count", "step() updates at every n-th call; default 1"
     ),
-    read("managed_gradient_accumulation", True, "bool", "false: every step() updates, see below"),
+    taken("managed_gradient_accumulation", True, "bool", "false: every step() updates, see below"),
     option("gradient_clipping", 1.0, "norm"),
     option("communication_data_type", None, "dtype"),
-    read("optimizer.type", None, "text", "a torch.optim optimizer, unless one is given"),
-    read("optimizer.params", None, "mapping", "its arguments"),
-    read("scheduler.type", None, "text", "a scheduler, unless one is given"),
-    read("scheduler.params", None, "mapping", "its arguments"),
-    read("dataloader_drop_last", False, "bool", "drop_last of training_data's loader"),
+    taken("optimizer.type", None, "text", "a torch.optim optimizer, unless one is given"),
+    taken("optimizer.params", None, "mapping", "its arguments"),
+    taken("scheduler.type", None, "text", "a scheduler, unless one is given"),
+    taken("scheduler.params", None, "mapping", "its arguments"),
+    taken("dataloader_drop_last", False, "bool", "drop_last of training_data's loader"),
     harmless("steps_per_print", None, _LOG),
     harmless("wall_clock_breakdown", False, _LOG),
     harmless("memory_breakdown", False, _LOG),
@@ -101,8 +101,8 @@ TRAINING = (
     harmless("vocabulary_size", None, "it warns of a size that is no multiple of 8"),
     harmless("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
     harmless("use_data_before_expert_parallelism", False, "there is no expert parallelism"),
-    read("prescale_gradients", False, "bool", "the next key counts"),
-    read(
+    taken("prescale_gradients", False, "bool", "the next key counts"),
+    taken(
         "gradient_predivide_factor",
         1.0,
         "factor",
@@ -113,33 +113,33 @@ TRAINING = (
 )
 
 PRECISION = (
-    read("fp16.enabled", False, "bool", "parameters to fp16, fp32 masters, a loss scale"),
-    read("fp16.loss_scale", 0.0, "number", "loss_scale; 0: it adapts itself"),
-    read("fp16.initial_scale_power", 16, "power", "init_scale = 2 to that"),
-    read(
+    taken("fp16.enabled", False, "bool", "parameters to fp16, fp32 masters, a loss scale"),
+    taken("fp16.loss_scale", 0.0, "number", "loss_scale; 0: it adapts itself"),
+    taken("fp16.initial_scale_power", 16, "power", "init_scale = 2 to that"),
+    taken(
         "fp16.loss_scale_window", 1000, "count", "growth_interval; DeepSpeed's first is one longer"
     ),
-    read("fp16.hysteresis", 2, "count", "hysteresis: filled up when the scale grows"),
-    read("fp16.min_loss_scale", 1.0, "number", "min_scale"),
+    taken("fp16.hysteresis", 2, "count", "hysteresis: filled up when the scale grows"),
+    taken("fp16.min_loss_scale", 1.0, "number", "min_scale"),
     refused("fp16.auto_cast", False, "convert the inputs: engine(x.half())"),
     refused("fp16.consecutive_hysteresis", False, "leave it out: it fills up as the scale grows"),
-    read("fp16.fp16_master_weights_and_grads", False, "bool", "no fp32 masters, states in fp32"),
+    taken("fp16.fp16_master_weights_and_grads", False, "bool", "no fp32 masters, states in fp32"),
     harmless("fp16.fused_mode", True, "it chooses between two optimizers of DeepSpeed"),
-    read("bf16.enabled", False, "bool", "parameters to bf16, fp32 masters"),
-    read("bf16.bf16_master_weights_and_grads", False, "bool", "no fp32 masters"),
-    read("bf16.bf16_optimizer_states", False, "bool", "without masters: states in bf16, not fp32"),
+    taken("bf16.enabled", False, "bool", "parameters to bf16, fp32 masters"),
+    taken("bf16.bf16_master_weights_and_grads", False, "bool", "no fp32 masters"),
+    taken("bf16.bf16_optimizer_states", False, "bool", "without masters: states in bf16, not fp32"),
     harmless(
         "bf16.immediate_grad_update", False, "it says when bf16 gradients are added to fp32 ones"
     ),
-    read("bf16.check_grad_overflow", True, "bool", "an overflow skips the update, at stage 3 too"),
-    read("torch_autocast.enabled", False, "bool", "autocast"),
-    read("torch_autocast.dtype", None, "dtype", "its dtype; default bf16; fp16 scales losses"),
-    read(
+    taken("bf16.check_grad_overflow", True, "bool", "an overflow skips the update, at stage 3 too"),
+    taken("torch_autocast.enabled", False, "bool", "autocast"),
+    taken("torch_autocast.dtype", None, "dtype", "its dtype; default bf16; fp16 scales losses"),
+    taken(
         "torch_autocast.lower_precision_safe_modules", None, "names", "default Linear, Conv1d to 3d"
     ),
-    read("data_types.grad_accum_dtype", None, "dtype", "accumulate_dtype; default the model's"),
-    read("data_types.param_dtype", None, "dtype", "checked: it must agree with bf16, fp16"),
-    read("data_types.buffer_dtype", None, "dtype", "buffers are converted"),
+    taken("data_types.grad_accum_dtype", None, "dtype", "accumulate_dtype; default the model's"),
+    taken("data_types.param_dtype", None, "dtype", "checked: it must agree with bf16, fp16"),
+    taken("data_types.buffer_dtype", None, "dtype", "buffers are converted"),
     refused(
         "data_types.keep_in_fp32_modules",
         "auto",

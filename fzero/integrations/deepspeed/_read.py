@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.errors import LayoutError
-from fzero.integrations.deepspeed._keys import Key, Use
+from fzero.integrations.deepspeed._keys import Key, KeyUse
 from fzero.integrations.deepspeed._kinds import KINDS, as_bool, same
 from fzero.integrations.deepspeed._zero_keys import KEYS, NEAR, RENAMED, SWITCHES
 
@@ -28,7 +28,7 @@ Problem = str
 
 _SECTIONS = {
     ".".join(parts[:depth])
-    for parts in (path.split(".") for path, key in KEYS.items() if key.use is not Use.SECTION)
+    for parts in (path.split(".") for path, key in KEYS.items() if key.use is not KeyUse.SECTION)
     for depth in range(1, len(parts))
 }
 
@@ -70,13 +70,13 @@ def read_config(config: Config, auto: Mapping[str, Any] | None = None) -> Readin
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given`, and DeepSpeed's defaults for what it leaves out."""
-    used = (key for key in KEYS.values() if key.use in (Use.OPTION, Use.READ))
+    used = (key for key in KEYS.values() if key.use in (KeyUse.OPTION, KeyUse.READ))
     return {key.path: key.default for key in used} | dict(given)
 
 
 def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an engine that keys set by themselves."""
-    keys = [key for key in KEYS.values() if key.use is Use.OPTION]
+    keys = [key for key in KEYS.values() if key.use is KeyUse.OPTION]
     return {key.says: values[key.path] for key in keys if values[key.path] is not None}
 
 
@@ -121,7 +121,7 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading) -> None:
         elif key is None:
             known = ", ".join(near(path)) or "nothing"
             reading.problems.append(f"{said} = {value!r:.60}: unknown (near: {known}).")
-        elif value == "auto" and key.use is not Use.HARMLESS and value != key.default:
+        elif value == "auto" and key.use is not KeyUse.HARMLESS and value != key.default:
             reading.autos.append(path)
         elif path in reading.given:
             reading.problems.append(f"{said} = {value!r}: it is there twice, by two names.")
@@ -131,7 +131,7 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading) -> None:
 
 def _take(key: Key, said: str, value: Any, reading: Reading) -> None:
     """Put one value where it belongs."""
-    if key.use in (Use.OPTION, Use.READ):
+    if key.use in (KeyUse.OPTION, KeyUse.READ):
         convert, wanted = KINDS[key.kind]
         try:
             made = convert(value)
@@ -140,9 +140,9 @@ def _take(key: Key, said: str, value: Any, reading: Reading) -> None:
             return
         opens = key.kind == "mapping"
         reading.given[key.path] = _open(key.path, made, reading) if opens else made
-    elif key.use is Use.REFUSED and not same(value, key.default):
+    elif key.use is KeyUse.REFUSED and not same(value, key.default):
         reading.problems.append(f"{said} = {value!r}: {key.says}.")
-    elif key.use is Use.SECTION and not _is_empty(key, value):
+    elif key.use is KeyUse.SECTION and not _is_empty(key, value):
         switch = key.default[0]
         on = switch is not None and isinstance(value, Mapping)
         seen = f"{said}.{switch} = {value[switch]!r}" if on else f"{said} = {value!r:.60}"

@@ -97,7 +97,7 @@ def check_schedule(given: Schedule | None, optimizer: Any) -> None:
         )
 
 
-def follow(engine: Engine, given: Schedule) -> AnySchedule:
+def stepped(engine: Engine, given: Schedule) -> AnySchedule:
     """Return the scheduler, which is stepped after each update of the engine."""
     assert engine.optimizer is not None
     schedule: Any = given

@@ -13,9 +13,9 @@ from fzero.integrations.deepspeed._keys import (
     Key,
     harmless,
     option,
-    read,
     refused,
     section,
+    taken,
 )
 
 MOE_CLASSES = tuple(
@@ -37,16 +37,16 @@ _STREAMED = "units come and go one by one, in memory that the sizes of units giv
 ZERO = tuple(
     key._replace(path="zero_optimization." + key.path)
     for key in (
-        read("stage", 0, "stage", "stage"),
+        taken("stage", 0, "stage", "stage"),
         option("contiguous_gradients", True, "bool"),
         option("overlap_comm", None, "bool"),
-        read(
+        taken(
             "reduce_bucket_size",
             500_000_000,
             "numel",
             "bucket_bytes: the smaller of this and the next",
         ),
-        read(
+        taken(
             "allgather_bucket_size",
             500_000_000,
             "numel",
@@ -54,22 +54,22 @@ ZERO = tuple(
         ),
         option("stage3_prefetch_bucket_size", 50_000_000, "numel"),
         option("stage3_param_persistence_threshold", 100_000, "numel"),
-        read(
+        taken(
             "stage3_max_live_parameters",
             1_000_000_000,
             "numel",
             "reshard_after_forward: false if the model fits into this",
         ),
-        read(
+        taken(
             "stage3_max_reuse_distance",
             1_000_000_000,
             "numel",
             "the same, if twice the model fits into this",
         ),
-        read("stage3_module_granularity_threshold", 0, "numel", "leaf_modules"),
-        read("leaf_module.classes", None, "names", "leaf_modules; its default is above"),
-        read("leaf_module.names", None, "names", "leaf_modules"),
-        read("leaf_module.name_suffixes", None, "names", "leaf_modules"),
+        taken("stage3_module_granularity_threshold", 0, "numel", "leaf_modules"),
+        taken("leaf_module.classes", None, "names", "leaf_modules; its default is above"),
+        taken("leaf_module.names", None, "names", "leaf_modules"),
+        taken("leaf_module.name_suffixes", None, "names", "leaf_modules"),
         harmless("sub_group_size", 1_000_000_000, "the optimizer steps all of a shard at once"),
         harmless("reduce_scatter", True, "stages 1 to 3 always scatter"),
         harmless("use_multi_rank_bucket_allreduce", True, _OWN),
@@ -116,14 +116,14 @@ ZERO = tuple(
         option("zero_quantized_gradients", False, "bool"),
         section("zeropp_loco_param", None, None, _QUANTIZED),
         section("zenflow", None, None, "leave it out: an update uses all gradients at once"),
-        read("offload_param.device", None, "place", "offload: params; stage 3"),
-        read("offload_param.nvme_path", None, "text", "offload: folder, for nvme"),
+        taken("offload_param.device", None, "place", "offload: params; stage 3"),
+        taken("offload_param.nvme_path", None, "text", "offload: folder, for nvme"),
         harmless("offload_param.pin_memory", True, _PINNED),
         harmless("offload_param.buffer_count", 5, _STREAMED),
         harmless("offload_param.buffer_size", 100_000_000, _STREAMED),
         harmless("offload_param.max_in_cpu", 1_000_000_000, _STREAMED),
-        read("offload_optimizer.device", None, "place", "offload: optimizer and gradients"),
-        read("offload_optimizer.nvme_path", None, "text", "offload: folder, for nvme"),
+        taken("offload_optimizer.device", None, "place", "offload: optimizer and gradients"),
+        taken("offload_optimizer.nvme_path", None, "text", "offload: folder, for nvme"),
         harmless("offload_optimizer.pin_memory", True, _PINNED),
         harmless("offload_optimizer.buffer_count", 4, _STREAMED),
         harmless("offload_optimizer.pipeline_read", False, _STREAMED),

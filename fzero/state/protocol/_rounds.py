@@ -1,4 +1,4 @@
-"""Rounds of a rank: what it posts, and how it goes on with what all ranks said."""
+"""The rounds of a rank: what it posts, and how it goes on with the answer of all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fzero.state.effects import (
 from fzero.state.protocol import _tasks as tasks
 from fzero.state.protocol.events import Call, Raised
 from fzero.state.protocol.records import Awaiting, Next, Protocol
-from fzero.state.rounds import CODES, Asked, Kind, Message, Round, What, as_code
+from fzero.state.rounds import CODES, Asked, Message, MessageKind, Round, What, as_code
 
 
 def _say(p: Protocol, message: Message, task: Any) -> Next:
@@ -33,7 +33,7 @@ def _say(p: Protocol, message: Message, task: Any) -> Next:
 
 
 def announce(p: Protocol, t: tasks.Announce) -> Next:
-    """Tell the other ranks that a phase begins. Nobody waits: the answer is read when it counts."""
+    """Post the announcement of a phase; its answer is read when a collective depends on it."""
     model, course = p.models[t.model], p.models[t.model].course
     said = course.announcement
     assert said is not None
@@ -44,7 +44,7 @@ def announce(p: Protocol, t: tasks.Announce) -> Next:
     # What is here already is part of what ranks must have in common to follow one plan.
     facts = said.program and (said.program.digest, sorted(here.pinned))
     message = Message(
-        Kind.PASS,
+        MessageKind.PASS,
         f"{said.text}\nphase {said.place[1]}",
         hint=zlib.crc32(repr(facts).encode()),
         served=said.served,
@@ -65,7 +65,7 @@ def learned(p: Protocol, t: tasks.Learn, said: Round) -> Next:
     All ranks then ask, also those of a rank that is done or makes a call, and so is not in this
     pass. What ranks ask for that are still in the pass before is served first.
     """
-    if Kind.ASK in said.kinds:
+    if MessageKind.ASK in said.kinds:
         p, effects = serve(p, said)
         assert p.posted is not None
         again, more = _say(p, p.posted, t)
@@ -85,7 +85,7 @@ def learned(p: Protocol, t: tasks.Learn, said: Round) -> Next:
 
 
 def follow(p: Protocol, t: tasks.Follow) -> Next:
-    """Begin the plan of a program, in which what is pinned is here."""
+    """Begin the plan of a program; pinned units need no gather in it."""
     model, units = p.models[t.model], p.models[t.model].units
     place = replay.begin(t.program, units.numels, model.residency.pinned, units.limits)
     return p.put(t.model, replaced(model, course=replaced(model.course, replay=place))), ()
@@ -100,10 +100,10 @@ def ask(p: Protocol, t: tasks.Ask) -> Next:
 
 
 def ask_next(p: Protocol, t: tasks.AskNext) -> Next:
-    """Post as many as a message has room for."""
+    """Ask for as many collectives as one message has room for."""
     model, what, units = t.ask.model, t.ask.what, t.ask.units[t.at : t.at + CODES]
     codes = tuple(as_code(Asked(model, what, unit)) for unit in units)
-    return _say(p, Message(Kind.ASK, codes=codes), t)
+    return _say(p, Message(MessageKind.ASK, codes=codes), t)
 
 
 def asked(p: Protocol, t: tasks.AskNext, said: Round) -> Next:
@@ -116,7 +116,7 @@ def asked(p: Protocol, t: tasks.AskNext, said: Round) -> Next:
 
 
 def ask_left(p: Protocol, t: tasks.AskLeft) -> Next:
-    """What is left at the end of a backward is reduced on the way out."""
+    """At the end of a backward, ask for the reductions that no plan has started."""
     model, course = p.models[t.model], p.models[t.model].course
     if not course.left:
         return p, ()
@@ -162,7 +162,7 @@ def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
 def say_done(p: Protocol, t: tasks.SayDone) -> Next:
     """Say that this rank is done."""
     has_asked = p.models[t.model].course.asked
-    return _say(p, Message(Kind.DONE, hint=int(has_asked)), t)
+    return _say(p, Message(MessageKind.DONE, hint=int(has_asked)), t)
 
 
 def heard_done(p: Protocol, t: tasks.SayDone, said: Round) -> Next:
@@ -180,13 +180,13 @@ def call(p: Protocol, e: Call) -> Next:
     """Make a call together with every rank; ranks that are in a pass are served until they come."""
     if p.open is not None:
         return p.then(tasks.Learn(p.open), e), ()
-    return _say(p, Message(Kind.CALL, e.text, codes=e.values), e)
+    return _say(p, Message(MessageKind.CALL, e.text, codes=e.values), e)
 
 
 def called(p: Protocol, e: Call, said: Round) -> Next:
     """Go on if every rank makes this call."""
-    if said.kinds <= {Kind.PASS, Kind.CALL}:
-        everybody = said.kinds == {Kind.CALL}
+    if said.kinds <= {MessageKind.PASS, MessageKind.CALL}:
+        everybody = said.kinds == {MessageKind.CALL}
         if not said.is_same and (everybody or not said.is_served):
             return differ(p)
         if everybody:
@@ -206,11 +206,11 @@ def called(p: Protocol, e: Call, said: Round) -> Next:
 
 def raised(p: Protocol, e: Raised) -> Next:
     """Say that this rank raised. The others raise where they read it."""
-    return _say(p, Message(Kind.FAILED), e)
+    return _say(p, Message(MessageKind.FAILED), e)
 
 
 def heard_raised(p: Protocol, e: Raised, said: Round) -> Next:
-    """All ranks know."""
+    """All ranks have read that this one raised."""
     return replaced(p, known=True), (WaitForReductions(),)
 
 

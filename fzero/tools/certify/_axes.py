@@ -18,7 +18,7 @@ from fzero.transforms import accumulate, autocast, clip, coalesce, offload, scal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class RunDtypes:
     """The dtypes of a run: of the parameters, and the coarsest one that a number passes through."""
 
     dtype: torch.dtype
@@ -39,7 +39,7 @@ def _unchanged(step: Any, cell: Cell) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Value:
+class AxisValue:
     """One value of an axis."""
 
     name: str
@@ -50,15 +50,15 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Axis:
+class CertifyAxis:
     """What a cell has one value of."""
 
     name: str  # the keyword
     head: str  # of its column
-    values: tuple[Value, ...]
+    values: tuple[AxisValue, ...]
     counts: bool = False  # any number from 1 on is a value, not only those that are listed
 
-    def choose(self, given: Any) -> tuple[Value, ...]:
+    def choose(self, given: Any) -> tuple[AxisValue, ...]:
         """The values of these names, or of one name. Raises `LayoutError` for one it has not."""
         names = [given] if isinstance(given, str | int) else list(given)
         chosen = tuple(self._value(str(name)) for name in names)
@@ -70,12 +70,12 @@ class Axis:
             fix=f"choose from {self._known()}.",
         )
 
-    def _value(self, name: str) -> Value:
+    def _value(self, name: str) -> AxisValue:
         for value in self.values:
             if value.name == name:
                 return value
         if self.counts and name.isdecimal() and int(name) >= 1:
-            return count(int(name))
+            return number_value(int(name))
         raise LayoutError(
             f"certify: {self.name} has no value {name!r}.",
             cause="a mistyped name, or an option that fzero does not have.",
@@ -87,17 +87,17 @@ class Axis:
         return f"{names}, or another count" if self.counts else names
 
 
-def count(number: int) -> Value:
+def number_value(number: int) -> AxisValue:
     """A value that is a number: of ranks, of micro-batches."""
-    return Value(name=str(number), fact=number)
+    return AxisValue(name=str(number), fact=number)
 
 
-def _both(name: str, options: Options, fact: Any = None) -> Value:
+def _both(name: str, options: Options, fact: Any = None) -> AxisValue:
     """A value that is the same keywords of Engine and of fzero.shard."""
-    return Value(name=name, fact=fact, engine=options, shard=options)
+    return AxisValue(name=name, fact=fact, engine=options, shard=options)
 
 
-def _stage(number: int) -> Value:
+def _stage(number: int) -> AxisValue:
     return _both(str(number), lambda _: {"stage": number}, number)
 
 
@@ -123,65 +123,69 @@ _FULL, _SINGLE, _HALF = torch.float64, torch.float32, torch.bfloat16
 
 # The transforms of a step are put around it in the order of the axes, `fzero.shard` last.
 AXES = (
-    Axis(
+    CertifyAxis(
         name="drivers",
         head="driver",
-        values=(Value(name="step"), Value(name="engine")),
+        values=(AxisValue(name="step"), AxisValue(name="engine")),
     ),
-    Axis(name="stages", head="stage", values=tuple(map(_stage, range(4)))),
-    Axis(name="worlds", head="W", values=tuple(map(count, (1, 2, 3, 4))), counts=True),
-    Axis(name="micro_batches", head="N", values=tuple(map(count, (1, 2, 3))), counts=True),
-    Axis(
+    CertifyAxis(name="stages", head="stage", values=tuple(map(_stage, range(4)))),
+    CertifyAxis(
+        name="worlds", head="W", values=tuple(map(number_value, (1, 2, 3, 4))), counts=True
+    ),
+    CertifyAxis(
+        name="micro_batches", head="N", values=tuple(map(number_value, (1, 2, 3))), counts=True
+    ),
+    CertifyAxis(
         name="precisions",
         head="precision",
         values=(
-            Value(name="fp64", fact=Precision(dtype=_FULL, low=_FULL)),
-            Value(name="fp32", fact=Precision(dtype=_SINGLE, low=_SINGLE)),
-            Value(name="bf16", fact=Precision(dtype=_HALF, low=_HALF)),
-            Value(
+            AxisValue(name="fp64", fact=RunDtypes(dtype=_FULL, low=_FULL)),
+            AxisValue(name="fp32", fact=RunDtypes(dtype=_SINGLE, low=_SINGLE)),
+            AxisValue(name="bf16", fact=RunDtypes(dtype=_HALF, low=_HALF)),
+            AxisValue(
                 name="bf16-no-masters",
-                fact=Precision(dtype=_HALF, low=_HALF, masters=False),
+                fact=RunDtypes(dtype=_HALF, low=_HALF, masters=False),
                 engine=lambda _: {"master_weights": False},
             ),
-            Value(
+            AxisValue(
                 name="autocast",
-                fact=Precision(dtype=_SINGLE, low=_HALF, autocast=_HALF),
+                fact=RunDtypes(dtype=_SINGLE, low=_HALF, autocast=_HALF),
                 engine=lambda _: {"autocast": _HALF},
                 wrap=lambda step, _: autocast(step, dtype=_HALF),
             ),
         ),
     ),
-    Axis(
+    CertifyAxis(
         name="clipping",
         head="clip",
         values=(
-            Value(name="off"),
-            Value(
+            AxisValue(name="off"),
+            AxisValue(
                 name="on",
                 engine=lambda cell: {"max_norm": cell.max_norm},
                 wrap=lambda step, cell: clip(step, max_norm=cell.max_norm),
             ),
         ),
     ),
-    Axis(
+    CertifyAxis(
         name="loss_scales",
         head="scale",
         values=(
-            Value(name="1"),
-            Value(
+            AxisValue(name="1"),
+            AxisValue(
                 name="1024",
                 engine=lambda _: {"loss_scale": 1024.0},
                 wrap=lambda step, _: scale_loss(step, 1024.0),
             ),
         ),
     ),
-    Axis(
+    CertifyAxis(
         name="windows",
         head="window",
         values=(
-            Value(name="each"),  # every backward is reduced by itself
-            Value(name="coalesce", wrap=lambda step, _: coalesce(step)),
-            Value(
+            AxisValue(name="each"),  # every backward is reduced by itself
+            AxisValue(name="coalesce", wrap=lambda step, _: coalesce(step)),
+            AxisValue(
                 name="accumulate",
                 engine=lambda cell: {
                     "gradient_accumulation_steps": cell.fact("micro_batches"),
@@ -191,45 +195,45 @@ AXES = (
             ),
         ),
     ),
-    Axis(
+    CertifyAxis(
         name="buckets",
         head="bucket",
-        values=(_both("64", lambda _: {"bucket_bytes": 64}), Value(name="default")),
+        values=(_both("64", lambda _: {"bucket_bytes": 64}), AxisValue(name="default")),
     ),
-    Axis(
+    CertifyAxis(
         name="offload",
         head="offload",
         values=(
-            Value(name="none"),
-            Value(
+            AxisValue(name="none"),
+            AxisValue(
                 name="disk",  # "cpu" changes nothing for a model that computes on a CPU
                 engine=lambda cell: {"offload": Offload(**_on_disk(cell))},
                 wrap=lambda step, cell: offload(step, **_on_disk(cell)),
             ),
         ),
     ),
-    Axis(
+    CertifyAxis(
         name="meshes",
         head="mesh",
         values=(
-            Value(name="flat"),
+            AxisValue(name="flat"),
             _both("replicas", _in_two_dims),
             _both("replicas-all", lambda cell: {**_in_two_dims(cell), "optimizer_over": "all"}),
         ),
     ),
-    Axis(
+    CertifyAxis(
         name="reductions",
         head="reduce",
         values=(
-            Value(name="mean"),
+            AxisValue(name="mean"),
             _both("sum", lambda _: {"reduce_op": "sum"}),
         ),
     ),
-    Axis(
+    CertifyAxis(
         name="wires",
         head="wire",
         values=(
-            Value(name="own"),
+            AxisValue(name="own"),
             _both("predivided", lambda _: {"gradient_predivide_factor": 2.0}),
             _both("bf16", lambda _: {"communication_dtype": _HALF}, _HALF),
             _both("int8", _as_int8, torch.int8),
@@ -242,7 +246,7 @@ AXES = (
 class Cell:
     """One value of every axis."""
 
-    values: tuple[Value, ...]  # in the order of AXES
+    values: tuple[AxisValue, ...]  # in the order of AXES
     max_norm: float | None = None  # None where nothing is clipped
 
     @property
@@ -269,7 +273,7 @@ class Cell:
         return step
 
 
-def chosen(given: Mapping[str, Any]) -> list[tuple[Value, ...]]:
+def restricted(given: Mapping[str, Any]) -> list[tuple[AxisValue, ...]]:
     """The values of each axis, those of axes that are `given` by name restricted."""
     known = [axis.name for axis in AXES]
     for name in given:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.tools.certify._drivers import Seen
-from fzero.tools.certify._reference import Update
+from fzero.tools.certify._reference import ExpectedUpdate
 from fzero.tools.compare import eps_of, furthest, largest
 
 STORED = 3.0  # times the spacing of numbers at the largest one of a parameter
@@ -63,7 +63,7 @@ class _Number(NamedTuple):
 class Wanted:
     """The updates of one process."""
 
-    updates: Sequence[Update]
+    updates: Sequence[ExpectedUpdate]
 
     def check(self, what: str, ranks: Sequence[Sequence[Seen]]) -> Check:
         """Compare the "loss", the "norm", or the parameters (under any other name)."""
@@ -76,7 +76,7 @@ class Wanted:
                 first = first or _difference(k + 1, one)
         return Check(what=what, compared=compared, bound=top, difference=first)
 
-    def _params(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    def _params(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
         """The parameters after an update."""
         size = largest([*update.params.values()])
         for path in update.params:
@@ -85,14 +85,14 @@ class Wanted:
                 wanted = _of_dtype(update, path, found)
                 yield _Number(rank, path, found, wanted, _bound(update, path, wanted), size)
 
-    def _losses(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    def _losses(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
         """The mean loss of each rank."""
         size, bound = largest([update.losses]), update.losses_reach
         for rank, seen in enumerate(ranks):
             found = torch.stack(seen.losses).double().mean() if seen.losses else None
             yield _Number(rank, "", found, update.losses[rank].mean(), bound, size)
 
-    def _norms(self, update: Update, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    def _norms(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
         """The norms, where the driver tells them."""
         for rank, seen in enumerate(ranks):
             if seen.norm is not None:
@@ -100,14 +100,14 @@ class Wanted:
                 yield _Number(rank, "", found, wanted, update.norm_reach, update.norm)
 
 
-def _bound(update: Update, path: str, wanted: Tensor) -> Tensor | float:
+def _bound(update: ExpectedUpdate, path: str, wanted: Tensor) -> Tensor | float:
     """The reach of a parameter, and the rounding of what is added to it."""
     if path in update.exact or not wanted.numel():
         return 0.0
     return update.reach[path] + STORED * eps_of(wanted.dtype) * largest([wanted])
 
 
-def _of_dtype(update: Update, path: str, found: Tensor | None) -> Tensor:
+def _of_dtype(update: ExpectedUpdate, path: str, found: Tensor | None) -> Tensor:
     """The wanted parameter, or its master where that is what was found."""
     params = update.params[path]
     if found is not None and found.dtype != params.dtype and path in update.masters:

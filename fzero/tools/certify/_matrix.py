@@ -16,7 +16,7 @@ from fzero.errors.check import is_count
 from fzero.machine.packing import digest
 from fzero.options import takes
 from fzero.ranks.virtual import run_ranks
-from fzero.tools.certify._axes import AXES, Cell, Value, chosen
+from fzero.tools.certify._axes import AXES, AxisValue, Cell, restricted
 from fzero.tools.certify._compare import Wanted
 from fzero.tools.certify._cover import covering
 from fzero.tools.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
@@ -138,11 +138,11 @@ def certify(
 
 def _values(
     subject: Subject, step: StepOf | None, engine: EngineOf | None, axes: dict[str, Any]
-) -> list[tuple[Value, ...]]:
+) -> list[tuple[AxisValue, ...]]:
     """The values of each axis; of the drivers, those that what is given is for."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
     able = ["step", "engine"] if subject.is_module else ["step"]
-    values = chosen({"drivers": given or able, **axes})
+    values = restricted({"drivers": given or able, **axes})
     drivers = [value.name for value in values[0]]
     if not set(drivers) <= set(able):
         raise LayoutError(

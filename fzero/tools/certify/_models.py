@@ -84,7 +84,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class CommandModel:
     """A model of the command, with its loss; all take the same batches."""
 
     make: Callable[[], nn.Module]
@@ -93,6 +93,6 @@ class Model:
 
 
 MODELS = {
-    "dyadic": Model(make=Dyadic, loss=dyadic_loss, lr=2.0**-6),
-    "transformer": Model(make=Transformer, loss=entropy_loss, lr=2.0**-2),
+    "dyadic": CommandModel(make=Dyadic, loss=dyadic_loss, lr=2.0**-6),
+    "transformer": CommandModel(make=Transformer, loss=entropy_loss, lr=2.0**-2),
 }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import learns
-from fzero.tools.certify._axes import Precision
+from fzero.tools.certify._axes import RunDtypes
 from fzero.tools.certify._seed import seeded
 from fzero.tools.certify._subject import Subject, tensors_of
 from fzero.tools.compare import Coarsest, coarser, copied, signs_like
@@ -29,7 +29,7 @@ Parts = dict[str, list[Tensor]]  # of each parameter, the gradients of all losse
 class Stepped:
     """What an optimizer steps: parameters, or fp32 copies of those with 16 bits."""
 
-    def __init__(self, learning: Tensors, precision: Precision, optimizer: OptimizerOf) -> None:
+    def __init__(self, learning: Tensors, precision: RunDtypes, optimizer: OptimizerOf) -> None:
         masters = precision.masters
         self.masters = {path: nn.Parameter(_copy(p, masters)) for path, p in learning.items()}
         self.optimizer = optimizer(list(self.masters.values()))
@@ -51,7 +51,7 @@ class Process:
     whole_loss: autocast is around the loss, and not around the module's forward alone.
     """
 
-    def __init__(self, subject: Subject, precision: Precision, whole_loss: bool) -> None:
+    def __init__(self, subject: Subject, precision: RunDtypes, whole_loss: bool) -> None:
         self.subject, self.precision, self.whole_loss = subject, precision, whole_loss
         self.model, self.tensors, self.learning = _made(subject, precision)
         self.twin: Any = None
@@ -146,7 +146,7 @@ def _require_good(loss: Any, number: int) -> None:
     )
 
 
-def _made(subject: Subject, precision: Precision) -> tuple[Any, Tensors, Tensors]:
+def _made(subject: Subject, precision: RunDtypes) -> tuple[Any, Tensors, Tensors]:
     """A copy of the model, all its tensors, and those that learn."""
     model = subject.copy(precision.dtype)
     tensors = tensors_of(model)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.tools.certify._axes import Precision
+from fzero.tools.certify._axes import RunDtypes
 from fzero.tools.certify._exact import is_exact
 from fzero.tools.certify._process import OptimizerOf, Parts, Process, Stepped, Tensors
 from fzero.tools.certify._subject import Subject
@@ -29,7 +29,7 @@ class Task:
     world: int
     micro_batches: int
     updates: int
-    precision: Precision
+    precision: RunDtypes
     wire: torch.dtype | None  # bf16 or int8, in which gradients cross ranks; None: their own
     sums: bool  # over ranks; else the mean
     whole_loss: bool  # autocast is around the loss, not around the module's forward alone
@@ -66,7 +66,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Update:
+class ExpectedUpdate:
     """What one update must be, and how far from it rounding may carry."""
 
     losses: Tensor  # [W, N] float64
@@ -96,7 +96,7 @@ class CopyGradient(torch.optim.Optimizer):
 
 def one_process(
     subject: Subject, task: Task, optimizer: OptimizerOf, *, max_norm: float | None = None
-) -> list[Update]:
+) -> list[ExpectedUpdate]:
     """Train one copy of the model on the batches of all ranks and micro-batches.
 
     g = (1 / W N) sum_rn dL_rn/dp, added up in float64. A parameter that no loss uses is stepped by
@@ -135,7 +135,7 @@ def one_process(
         reach = _reach(centre, corners)
         exact = _exact_params(process, before, centre.masters, good, task)
         found.append(
-            Update(
+            ExpectedUpdate(
                 losses=passed.losses,
                 losses_reach=passed.losses_reach(same),
                 norm=passed.norm,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fzero.errors import LayoutError
 from fzero.machine.partition import named_leaves
 from fzero.state.layout import learns
-from fzero.tools.compare import cast, copy_of
+from fzero.tools.compare import cast, copy_of_tree
 
 Loss = Callable[[Any, Any], Tensor]
 """(model, batch) -> a scalar. `model` is called like the module, or is the pytree of parameters."""
@@ -41,7 +41,7 @@ class Subject:
         """A model of its own, floating tensors in `dtype`; ties and frozen leaves as they are."""
         if isinstance(self.model, nn.Module):
             return copy.deepcopy(self.model).to(dtype)
-        return copy_of(self.model, dtype)
+        return copy_of_tree(self.model, dtype)
 
     def batch(self, number: int, dtype: torch.dtype) -> Any:
         """Batch `number`, floating tensors in `dtype`."""

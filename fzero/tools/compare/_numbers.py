@@ -39,7 +39,7 @@ class Spread:
         return found
 
 
-def whole(value: Tensor, rank: int = -1) -> Spread:
+def whole_leaf(value: Tensor, rank: int = -1) -> Spread:
     """A leaf that one rank has whole, or that is a sum over ranks."""
     return Spread(shape=tuple(value.shape), copies=(Copy(rank, 0, value.reshape(-1).cpu()),))
 

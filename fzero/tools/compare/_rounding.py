@@ -39,7 +39,7 @@ def shift(a: Tensor, twin: Tensor) -> Tensor:
     return (a.double() - twin.double()).abs().nan_to_num(0.0, posinf=0.0)
 
 
-def carried(a: Tensor, twin: Tensor) -> float:
+def disturbed_bound(a: Tensor, twin: Tensor) -> float:
     """What the disturbance makes of the numbers of a leaf, with the margin."""
     off = shift(a, twin)
     return MARGIN * float(off.max()) if off.numel() else 0.0
@@ -55,7 +55,7 @@ def signs_like(x: Tensor, source: torch.Generator) -> Tensor:
     return torch.randint(0, 2, x.shape, generator=source).double() * 2 - 1
 
 
-def changed(x: Tensor, size: float, signs: Tensor) -> Tensor:
+def perturbed(x: Tensor, size: float, signs: Tensor) -> Tensor:
     """The floating tensor with each element changed by `size` of itself."""
     if not x.is_floating_point():
         return x
@@ -69,7 +69,7 @@ def disturbed_tree(tree: Any, size: float, seed: int = 0) -> Any:
     def of(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return changed(x, size, signs_like(x, source))
+        return perturbed(x, size, signs_like(x, source))
 
     return optree.tree_map(of, tree, namespace=NAMESPACE)
 

@@ -19,7 +19,7 @@ def copied(tree: Any) -> Any:
     )
 
 
-def copy_of(params: Any, dtype: torch.dtype) -> Any:
+def copy_of_tree(params: Any, dtype: torch.dtype) -> Any:
     """A copy of a pytree, floating tensors in `dtype`; ties and frozen leaves as they are."""
     made: dict[int, Tensor] = {}
     for leaf in optree.tree_leaves(params, namespace=NAMESPACE):

@@ -15,7 +15,7 @@ from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import is_count
 from fzero.state import NAMESPACE
-from fzero.tools.compile._closure import held_by
+from fzero.tools.compile._closure import values_read
 from fzero.tools.compile._run import (
     COMPILERS,
     EARLY_BYTES,
@@ -25,10 +25,10 @@ from fzero.tools.compile._run import (
     axis_of_states,
     checked_sizes,
     compiled,
-    donates,
     recorded,
     returned_by,
     same_places,
+    step_donates,
 )
 from fzero.transforms.module_copy import Template, modes_asked
 from fzero.transforms.pipeline import P, R, Step, require_order
@@ -91,7 +91,7 @@ def compile(
     _check(fn, backend, max_graphs)
     graphs: list[_Graph] = []
     sizes = checked_sizes("compile", bucket_bytes=bucket_bytes, gather_bytes=gather_bytes)
-    donate = donates(fn)
+    donate = step_donates(fn)
 
     def made(inner: Callable[..., Any], arguments: Any) -> Compiled:
         axis = axis_of_states("compile", arguments)
@@ -106,7 +106,7 @@ def compile(
         if is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
             return inner(*args, **kwargs)
         _require_real_ranks()
-        key = _key(arguments), held_by(inner)
+        key = _key(arguments), values_read(inner)
         found = _known(graphs, key)
         if found is None and len(graphs) >= max_graphs:
             warnings.warn(_MANY.format(max_graphs), UserWarning, stacklevel=4)

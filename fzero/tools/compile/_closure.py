@@ -41,7 +41,7 @@ class _Held:
     __hash__ = None  # type: ignore[assignment]
 
 
-def held_by(step: Callable[..., Any]) -> list[Any]:
+def values_read(step: Callable[..., Any]) -> list[Any]:
     """Return the numbers, strings and tensors that a step reads, in one order.
 
     Those in the cells, defaults and globals that the code of its functions names; in attributes of
@@ -52,7 +52,7 @@ def held_by(step: Callable[..., Any]) -> list[Any]:
     Example:
         >>> def make(rate):
         ...     return lambda state, x: (state, x * rate)
-        >>> held_by(make(0.5))
+        >>> values_read(make(0.5))
         [0.5]
     """
     found: list[Any] = []

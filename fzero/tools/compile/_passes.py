@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.tools.trace.alive import is_item
-from fzero.tools.trace.ops import in_backward, is_collective
+from fzero.tools.trace.ops import is_collective, ran_by_autograd
 
 aten = torch.ops.aten
 GATHER, SCATTER, REDUCE = (
@@ -105,10 +105,10 @@ def rematerialize(graph: fx.Graph) -> None:
     kept = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     free = set(kept)  # and what pointwise ops make of these
     for node in list(graph.nodes):
-        if in_backward(node):
+        if ran_by_autograd(node):
             continue
         cheap = _is_cheap(node) and all(x in free for x in node.all_input_nodes)
-        readers = [user for user in node.users if in_backward(user)]
+        readers = [user for user in node.users if ran_by_autograd(user)]
         if cheap:
             free.add(node)
         elif readers:

@@ -22,8 +22,8 @@ from fzero.tools.compile._segments import Action, Compiler, actions_of, held_in
 from fzero.tools.compile._writes import without_writes, write_back
 from fzero.tools.trace.alive import inputs_of
 from fzero.tools.trace.ops import is_collective
-from fzero.tools.trace.program import Program, record
-from fzero.transforms.donation import give_back, take_over
+from fzero.tools.trace.program import RecordedStep, record_step
+from fzero.transforms.donation import take_over, undo_take_over
 from fzero.transforms.pipeline import Step
 from fzero.transforms.states import flatten_states, is_state
 
@@ -46,11 +46,11 @@ def checked_sizes(name: str, **sizes: int) -> dict[str, int]:
     return sizes
 
 
-def donates(fn: Any) -> bool:
+def step_donates(fn: Any) -> bool:
     """Whether the state that a step is given is used up by it: what `shard` says."""
     if not isinstance(fn, Step):
         return False
-    return fn.options.get("donate", False) if fn.name == "shard" else donates(fn.inner)
+    return fn.options.get("donate", False) if fn.name == "shard" else step_donates(fn.inner)
 
 
 def axis_of_states(name: str, arguments: Any) -> Axis:
@@ -81,13 +81,13 @@ def axis_of_states(name: str, arguments: Any) -> Axis:
 
 def recorded(
     step: Callable[..., Any], arguments: Any, axis: Axis, sizes: dict[str, int]
-) -> Program:
+) -> RecordedStep:
     """Return the program of this rank, after the passes. The last argument has the keywords."""
 
     def with_keywords(*given: Any) -> Any:
         return step(*given[:-1], **given[-1])
 
-    program = record(with_keywords, arguments, axis, axis.rank)
+    program = record_step(with_keywords, arguments, axis, axis.rank)
     program = replace(program, graph=without_writes(program.graph))
     graph = program.graph.graph
     gather_early(graph, most_bytes=sizes["gather_bytes"])
@@ -98,7 +98,7 @@ def recorded(
     return program
 
 
-def same_places(program: Program) -> list[tuple[int, int]]:
+def same_places(program: RecordedStep) -> list[tuple[int, int]]:
     """Which input and which output are the same buffer of a state, before and after the step."""
     where = {path: i for i, path in enumerate(program.inputs) if path.startswith("state")}
     pairs = ((where.get(path), i) for i, path in enumerate(program.outputs))
@@ -135,7 +135,7 @@ class Compiled:
                     action(env)
         except BaseException:
             if self.donate and whole:
-                give_back(given, taken)
+                undo_take_over(given, taken)
             raise
         return self.returns(taken, [env[name] for name in self.outputs])
 
@@ -171,7 +171,7 @@ def compiled(
     )
 
 
-def returned_by(program: Program, axis: Axis) -> Returns:
+def returned_by(program: RecordedStep, axis: Axis) -> Returns:
     """Return what makes the result of a recorded step, its states on the ranks that run it."""
     leaves: Any = [0] * program.result.num_leaves
     tree: Any = optree.tree_unflatten(program.result, leaves)

@@ -25,7 +25,7 @@ from fzero.collectives import (
 from fzero.machine.packing import shard_of
 from fzero.optim.recorded import SCHEDULES, update_in_place
 from fzero.ranks.mesh import Axis
-from fzero.tools.compile._writes import INTO, OWNED, held_by, is_made_in, own_buffers
+from fzero.tools.compile._writes import INTO, OWNED, is_made_in, made_by_update, own_buffers
 from fzero.tools.trace.alive import is_item
 from fzero.tools.trace.ops import RATE, UPDATE, is_collective
 
@@ -37,7 +37,7 @@ Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class FusedOps:
     """Ops that run as one."""
 
     run: Callable[..., Any]
@@ -100,7 +100,7 @@ class StartInPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class AwaitCollective:
     """A collective must be over."""
 
     reads: tuple[str]
@@ -114,7 +114,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateKernel:
     """The kernel of an optimizer, in the memory of those arguments that are given up."""
 
     rule: str
@@ -160,7 +160,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropValues:
     """Values that nobody reads any more."""
 
     reads: tuple[str, ...]
@@ -172,7 +172,7 @@ class Drop:
             del env[name]
 
 
-Action = Segment | Start | StartInPlace | Wait | Update | Rate | Drop
+Action = FusedOps | Start | StartInPlace | AwaitCollective | UpdateKernel | Rate | DropValues
 
 
 def actions_of(
@@ -192,7 +192,7 @@ def actions_of(
 
     def wait(node: fx.Node) -> None:
         pending.discard(node)
-        actions.append(Wait((node.name,), _items(node)))
+        actions.append(AwaitCollective((node.name,), _items(node)))
 
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -241,10 +241,10 @@ def _items(node: fx.Node) -> dict[str, int]:
     return {user.name: int(user.args[1]) for user in node.users}  # type: ignore
 
 
-def _update(node: fx.Node) -> Update:
+def _update(node: fx.Node) -> UpdateKernel:
     rule, options, _, grads, _, count, lr = cast("Any", node.args)
-    held = held_by(node)
-    return Update(
+    held = made_by_update(node)
+    return UpdateKernel(
         rule=rule,
         options=options,
         held=tuple(x.name for x in held),
@@ -279,7 +279,7 @@ def _start(node: fx.Node, axes: dict[str, Axis]) -> Start | StartInPlace:
 
 def _segment(
     graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler, held: Mapping[str, Tensor]
-) -> Segment:
+) -> FusedOps:
     inside = set(nodes)
     outside = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
     reads = [x for x in outside if x.op != "get_attr" or x.name in held]
@@ -297,7 +297,7 @@ def _segment(
     module = fx.GraphModule(graph, part)
     run = compiler(module, [held[x.name] if x.name in held else x.meta["val"] for x in reads])
     writes = any(node.target is torch.ops.aten.copy_.default for node in nodes)
-    return Segment(
+    return FusedOps(
         run, tuple(x.name for x in reads), tuple(node.name for node in gives), writes=writes
     )
 
@@ -313,6 +313,6 @@ def _with_drops(actions: Sequence[Action], results: set[str]) -> tuple[Action, .
         gone = [name for name in (*action.reads, *action.gives) if name not in needed]
         needed.update(action.reads)
         if gone:
-            made.append(Drop(tuple(dict.fromkeys(gone))))
+            made.append(DropValues(tuple(dict.fromkeys(gone))))
         made.append(action)
     return tuple(reversed(made))

@@ -91,7 +91,7 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
         if node.target is UPDATE:
             node.meta[OWNED] = [
                 _root(x) in given_up and _last_reader(x, order) <= order[node]
-                for x in held_by(node)
+                for x in made_by_update(node)
             ]
     at = list(order)
     alike = [(inputs[i], k) for i, k in pairs if _are_alike(inputs[i], outs[k])]
@@ -125,7 +125,7 @@ def _are_alike(old: fx.Node, new: fx.Node) -> bool:
     return old is not new and x.shape == y.shape and x.dtype == y.dtype
 
 
-def held_by(update: fx.Node) -> list[fx.Node]:
+def made_by_update(update: fx.Node) -> list[fx.Node]:
     """What an update makes anew: the parameters, and each moment of all of them."""
     params, moments = update.args[2], update.args[4]
     return [*params, *moments]  # type: ignore
@@ -138,7 +138,7 @@ def is_made_in(node: fx.Node, old: fx.Node) -> bool:
     made: Any = node.args
     maker, place = made
     if maker.target is UPDATE:
-        return maker.meta[OWNED][place] and _root(held_by(maker)[place]) is old
+        return maker.meta[OWNED][place] and _root(made_by_update(maker)[place]) is old
     return INTO in maker.meta and maker.meta[INTO][place] is old
 
 

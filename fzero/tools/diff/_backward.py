@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.elements import leaf_names
-from fzero.tools.compare import TERMS, Copy, Found, Spread, carried, first_apart, whole
+from fzero.tools.compare import TERMS, Copy, Found, Spread, disturbed_bound, first_apart, whole_leaf
 from fzero.tools.diff._difference import GATHER, GRADIENT, LOSS, MODULE
-from fzero.tools.diff._modules import Divergence, parted
+from fzero.tools.diff._modules import Divergence, first_difference
 from fzero.tools.diff._pair import SidePair
 from fzero.tools.diff._side import Apart, Side, summed
 
@@ -49,19 +49,21 @@ def losses(pair: SidePair) -> Iterator[Apart]:
         return
     mine, other, twin = (side.loss_terms() for side in pair.sides)
     a, b, c = (summed(terms, ()) for terms in (mine, other, twin))
-    found = first_apart(whole(a), whole(b), carried(a, c) + pair.of_terms([*mine, *other], ()))
+    found = first_apart(
+        whole_leaf(a), whole_leaf(b), disturbed_bound(a, c) + pair.of_terms([*mine, *other], ())
+    )
     if found is not None:
         yield _blamed(pair, LOSS, "", found)
 
 
-def gradients(pair: SidePair) -> Iterator[Apart]:
+def summed_gradients(pair: SidePair) -> Iterator[Apart]:
     """The sum of the ranks' own gradients, leaf by leaf."""
     mine, other, twin = (side.gradient_terms for side in pair.sides)
     for path, shape in pair.learning().items():
         numel = torch.Size(shape).numel()
         a, b, c = (summed(some.get(path, []), (numel,)) for some in (mine, other, twin))
-        bound = carried(a, c) + pair.of_sum(path, (numel,))
-        found = first_apart(whole(a.view(shape)), whole(b.view(shape)), bound)
+        bound = disturbed_bound(a, c) + pair.of_sum(path, (numel,))
+        found = first_apart(whole_leaf(a.view(shape)), whole_leaf(b.view(shape)), bound)
         if found is not None:
             yield _blamed(pair, GRADIENT, path, found)
 
@@ -81,8 +83,8 @@ def _on_ranks(pair: SidePair, operation: str, path: str, found: Found) -> Apart:
         terms = [_terms_at(side, path, backward) for side in pair.sides]
         some = []
         for rank, (a, b, c) in enumerate(zip(*terms, strict=True)):
-            bound = carried(a, c) + pair.of_terms([a, b], a.shape).reshape(-1)
-            apart = first_apart(whole(a), whole(b), bound)
+            bound = disturbed_bound(a, c) + pair.of_terms([a, b], a.shape).reshape(-1)
+            apart = first_apart(whole_leaf(a), whole_leaf(b), bound)
             if apart is not None:
                 some.append((rank, apart))
         if some and counts[0] != counts[1] and backward < both[some[0][0]]:
@@ -103,7 +105,7 @@ def _module(pair: SidePair, apart: Apart) -> Apart | None:
         backwards = [side.seen[rank].backwards for side in pair.sides]
         if all(len(some) >= number for some in backwards):
             trails = [some[number - 1].trail for some in backwards]
-            one = parted(*trails, unit=pair.units.passes)
+            one = first_difference(*trails, unit=pair.units.passes)
             found += [(rank, one)] if one else []
     if not found:
         return None

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.state import TrainState
-from fzero.tools.diff._backward import gathers, gradients, losses
+from fzero.tools.diff._backward import gathers, losses, summed_gradients
 from fzero.tools.diff._difference import GRADIENT, LOSS, MODULE
 from fzero.tools.diff._lead import Lead
-from fzero.tools.diff._pair import SidePair, Units
+from fzero.tools.diff._pair import SidePair, Spacing
 from fzero.tools.diff._record import RankUpdate, Recording
 from fzero.tools.diff._side import Apart, Side
 from fzero.tools.diff._update import returned, updates
@@ -52,7 +52,7 @@ def lead_of(side: Side) -> Lead | None:
 
 
 def compare(
-    a: Called, b: Called, twin: Called, state: int, units: Units
+    a: Called, b: Called, twin: Called, state: int, units: Spacing
 ) -> tuple[int, Apart] | None:
     """The first difference in a state, and in which update (counted from 1) it is."""
     runs = (a, b, twin)
@@ -87,5 +87,5 @@ def _first(pair: SidePair) -> Apart | None:
 def _all(pair: SidePair) -> Iterator[Apart]:
     yield from gathers(pair)
     yield from losses(pair)
-    yield from gradients(pair)
+    yield from summed_gradients(pair)
     yield from updates(pair)

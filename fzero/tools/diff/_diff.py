@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
-from fzero.tools.compare import DISTURBANCE, SMALLEST_UNIT, first_apart, whole
+from fzero.tools.compare import DISTURBANCE, SMALLEST_UNIT, first_apart, whole_leaf
 from fzero.tools.diff._compare import Called, compare
 from fzero.tools.diff._difference import GRADIENT, LOSS, MODULE, START, Difference, Moment
-from fzero.tools.diff._pair import Units
+from fzero.tools.diff._pair import Spacing
 from fzero.tools.diff._record import Leads
-from fzero.tools.diff._run import Run, RunUnderWay, dtypes_of, require_runs
+from fzero.tools.diff._run import Run, RunUnderWay, require_runs, start_dtypes
 from fzero.tools.diff._side import Apart
 from fzero.tools.diff._values import Values, disturbed
 from fzero.transforms.states import is_state
@@ -93,7 +93,7 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
         ('loss', (0, 1, 2, 3), Moment(step=1, update=1, backward=1))
     """
     require_runs(run_a, run_b)
-    dtypes = [dtypes_of(run) for run in (run_a, run_b)]
+    dtypes = [start_dtypes(run) for run in (run_a, run_b)]
     found = None
     if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
         with suppress(Exception):  # a dtype is fixed somewhere; what else is wrong is raised below
@@ -117,7 +117,8 @@ def _compared(run_a: Run, run_b: Run, wide: torch.dtype | None) -> Difference | 
         operation=apart.operation,
         path=path,
         **apart.found._asdict(),
-        compared_in=wide or min(dtypes_of(run_a) | dtypes_of(run_b), key=lambda x: x.itemsize),
+        compared_in=wide
+        or min(start_dtypes(run_a) | start_dtypes(run_b), key=lambda x: x.itemsize),
     )
 
 
@@ -164,7 +165,7 @@ def _starts(a: Sequence[Values], b: Sequence[Values]) -> tuple[int, Moment, Apar
             y = other.params[path]
             eps = 0.0 if x.dtype == y.dtype else max(torch.finfo(z.dtype).eps for z in (x, y))
             bound = eps * x.double().abs().reshape(-1)
-            found = first_apart(whole(x), whole(y), bound)
+            found = first_apart(whole_leaf(x), whole_leaf(y), bound)
             if found is not None:
                 return number, Moment(0, 0, None), Apart(START, path, found)
     return None
@@ -175,7 +176,7 @@ class _Trusted(NamedTuple):
 
     called: Called
     twin: Called
-    units: Units
+    units: Spacing
 
 
 def _call(a: RunUnderWay, b: RunUnderWay, number: int) -> tuple[int, Moment, Apart] | None:
@@ -211,7 +212,7 @@ def _beside(
     least = max(b.optimizer_unit, SMALLEST_UNIT)
     called = a.go_on(number, began, leads=leads, optimizer_unit=least)
     unit = max(a.unit, b.unit, min(a.coarsest, b.coarsest), SMALLEST_UNIT)
-    units, size = Units(unit, a.optimizer_unit), DISTURBANCE * unit
+    units, size = Spacing(unit, a.optimizer_unit), DISTURBANCE * unit
     other = [disturbed(values, size, seed) for seed, values in enumerate(start)]
     beyond = [
         [lead and lead.disturbed(size, seed) for lead in some] for seed, some in enumerate(leads)

@@ -72,7 +72,7 @@ OPERATIONS = {
 }
 
 
-def kind_of(operation: str) -> str:
+def operation_of(operation: str) -> str:
     """The operation, without the name of a slot, counter or module."""
     return max((kind for kind in OPERATIONS if operation.startswith(kind)), key=len)
 
@@ -110,7 +110,7 @@ class Difference:
     @property
     def kind(self) -> str:
         """The operation, without the name of a slot or counter."""
-        return kind_of(self.operation)
+        return operation_of(self.operation)
 
     def __str__(self) -> str:
         compared, cause = OPERATIONS[self.kind]

@@ -18,7 +18,7 @@ from fzero.checkpoint.elements import Slot, counters_of, slots_of, unstepped_of,
 from fzero.machine.parts import cut
 from fzero.state import Buffers, TrainState
 from fzero.state.setup import MASTERS
-from fzero.tools.compare import CORNERS, DISTURBANCE, changed, signs_like
+from fzero.tools.compare import CORNERS, DISTURBANCE, perturbed, signs_like
 from fzero.tools.diff._values import Values, disturbed, flat_of, with_whole
 from fzero.transforms.pieces import pieces_of
 
@@ -86,10 +86,10 @@ def corners(state: TrainState, gradients: Flats, unit: float) -> list[Corner]:
         def slot(one: Slot, size: float = size * of_slots) -> Tensor:
             if one.name == MASTERS:
                 return one.flat.clone()
-            return changed(one.flat, size, signs[place[one.group]])
+            return perturbed(one.flat, size, signs[place[one.group]])
 
         optimizer = with_counters(state, slot, counters_of(state), unstepped_of(state))
-        given = [changed(g, up * size, sign) for g, sign in zip(gradients, signs, strict=True)]
+        given = [perturbed(g, up * size, sign) for g, sign in zip(gradients, signs, strict=True)]
         new, after = setup.optimizer.advance(shards, given, optimizer, pieces_of(setup), **options)
         moved = [y.double() - x.double() for x, y in zip(shards, new, strict=True)]
         slots = {

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 from fzero.context.here import current_ranks
 from fzero.context.modes import in_transform
 from fzero.state.layout import as_real
-from fzero.tools.compare import TERMS, Found, carried, first_apart, largest, whole
+from fzero.tools.compare import TERMS, Found, disturbed_bound, first_apart, largest, whole_leaf
 
 
 class EventKey(NamedTuple):
@@ -122,7 +122,7 @@ class Divergence(NamedTuple):
     found: Found
 
 
-def parted(a: Trail, b: Trail, twin: Trail, unit: float) -> Divergence | None:
+def first_difference(a: Trail, b: Trail, twin: Trail, unit: float) -> Divergence | None:
     """The first event of two forwards that differs; `twin` is a, disturbed.
 
     None where the outermost module is given something else: the difference is older.
@@ -145,7 +145,9 @@ def parted(a: Trail, b: Trail, twin: Trail, unit: float) -> Divergence | None:
 def _apart(x: Tensor | None, y: Tensor | None, z: Tensor | None, unit: float) -> Found | None:
     if x is None or y is None or z is None or x.shape != y.shape or x.shape != z.shape:
         return None
-    return first_apart(whole(x), whole(y), carried(x, z) + TERMS * unit * largest([x.double()]))
+    return first_apart(
+        whole_leaf(x), whole_leaf(y), disturbed_bound(x, z) + TERMS * unit * largest([x.double()])
+    )
 
 
 def _copied(given: Any) -> list[Tensor | None]:

@@ -14,7 +14,7 @@ from fzero.tools.diff._difference import REPLICA
 from fzero.tools.diff._side import Apart, Side, summed
 
 
-class Units(NamedTuple):
+class Spacing(NamedTuple):
     """The relative spacing of numbers in the coarsest dtype."""
 
     passes: float  # of forwards, backwards and reductions
@@ -28,7 +28,7 @@ class SidePair:
     a: Side
     b: Side
     twin: Side
-    units: Units
+    units: Spacing
 
     @property
     def sides(self) -> tuple[Side, Side, Side]:

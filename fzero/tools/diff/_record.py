@@ -102,7 +102,7 @@ class Recording:
 
     def _loss(self, seen: RankUpdate, state: TrainState, loss: Tensor) -> None:
         policy = state.setup.policy
-        self.unit = max(self.unit, unit_of(state))
+        self.unit = max(self.unit, spacing_of(state))
         value = loss.detach().double().cpu()
         made = Backward(weight=policy.grad_scale, loss=value, trail=self._trails.taken())
         seen.backwards.append(made)
@@ -116,7 +116,7 @@ class Recording:
 
     def _added(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor, bool]) -> None:
         leaf, gradient, reduced = value
-        self.unit = max(self.unit, unit_of(state))
+        self.unit = max(self.unit, spacing_of(state))
         if not seen.backwards or seen.backwards[-1].loss is not None:
             seen.backwards.append(Backward(weight=0.0, loss=None))
         summed = state.setup.reduction.reduce_op == "sum"
@@ -173,7 +173,7 @@ class CoarsestOfPasses(Coarsest):
         return not self.updating or rank_here() not in self.updating
 
 
-def unit_of(state: TrainState) -> float:
+def spacing_of(state: TrainState) -> float:
     """The relative spacing of numbers in the coarsest dtype that a state asks for."""
     setup = state.setup
     dtypes = {setup.layout.groups[i].dtype for i in setup.layout.trainable}

@@ -10,10 +10,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.elements import row_of, stack_of
+from fzero.checkpoint.elements import stack_of, state_of_rank
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
-from fzero.tools.compare import cast, copied, copy_of, disturbed_tree
+from fzero.tools.compare import cast, copied, copy_of_tree, disturbed_tree
 from fzero.tools.diff._compare import Called
 from fzero.tools.diff._modules import Trails
 from fzero.tools.diff._record import Leads, Recording
@@ -70,7 +70,7 @@ def require_runs(a: Run, b: Run) -> None:
         )
 
 
-def dtypes_of(run: Run) -> set[torch.dtype]:
+def start_dtypes(run: Run) -> set[torch.dtype]:
     """The floating dtypes of the parameters that a run starts from."""
     leaves = optree.tree_leaves(run.params, namespace=NAMESPACE)
     return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
@@ -81,7 +81,7 @@ class RunUnderWay:
 
     def __init__(self, run: Run, wide: torch.dtype | None) -> None:
         self.run, self.wide = run, wide
-        params = run.params if wide is None else copy_of(run.params, wide)
+        params = run.params if wide is None else copy_of_tree(run.params, wide)
         self._simulated = simulate(run.step, world_size=run.world_size)
         self.state = self._simulated.init(params, run.optimizer)
         self.unit = 0.0  # of the coarsest dtype that the states of the last call ask for
@@ -91,7 +91,9 @@ class RunUnderWay:
     def rows(self, state: Any) -> list[list[TrainState]]:
         """Each state of a stacked tree of them, as each rank has it."""
         stacks = flatten_states("diff", state)[0]
-        return [[row_of(stack, rank) for rank in range(self.run.world_size)] for stack in stacks]
+        return [
+            [state_of_rank(stack, rank) for rank in range(self.run.world_size)] for stack in stacks
+        ]
 
     def values(self) -> list[Values]:
         """The whole values of each state."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from fzero.checkpoint.elements import leaf_names
 from fzero.state import Setup, TrainState
 from fzero.tools.compare import Found, Spread
-from fzero.tools.diff._difference import kind_of
+from fzero.tools.diff._difference import operation_of
 from fzero.tools.diff._record import RankUpdate
-from fzero.tools.diff._values import params_of, slots_of, spread
+from fzero.tools.diff._values import params_of, slots_of_ranks, spread
 
 
 class Apart(NamedTuple):
@@ -29,7 +29,7 @@ class Apart(NamedTuple):
     @property
     def kind(self) -> str:
         """The operation, without the name of a slot, counter or module."""
-        return kind_of(self.operation)
+        return operation_of(self.operation)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is derived is kept
@@ -104,7 +104,7 @@ class Side:
     @cached_property
     def slots(self) -> tuple[dict[tuple[str, str], Spread], dict[tuple[str, str], Spread]]:
         """The slots of the optimizer before the update, and after it."""
-        return slots_of(self.before), slots_of(self.after) if self.after else {}
+        return slots_of_ranks(self.before), slots_of_ranks(self.after) if self.after else {}
 
 
 def summed(terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

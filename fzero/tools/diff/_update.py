@@ -15,17 +15,17 @@ from fzero.tools.compare import (
     TERMS,
     Copy,
     Spread,
-    carried,
+    disturbed_bound,
     eps_of,
     first_apart,
     of_ranks,
     shift,
-    whole,
+    whole_leaf,
 )
 from fzero.tools.diff._difference import CLIP, COUNTER, NORM, REDUCTION, SCALE, SLOT, STATE, UPDATE
 from fzero.tools.diff._pair import SidePair, of_leaf
 from fzero.tools.diff._side import Apart, Side
-from fzero.tools.diff._values import counters, params_of, slots_of
+from fzero.tools.diff._values import counters, params_of, slots_of_ranks
 
 Parts = Sequence[Mapping[Any, Spread]]  # of a, of b, and of a disturbed
 
@@ -43,7 +43,7 @@ def updates(pair: SidePair) -> Iterator[Apart]:
     elif {*made[0], *made[1]} != {0.0}:
         is_a = len(set(made[0])) > 1
         wanted = torch.tensor([max(made[0])]).double()
-        found = first_apart(whole(wanted), of_ranks(made[0] if is_a else made[1]), 0.0)
+        found = first_apart(whole_leaf(wanted), of_ranks(made[0] if is_a else made[1]), 0.0)
         if found is not None:
             found = found._replace(a=found.b, b=found.a) if is_a else found
             yield Apart(UPDATE, "", found._replace(index=()))
@@ -57,7 +57,7 @@ def returned(pair: SidePair, rows: Sequence[Sequence[TrainState]]) -> Iterator[A
     befores, afters = [side.params[0] for side in pair.sides], [params_of(x) for x in rows]
     for path in befores[0]:
         yield from _moved(pair, STATE, path, _at(befores, path), _at(afters, path))
-    befores, afters = [side.slots[0] for side in pair.sides], [slots_of(x) for x in rows]
+    befores, afters = [side.slots[0] for side in pair.sides], [slots_of_ranks(x) for x in rows]
     for name, path in befores[0]:
         if all((name, path) in found for found in (*befores, *afters)):
             parts = _at(befores, (name, path)), _at(afters, (name, path))
@@ -69,9 +69,9 @@ def returned(pair: SidePair, rows: Sequence[Sequence[TrainState]]) -> Iterator[A
 def _gradients(pair: SidePair, operation: str, *, given: bool) -> Iterator[Apart]:
     parts = [side.gradients(given) for side in pair.sides]
     for path, shape in pair.learning().items():
-        nothing = whole(torch.zeros(shape, dtype=torch.float64))
+        nothing = whole_leaf(torch.zeros(shape, dtype=torch.float64))
         a, b, c = (found.get(path, nothing) for found in parts)
-        bound = carried(a.full, c.full) + pair.of_sum(path, a.full.shape)
+        bound = disturbed_bound(a.full, c.full) + pair.of_sum(path, a.full.shape)
         if given:
             bound = bound + TERMS * pair.units.passes * a.full.abs()
         yield from of_leaf(operation, path, a, b, bound)
@@ -82,7 +82,7 @@ def _norms(pair: SidePair) -> Iterator[Apart]:
     if a.copies and b.copies and c.copies:
         numel = sum(leaf.numel for leaf in pair.a.setup.layout.leaves)
         rounding = (TERMS + numel**0.5) * pair.units.passes * float(a.full.abs().max())
-        found = first_apart(a, b, carried(a.full, c.full) + rounding)
+        found = first_apart(a, b, disturbed_bound(a.full, c.full) + rounding)
         if found is not None:
             yield Apart(NORM, "", found._replace(index=()))
 
@@ -144,7 +144,7 @@ def _moved(
         return
     stored = [2 * eps_of(x.full.dtype) * x.full.double().abs() for x in after[:2]]
     bound = torch.maximum(*stored) + TERMS * pair.units.updates * moved.abs()
-    bound = bound + (carried(moved, c.full) if key is None else _reach(pair, moved, key))
+    bound = bound + (disturbed_bound(moved, c.full) if key is None else _reach(pair, moved, key))
     yield from of_leaf(operation, path, a, b, bound)
 
 

@@ -13,7 +13,7 @@ from fzero.checkpoint.elements import Slot, counters_of, leaf_names, slots_acros
 from fzero.machine.packing import leaf_ranges, pack, part_of
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.setup import MASTERS
-from fzero.tools.compare import Copy, Spread, changed, signs_like
+from fzero.tools.compare import Copy, Spread, perturbed, signs_like
 
 Slots = dict[tuple[str, str], Tensor]  # (name of the slot, path)
 
@@ -43,7 +43,7 @@ def params_of(states: Sequence[TrainState]) -> dict[str, Spread]:
     return spread(setup, range(len(setup.layout.groups)), flats, setup.params)
 
 
-def slots_of(states: Sequence[TrainState]) -> dict[tuple[str, str], Spread]:
+def slots_of_ranks(states: Sequence[TrainState]) -> dict[tuple[str, str], Spread]:
     """The slots of the optimizer that the ranks of a state hold, masters among them."""
     setup = states[0].setup
     found: dict[tuple[str, str], Spread] = {}
@@ -76,7 +76,7 @@ def values_of(states: Sequence[TrainState]) -> Values:
     """The whole values of the states of all ranks."""
     return Values(
         params={path: one.full.view(one.shape) for path, one in params_of(states).items()},
-        slots={key: one.full.view(one.shape) for key, one in slots_of(states).items()},
+        slots={key: one.full.view(one.shape) for key, one in slots_of_ranks(states).items()},
         state=states[0],
     )
 
@@ -139,9 +139,9 @@ def disturbed(values: Values, size: float, seed: int) -> Values:
     """The values with each element changed by `size` of itself, up or down; masters alike."""
     source = torch.Generator().manual_seed(seed)
     signs = {path: signs_like(p, source) for path, p in values.params.items()}
-    params = {path: changed(p, size, signs[path]) for path, p in values.params.items()}
+    params = {path: perturbed(p, size, signs[path]) for path, p in values.params.items()}
     slots = {
-        (name, path): changed(x, size, signs[path]) if name == MASTERS else x
+        (name, path): perturbed(x, size, signs[path]) if name == MASTERS else x
         for (name, path), x in values.slots.items()
     }
     return replace(values, params=params, slots=slots)

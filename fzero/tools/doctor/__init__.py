@@ -7,7 +7,7 @@
 The formula is differentiated by the same transform, on all ranks' inputs stacked in one process.
 """
 
-from fzero.tools.doctor._report import Report as Report
+from fzero.tools.doctor._report import DoctorReport as DoctorReport
 from fzero.tools.doctor._report import Section as Section
 from fzero.tools.doctor._report import examine as examine
-from fzero.tools.doctor._subjects import Subject as Subject
+from fzero.tools.doctor._subjects import CollectiveSubject as CollectiveSubject

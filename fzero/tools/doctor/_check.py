@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fzero.tools.doctor._subjects import DTYPES, OPS, Subject, formula
+from fzero.tools.doctor._subjects import DTYPES, OPS, CollectiveSubject, formula
 from fzero.tools.doctor._transforms import TRANSFORMS, Inputs, inputs
 
 VERDICTS = ("right", "refused", "zero", "wrong", "crashed", "hung")
@@ -16,10 +16,10 @@ VERDICTS = ("right", "refused", "zero", "wrong", "crashed", "hung")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class CollectiveCheck:
     """A collective, the transform around it, and the dtype of its input."""
 
-    subject: Subject
+    subject: CollectiveSubject
     transform: str
     dtype: str
 
@@ -32,7 +32,7 @@ class Finding:
     seen: str = ""
 
 
-def run(check: Check, rank: int, world: int) -> Finding:
+def run_check(check: CollectiveCheck, rank: int, world: int) -> Finding:
     """Run a check on this rank. A collective: every rank runs it.
 
     What is raised is found, not passed on. Numbers are compared bit for bit: all of them are exact.
@@ -59,17 +59,19 @@ def worst(findings: Sequence[Finding]) -> Finding:
     return max(findings, key=lambda finding: VERDICTS.index(finding.verdict))
 
 
-def _expected(check: Check, stacked: Inputs, op: str) -> Tensor:
+def _expected(check: CollectiveCheck, stacked: Inputs, op: str) -> Tensor:
     return TRANSFORMS[check.transform](formula(check.subject.kind, op), stacked).detach()
 
 
-def _same(got: Tensor, want: Tensor, check: Check) -> bool:
+def _same(got: Tensor, want: Tensor, check: CollectiveCheck) -> bool:
     """Whether the bits are those of `want`, in the dtype that was asked for."""
     dtype = DTYPES[check.dtype]
     return got.dtype == dtype and got.shape == want.shape and torch.equal(got, want.to(dtype))
 
 
-def _resembles(got: Tensor, check: Check, stacked: Inputs, rank: int, want: Tensor) -> str:
+def _resembles(
+    got: Tensor, check: CollectiveCheck, stacked: Inputs, rank: int, want: Tensor
+) -> str:
     """Say which fault gives these numbers, if a common one does."""
     if got.dtype != DTYPES[check.dtype]:
         return f"; its dtype is {str(got.dtype).removeprefix('torch.')}"

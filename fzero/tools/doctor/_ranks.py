@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.errors import AxisError
-from fzero.tools.doctor._check import Check, Finding, run, worst
+from fzero.tools.doctor._check import CollectiveCheck, Finding, run_check, worst
 
 START_S = 600.0  # to import torch, and to find each other
 
@@ -32,7 +32,9 @@ class _Rank(NamedTuple):
     pipe: Connection
 
 
-def findings(checks: Sequence[Check], *, world: int, timeout_s: float) -> Iterator[Finding]:
+def findings(
+    checks: Sequence[CollectiveCheck], *, world: int, timeout_s: float
+) -> Iterator[Finding]:
     """Yield what comes of each check, in their order.
 
     Where a rank crashes, or gives no answer in `timeout_s` seconds, that is the finding, and the
@@ -84,7 +86,7 @@ class _Ranks:
     ) -> None:
         self._stack.close()
 
-    def ask(self, check: Check, timeout_s: float) -> list[Finding]:
+    def ask(self, check: CollectiveCheck, timeout_s: float) -> list[Finding]:
         """Return every rank's finding."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # it has ended: the answer says so
@@ -142,5 +144,5 @@ def _serve(rank: int, world: int, store: str, timeout_s: float, pipe: Connection
         return
     with contextlib.suppress(EOFError, OSError):
         while True:
-            pipe.send(run(pipe.recv(), rank, world))
+            pipe.send(run_check(pipe.recv(), rank, world))
     dist.destroy_process_group()

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 
 from fzero.tools._columns import columns
-from fzero.tools.doctor._check import VERDICTS, Check, Finding
+from fzero.tools.doctor._check import VERDICTS, CollectiveCheck, Finding
 from fzero.tools.doctor._ranks import findings
-from fzero.tools.doctor._subjects import DTYPES, FLOATS, OF_FZERO, OF_THE_BACKEND, OF_TORCH, Subject
+from fzero.tools.doctor._subjects import (
+    DTYPES,
+    FLOATS,
+    OF_FZERO,
+    OF_THE_BACKEND,
+    OF_TORCH,
+    CollectiveSubject,
+)
 from fzero.tools.doctor._transforms import TRANSFORMS
 
 WORLD = 2
@@ -23,15 +30,15 @@ class Section:
     """Collectives that are examined in the same way."""
 
     title: str
-    subjects: tuple[Subject, ...]
+    subjects: tuple[CollectiveSubject, ...]
     transforms: tuple[str, ...]
     dtypes: tuple[str, ...]
     tolerated: tuple[str, ...]  # the verdicts that are no fault of this installation
 
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[CollectiveCheck]:
         """Return the cells: integers have no derivatives, and no mean."""
         return [
-            Check(subject=subject, transform=transform, dtype=dtype)
+            CollectiveCheck(subject=subject, transform=transform, dtype=dtype)
             for subject in self.subjects
             for transform in self.transforms
             for dtype in self.dtypes
@@ -65,26 +72,26 @@ SECTIONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class CheckResult:
     """A check, the section that it belongs to, and what came of it."""
 
     section: str
-    check: Check
+    check: CollectiveCheck
     finding: Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class DoctorReport:
     """What was found; true if no cell is a fault of this installation. `text()` has the tables."""
 
     sections: Mapping[str, Section]
-    cells: tuple[Cell, ...]
+    cells: tuple[CheckResult, ...]
 
     def __bool__(self) -> bool:
         return not self.faults
 
     @property
-    def faults(self) -> tuple[Cell, ...]:
+    def faults(self) -> tuple[CheckResult, ...]:
         """The cells with a verdict that their section does not tolerate."""
         return tuple(
             cell
@@ -93,7 +100,7 @@ class Report:
         )
 
     @property
-    def silent(self) -> tuple[Cell, ...]:
+    def silent(self) -> tuple[CheckResult, ...]:
         """The cells that are not right, without an error, in any section."""
         return tuple(cell for cell in self.cells if cell.finding.verdict in ("zero", "wrong"))
 
@@ -129,7 +136,7 @@ class Report:
         return "\n".join(lines)
 
 
-def examine(sections: Mapping[str, Section] = SECTIONS, *, timeout_s: float = 60.0) -> Report:
+def examine(sections: Mapping[str, Section] = SECTIONS, *, timeout_s: float = 60.0) -> DoctorReport:
     """Run the checks of all sections on ranks that are started for it.
 
     Args:
@@ -145,13 +152,13 @@ def examine(sections: Mapping[str, Section] = SECTIONS, *, timeout_s: float = 60
     named = [(name, check) for name, section in sections.items() for check in section.checks()]
     found = findings([check for _, check in named], world=WORLD, timeout_s=timeout_s)
     cells = tuple(
-        Cell(section=name, check=check, finding=finding)
+        CheckResult(section=name, check=check, finding=finding)
         for (name, check), finding in zip(named, found, strict=True)
     )
-    return Report(sections=sections, cells=cells)
+    return DoctorReport(sections=sections, cells=cells)
 
 
-def _described(word: str, cells: Sequence[Cell]) -> list[str]:
+def _described(word: str, cells: Sequence[CheckResult]) -> list[str]:
     """Name the cells and what was seen in them; dtypes in which the same was seen share a line."""
     found: dict[tuple[str, str, Finding], list[str]] = {}
     for cell in cells:
@@ -163,7 +170,7 @@ def _described(word: str, cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def _table(cells: Sequence[Cell], color: bool) -> Iterator[str]:
+def _table(cells: Sequence[CheckResult], color: bool) -> Iterator[str]:
     """Yield the lines of one section, of at most 80 columns.
 
     Dtypes are side by side, or transforms if there is one dtype. The name of a collective has a

@@ -56,7 +56,7 @@ def formula(kind: str, op: str) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class CollectiveSubject:
     """One collective: `run` on one rank must be row r of `formula(kind, op)` on all of them.
 
     `run` is found by name in the process of each rank, so it is a function of a module, or a
@@ -70,10 +70,12 @@ class Subject:
 
 
 OF_FZERO = (
-    Subject(name="all_gather", run=fzero.all_gather, kind="gather"),
-    Subject(name="reduce_scatter (psum_scatter)", run=fzero.reduce_scatter, kind="scatter"),
-    Subject(name="all_reduce (psum)", run=fzero.all_reduce, kind="reduce"),
-    Subject(name="pmean", run=fzero.pmean, kind="reduce", op="avg"),
+    CollectiveSubject(name="all_gather", run=fzero.all_gather, kind="gather"),
+    CollectiveSubject(
+        name="reduce_scatter (psum_scatter)", run=fzero.reduce_scatter, kind="scatter"
+    ),
+    CollectiveSubject(name="all_reduce (psum)", run=fzero.all_reduce, kind="reduce"),
+    CollectiveSubject(name="pmean", run=fzero.pmean, kind="reduce", op="avg"),
 )
 
 
@@ -90,7 +92,9 @@ def _raw_reduce_scatter(x: Tensor, *, op: str = "sum") -> Tensor:
 
 
 OF_THE_BACKEND = tuple(
-    Subject(name=f"{name} {op.upper()}", run=functools.partial(run, op=op), kind=kind, op=op)
+    CollectiveSubject(
+        name=f"{name} {op.upper()}", run=functools.partial(run, op=op), kind=kind, op=op
+    )
     for name, run, kind in (
         ("all_reduce", _raw_all_reduce, "reduce"),
         ("reduce_scatter", _raw_reduce_scatter, "scatter"),
@@ -120,13 +124,17 @@ def _differentiable_reduce(x: Tensor) -> Tensor:
 
 
 OF_TORCH = (
-    Subject(name="dist.all_reduce", run=_raw_all_reduce, kind="reduce"),
-    Subject(name="dist.nn.functional.all_reduce", run=_differentiable_reduce, kind="reduce"),
-    Subject(name="_functional_collectives.all_reduce", run=_functional_reduce, kind="reduce"),
-    Subject(
+    CollectiveSubject(name="dist.all_reduce", run=_raw_all_reduce, kind="reduce"),
+    CollectiveSubject(
+        name="dist.nn.functional.all_reduce", run=_differentiable_reduce, kind="reduce"
+    ),
+    CollectiveSubject(
+        name="_functional_collectives.all_reduce", run=_functional_reduce, kind="reduce"
+    ),
+    CollectiveSubject(
         name="_functional_collectives.all_gather_tensor", run=_functional_gather, kind="gather"
     ),
-    Subject(
+    CollectiveSubject(
         name="_functional_collectives.reduce_scatter_tensor",
         run=_functional_scatter,
         kind="scatter",

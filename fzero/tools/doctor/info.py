@@ -51,11 +51,12 @@ def environment() -> dict[str, Any]:
     }
 
 
-def as_text(report: dict[str, Any]) -> str:
+def report_text(report: dict[str, Any]) -> str:
     """Return `report` as one entry a fact, in a block of code that an issue takes as it is.
 
     Example:
-        >>> print(as_text({"cpu": {"cores": 2, "memory_bytes": 2**34}, "gpus": [], "nccl": None}))
+        >>> found = {"cpu": {"cores": 2, "memory_bytes": 2**34}, "gpus": [], "nccl": None}
+        >>> print(report_text(found))
         ```text
         cpu        cores 2, memory 16.0 GiB
         gpus       none
@@ -72,7 +73,7 @@ def as_text(report: dict[str, Any]) -> str:
 def show(*, as_json: bool) -> None:
     """Print the report."""
     report = environment()
-    print(json.dumps(report, indent=2) if as_json else as_text(report))
+    print(json.dumps(report, indent=2) if as_json else report_text(report))
 
 
 def _words(value: Any) -> str:

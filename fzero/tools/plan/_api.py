@@ -15,8 +15,15 @@ from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.tools.plan._checks import World, module_of, size_of, too_large
 from fzero.tools.plan._record import Comparison, Plan
-from fzero.tools.plan._run import run
-from fzero.tools.plan._subject import Loss, Subject, device_of, maker, subject_of, tree_emptied
+from fzero.tools.plan._run import plan_step
+from fzero.tools.plan._subject import (
+    Loss,
+    PlannedStep,
+    device_of,
+    maker,
+    planned_step_of,
+    tree_emptied,
+)
 from fzero.tools.plan._time import Rates
 from fzero.transforms.pipeline import names_inside
 
@@ -98,7 +105,7 @@ class Planner:
         module = module_of(model)
         if isinstance(world, tuple):
             options["mesh"] = world
-        subject = subject_of(
+        subject = planned_step_of(
             module,
             batch,
             loss=loss,
@@ -111,7 +118,7 @@ class Planner:
         )
         optimizer = adamw(3e-4) if optimizer is None else optimizer
         kind = device or device_of(module)
-        return run(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
+        return plan_step(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
 
     def of_step(
         self,
@@ -166,9 +173,11 @@ class Planner:
                 "world=...); fzero.plan(module, batch, ...) plans a module.",
             )
         make = maker(autocasts="autocast" in names_inside(step))
-        subject = Subject(repr(step), step, tree_emptied(params, make), tree_emptied(args, make))
+        subject = PlannedStep(
+            repr(step), step, tree_emptied(params, make), tree_emptied(args, make)
+        )
         kind = device or device_of(params)
-        return run(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
+        return plan_step(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
 
     def compare(
         self, model: Any, batch: Any, *, stages: Sequence[int] = (0, 1, 2, 3), **options: Any

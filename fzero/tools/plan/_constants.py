@@ -31,7 +31,7 @@ _READS = (
 )
 
 
-def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def call_abstractly(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch: on tensors without values, and on the values that are known."""
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     known = all(map(is_known, given))

@@ -51,7 +51,7 @@ class AsOn(TorchFunctionMode):
         if func in _device_constructors() and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         if func is not torch.nn.functional.scaled_dot_product_attention:
-            return constants.run(func, args, kwargs)
+            return constants.call_abstractly(func, args, kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
         return _fused(given) if self._fuses(given) else func(*args, **kwargs)

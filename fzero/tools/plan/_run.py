@@ -21,10 +21,10 @@ from fzero.state import NAMESPACE, Setup, TrainState, state_bytes
 from fzero.tools.plan._checks import check_rank
 from fzero.tools.plan._meta import AsOn
 from fzero.tools.plan._record import Plan, Traffic
-from fzero.tools.plan._subject import Subject
+from fzero.tools.plan._subject import PlannedStep
 from fzero.tools.plan._time import Rates, time_of
 from fzero.tools.plan._values import ASKED_OF_FAKE, NoValues
-from fzero.tools.plan._watch import Watch
+from fzero.tools.plan._watch import MemoryWatch
 from fzero.tools.trace.program import reads_values
 from fzero.tools.trace.recurrent import unfused_recurrence
 from fzero.transforms.states import flatten_states
@@ -32,8 +32,8 @@ from fzero.transforms.states import flatten_states
 _PLACES = ("on device", "in host memory", "on disk")
 
 
-def run(
-    subject: Subject, optimizer: Any, *, world: int, rank: int, device: str, rates: Rates | None
+def plan_step(
+    subject: PlannedStep, optimizer: Any, *, world: int, rank: int, device: str, rates: Rates | None
 ) -> Plan:
     """Return the plan of a subject, whose parameters and arguments have no values.
 
@@ -48,7 +48,7 @@ def run(
             state = subject.step.init(
                 subject.params, optimizer, initializer=lambda _, leaf: torch.empty_like(leaf)
             )
-            watch, log = Watch(device), CollectiveLog()
+            watch, log = MemoryWatch(device), CollectiveLog()
             # What the step itself makes without saying where is with its arguments, too.
             fake = optree.tree_leaves(subject.params, namespace=NAMESPACE)[0]
             with nullcontext() if isinstance(fake, FakeTensor) else AsOn(device):
@@ -68,7 +68,7 @@ def run(
     return _plan(subject.name, state, watch, log, rank=rank, device=device, rates=rates or Rates())
 
 
-def _mark(watch: Watch, tree: Any) -> None:
+def _mark(watch: MemoryWatch, tree: Any) -> None:
     for state in flatten_states("plan", tree)[0]:
         watch.mark("parameters", state.params)
         watch.mark("optimizer", state.optimizer)
@@ -80,7 +80,7 @@ def _mark(watch: Watch, tree: Any) -> None:
 def _plan(
     name: str,
     tree: Any,
-    watch: Watch,
+    watch: MemoryWatch,
     log: CollectiveLog,
     *,
     rank: int,

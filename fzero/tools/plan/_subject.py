@@ -42,7 +42,7 @@ Make = Callable[[Tensor], Tensor]
 """A tensor -> one of its shape and dtype, without values."""
 
 
-class Subject(NamedTuple):
+class PlannedStep(NamedTuple):
     """A step, what its state is made of, and what it is called with; without values."""
 
     name: str
@@ -51,7 +51,7 @@ class Subject(NamedTuple):
     args: tuple[Any, ...]
 
 
-def subject_of(
+def planned_step_of(
     model: nn.Module,
     batch: Any,
     *,
@@ -62,7 +62,7 @@ def subject_of(
     lowered: Autocast | torch.dtype | None,
     away: Offload | None,
     options: Mapping[str, Any],
-) -> Subject:
+) -> PlannedStep:
     """Return the step of a training loop: forward, backward, update, with what was asked for."""
     compute, make = loss or mean_output, maker(autocasts=lowered is not None)
     with nullcontext() if lowered else AsOn("cpu"):  # which keeps what is known of buffers
@@ -88,7 +88,7 @@ def subject_of(
     if away is not None:
         step = offload(step, **away.homes, folder=away.folder)
     step = shard(step, **options)
-    return Subject(type(model).__name__, step, params, (tree_emptied(batch, make),))
+    return PlannedStep(type(model).__name__, step, params, (tree_emptied(batch, make),))
 
 
 def _functionalized(model: nn.Module) -> tuple[Callable[..., Any], Any]:

@@ -37,7 +37,7 @@ class Memory:
         self.kind = kind
 
 
-class Watch(TorchDispatchMode):
+class MemoryWatch(TorchDispatchMode):
     """Follows the storages of meta tensors while it is entered, and counts what operations do.
 
     A storage is followed by a weak reference, so that what only autograd holds counts, too. What

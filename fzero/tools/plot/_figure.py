@@ -82,7 +82,7 @@ def fitting(names: Sequence[str], size: float, room: float) -> str:
     return next((name for name in names if text_points(name, size) + 4.0 <= room), "")
 
 
-def cut(text: str, size: float, room: float) -> str:
+def shortened(text: str, size: float, room: float) -> str:
     """Return as much of a text as there is room for, in points; "..." stands for the rest."""
     if text_points(text[:MOST_LETTERS], size) <= room and len(text) <= MOST_LETTERS:
         return text

@@ -15,7 +15,7 @@ from fzero.state.view import require_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
+class BufferKind:
     """One kind of buffer. `flats[i]` belongs to group `groups[i]`; None: this kind is not held.
 
     The optimizer's own record has no flats here: only where its tensors live is known.
@@ -27,7 +27,7 @@ class Held:
     flats: tuple[Tensor, ...] = ()
 
 
-def held_by(state: Any) -> list[Held]:
+def buffers_held(state: Any) -> list[BufferKind]:
     """Return what `state` holds: parameters, gradients and optimizer always, the rest if held.
 
     Raises `LayoutError` for anything but one `TrainState`, `DonatedError` for a used-up one.
@@ -46,7 +46,7 @@ def held_by(state: Any) -> list[Held]:
         found.append(_buffers("residual", state.window.residual, layout.trainable))
     found.append(_buffers("gradients", state.gradients, layout.trainable))
     place = state.setup.optimizer_state if optimizer_tensors(state) else None
-    found.append(Held(kind="optimizer", placement=place, groups=layout.trainable))
+    found.append(BufferKind(kind="optimizer", placement=place, groups=layout.trainable))
     return found
 
 
@@ -82,6 +82,6 @@ def optimizer_tensors(state: TrainState) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _buffers(kind: str, buffers: Buffers, groups: Sequence[int]) -> Held:
+def _buffers(kind: str, buffers: Buffers, groups: Sequence[int]) -> BufferKind:
     placement = buffers.placement if buffers.held else None
-    return Held(kind=kind, placement=placement, groups=tuple(groups), flats=buffers.flats)
+    return BufferKind(kind=kind, placement=placement, groups=tuple(groups), flats=buffers.flats)

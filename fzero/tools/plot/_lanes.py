@@ -36,12 +36,12 @@ class StepEvent:
 
 
 @dataclass(slots=True)
-class Named:
+class NamedEvents:
     """Events that have one name together; a single one, as a rule."""
 
     events: list[StepEvent]
 
-    def take(self, later: Named) -> None:
+    def take(self, later: NamedEvents) -> None:
         """Have the events of the next one, too."""
         self.events += later.events
 
@@ -70,22 +70,22 @@ class Named:
         return [f"{count} ops" if first.lane == "compute" else f"{count} collectives"]
 
 
-def named(events: Sequence[StepEvent], points_per_s: float) -> list[tuple[Named, str]]:
+def named(events: Sequence[StepEvent], points_per_s: float) -> list[tuple[NamedEvents, str]]:
     """Return the names of a lane, each with the text that fits into its bar; "" for one beside it.
 
     Names beside bars are upright. Where two of them would be nearer to each other than a line of
     text is high, and where events are at the same time, bars have one name. No bar has none.
     """
-    found: list[Named] = []
+    found: list[NamedEvents] = []
     for event in sorted(events, key=lambda event: event.start_s):
-        found.append(Named([event]))
+        found.append(NamedEvents([event]))
         while len(found) > 1 and _too_near(found[-2], found[-1], points_per_s):
             last = found.pop()
             found[-1].take(last)
     return [(some, _inside(some, points_per_s)) for some in found]
 
 
-def _too_near(a: Named, b: Named, points_per_s: float) -> bool:
+def _too_near(a: NamedEvents, b: NamedEvents, points_per_s: float) -> bool:
     if (a.end - b.start) * points_per_s > 1.0:  # at the same time
         return True
     if _inside(a, points_per_s) or _inside(b, points_per_s):
@@ -93,7 +93,7 @@ def _too_near(a: Named, b: Named, points_per_s: float) -> bool:
     return (b.middle - a.middle) * points_per_s < UPRIGHT_POINTS
 
 
-def _inside(some: Named, points_per_s: float) -> str:
+def _inside(some: NamedEvents, points_per_s: float) -> str:
     """The longest name that fits into the bar: never into several bars."""
     if len(some.events) > 1:
         return ""
@@ -103,18 +103,19 @@ def _inside(some: Named, points_per_s: float) -> str:
 
 def _about(event: StepEvent) -> str:
     """The name of an event, and the first parameter that it is about."""
-    words = about(event.detail, 1).partition(": ")[2]
+    words = axis_and_parameters(event.detail, 1).partition(": ")[2]
     return f"{event.name} {words}" if words else event.name
 
 
-def about(detail: str, most: int = 2, after: int = 0) -> str:
+def axis_and_parameters(detail: str, most: int = 2, after: int = 0) -> str:
     """Return the axis of a collective, and at most so many of the parameters that it is about.
 
     after: how many of the first ones are left out.
 
     Example:
-        >>> about("dp: a, b, c, d"), about("dp: a, b, c, d", after=3), about("dp")
-        ('dp: a, b +2', 'dp: ... d', 'dp')
+        >>> all_of_them = "dp: a, b, c, d"
+        >>> axis_and_parameters(all_of_them), axis_and_parameters(all_of_them, after=3)
+        ('dp: a, b +2', 'dp: ... d')
     """
     axis, colon, paths = detail.partition(": ")
     if not colon:

@@ -118,7 +118,7 @@ def memory_timeline(trace: Trace) -> MemoryTimeline:
     """
     rows = [
         MemoryRow(number=i, name=op.name, phase=op.phase, alive=asdict(op.alive))
-        for i, op in enumerate(ops_of(trace, "memory_timeline"))
+        for i, op in enumerate(ops_of_trace(trace, "memory_timeline"))
     ]
     if not rows:
         raise LayoutError(
@@ -129,7 +129,7 @@ def memory_timeline(trace: Trace) -> MemoryTimeline:
     return MemoryTimeline(title=trace.title, rows=tuple(rows))
 
 
-def ops_of(trace: Trace, who: str) -> tuple[Op, ...]:
+def ops_of_trace(trace: Trace, who: str) -> tuple[Op, ...]:
     """Return the ops of a trace. Raises `LayoutError` for what is none."""
     if not isinstance(trace, Trace):
         raise LayoutError(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from fzero.state import Layout, Setup, TrainState
-from fzero.tools.plot._held import Held, held_by, ranks_of
+from fzero.tools.plot._held import BufferKind, buffers_held, ranks_of
 from fzero.tools.plot._map import PartitionMap, Segment, Span
 
 
@@ -35,7 +35,7 @@ def partition_map(state: TrainState) -> PartitionMap:
         1     gradients   none       0
         1     optimizer   none       0
     """
-    kinds = held_by(state)
+    kinds = buffers_held(state)
     layout = state.setup.layout
     ranks = ranks_of(state)
     groups = _spans(layout)
@@ -64,7 +64,9 @@ def _spans(layout: Layout) -> tuple[Span, ...]:
     )
 
 
-def _segments(setup: Setup, groups: tuple[Span, ...], held: Held, rank: int) -> Iterator[Segment]:
+def _segments(
+    setup: Setup, groups: tuple[Span, ...], held: BufferKind, rank: int
+) -> Iterator[Segment]:
     """Cut the leaves and the padding of each group down to the part that `rank` holds."""
     layout = setup.layout
     for index in held.groups:

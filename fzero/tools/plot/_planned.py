@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fzero.errors.check import is_positive, require
 from fzero.tools.plot._lanes import Lane, StepEvent
-from fzero.tools.plot._memory import ops_of
+from fzero.tools.plot._memory import ops_of_trace
 from fzero.tools.plot._step import StepTimeline
 from fzero.tools.trace import Trace
 
@@ -55,7 +55,7 @@ def step_timeline(
         >>> timeline.summary()
         'step 3.54 us; compute 4.47 ns, collectives 3.54 us, of them exposed 3.54 us'
     """
-    ops_of(trace, "step_timeline")
+    ops_of_trace(trace, "step_timeline")
     rates = {
         "link_bytes_per_s": link_bytes_per_s,
         "flops_per_s": flops_per_s,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fzero.tools.plot import _figure
 from fzero.tools.plot._html import Table
-from fzero.tools.plot._lanes import about
-from fzero.tools.plot._memory import PHASES, ops_of
+from fzero.tools.plot._lanes import axis_and_parameters
+from fzero.tools.plot._memory import PHASES, ops_of_trace
 from fzero.tools.plot._palette import ABSENT, BASE, EDGE, ink
 from fzero.tools.trace import Op, Trace
 
@@ -150,7 +150,7 @@ def schedule_diff(a: Trace, b: Trace) -> ScheduleDiff:
         -  update    all_gather <dp: w> -> f32[8]
     """
     first, second = (
-        [op for op in ops_of(trace, "schedule_diff") if op.is_collective] for trace in (a, b)
+        [op for op in ops_of_trace(trace, "schedule_diff") if op.is_collective] for trace in (a, b)
     )
     return ScheduleDiff(
         titles=(a.title, b.title),
@@ -198,7 +198,7 @@ def _said(op: Op | None, most: int | None = None, after: int = 0) -> str:
     gives = list(map(str, op.gives))
     shown = gives if most is None else gives[:most]
     more = f" +{len(gives) - len(shown)}" if len(shown) < len(gives) else ""
-    detail = op.detail if most is None else about(op.detail, most, after)
+    detail = op.detail if most is None else axis_and_parameters(op.detail, most, after)
     return f"{op.name} <{detail}> -> {' '.join(shown)}{more}"
 
 
@@ -258,7 +258,7 @@ def _draw_row(ax: Axes, row: ScheduleRow, y: float, room: float) -> None:
     for said, left in zip(row.cells()[2:], (0.0, 1.1), strict=True):
         if said:
             ax.barh(y, 1.0, left=left, height=0.8, color=fill)
-            words = _figure.cut(said, FONT_POINTS, room)
+            words = _figure.shortened(said, FONT_POINTS, room)
             look: dict[str, Any] = {"va": "center_baseline", "fontsize": FONT_POINTS}
             ax.text(left + 0.01, y, _figure.verbatim(words), color=ink(fill), **look)
     if row.mark in ("same", "differs"):

@@ -12,7 +12,15 @@ from fzero.errors import LayoutError
 from fzero.tools._units import in_seconds
 from fzero.tools.plot import _figure
 from fzero.tools.plot._html import Table
-from fzero.tools.plot._lanes import FONT_POINTS, LANES, Lane, Named, StepEvent, about, named
+from fzero.tools.plot._lanes import (
+    FONT_POINTS,
+    LANES,
+    Lane,
+    NamedEvents,
+    StepEvent,
+    axis_and_parameters,
+    named,
+)
 from fzero.tools.plot._palette import ABSENT, BASE, EDGE, ink
 
 if TYPE_CHECKING:
@@ -78,7 +86,7 @@ class StepTimeline(Table):
                 e.lane,
                 e.phase,
                 e.name,
-                about(e.detail),
+                axis_and_parameters(e.detail),
             )
             for e in sorted(self.events, key=lambda event: event.start_s)
         ]
@@ -212,13 +220,13 @@ def _points_wanted(ax: Axes, timeline: StepTimeline) -> float:
     return 2 * BAR + GAP + sum(_beside(names) for names in _names(ax, timeline))
 
 
-def _names(ax: Axes, timeline: StepTimeline) -> list[list[tuple[Named, str]]]:
+def _names(ax: Axes, timeline: StepTimeline) -> list[list[tuple[NamedEvents, str]]]:
     """The names of each lane."""
     points_per_s = _figure.points_wide(ax) / ax.get_xlim()[1]
     return [named(timeline._of(lane), points_per_s) for lane in LANES]
 
 
-def _beside(names: Sequence[tuple[Named, str]]) -> float:
+def _beside(names: Sequence[tuple[NamedEvents, str]]) -> float:
     """How many points the names beside the bars of a lane are high, with what is around them."""
     texts = (some.names()[0] for some, inside in names if not inside)
     points = (_figure.text_points(text, FONT_POINTS) for text in texts)
@@ -268,7 +276,7 @@ def _fill(event: StepEvent) -> str:
     return COLLECTIVE if event.lane == "collectives" else PHASES[event.phase]
 
 
-def _name(ax: Axes, some: Named, inside: str, y: float, side: int, room: float) -> None:
+def _name(ax: Axes, some: NamedEvents, inside: str, y: float, side: int, room: float) -> None:
     look: dict[str, Any] = {"ha": "center", "fontsize": FONT_POINTS}
     if inside:
         look.update(va="center_baseline", color=ink(_fill(some.events[0])))
@@ -278,7 +286,7 @@ def _name(ax: Axes, some: Named, inside: str, y: float, side: int, room: float) 
     if len(some.events) > 1:
         inset = min(0.15 * (some.end - some.start), 2 / _figure.points_wide(ax) * ax.get_xlim()[1])
         ax.plot([some.start + inset, some.end - inset], [edge, edge], color=EDGE, linewidth=1.0)
-    name = _figure.cut(some.names()[0], FONT_POINTS, room)
+    name = _figure.shortened(some.names()[0], FONT_POINTS, room)
     look.update(rotation=90, va="bottom" if side > 0 else "top")
     ax.text(some.middle, edge + side * 3, _figure.verbatim(name), **look)
 

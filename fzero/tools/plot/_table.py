@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fzero.state import Layout, TrainState
-from fzero.tools.plot._held import Held, held_by, optimizer_tensors, rank_view, ranks_of
+from fzero.tools.plot._held import BufferKind, buffers_held, optimizer_tensors, rank_view, ranks_of
 from fzero.tools.plot._html import Table
 
 HEADER = ("rank", "buffer", "group", "placement", "numel", "values")
@@ -74,7 +74,7 @@ def shard_table(state: TrainState, *, show: int = 6) -> ShardTable:
         1     counters                             step 0, 0 backwards, 0 reductions, window closed
         1     parameters  w      sharded    4      1 1 1 _
     """
-    held = held_by(state)  # also refuses what cannot be shown
+    held = buffers_held(state)  # also refuses what cannot be shown
     return ShardTable(
         title=f"stage {state.stage}, phase: {state.phase.value}",
         rows=tuple(row for rank in ranks_of(state) for row in _rank_rows(state, held, rank, show)),
@@ -82,7 +82,7 @@ def shard_table(state: TrainState, *, show: int = 6) -> ShardTable:
 
 
 def _rank_rows(
-    state: TrainState, kinds: Sequence[Held], rank: int, show: int
+    state: TrainState, kinds: Sequence[BufferKind], rank: int, show: int
 ) -> Iterator[ShardRow]:
     yield _counters(state, rank)
     for held in kinds:

@@ -15,8 +15,8 @@ from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE
 from fzero.tools.trace._trace import Trace
 from fzero.tools.trace.ops import ops_of
-from fzero.tools.trace.program import Program, record
-from fzero.transforms.pipeline import Step, describe
+from fzero.tools.trace.program import RecordedStep, record_step
+from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.states import flatten_states
 
 
@@ -68,7 +68,7 @@ def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[...,
         inputs, ops, outputs = ops_of(program)
         world_size = program.states[0].setup.axis.size
         return Trace(
-            title=f"{describe(step)} on rank {program.rank} of {world_size}",
+            title=f"{describe_function(step)} on rank {program.rank} of {world_size}",
             rank=program.rank,
             inputs=inputs,
             ops=ops,
@@ -80,7 +80,9 @@ def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[...,
     return traced
 
 
-def program_of(step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None) -> Program:
+def program_of(
+    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None
+) -> RecordedStep:
     """Record a step on one rank of the axis that its state is on."""
     if in_transform() or is_recorded(()):
         raise PhaseError(
@@ -88,7 +90,7 @@ def program_of(step: Callable[..., Any], arguments: tuple[Any, ...], rank: int |
             cause="a traced step in the place of the step.",
             fix="trace the outermost function.",
         )
-    return record(*_of_one_rank(step, arguments, rank))
+    return record_step(*_of_one_rank(step, arguments, rank))
 
 
 def _of_one_rank(

@@ -36,7 +36,7 @@ class TraceDiff:
     __repr__ = __str__
 
 
-def diff(a: tuple[str, Sequence[Op]], b: tuple[str, Sequence[Op]]) -> TraceDiff:
+def compare_ops(a: tuple[str, Sequence[Op]], b: tuple[str, Sequence[Op]]) -> TraceDiff:
     """Compare two (title, ops), by what each op is and gives; views are left out."""
     ops = [list(runs([op for op in some if op.kind != "view"])) for _, some in (a, b)]
     lines = [list(map(_shown, some)) for some in ops]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fzero.collectives import CollectiveEvent
 from fzero.state import Layout
 from fzero.tools.trace.alive import inputs_of
-from fzero.tools.trace.program import Program
+from fzero.tools.trace.program import RecordedStep
 
 _FLAT = re.compile(r"^state.*\.params\.flats\[(\d+)\]$")
 _aten = torch.ops.aten
@@ -42,7 +42,7 @@ class Flat(NamedTuple):
 
 
 def flats_of(
-    program: Program, events: Mapping[fx.Node, Sequence[CollectiveEvent]]
+    program: RecordedStep, events: Mapping[fx.Node, Sequence[CollectiveEvent]]
 ) -> dict[int, Flat]:
     """Return the buffers of parameters by the key of their storage: of the state, and gathered.
 
@@ -84,7 +84,7 @@ def _note(found: dict[int, Flat], x: Tensor, layout: Layout, index: int, *, is_w
         found.setdefault(x.untyped_storage()._cdata, flat)
 
 
-def part_of(node: fx.Node) -> str:
+def index_of_view(node: fx.Node) -> str:
     """Return which part of what it reads a view is, as an index: "[:, 2]"; "" for all of it.
 
     Several views, of a split, are told apart by their numbers.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fzero.collectives import CollectiveLog
-from fzero.tools.trace._diff import TraceDiff, diff
+from fzero.tools.trace._diff import TraceDiff, compare_ops
 from fzero.tools.trace._record import Kernel, Op, Value
 from fzero.tools.trace._text import kernels, text
 
@@ -80,7 +80,7 @@ class Trace:
             >>> two.diff(two).equal, two.diff(three).equal
             (True, False)
         """
-        return diff((self.title, self.ops), (other.title, other.ops))
+        return compare_ops((self.title, self.ops), (other.title, other.ops))
 
     def __str__(self) -> str:
         return text(self.title, self.inputs, self.ops, self.outputs)

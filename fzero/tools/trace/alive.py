@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.tools.trace._record import Alive, Phase
-from fzero.tools.trace.program import Program
+from fzero.tools.trace.program import RecordedStep
 
 KINDS = tuple(field.name for field in fields(Alive))
 
@@ -88,7 +88,7 @@ def storages(node: fx.Node) -> list[tuple[int, int]]:
 
 
 def kinds_of(
-    program: Program, phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
+    program: RecordedStep, phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
 ) -> dict[int, str]:
     """Return the kind of each storage. `of_parameters`: collectives that are about parameters."""
     nodes = list(program.graph.graph.nodes)

@@ -14,11 +14,11 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from fzero.collectives import CollectiveEvent
-from fzero.tools.trace._parameters import Flat, flats_of, part_of
+from fzero.tools.trace._parameters import Flat, flats_of, index_of_view
 from fzero.tools.trace._record import Op, Phase, Value
 from fzero.tools.trace.alive import alive_at, inputs_of, is_item, is_op, kinds_of
 from fzero.tools.trace.flops import flops_of
-from fzero.tools.trace.program import BACKWARD, MODULE, Program
+from fzero.tools.trace.program import BACKWARD, MODULE, RecordedStep
 
 COLLECTIVES = "fzero"
 """The namespace of the ops that communicate."""
@@ -30,7 +30,7 @@ RATE = torch.ops.fzero_optim.schedule.default
 """The op that asks a schedule for its number."""
 
 
-def ops_of(program: Program) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[Value, ...]]:
+def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[Value, ...]]:
     """Return the inputs, the ops and the outputs of a program."""
     nodes = list(program.graph.graph.nodes)
     names = dict(zip(nodes, _names(nodes), strict=True))
@@ -69,7 +69,7 @@ def in_module(node: fx.Node) -> str:
     return str(node.meta.get("custom", {}).get(MODULE, ""))
 
 
-def in_backward(node: fx.Node) -> bool:
+def ran_by_autograd(node: fx.Node) -> bool:
     """Whether autograd ran a node."""
     return bool(node.meta.get("custom", {}).get(BACKWARD))
 
@@ -125,7 +125,7 @@ def _op(
         phase=phase,
         reads=tuple(names[one] for one in node.all_input_nodes),
         gives=tuple(gives),
-        detail=_detail(about) or (part_of(node) if kind == "view" else in_module(node)),
+        detail=_detail(about) or (index_of_view(node) if kind == "view" else in_module(node)),
         wire_bytes=sum(event.wire_bytes for event in about),
         flops=_flops(node),
         kind=kind,
@@ -157,7 +157,7 @@ def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Pha
     Up to the last op that autograd runs, its own and what they lead to are backward, the rest
     forward. Behind it, the update begins where the state is read.
     """
-    marked = list(map(in_backward, nodes))
+    marked = list(map(ran_by_autograd, nodes))
     last = max((i for i, inside in enumerate(marked) if inside), default=-1)
     of_gradient: set[fx.Node] = set()
     of_state = {

@@ -41,7 +41,7 @@ which module it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class RecordedStep:
     """A recorded step.
 
     graph: its inputs are the tensors among the arguments, its outputs those of the result.
@@ -57,7 +57,9 @@ class Program:
     rank: int
 
 
-def record(step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, rank: int) -> Program:
+def record_step(
+    step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, rank: int
+) -> RecordedStep:
     """Record `step(*arguments)` as rank `rank` of `axis` runs it; the first argument has the state.
 
     Where a state of stage 3 has no schedule yet, one is made first: the graph is that of a steady
@@ -76,7 +78,7 @@ def record(step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, ran
         raise
 
 
-def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:
+def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> RecordedStep:
     leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
     inputs = [x for x in leaves if isinstance(x, Tensor)]
     made: dict[str, Any] = {}
@@ -94,7 +96,7 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> Program:
     with count_collectives() as log, fx_traceback.preserve_node_meta():
         record: Any = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
         graph = without_unused(record(*inputs))
-    return Program(
+    return RecordedStep(
         graph=graph,
         log=log,
         inputs=_paths(arguments, _ARGUMENTS),

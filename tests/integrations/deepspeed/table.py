@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fzero.integrations.deepspeed._keys import Key, Use
+from fzero.integrations.deepspeed._keys import Key, KeyUse
 from fzero.integrations.deepspeed._zero_keys import KEYS, RENAMED
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "deepspeed_config.md"
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- The tables below are made of the code. -->", "<!-- End of the
 
 def tables() -> str:
     """Return the tables, in Markdown."""
-    used = [key for key in KEYS.values() if key.use in (Use.OPTION, Use.READ)]
+    used = [key for key in KEYS.values() if key.use in (KeyUse.OPTION, KeyUse.READ)]
     return "\n".join(
         [
             "## Keys that are used",
@@ -28,13 +28,13 @@ def tables() -> str:
             "",
             "Any value is taken: it changes nothing here.",
             "",
-            _table(("key", "default", "why"), _rows(Use.HARMLESS)),
+            _table(("key", "default", "why"), _rows(KeyUse.HARMLESS)),
             "## Keys that must have DeepSpeed's default",
             "",
-            _table(("key", "default", "in the place of another value"), _rows(Use.REFUSED)),
+            _table(("key", "default", "in the place of another value"), _rows(KeyUse.REFUSED)),
             "## Sections that must be off",
             "",
-            _table(("section", "off", "in its place"), _rows(Use.SECTION)),
+            _table(("section", "off", "in its place"), _rows(KeyUse.SECTION)),
             "## Other names",
             "",
             _table(("name", "stands for"), [_renamed(name) for name in RENAMED]),
@@ -53,18 +53,18 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _rows(use: Use) -> list[tuple[str, ...]]:
+def _rows(use: KeyUse) -> list[tuple[str, ...]]:
     keys = [key for key in KEYS.values() if key.use is use]
     return [(f"`{key.path}`", _default(key), key.says) for key in keys]
 
 
 def _used(key: Key) -> tuple[str, ...]:
-    says = f"`Engine({key.says}=)`" if key.use is Use.OPTION else key.says
+    says = f"`Engine({key.says}=)`" if key.use is KeyUse.OPTION else key.says
     return f"`{key.path}`", _default(key), says
 
 
 def _default(key: Key) -> str:
-    if key.use is Use.SECTION:
+    if key.use is KeyUse.SECTION:
         switch, off = key.default
         return "left out" if switch is None else f"`{switch}` = {_shown(off)}"
     return _shown(key.default)

@@ -78,7 +78,7 @@ def test_lion_is_the_rule_of_the_functional_optimizers(rank: int, name: str) -> 
 def test_batch_sizes_count_the_ranks() -> None:
     given = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}
     engine = initialize(linear(), config=given)
-    assert engine.options.updating.gradient_accumulation_steps == 2
+    assert engine.options.updating.micro_batches == 2
     seen = "train_batch_size = 12: it is not micro-batch size 3 x accumulation 4 x 2 ranks = 24"
     with pytest.raises(LayoutError, match=seen):
         initialize(linear(), config={**given, "gradient_accumulation_steps": 4})

@@ -12,16 +12,16 @@ from torch import nn
 from fzero.adapter import initialize
 from fzero.errors import LayoutError
 from fzero.integrations.deepspeed._auto import with_autos
-from fzero.integrations.deepspeed._keys import Key, Use
+from fzero.integrations.deepspeed._keys import Key, KeyUse
 from fzero.integrations.deepspeed._kinds import KINDS
 from fzero.integrations.deepspeed._read import read_config, with_defaults
 from fzero.integrations.deepspeed._zero_keys import KEYS, RENAMED, SWITCHES
 from tests.integrations.deepspeed.configs import SGD, linear, merged, nested
 
-USED = [key for key in KEYS.values() if key.use in (Use.OPTION, Use.READ)]
-REFUSED = [key for key in KEYS.values() if key.use is Use.REFUSED]
-HARMLESS = [key for key in KEYS.values() if key.use is Use.HARMLESS]
-SECTIONS = [key for key in KEYS.values() if key.use is Use.SECTION]
+USED = [key for key in KEYS.values() if key.use in (KeyUse.OPTION, KeyUse.READ)]
+REFUSED = [key for key in KEYS.values() if key.use is KeyUse.REFUSED]
+HARMLESS = [key for key in KEYS.values() if key.use is KeyUse.HARMLESS]
+SECTIONS = [key for key in KEYS.values() if key.use is KeyUse.SECTION]
 
 
 def by_path(key: Key) -> str:
@@ -47,7 +47,7 @@ def other_than(value: Any) -> Any:
 
 
 def test_a_config_of_all_defaults_asks_for_nothing() -> None:
-    plain = [key for key in KEYS.values() if key.use is not Use.SECTION]
+    plain = [key for key in KEYS.values() if key.use is not KeyUse.SECTION]
     every = merged(*(nested(key.path, key.default) for key in plain))
     for key in SECTIONS:
         switch, off = key.default
@@ -127,12 +127,12 @@ def test_another_name_of_a_key_means_the_same(name: str) -> None:
     if new == "bf16":
         name, new = "bfloat16.enabled", "bf16.enabled"
     key = KEYS[new]
-    if key.use is Use.REFUSED:
+    if key.use is KeyUse.REFUSED:
         value: Any = True if values else other_than(key.default)
         (problem,) = problems_of(nested(name, value))
         assert problem.startswith(f"{name} ({new}) = ") and key.says in problem
         assert not problems_of(nested(name, False if values else key.default))
-    elif key.use is Use.HARMLESS:
+    elif key.use is KeyUse.HARMLESS:
         assert not problems_of(nested(name, True))
     else:
         value = not key.default if key.kind == "bool" else 7

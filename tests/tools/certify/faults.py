@@ -15,7 +15,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.machine import reduce
 from fzero.state import Setup
-from fzero.transforms import update
+from fzero.transforms import norm, update
 
 # Steps.
 
@@ -218,7 +218,7 @@ ENGINES: dict[str, Callable[..., Any]] = {
 
 
 def _norm_is_local(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(update, "reduce_many", lambda totals, axis, **options: totals)
+    patch.setattr(norm, "reduce_many", lambda totals, axis, **options: totals)
 
 
 def _mean_is_a_sum(patch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.tools.certify._seed import seed_of, seeded
 from torch import Tensor
 
 import fzero
 from fzero.tools.certify import Report
+from fzero.tools.certify._seed import seed_of, seeded
 from tests.tools.certify import faults
 from tests.zoo import FAMILIES
 

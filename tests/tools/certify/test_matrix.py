@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.tools.certify._axes import AXES
-from fzero.tools.certify._cover import covering
-from fzero.tools.certify._exact import is_exact
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -22,6 +19,9 @@ from torch import nn
 import fzero
 from fzero.__main__ import main
 from fzero.errors import LayoutError
+from fzero.tools.certify._axes import AXES
+from fzero.tools.certify._cover import covering
+from fzero.tools.certify._exact import is_exact
 from tests.tools.certify import faults
 
 FEW = ["--models", "dyadic", "--stages", "3", "--worlds", "3", "--micro-batches", "1"]
@@ -146,7 +146,7 @@ def test_each_value_has_a_name_of_its_own_and_each_axis_is_an_option(
 
 @pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.name)
 def test_the_page_names_each_axis_and_value(axis: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "certify.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "certify.md").read_text()
     row = re.search(rf"^\| `{axis.name}` \|(.*)$", page, re.MULTILINE)
     assert row is not None
     assert all(value.name in row.group(1) for value in axis.values)

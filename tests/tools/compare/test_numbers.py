@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 import fzero
-from fzero.tools.compare import Copy, Found, Spread, first_apart, furthest, replicas_apart, whole
+from fzero.tools.compare import (
+    Copy,
+    Found,
+    Spread,
+    first_apart,
+    furthest,
+    replicas_apart,
+    whole_leaf,
+)
 
 
 def test_the_number_furthest_over_its_own_bound_is_found_at_its_index_in_the_leaf() -> None:
@@ -20,8 +28,8 @@ def test_a_nan_is_over_every_bound_and_in_two_leaves_it_is_alike() -> None:
     for mine, wanted in ((nan, zero), (zero, nan), (nan, nan)):
         found = furthest(mine, wanted, 1e9, shape=(2,))
         assert found is not None and found.index == (1,)
-    assert first_apart(whole(nan), whole(nan), 0.0) is None
-    assert first_apart(whole(nan), whole(zero), 1e9) is not None
+    assert first_apart(whole_leaf(nan), whole_leaf(nan), 0.0) is None
+    assert first_apart(whole_leaf(nan), whole_leaf(zero), 1e9) is not None
 
 
 def test_the_ranks_that_differ_are_named_and_a_stays_of_the_first_leaf() -> None:

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from fzero.tools.doctor._transforms import TRANSFORMS
 
 from fzero.__main__ import main
-from fzero.tools.doctor import Report, Section, Subject, examine
+from fzero.tools.doctor import CollectiveSubject, DoctorReport, Section, examine
+from fzero.tools.doctor._transforms import TRANSFORMS
 from tests.tools.doctor import planted
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -20,7 +20,7 @@ DERIVATIVES = [name for name in TRANSFORMS if name != "value"]
 def section(run: Any, dtypes: tuple[str, ...] = ("fp64", "bf16"), *transforms: str) -> Section:
     return Section(
         title="planted",
-        subjects=(Subject(name=run.__name__, run=run, kind="reduce"),),
+        subjects=(CollectiveSubject(name=run.__name__, run=run, kind="reduce"),),
         transforms=transforms or tuple(TRANSFORMS),
         dtypes=dtypes,
         tolerated=("right",),
@@ -28,7 +28,7 @@ def section(run: Any, dtypes: tuple[str, ...] = ("fp64", "bf16"), *transforms: s
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> DoctorReport:
     """Every fault that leaves the ranks alive, and a collective without one, on one pair."""
     few = ("fp32",), "value"
     sections = {
@@ -44,7 +44,7 @@ def report() -> Report:
     return examine(sections)
 
 
-def found(report: Report, name: str) -> dict[tuple[str, str], tuple[str, str]]:
+def found(report: DoctorReport, name: str) -> dict[tuple[str, str], tuple[str, str]]:
     return {
         (cell.check.transform, cell.check.dtype): (cell.finding.verdict, cell.finding.seen)
         for cell in report.cells
@@ -52,14 +52,14 @@ def found(report: Report, name: str) -> dict[tuple[str, str], tuple[str, str]]:
     }
 
 
-def verdicts(report: Report, name: str) -> dict[str, set[str]]:
+def verdicts(report: DoctorReport, name: str) -> dict[str, set[str]]:
     by: dict[str, set[str]] = {}
     for (transform, _), (verdict, _) in found(report, name).items():
         by.setdefault(transform, set()).add(verdict)
     return by
 
 
-def test_a_wrong_reduce_operation_is_named(report: Report) -> None:
+def test_a_wrong_reduce_operation_is_named(report: DoctorReport) -> None:
     ((verdict, seen),) = found(report, "max").values()
     assert verdict == "wrong" and seen.endswith("; it is what MAX over ranks gives, not SUM")
     verdict, seen = found(report, "mean")["value", "bf16"]
@@ -67,7 +67,7 @@ def test_a_wrong_reduce_operation_is_named(report: Report) -> None:
     assert all(kinds == {"wrong"} for kinds in verdicts(report, "mean").values())
 
 
-def test_a_gradient_that_is_silently_zero_is_named(report: Report) -> None:
+def test_a_gradient_that_is_silently_zero_is_named(report: DoctorReport) -> None:
     by = verdicts(report, "zero")
     assert by.pop("value") == {"right"}
     assert by == {name: {"zero"} for name in DERIVATIVES}
@@ -76,14 +76,14 @@ def test_a_gradient_that_is_silently_zero_is_named(report: Report) -> None:
 
 
 def test_a_gradient_that_leaves_other_ranks_out_is_wrong_and_the_value_right(
-    report: Report,
+    report: DoctorReport,
 ) -> None:
     by = verdicts(report, "own")
     assert by.pop("value") == {"right"}
     assert by == {name: {"wrong"} for name in DERIVATIVES}
 
 
-def test_one_rank_is_enough(report: Report) -> None:
+def test_one_rank_is_enough(report: DoctorReport) -> None:
     ((verdict, seen),) = found(report, "rank").values()
     assert verdict == "wrong" and seen.startswith("rank 1 gets [")
     ((verdict, seen),) = found(report, "raises").values()
@@ -92,7 +92,7 @@ def test_one_rank_is_enough(report: Report) -> None:
     assert verdict == "wrong" and seen.endswith("; its dtype is float32")
 
 
-def test_what_is_right_is_no_fault_and_integers_have_a_value_only(report: Report) -> None:
+def test_what_is_right_is_no_fault_and_integers_have_a_value_only(report: DoctorReport) -> None:
     by = verdicts(report, "right")
     assert set(by) == set(TRANSFORMS) and all(kinds == {"right"} for kinds in by.values())
     assert ("value", "int8") in found(report, "right")
@@ -136,7 +136,7 @@ def test_the_command_finds_this_installation_sound_and_prints_plain_text(
 
 
 def test_json_and_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], report: Report
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], report: DoctorReport
 ) -> None:
     monkeypatch.setattr("fzero.tools.doctor.command.examine", lambda: report)
     assert main(["doctor", "--json"]) == 1
@@ -149,7 +149,9 @@ def test_json_and_the_exit_code(
     assert "This installation has FAULTS." in capsys.readouterr().out
 
 
-def test_verdicts_are_colored_in_a_terminal_and_columns_keep_their_places(report: Report) -> None:
+def test_verdicts_are_colored_in_a_terminal_and_columns_keep_their_places(
+    report: DoctorReport,
+) -> None:
     colored = report.text(color=True)
     assert "\x1b[31mzero" in colored and "\x1b[32mright" in colored
     plain = re.sub(r"\x1b\[\d*m", "", colored)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fzero.tools.plan._ranks import shares_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
+from fzero.tools.plan._ranks import shares_of
 from tests.optim.torch_cases import Lamb
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import MismatchError
 from tests.adapter.on_ranks import on_ranks
+from tests.descends import descends
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -50,10 +51,7 @@ def other_size(params: Any, x: Tensor) -> Tensor:
 
 
 def step_of(loss: Loss, stage: int) -> Any:
-    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, value = fzero.grad_and_reduce(loss, state)(x)
-        return fzero.apply_gradients(state), value
-
+    step_fn = descends(loss)
     return fzero.shard(step_fn, stage=stage)
 
 

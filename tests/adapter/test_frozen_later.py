@@ -57,7 +57,8 @@ def test_unfreezing_and_new_groups_are_refused_on_every_rank_and_change_nothing(
         return torch.optim.AdamW([*module.stem.parameters(), *module.head.parameters()])
 
     engine = stepping(stage, of_some)
-    experts, optimizer, before = engine.module.experts, engine.optimizer, engine.full_parameters()
+    experts: Any = engine.module.experts
+    optimizer, before = engine.optimizer, engine.full_parameters()
     assert optimizer is not None
     engine(X, [0]).backward()
     experts[0].requires_grad_(True)
@@ -75,7 +76,8 @@ def test_unfreezing_and_new_groups_are_refused_on_every_rank_and_change_nothing(
 
 def test_a_gradient_by_hand_that_no_backward_brought_is_not_lost_in_silence() -> None:
     engine = stepping(2)
-    engine.module.stem.weight.grad = torch.ones_like(engine.module.stem.weight)
+    stem: Any = engine.module.stem
+    stem.weight.grad = torch.ones_like(stem.weight)
     with pytest.raises(LayoutError, match=r"p.grad of stem.weight"):
         engine.step()
     engine.zero_grad()

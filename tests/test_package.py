@@ -72,12 +72,6 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert files("fzero").joinpath("py.typed").is_file()
 
 
-def test_every_link_of_the_readme_leads_to_a_file() -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / "README.md").read_text())
-    assert len(links) >= 5
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
 def test_an_interpreter_is_found_that_only_a_version_manager_has(tmp_path: Path) -> None:
     """Its shim on the PATH is there and refuses to run."""
     mine = f"{sys.version_info[0]}.{sys.version_info[1]}"

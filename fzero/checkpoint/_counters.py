@@ -74,7 +74,7 @@ def with_counters(
 
 
 def _of_leaf(count: Any, name: str, like: Tensor) -> Any:
-    """Return the count of one leaf; rules count in floats, and in whole numbers, too."""
+    """Return the update count of one leaf, whether its rule counts in floats or in ints."""
     own: Any = count.get(name) if isinstance(count, dict) else count
     whole = isinstance(own, float) and own.is_integer() and not like.is_floating_point()
     return int(own) if whole else own

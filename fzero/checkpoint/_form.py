@@ -31,10 +31,10 @@ class DictForm:
 
 
 def problems(value: Any, form: Any, place: str) -> Iterator[str]:
-    """Yield what of a value does not have the form, naming the place.
+    """Yield a message, with its place, for each part of a value that does not have the form.
 
     Example:
-        >>> form = Named(must={"step": _integer(0, 10)}, others=[_text])
+        >>> form = DictForm(must={"step": _integer(0, 10)}, others=[_text])
         >>> list(problems({"step": -1, "names": ["a", 7]}, form, "it"))
         ['it/step is -1', 'it/names/1 is 7']
     """

@@ -36,7 +36,7 @@ Thing = TypeVar("Thing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What one process reads, and what it does with it: all of it checked."""
+    """What one process reads from a checkpoint and where it puts it, checked."""
 
     states: list[TrainState]  # of each of its ranks: new ones, to be filled
     pieces: list[TensorPiece]  # views of them, of `buffers` and of `sums`
@@ -176,7 +176,7 @@ def read_extra(path: PathLike) -> dict[str, Any]:
 
 
 def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
-    """Check all that can be checked, and make room for what is read. Reads no tensor."""
+    """Check the manifest against the states, and allocate what is read. Reads no tensor."""
     for one in held.states:
         require_closed(one)
     require_fit(saved, facts_of_state(held.states[0]), path)

@@ -70,7 +70,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _kind(name: str, value: Any) -> Any:
-    """What may not change: switches, how many numbers, and, as more is kept then, momentum."""
+    """Return what of an option may not change: its type, its length, whether it is zero."""
     if isinstance(value, bool):
         return value
     if isinstance(value, tuple | list):

@@ -30,7 +30,7 @@ _KEPT = (
 
 
 class ForeignObject:
-    """A stand-in for an object of another program: what it was made of."""
+    """A stand-in for an unpickled object of another program: its class name and arguments."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args

@@ -35,7 +35,7 @@ def residual_shards(state: TrainState, rank: int) -> list[OwnShard]:
 def with_residual(
     state: TrainState, saved: Manifest, rank: int
 ) -> tuple[TrainState, list[OwnShard], Sums]:
-    """Return the state with a residual of zeros, what is read of it, and what is then added."""
+    """Return the state with an allocated residual, the tensors to read, what to add then."""
     residual, ranks = residual_of(state), saved.origin["ranks"]
     state = state.replace(window=replace(state.window, residual=residual))
     layout = state.setup.layout

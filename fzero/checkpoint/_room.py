@@ -112,7 +112,7 @@ def make_whole(held: Held, states: Sequence[TrainState], *, optimizer: bool = Tr
 
 
 def _share(setup: Setup, placement: Placement, flats: Sequence[Tensor]) -> None:
-    """Give each virtual rank what the others have read of a flat."""
+    """Share between virtual ranks the parts of a flat that each has read."""
     parts = [setup.part(placement, rank) for rank in range(len(flats))]
     full = flats[0].new_empty(flats[0].numel() * parts[0].count)
     for rank, flat in enumerate(flats):

@@ -73,7 +73,7 @@ def split_files(forms: Mapping[str, Form], max_bytes: int) -> list[list[str]]:
 
     Example:
         >>> forms = {name: Form((4,), torch.float32) for name in "abc"}
-        >>> planned(forms, 32)
+        >>> split_files(forms, 32)
         [['a', 'b'], ['c']]
     """
     shards: list[list[str]] = [[]]

@@ -50,7 +50,7 @@ def storage() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """All that one process writes, decided while the training stands still."""
+    """Everything that one process writes, collected while training is paused."""
 
     path: Path
     ranks: Ranks
@@ -172,7 +172,7 @@ def _draft(
     frozen: bool,
     copies: bool,
 ) -> Draft:
-    """Check everything, and say what this process writes. A collective."""
+    """Check everything, and return what this process writes. A collective."""
     held = held_by("save", thing)
     ranks = held.processes
     where = path_everywhere(ranks, "save", path)
@@ -205,7 +205,7 @@ def _draft(
 
 
 def write_draft(draft: Draft) -> None:
-    """Write what was drafted, and make it the checkpoint. A collective."""
+    """Write a draft, and commit it as the checkpoint. A collective."""
     ranks, path = draft.ranks, draft.path
     try:
         with ExitStack() as until_written:

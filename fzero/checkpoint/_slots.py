@@ -104,7 +104,7 @@ def optimizer_with(
 
 
 def _pairs(state: TrainState) -> Iterator[tuple[Role, Any]]:
-    """Each leaf of the optimizer state, and what it is, by its name in a checkpoint."""
+    """Yield (name in a checkpoint, leaf of the optimizer state, its role)."""
     setup, layout = state.setup, state.setup.layout
     if odd := setup.optimizer.odd_slots:
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks have of a parameter -> the whole parameter, as DeepSpeed joins it.
+"""Join the slices of tensor-parallel ranks into whole parameters, as DeepSpeed does.
 
 DeepSpeed's `universal_checkpoint_info` says by patterns of parameter names how each was cut:
 
@@ -33,7 +33,7 @@ def whole_parameter(name: str, slices: Sequence[Tensor], info: Info) -> Any:
 
     Example:
         >>> info = {"parameter_with_row_parallelism_patterns": [r".*dense.weight"]}
-        >>> joined("dense.weight", [torch.zeros(1, 2), torch.ones(1, 2)], info)
+        >>> whole_parameter("dense.weight", [torch.zeros(1, 2), torch.ones(1, 2)], info)
         tensor([[0., 0., 1., 1.]])
     """
     for key in _REFUSED:

@@ -138,7 +138,7 @@ def _write_values(file: Path, values: Tensor) -> None:
 
 
 def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
-    """Write what is not of one parameter: the step, param groups, counters, buffers."""
+    """Write what belongs to no single parameter: the step, param groups, counters, buffers."""
     setup, layout = state.setup, state.setup.layout
     leaves, updates = layout.leaves, int(state.step)
     groups = setup.optimizer.param_groups(leaves, updates)

@@ -1,4 +1,4 @@
-"""What an engine has beside its state: its module's buffers, and its optimizer's options."""
+"""The parts of an engine outside of its state: module buffers, and param-group options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str)
 
 @runtime_checkable
 class Driven(Protocol):
-    """An engine: it holds a state, can be given another one, and has a module."""
+    """The interface of an engine that a checkpoint needs: state, module, optimizer."""
 
     module: nn.Module
 
@@ -58,7 +58,7 @@ def differing_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str
     """Return {path: {rank: shape and dtype}}, with the ranks whose values are not rank 0's.
 
     Example:
-        >>> own_buffers([{"mean": ("(2,) torch.float32", 5)}] * 2)
+        >>> differing_buffers([{"mean": ("(2,) torch.float32", 5)}] * 2)
         {'mean': {'0': '(2,) torch.float32'}}
     """
     found: dict[str, dict[str, str]] = {}
@@ -72,7 +72,7 @@ def differing_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str
 def buffer_pieces(
     buffers: Buffers, saved: Mapping[str, Mapping[str, str]], rank: int
 ) -> list[TensorPiece]:
-    """Return what `rank` writes: its buffers that nobody else has written."""
+    """Return the buffers that `rank` writes: those that differ from rank 0's."""
     return [
         TensorPiece(name=_name(rank, path), start=0, numel=value.numel(), values=value.reshape(-1))
         for path, value in buffers.items()

@@ -1,4 +1,4 @@
-"""One outcome for all ranks: what fails on one of them is raised on every one."""
+"""Run a step of saving or loading on all ranks: an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CheckpointError(FzeroError, OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The processes that save or load together, and how they tell each other how it went."""
+    """The processes that save or load together, and the group over which they compare outcomes."""
 
     axis: Axis
     beside: bool = False  # in a thread beside the training: over a group that only saves use
@@ -34,7 +34,7 @@ class Ranks:
 
 
 def could_not(what: str, error: Exception) -> CheckpointError:
-    """Return the error that says what the disk, or torch, did not let us do.
+    """Return a `CheckpointError` for a failure of the file system or of torch.
 
     It has the first line of `error` and not its traceback, which is torch's own: tens of frames,
     and advice about other programs.
@@ -48,7 +48,7 @@ def could_not(what: str, error: Exception) -> CheckpointError:
 
 
 def damaged(what: object, seen: str) -> CheckpointError:
-    """Return the error that says what of a checkpoint is not as `save` writes it."""
+    """Return a `CheckpointError` for content that `save` never writes."""
     return CheckpointError(
         f"the checkpoint is damaged: {what} {seen}.",
         cause="a copy that was cut off, a full disk, a path that not all ranks share, or files "

@@ -41,7 +41,7 @@ class Started(NamedTuple):
 
 
 def given(outs: Sequence[Any], axis: Axis) -> Started:
-    """What is there already, as if it had been started."""
+    """Wrap finished tensors as a started collective."""
     return Started("nothing", axis, (), lambda: list(outs))
 
 
@@ -54,7 +54,7 @@ def wait_for(works: Sequence[Any], op: str, axis: Axis) -> None:
 
 @contextmanager
 def explained(op: str, axis: Axis) -> Iterator[None]:
-    """Raise what a backend raises here as a `LostRankError` that says whose fault it is."""
+    """Turn errors of the backend in this block into a `LostRankError` with the rank at fault."""
     try:
         yield
     except RuntimeError as error:

@@ -152,7 +152,7 @@ def count_collectives() -> Iterator[CollectiveLog]:
 
 
 def _open_logs() -> list[CollectiveLog]:
-    """Those that see what is issued here. What an abstract rank does is issued nowhere."""
+    """The open logs that count what this thread issues; none on an abstract rank."""
     here = current_ranks()
     if here is None or not is_abstract():
         return _LOGS

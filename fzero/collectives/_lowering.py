@@ -200,7 +200,7 @@ def _swap(
     axis: Axis,
     make: Callable[[list[Tensor]], Tensor],
 ) -> list[Tensor]:
-    """Hand in this rank's buffers; return, for each, what is made of all ranks' values of it.
+    """Exchange buffers between virtual ranks; return, for each, the result over all ranks.
 
     All ranks get the same tensors, to be copied from: a rank may write into what it holds.
     """
@@ -220,7 +220,7 @@ def _own_rows(full: Tensor, axis: Axis) -> Tensor:
 
 
 def _swaps(axis: Axis) -> bool:
-    """Whether the ranks are threads that hand each other what they have."""
+    """Whether the ranks of an axis are virtual."""
     return axis.runtime is Runtime.VIRTUAL and not is_abstract()
 
 

@@ -1,4 +1,4 @@
-"""Does what the protocol of a rank asks for, and tells it what the other ranks said.
+"""Performs the effects of a rank's protocol, and sends answers of other ranks back as events.
 
     an event -> advance -> effects, one after another -> channel, gatherers, reducers
                   ^------- what the channel brings -------'
@@ -45,7 +45,7 @@ EVALUATION = 2**30
 
 
 class Party(Protocol):
-    """Whoever has a model: it holds the values, and does to them what an effect says."""
+    """The owner of a model's values: it performs the effects on them."""
 
     def perform(self, effect: ModelEffect) -> None:
         """Do what an effect on the model's units or gradients says."""
@@ -61,7 +61,7 @@ class Party(Protocol):
 
 
 class Performer:
-    """The protocol of one rank on an axis, and whoever does what it asks for."""
+    """The protocol of one rank on an axis, and the parties that perform its effects."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self.protocol = channel, rank.Protocol()

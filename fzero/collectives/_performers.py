@@ -52,7 +52,7 @@ def _ranks_of(axis: Axis) -> tuple[int, ...]:
 
 
 def _is_alive(performer: Performer) -> bool:
-    """Whether its group is there: torch.distributed may have been started anew."""
+    """Whether the axis's process group exists: torch.distributed may have been restarted."""
     with suppress(AxisError):
         performer.axis.group()
         return True

@@ -1,4 +1,4 @@
-"""Tensors as int8 blocks, for the wire: what is sent, what comes back, and what was lost.
+"""Quantization for the wire: int8 blocks, their decoding, and error feedback.
 
     x [.., n]   in blocks of 256, a = max |x| of each
     sent        a in fp32, and round(127 x / a) in int8: n + 4 ceil(n / 256) bytes

@@ -1,4 +1,4 @@
-"""torch's modes that belong to a thread: taken where a call is made, entered where it runs."""
+"""torch's thread-local modes: captured where a call is made, entered in the thread that runs it."""
 
 from __future__ import annotations
 

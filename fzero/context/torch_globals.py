@@ -1,4 +1,4 @@
-"""What torch keeps for the whole process, and each virtual rank must have for itself.
+"""torch's process-wide state that each virtual rank needs for itself, swapped at each turn.
 
 Ranks take turns: what one of them has set when it waits in a collective is taken away, and put back
 when it goes on. Modes that torch keeps for each thread are in `_ambient`.
@@ -101,7 +101,7 @@ class TorchGlobals(NamedTuple):
 
     @staticmethod
     def take() -> TorchGlobals:
-        """What there is now."""
+        """Capture the current state."""
         settings = tuple([read() for read, _ in _SETTINGS])
         _latest[:] = [settings]
         return TorchGlobals(

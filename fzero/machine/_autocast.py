@@ -1,4 +1,4 @@
-"""What an operator of a placeholder meets of torch's autocast: what one of a plain tensor meets.
+"""Run operators on placeholders under the autocast state that they would see on plain tensors.
 
 torch.autocast has rules for some operators: they cast their arguments, and run without autocast
 then. Any other one passes it by, and what its kernel calls meets it. A placeholder's operators come
@@ -40,7 +40,7 @@ def autocast_of_call() -> dict[str, torch.dtype]:
 
 @functools.cache
 def _meets_autocast(func: Any, kind: str) -> bool | None:
-    """Whether what the kernel of an operator calls meets the autocast around it; None: who knows.
+    """Whether operators that a kernel calls see the autocast around it; None: unknown.
 
     So it is for an operator without a rule of autocast's. One with a rule, and what is part of it,
     casts its arguments, and is then one operator.
@@ -58,7 +58,7 @@ def _meets_autocast(func: Any, kind: str) -> bool | None:
 
 @contextmanager
 def _under_autocast(kinds: Iterable[str]) -> Iterator[None]:
-    """Inside `__torch_dispatch__`: let what is called in the block meet autocast, as it is set."""
+    """Inside `__torch_dispatch__`: switch autocast on again for the operators in this block."""
     for kind in kinds:
         torch.set_autocast_enabled(kind, True)
     try:

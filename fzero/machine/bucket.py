@@ -1,4 +1,4 @@
-"""What a backward has brought of one group: leaf by leaf, then one flat to be reduced."""
+"""The gradients of one group: collected leaf by leaf, then packed into one flat to be reduced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fzero.state.layout import Layout, as_real
 
 
 class Bucket:
-    """The gradients of one group that this backward has brought, and not handed on."""
+    """The gradients of one group that this backward has produced and that are not yet reduced."""
 
     __slots__ = (
         "_contiguous",
@@ -42,14 +42,14 @@ class Bucket:
         self._gradients[position] = gradient
 
     def _copied(self, position: int, gradient: Tensor) -> Tensor:
-        """Copy it to its place in one buffer, so that autograd's own tensor can go at once."""
+        """Copy a gradient to its place in one buffer, so that autograd's tensor can be freed."""
         if self._flat is None:
             self._flat = as_real(gradient).new_zeros(self.layout.full_numel(self.index))
             self._views = unpack(self.layout, self.index, self._flat)
         return self._views[position].add_(gradient)
 
     def add_waiting(self, flat: Tensor, *, owned: bool = False) -> None:
-        """Add what has waited for this reduction, [W l]. It is written to only if it is `owned`."""
+        """Add gradients [W l] of earlier backwards. They are written to only if `owned`."""
         self._waited, self._owned = flat, owned
 
     @property
@@ -59,11 +59,11 @@ class Bucket:
 
     @property
     def has_any(self) -> bool:
-        """Whether any leaf has, or anything has waited."""
+        """Whether any leaf has its gradient, or gradients of earlier backwards were added."""
         return bool(self._gradients) or self._waited is not None
 
     def pop(self, written: set[int] | None = None) -> Tensor | None:
-        """Return [W l], and forget it; None if there is nothing.
+        """Remove and return the flat gradient [W l]; None if the bucket is empty.
 
         Autograd may hand out one memory for two parameters, in views of it. So where gradients are
         written to later, the second one in the same memory is copied: `written` says where the
@@ -79,7 +79,7 @@ class Bucket:
         return to_device(waited, flat.device) + flat
 
     def pop_into(self, total: Tensor, factor: float) -> None:
-        """total += factor * what is here, leaf by leaf, and forget it: no flat of it is made."""
+        """total += factor * gradients, leaf by leaf, without a flat between; empty the bucket."""
         gradients, flat, waited = self._emptied()
         for whole in (flat, waited):
             if whole is not None:
@@ -92,7 +92,7 @@ class Bucket:
                     place.add_(_times(gradient, place.dtype, factor))
 
     def pop_owned(self, divisor: float) -> Tensor | None:
-        """Return [W l] / divisor, and forget it: in memory of its own, which may be written to.
+        """Remove and return the flat gradient [W l] / divisor, in memory of its own.
 
         The rest of the backward may still read the memory of what it has brought. The division is
         made as gradients are copied, for a pass over memory of its own would cost as much again.
@@ -109,7 +109,7 @@ class Bucket:
         return torch.add(flat, to_device(waited, flat.device), alpha=1 / divisor)
 
     def _emptied(self) -> tuple[list[Tensor | None] | None, Tensor | None, Tensor | None]:
-        """Return, and forget: what is to be packed, or the buffer that was filled; what waited."""
+        """Empty the bucket: (leaves to pack, or the buffer they are in, earlier gradients)."""
         gradients, self._gradients = self._gradients, {}
         flat, self._flat, self._views = self._flat, None, []
         waited, self._waited = self._waited, None
@@ -124,7 +124,7 @@ def _times(gradient: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
 
 
 def _is_shared(flat: Tensor, written: set[int]) -> bool:
-    """Whether a gradient is a view of more memory, or of that of an earlier one."""
+    """Whether a gradient is a view of a larger storage, or shares it with an earlier one."""
     storage = flat.untyped_storage()
     shared = storage.nbytes() != flat.numel() * flat.element_size()
     shared = shared or storage._cdata in written

@@ -1,4 +1,4 @@
-"""What torch.compile has in the place of a placeholder: a gather that is one op of its graph.
+"""Placeholders under torch.compile: a gather is one op of the compiled graph.
 
     token -> fzero::whole -> values
 
@@ -28,7 +28,7 @@ _reads: weakref.WeakValueDictionary[int, CompiledRead] = weakref.WeakValueDictio
 
 
 class CompiledRead:
-    """How the values of one placeholder are read, for as long as that placeholder lives."""
+    """Reads the values of one placeholder for a compiled graph; lives as long as that."""
 
     __slots__ = ("__weakref__", "token", "values")
 
@@ -42,7 +42,7 @@ class CompiledRead:
 def whole(
     token: Tensor, number: int, shape: list[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The values behind a token: a copy, for a graph may reuse the memory of what its ops return.
+    """Return a copy of the values of a token: a graph may reuse the memory of what its ops return.
 
     number: counts the reads in a graph. Two of them are then never one common subexpression, whose
     values would stay from the forward to the backward: each of the two gathers its own.

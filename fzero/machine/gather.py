@@ -1,4 +1,4 @@
-"""Full values of sharded parameters, for as long as the protocol wants them.
+"""Gathered values of sharded parameters: started, waited for and freed as the protocol says.
 
 The gatherer holds values and flights. When to gather and when to free is an effect of the protocol
 (fzero/state/protocol), in an order that is the same on every rank.
@@ -48,7 +48,7 @@ class Gatherer:
     def hold_shards(
         self, flats: Sequence[Sequence[Tensor]], devices: Sequence[torch.device]
     ) -> None:
-        """Take the shards of each state as they are now, and where full values are wanted."""
+        """Take the current shards of each state, and the device on which each is gathered."""
         self.groups = [
             GroupShard(layout, i, flat.detach(), device)
             for layout, some, device in zip(self.table.layouts, flats, devices, strict=True)
@@ -56,18 +56,18 @@ class Gatherer:
         ]
 
     def changed(self) -> None:
-        """The values have changed."""
+        """Count a change of the parameters: views of earlier values are stale."""
         self.changes += 1
 
     # What is here.
 
     def leaf(self, group: int, position: int) -> Tensor:
-        """Return one full leaf of a group that is here."""
+        """Return one full leaf of a gathered group."""
         unit = self.table.unit_of[group]
         return self.held[unit].leaves[self.table.units[unit].index(group)][position]
 
     def require_own_rank(self, group: int, position: int) -> None:
-        """Raise `PhaseError` if another virtual rank asks."""
+        """Raise `PhaseError` if another virtual rank reads this rank's parameter."""
         here = current_ranks()
         if here and self._here and here.rank != self._here.rank:
             path = self.leaves_of(group)[position].path
@@ -85,7 +85,7 @@ class Gatherer:
         self._flights[unit] = self._started(unit, exact=exact)
 
     def take_part(self, unit: int, *, exact: bool) -> None:
-        """Gather a unit because a rank asks for it, and drop it."""
+        """Take part in a gather that another rank needs, and drop the values."""
         self._started(unit, exact=exact).wait()
 
     def _started(self, unit: int, *, exact: bool) -> InFlight:
@@ -96,7 +96,7 @@ class Gatherer:
             return start_gather(shards, self.table.axes[unit].shards, as_blocks=as_blocks)
 
     def wait(self, unit: int) -> None:
-        """Wait until a unit that was started is here; nothing if its start raised."""
+        """Wait for a gather that was started; does nothing if its start raised."""
         flight = self._flights.pop(unit, None)
         if flight is not None:
             self._hold(unit, flight.wait())
@@ -112,7 +112,7 @@ class Gatherer:
         self.held[unit] = FullUnit(flats, leaves)
 
     def free(self, unit: int) -> None:
-        """Let go of a unit; one that is on the way is waited for."""
+        """Free a unit; wait for its gather first if that is in flight."""
         self.held.pop(unit, None)
         flight = self._flights.pop(unit, None)
         if flight is not None:
@@ -122,7 +122,7 @@ class Gatherer:
     # What is carried from one pass to the next.
 
     def adopt(self, gathered: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
-        """Take the full flats that each state brings; return the units of which they are all."""
+        """Take over full flats that states carry; return the units that are complete."""
         flats: dict[int, Tensor] = {}
         table = self.table
         for layout, groups, some in zip(table.layouts, table.groups, gathered, strict=True):
@@ -135,7 +135,7 @@ class Gatherer:
         return tuple(whole)
 
     def flats_of(self, units: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        """Return, for each state, the full flat of each group of these units; of others, empty."""
+        """Return the full flats of each state: those of groups in these units, others empty."""
         full = {
             group: flat
             for unit in units

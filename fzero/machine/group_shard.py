@@ -1,4 +1,4 @@
-"""What a rank has at stage 3: the shard of a group, and full values of a unit for a time."""
+"""Stage 3 on one rank: the shard of a group, and the gathered values of a unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fzero.state.layout import Layout
 
 
 class GroupShard(NamedTuple):
-    """One group of a layout, this rank's shard of it, and where full values are wanted."""
+    """One group of a layout, this rank's shard of it, and the device to gather it on."""
 
     layout: Layout
     index: int
@@ -21,7 +21,7 @@ class GroupShard(NamedTuple):
 
     @property
     def paths(self) -> list[tuple[str, ...]]:
-        """The paths of its leaves; of an empty group nothing."""
+        """The paths of its leaves; none for an empty group."""
         return self.layout.paths([self.index])
 
     @property

@@ -1,4 +1,4 @@
-"""From the parts of a model to the protocol of its rank: what happens to them are events there."""
+"""Sends what happens to a model's units and gradients to the protocol, as events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModelLine:
 
     @property
     def record(self) -> Model:
-        """What the protocol has of this model. Raises `PhaseError` if no pass of it will follow."""
+        """The protocol's record of this model. Raises `PhaseError` after the model has left."""
         found = self.performer.protocol.models.get(self.number)
         if found is None:
             raise PhaseError(
@@ -41,7 +41,7 @@ class ModelLine:
         return found
 
     def use(self, unit: int) -> None:
-        """A kernel reads a unit: it is here afterwards."""
+        """A kernel reads a unit: gather it if it is not gathered."""
         here = self.record.residency
         if unit != here.current or unit not in here.gathered:  # many kernels read one unit
             self.performer.send(Use(self.number, unit))
@@ -54,7 +54,7 @@ class ModelLine:
         performer.send(Ready(self.number, unit, answered))
 
     def hold(self, units: Sequence[int]) -> Sequence[int]:
-        """Hold units, gathered, until `let_go`; none in a pass. A collective."""
+        """Gather units and keep them until `let_go`. A collective outside of passes."""
         if self.record.rounds:
             return ()
         number, wanted = self.number, tuple(units)
@@ -70,5 +70,5 @@ class ModelLine:
         self.performer.send(LetGo(self.number, tuple(units)))
 
     def changed(self) -> None:
-        """The parameters changed: what was gathered of them is freed."""
+        """The parameters changed: free the gathered units, which are stale."""
         self.performer.send(Changed(self.number))

@@ -1,4 +1,4 @@
-"""The gradients of one state that this rank has made, and their means over ranks."""
+"""The gradients of one state on this rank, before and after their reduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fzero.state.setup import Setup
 
 
 class LocalGradients:
-    """Buckets of a state's gradients: filled leaf by leaf, handed on to a reduction.
+    """The buckets of one state: filled leaf by leaf, then reduced, then divided into means.
 
     Attributes:
         keeps: whether they stay on this rank, for a coalescing window.
@@ -43,7 +43,7 @@ class LocalGradients:
         self.keeps = keeps
 
     def sent(self, index: int, *, mine: bool) -> Tensor:
-        """What this rank puts on the wire for one group: zeros if it is not `mine`, or none."""
+        """Return what this rank sends for one group; zeros without a gradient, or if not `mine`."""
         setup, feedback, device = self.setup, self.feedback, self._device
         gradient = self._popped(index) if mine else None
         if gradient is not None:
@@ -61,7 +61,7 @@ class LocalGradients:
         return self.buckets[index].pop()
 
     def add_sum(self, index: int, got: Tensor) -> None:
-        """Divide what a reduction has brought, and add it to the mean of the group."""
+        """Divide a sum over ranks by W, unless packing did; add it to the mean of the group."""
         setup = self.setup
         summed = got if self.feedback is None else self.feedback.summed(index, got)
         mean = summed.to(setup.accumulate_dtype(index))
@@ -77,11 +77,11 @@ class LocalGradients:
 
     @property
     def has_any(self) -> bool:
-        """Whether any of this rank's own gradients are still here."""
+        """Whether any of this rank's own gradients are not yet reduced."""
         return any(bucket.has_any for bucket in self.buckets.values())
 
     def pop_local(self, *, to_write: bool = False) -> dict[int, Tensor]:
-        """Return, and forget, this rank's own gradients that are still here: {group: [W l]}.
+        """Remove and return this rank's own unreduced gradients: {group: [W l]}.
 
         `to_write`: later gradients are added to them in place.
         """
@@ -94,24 +94,24 @@ class LocalGradients:
         return found
 
     def pop_local_into(self, totals: dict[int, Tensor], factor: float) -> None:
-        """Add `pop_local()`, times a factor, to {group: [W l]}, without a copy between."""
+        """totals[group] += factor * `pop_local()`[group], without a copy in between."""
         for index, total in totals.items():
             self.buckets[index].pop_into(total, factor)
 
     def pop_means(self) -> dict[int, Tensor]:
-        """Return, and forget, the means."""
+        """Remove and return the means: {group: this rank's part of it}."""
         means, self.means = self.means, {}
         return means
 
     def pop_used(self) -> int:
-        """Return, and forget, the leaves that got a gradient, as bits; `ALL` if all did."""
+        """Remove and return the leaves that got a gradient, as bits; `ALL` if all did."""
         used, self._used = self._used, set()
         layout = self.setup.layout
         count = sum(len(layout.groups[i].leaves) for i in self.buckets)
         return ALL if len(used) == count else as_bits(used)
 
     def discard_local(self) -> None:
-        """Discard what no reduction has."""
+        """Discard the gradients that are not yet in a reduction."""
         self.pop_local()
         self._used.clear()
 

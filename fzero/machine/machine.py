@@ -1,4 +1,4 @@
-"""One model of a rank: what gathers its units, reduces its gradients, reads its placeholders."""
+"""The machine of one model on one rank: its gatherer, its reducer, its placeholders."""
 
 from __future__ import annotations
 
@@ -89,6 +89,6 @@ class Machine:
         self.reducer.wait_all()
 
     def drop_raised(self) -> None:
-        """Drop a backward that raised on this rank without a word to the other ranks."""
+        """Drop a backward that raised on this rank before the other ranks heard of it."""
         if self._drop_raised is not None:
             self._drop_raised()

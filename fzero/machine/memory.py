@@ -1,4 +1,4 @@
-"""Which tensors are one memory: ties, which are kept, and overlaps, which are refused.
+"""Find tensors that share memory: tied parameters are kept tied, overlaps are refused.
 
 A state stores each parameter apart from all else. So a parameter whose memory has a second handle
 (a transposed view, a slice, a buffer that is a view of it) would part from it in silence. Memory is
@@ -27,7 +27,7 @@ _FIRST = 4096  # where the memory of a placeholder begins, which has no address
 
 
 class Holder(Enum):
-    """What holds a tensor of a module."""
+    """How a module holds a tensor."""
 
     PARAMETER = auto()
     BUFFER = auto()
@@ -36,7 +36,7 @@ class Holder(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTensor:
-    """A tensor of a module, and where it is held."""
+    """A tensor of a module, its path, and how the module holds it."""
 
     path: str
     tensor: Tensor
@@ -83,8 +83,9 @@ def require_apart(
 
     Example:
         >>> x = torch.ones(4, 2)
-        >>> require_apart([Held("left", x[:, 0]), Held("right", x[:, 1])])  # no common element
-        >>> require_apart([Held("left", x[:, 0]), Held("all", x)])
+        >>> left, right = HeldTensor("left", x[:, 0]), HeldTensor("right", x[:, 1])
+        >>> require_apart([left, right])  # no common element
+        >>> require_apart([left, HeldTensor("all", x)])
         Traceback (most recent call last):
         ...
         fzero.errors.LayoutError: left and all have elements in common.
@@ -151,7 +152,7 @@ def _meeting(held: Sequence[HeldTensor]) -> Iterator[tuple[HeldTensor, HeldTenso
 
 
 def _region(held: HeldTensor) -> _Region | None:
-    """Where the tensor is; None for one without elements, or without memory that can be known."""
+    """Return the addresses of a tensor; None if it has no elements or no address."""
     x = held.tensor
     if isinstance(x, LazyParam):
         place, first = (id(x.reader), x.where), _FIRST + x.storage_offset() * x.element_size()
@@ -166,7 +167,7 @@ def _region(held: HeldTensor) -> _Region | None:
 
 
 def _has_memory(x: Tensor) -> bool:
-    """Whether a tensor has memory that can be known; a fake one has its storage on meta."""
+    """Whether a tensor has an address; a fake tensor has its storage on meta."""
     if is_lazy(x) or x.is_nested or x.layout is not torch.strided or is_functorch_wrapped_tensor(x):
         return False
     return not x.is_meta and Tensor.untyped_storage(x).device.type != "meta"
@@ -178,7 +179,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_array(x: Tensor) -> Any:
-    """An array with the shape, strides and address of `x`, whose elements nobody reads."""
+    """Return a NumPy array of the shape, strides and address of `x`; it is never read."""
     size = x.element_size()
     lazy = isinstance(x, LazyParam)
     first = _FIRST + x.storage_offset() * size if lazy else Tensor.data_ptr(x)
@@ -223,7 +224,7 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Te
 
 
 def _require_several(one: HeldTensor) -> None:
-    """Raise if two elements of a parameter that learns are one element of memory."""
+    """Raise if two elements of a trainable parameter are the same memory."""
     x = one.tensor
     if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Tensors in host memory and in files: made, filled, lent to the device, and written back.
+"""Offloaded tensors, in host memory or in files: allocated, copied to the device, written back.
 
 Everything here is ordered by the stream that runs now: a copy to or from pinned memory returns at
 once, and what is computed next waits for it on the device. So host memory that was written this way
@@ -49,7 +49,7 @@ def require_folder(offload: Offload) -> None:
 
 
 def offloaded(home: Home, x: Tensor, offload: Offload) -> Tensor:
-    """Return `x` if it lives at `home`, else a copy there."""
+    """Return `x` at `home` (host memory, disk, or None: the device): itself, or a copy."""
     if home is None or is_at(home, x):
         return x
     with torch.no_grad():
@@ -88,7 +88,7 @@ def is_here(x: Tensor, device: torch.device) -> bool:
 
 
 def home_of_empty(x: Tensor) -> Home:
-    """Return where the tensor would live that `x`, which has no values, describes."""
+    """Return the home of the tensor that `x`, a tensor without values, describes."""
     return getattr(x.untyped_storage(), "home", None)
 
 
@@ -99,14 +99,14 @@ def _standing_at(home: Home, like: Tensor) -> Tensor:
 
 
 def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `x` on `device`, in `dtype`: itself if it is there so."""
+    """Return `x` on `device` in `dtype`: itself if it is so already."""
     if has_no_values(x) and kind_of(device) == "cuda" and not is_here(x, device):
         return x.to(dtype=dtype or x.dtype, copy=True)
     return x.to(device=device, dtype=dtype or x.dtype, non_blocking=True)
 
 
 def write_back(home: Tensor, used: Tensor) -> None:
-    """Write what was lent, and changed, back to its home."""
+    """Copy a tensor that was changed on the device back to its home."""
     if used is not home:
         home.copy_(used, non_blocking=True)
     page_out(home)
@@ -137,7 +137,7 @@ def page_out(x: Tensor) -> None:
 
 
 def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainState:
-    """Return a state whose buffers live where its setup says; those that do are not copied.
+    """Return the state with each buffer at the home that its setup says.
 
     device: where those live that are not offloaded; None: they are there already.
     """
@@ -165,7 +165,7 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
 
 
 def wait_for_copies(tensors: Iterable[Any]) -> None:
-    """Before the host reads these: wait until what was copied to pinned memory is there."""
+    """Wait for copies to pinned memory, before the host reads these tensors."""
     pinned = (isinstance(x, Tensor) and x.numel() > 0 and x.is_pinned() for x in tensors)
     if torch.cuda.is_initialized() and any(pinned):
         torch.cuda.synchronize()
@@ -205,7 +205,7 @@ def _in_file(like: Tensor, folder: str) -> Tensor:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """The system call, where its numbers are known; elsewhere the kernel does as it likes."""
+    """Return the system call madvise on Linux; None elsewhere."""
     if sys.platform != "linux":
         return None
     call = ctypes.CDLL(None).madvise
@@ -222,7 +222,7 @@ def _advise(x: Tensor, advice: int) -> None:
 
 
 class CopyStream:
-    """Copies to a device and back, on a CUDA stream of their own beside what is computed.
+    """Copies to a device and back on a separate CUDA stream, beside the computation.
 
     On a CPU there is no stream; what is there already is lent as it is.
     """
@@ -245,7 +245,7 @@ class CopyStream:
             return Fetched(here, self._side.record_event())
 
     def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Write what was fetched and changed back: (home, lent) each."""
+        """Write changed tensors back: pairs of (home, tensor on the device)."""
         if self._side is None:
             for home, used in pairs:
                 write_back(home, used)
@@ -257,7 +257,7 @@ class CopyStream:
                 write_back(home, used)
 
     def end(self) -> None:
-        """What is computed from here on sees all that was written back."""
+        """Make the current stream wait for everything that was written back."""
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
 
@@ -269,7 +269,7 @@ class Fetched:
         self._tensors, self._event = tensors, event
 
     def wait(self) -> list[Tensor]:
-        """Return them; what is computed next waits until they are there."""
+        """Return the tensors; the current stream waits for their copies."""
         if self._event is not None:
             now = torch.cuda.current_stream(self._tensors[0].device)
             now.wait_event(self._event)

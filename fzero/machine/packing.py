@@ -1,4 +1,4 @@
-"""One group: where its leaves start, leaves <-> flat padded buffer [W l], a rank's part of it."""
+"""One group: leaves <-> flat padded buffer [W l] <-> a rank's part of it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tup
 def place_whole(
     numels: Sequence[int], ranks: int, alignment: int = 1
 ) -> tuple[tuple[int, ...], int]:
-    """Place each leaf whole in the shard of one rank: the largest first, where there is least.
+    """Place each leaf in one rank's shard without a cut: largest first, into the emptiest shard.
 
     Returns what `in_order` does. The longest shard is the length of all: what the others have less
     is padding.
 
     Example:
-        >>> apart([3, 4, 1], 2)
+        >>> place_whole([3, 4, 1], 2)
         ((4, 0, 7), 4)
     """
     ends, rows = [0] * ranks, [0] * len(numels)
@@ -135,7 +135,7 @@ def shard_of(full: Tensor, ranks: int, rank: int) -> Tensor:
 
 
 def part_of(flat: Tensor, held: Part, wanted: Part) -> Tensor:
-    """Return `wanted`, a part of the whole, of the part that is `held`: a view.
+    """Return part `wanted` of a flat, as a view of part `held`, which contains it.
 
     Example:
         >>> part_of(torch.tensor([4, 5, 6, 7]), Part(2, 1), Part(4, 2))
@@ -146,7 +146,7 @@ def part_of(flat: Tensor, held: Part, wanted: Part) -> Tensor:
 
 
 class LeafRange(NamedTuple):
-    """Elements of one leaf that are in a part of its group's flat."""
+    """The elements of one leaf that lie in a part of its group's flat."""
 
     position: int  # of the leaf in its group
     leaf: int
@@ -155,12 +155,12 @@ class LeafRange(NamedTuple):
     at: int  # where the first of them is in the part
 
     def of(self, held: Tensor) -> Tensor:
-        """Return them, of what a rank holds: a view."""
+        """Return these elements of a part that a rank holds: a view."""
         return held[self.at : self.at + self.stop - self.start]
 
 
 def leaf_ranges(layout: Layout, index: int, part: Part) -> Iterator[LeafRange]:
-    """Yield what a part of the flat of group `index` has of each leaf; of some it has nothing.
+    """Yield the range of each leaf that lies in a part of the flat of group `index`.
 
     Padding is in none.
     """
@@ -262,7 +262,7 @@ def digest(x: Tensor) -> int:
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return of each tensor the sum of the bits of its elements as integers: one pass over it.
+    """Return a checksum of each tensor: the sum of its elements' bits as integers, in one pass.
 
     Example:
         >>> checksums([torch.tensor([1, 2]), torch.tensor([1, 3])])

@@ -136,7 +136,7 @@ def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
 
 
 def assemble(layout: Layout, by_leaf: Mapping[int, Any]) -> Any:
-    """Return the pytree with value `by_leaf[i]` wherever leaf i stands; None for absent ones.
+    """Return the pytree with `by_leaf[i]` at every place of leaf i, and None where there is none.
 
     Tied positions share a value.
     """
@@ -237,7 +237,7 @@ def _unique_leaves(
 
 
 def _nothing(path: str) -> None:
-    """What is so for no leaf."""
+    """Return False: the default of a rule for leaves."""
 
 
 def _one(path: str) -> int:

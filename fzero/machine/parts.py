@@ -1,4 +1,4 @@
-"""From what a rank has of a flat to a part of it, and back: as `Setup.part` says who has what.
+"""Reshard flat buffers between placements: cut to a smaller part, gather a larger one.
 
     REPLICATED [S l]  <- gather over shards -  SHARDED [l]  <- over replicas -  OVER_ALL [l / R]
                        - cut ->                              - cut ->
@@ -19,7 +19,7 @@ from fzero.state import Placement, Setup
 
 
 def cut(setup: Setup, flat: Tensor, held: Placement, to: Placement) -> Tensor:
-    """Return this rank's part of a flat, of which it has the part that `held` says: a view."""
+    """Return this rank's part of a flat under placement `to`: a view of that under `held`."""
     if held is to:
         return flat
     rank = setup.axis.rank
@@ -29,7 +29,7 @@ def cut(setup: Setup, flat: Tensor, held: Placement, to: Placement) -> Tensor:
 def gather_parts(
     setup: Setup, flats: Sequence[Tensor], held: Placement, to: Placement
 ) -> list[Tensor]:
-    """Return the larger parts that `to` says, of those that are `held`. Adjoint: sum and cut."""
+    """Gather parts under placement `held` into larger parts under `to`. Adjoint: sum and cut."""
     for axis, _ in _steps(setup, held, to):
         flats = gather_many(flats, axis)
     return list(flats)
@@ -38,7 +38,7 @@ def gather_parts(
 def gather_parts_in_place(
     setup: Setup, flats: Sequence[Tensor], held: Placement, to: Placement
 ) -> None:
-    """Fill `flats`, as large as `to` says, of which this rank has written its part (`held`)."""
+    """Gather in place into `flats`, in which this rank's part (`held`) is filled already."""
     for axis, made in _steps(setup, held, to):
         start_gather_in_place([cut(setup, flat, to, made) for flat in flats], axis).wait()
 
@@ -57,7 +57,7 @@ def sum_parts(setup: Setup, flats: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _steps(setup: Setup, held: Placement, to: Placement) -> list[tuple[Axis, Placement]]:
-    """The dims to gather over, in their order, and what that makes of a part."""
+    """The axes to gather over, in order, each with the placement after it."""
     steps = []
     if held is Placement.OVER_ALL and to is not held:
         steps.append((setup.axis.replicas, Placement.SHARDED))

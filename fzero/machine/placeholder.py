@@ -1,4 +1,4 @@
-"""A parameter of the full shape without storage: whoever reads it gets the values gathered.
+"""A parameter of the full shape without storage: a kernel that reads it gets gathered values.
 
 Autograd saves the placeholder, not the values, so what is gathered for a kernel can go when the
 kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gathers` behind it.
@@ -24,7 +24,7 @@ _View = Callable[[Tensor], Tensor]
 
 
 class Gathers(Protocol):
-    """What a placeholder needs: somebody who has, or gets, full values."""
+    """What a placeholder needs of its reader: full values, and facts about its leaf."""
 
     @property
     def changes(self) -> int:

@@ -16,7 +16,8 @@ class NamedParameters(list[nn.Parameter]):
     """A list of parameters, and what a module has for them: `named_parameters`, `parameters`.
 
     Example:
-        >>> params = Named({"w": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(1))})
+        >>> w, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
+        >>> params = NamedParameters({"w": w, "b": b})
         >>> len(params), [name for name, p in params.named_parameters() if p.numel() > 1]
         (2, ['w'])
     """

@@ -1,4 +1,4 @@
-"""How far one rank has come in a plan of the schedule, and what its next event starts.
+"""One rank's place in a plan of the schedule, and which collectives its next event starts.
 
 All ranks that replay one plan start its gathers and reductions in one order, whatever they use
 themselves: a rank that does not use a unit takes part in its gather all the same, one that has no
@@ -68,7 +68,7 @@ def use(replay: Replay, unit: int, *, held: bool) -> Next | None:
         >>> replay, effects = use(replay, 0, held=False)
         >>> effects
         (GatherUnit(unit=0), GatherUnit(unit=1))
-        >>> run(replay)
+        >>> to_sync_point(replay)
         (None, (FreeUnit(unit=0), ReduceUnit(unit=1), ReduceUnit(unit=0)))
     """
     place, sync_point = replay.plan.next_use(unit, replay.at), _next_sync_point(replay)
@@ -111,9 +111,9 @@ def gather_beside(replay: Replay, unit: int) -> Next:
 
     Example:
         >>> place = begin(Program((2, 0)), (4, 4), frozenset(), Limits())  # 2 is the sync point
-        >>> place, _ = run(place)
-        >>> place, _ = gathered(place, 0)
-        >>> gathered(gathered(place, 1)[0], 0)[1]
+        >>> place, _ = to_sync_point(place)
+        >>> place, _ = gather_beside(place, 0)
+        >>> gather_beside(gather_beside(place, 1)[0], 0)[1]
         (FreeUnit(unit=0),)
     """
     before = replay.gathered_here
@@ -122,7 +122,7 @@ def gather_beside(replay: Replay, unit: int) -> Next:
 
 
 def leave_sync_point(replay: Replay) -> Next:
-    """All ranks have come to the sync point: what was gathered there for one of them goes."""
+    """Leave the sync point with all ranks; free units that were gathered for another rank there."""
     frees = tuple(FreeUnit(unit) for unit in replay.gathered_here)
     replay, reduces = start_ready(replaced(replay, waits=False, gathered_here=()))
     return replay, (*frees, *reduces)

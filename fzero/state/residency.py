@@ -17,7 +17,7 @@ from fzero.state.schedule import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """The units of a model, as far as the protocol must know them: what never changes.
+    """Static facts about the units of a model that the protocol needs.
 
     Attributes:
         numels: elements of each, with padding.
@@ -69,7 +69,7 @@ Next = tuple[Residency, tuple[Effect, ...]]
 
 
 def start(r: Residency, model: int, unit: int, *, inexact: bool) -> Next:
-    """Start to gather a unit, unless that was done."""
+    """Start to gather a unit, unless it is gathered or in flight."""
     if r.has(unit):
         return r, ()
     rounded = r.inexact | {unit} if inexact else r.inexact
@@ -96,7 +96,7 @@ def touch(r: Residency, unit: int) -> Residency:
 
 
 def free(r: Residency, model: int, units: Iterable[int]) -> Next:
-    """Free units that are here or flying, but for those that are pinned."""
+    """Free units that are gathered or in flight, except pinned ones."""
     gone = tuple(unit for unit in units if r.has(unit) and unit not in r.pinned)
     if not gone:
         return r, ()
@@ -117,7 +117,7 @@ def release(r: Residency, model: int, *, pinned: bool = False) -> Next:
 
 
 def pin(r: Residency, units: Collection[int]) -> Residency:
-    """Free these units by no plan from now on."""
+    """Pin units: no plan frees them."""
     return r if r.pinned.issuperset(units) else replaced(r, pinned=r.pinned.union(units))
 
 
@@ -127,7 +127,7 @@ def unpin(r: Residency, model: int, units: Collection[int]) -> Next:
 
 
 def drop_inexact(r: Residency, model: int, units: Collection[int]) -> Next:
-    """Free those units whose values are rounded: exact ones are wanted."""
+    """Free units whose gathered values are rounded."""
     rounded = [unit for unit in units if unit in r.inexact]
     return unpin(r, model, rounded) if rounded else (r, ())
 

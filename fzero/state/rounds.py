@@ -23,7 +23,7 @@ _MANY = 2**24
 
 
 class MessageKind(IntEnum):
-    """What a rank says in a round."""
+    """The kind of a message."""
 
     FAILED = 0
     DONE = 1
@@ -68,7 +68,7 @@ class Message(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A message as it crosses ranks. `digest` stands for its text."""
+    """A message as numbers, as it crosses ranks. `digest` replaces its text."""
 
     kind: MessageKind
     digest: int
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 def row_of(message: Message, codes: Sequence[int]) -> list[int]:
-    """Return the numbers that cross ranks. Codes count from 1: a 0 is one that is not there."""
+    """Return a message as numbers. Codes count from 1; 0 means none."""
     digest = zlib.crc32(message.text.encode())
     return [message.kind, digest, message.hint, message.served, *(1 + code for code in codes)]
 
@@ -124,7 +124,7 @@ class Round:
 
     @cached_property
     def is_same(self) -> bool:
-        """Whether all ranks announce what can go together."""
+        """Whether the announcements of all ranks are compatible."""
         return len({message.digest for message in self._messages}) == 1
 
     @cached_property

@@ -202,7 +202,7 @@ def plan_program(
     that are not held are whole at once if one is gathered early: the one in use and the next.
 
     Example:
-        >>> steps = plan(Program((0, 1, 2)), (4, 4, 4), frozenset(), Limits()).steps
+        >>> steps = plan_program(Program((0, 1, 2)), (4, 4, 4), frozenset(), Limits()).steps
         >>> [(s.unit, s.frees, s.gathers, s.ahead) for s in steps]
         [(-1, (), (), ()), (0, (), (0,), (1,)), (1, (0,), (), (2,)), (2, (1,), (), ())]
     """

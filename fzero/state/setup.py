@@ -234,7 +234,7 @@ class Setup:
 
     @property
     def divisor(self) -> float:
-        """What a sum over ranks of what they `sent` is divided by."""
+        """The divisor of a sum over ranks of what they `sent`."""
         if self.axis.size == 1:
             return 1.0
         means = self.reduction.reduce_op == "mean" and not self.reduction.weighted
@@ -301,7 +301,7 @@ class Setup:
 
     @property
     def _sharded(self) -> Placement:
-        """Sharded over the ranks of a replica; replicas of one rank are whole."""
+        """SHARDED over the ranks of a replica; REPLICATED where a replica has one rank."""
         whole = self.layout.ranks == 1 < self.axis.size
         return Placement.REPLICATED if whole else Placement.SHARDED
 

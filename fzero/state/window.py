@@ -14,7 +14,7 @@ from fzero.state.buffers import Buffers, Placement
 
 @record
 class Window:
-    """Whether a window is open, and what has gathered in it.
+    """A coalescing window: whether it is open, and the gradients that wait in it.
 
     `pending` is PARTIAL: this rank's own sum; in a closed window (an engine's, after `no_sync`) it
     waits for the next reduction. `gathered` holds full parameters for the length

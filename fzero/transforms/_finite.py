@@ -1,4 +1,4 @@
-"""Which loss or gradient of this rank is not finite, and what all ranks say of it at an update.
+"""Find non-finite losses and gradients on each rank; report them on all ranks at the update.
 
     a gradient is made     its smallest and its largest element stay on the device
     the backward is over   the host reads them, once; `state.progress` has the first that is bad
@@ -105,7 +105,7 @@ def require_values(states: Sequence[TrainState]) -> None:
 
 
 def found_at_once(states: Sequence[TrainState], result: Result) -> list[NonFinite | None]:
-    """Return the same for gradients that torch.func has made all at once.
+    """Find what is not finite among gradients that torch.func returned at once.
 
     The last leaf counts as the first one, as it is in most backwards.
     """

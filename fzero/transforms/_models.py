@@ -50,7 +50,7 @@ def require_params(params: Any) -> None:
 
 
 def stages_of(stage: Any, tree: Any, states: Sequence[Any]) -> list[tuple[Any, int, str]]:
-    """Return (state, its stage, where it stands) for each of `states`, which are those of `tree`.
+    """Return (state, its stage, its path in the tree) for each state of `tree`.
 
     Raises `LayoutError`, naming the keys, if `stage` is a tree of other models.
     """

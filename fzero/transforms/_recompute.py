@@ -28,7 +28,7 @@ class _Same(torch.autograd.Function):
 
 
 def own(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the same values with a graph that begins here, where they require grad."""
+    """Detach values, and make those that required grad leaves of a new graph."""
     return [_Same.apply(_leaf(x)) if x.requires_grad else x for x in tensors]
 
 

@@ -1,4 +1,4 @@
-"""What a torch.optim optimizer has from a run goes into the train state that is made with it."""
+"""Copy the state of a torch.optim optimizer that has already stepped into a new train state."""
 
 from __future__ import annotations
 

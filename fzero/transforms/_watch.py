@@ -1,4 +1,4 @@
-"""Finds what a function reads without being given it, where that would lose a gradient."""
+"""Refuse tensors that a function closes over, where their gradient would be lost."""
 
 from __future__ import annotations
 

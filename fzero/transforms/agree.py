@@ -65,7 +65,7 @@ def agree(
     now: Callable[[], Sequence[TrainState]] | None = None,
     written: Callable[[], object] = bool,
 ) -> list[Agreed]:
-    """Wait until every rank makes this call, with the same options, on states that stand alike.
+    """Wait until every rank makes this call with the same options, on states in the same phase.
 
     Args:
         name: of the call.

@@ -1,4 +1,4 @@
-"""What a pass tells the other ranks of a phase, and what of the phase crosses ranks."""
+"""Announcements: what a pass tells the other ranks of its next phase."""
 
 from __future__ import annotations
 

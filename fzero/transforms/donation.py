@@ -17,7 +17,7 @@ from fzero.state.offload import Home
 
 
 def donates(state: TrainState) -> bool:
-    """Whether this state's buffers may be overwritten here: no graph or trace needs them."""
+    """Whether a state donates its buffers now: no graph or trace needs them."""
     if not state.setup.policy.donate or in_transform() or is_recorded(state.params.flats):
         return False
     return not wants_graph([*state.gradients.flats, *state.window.pending.flats])

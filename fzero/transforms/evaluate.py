@@ -99,13 +99,13 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
 
 
 def _gathered(state: TrainState) -> Any:
-    """The params, all of them whole."""
+    """Gather all parameters; return the pytree of full tensors."""
     layout, fulls = state.setup.layout, with_full(state)[1]
     return assemble(layout, unpack_groups(layout, dict(enumerate(fulls))))
 
 
 def _held(state: TrainState) -> Any:
-    """The params of a state that holds them whole."""
+    """The parameters of a state below stage 3, which holds them whole."""
     layout, by_leaf = state.setup.layout, dict[int, Tensor]()
     for i, group in enumerate(layout.groups):
         flat = to_device(state.params.flats[i].detach(), state.device)

@@ -330,7 +330,7 @@ def _times_weight(
 
 
 def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
-    """Return full flats of every group, and the state (which keeps them if asked to)."""
+    """Gather the full flats of every group; return the state, which may keep them, and them."""
     setup, layout = state.setup, state.setup.layout
     if setup.stage < 3:
         return state, state.params.flats

@@ -167,7 +167,7 @@ def _filled(setup: Setup, params: Any, initializer: Initializer | None) -> Train
 
 
 def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
-    """The full values of one leaf: given, or made by the initializer."""
+    """The full values of one leaf: from `params`, or from the initializer."""
     if initializer is None:
         if given.is_meta:
             raise LayoutError(
@@ -199,7 +199,7 @@ def _require_some(layout: Layout) -> None:
 
 
 def _place(setup: Setup) -> dict[str, Any]:
-    """How an optimizer takes what it makes to its home, if that is elsewhere."""
+    """How an optimizer's new state is moved to its home; None if it stays on the device."""
     home = setup.offload.optimizer
     return {} if home is None else {"place": lambda x: offloaded(home, x, setup.offload)}
 
@@ -211,7 +211,7 @@ def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
 
 
 def begun_anew(state: TrainState) -> TrainState:
-    """Return the state whose optimizer has made no step; masters stay."""
+    """Return the state with a fresh optimizer state; masters stay."""
     setup = state.setup
     shards = _shards(setup, state.params.flats)
     fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_place(setup))

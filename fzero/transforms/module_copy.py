@@ -29,7 +29,7 @@ _asked: list[list[Template]] = []  # of the blocks that run now: see `modes_aske
 
 @contextmanager
 def modes_asked() -> Iterator[list[Template]]:
-    """List the templates whose modules are asked in this block whether they train."""
+    """Collect the templates whose `.training` flags are read in this block."""
     found: list[Template] = []
     _asked.append(found)
     try:
@@ -43,7 +43,7 @@ class _StandIn:
 
 
 class _Part(NamedTuple):
-    """One submodule: what all its copies share, and what each has of its own."""
+    """One submodule: what its copies share, and what each copy gets anew."""
 
     path: str
     cls: type[nn.Module]
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
 @final
 class Template:
-    """What `module` is made of, without the memory of its parameters.
+    """A module without the memory of its parameters, from which copies are made.
 
     Args:
         module: the user's module: never run, never written to, and not kept alive.

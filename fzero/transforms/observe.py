@@ -1,4 +1,4 @@
-"""`observe`: a function is told what a step makes, beside it: losses, gradients, updates.
+"""`observe`: callbacks that see the losses, gradients and updates of a step, and change nothing.
 
     what        value                      when, on each rank
     gathered    (group, full flat)         stage 3: the full values of a group are there

@@ -1,4 +1,4 @@
-"""`offload`: what of a state lives in host memory, or on disk, between its uses."""
+"""`offload`: keep parts of a state in host memory or on disk between their uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pass of some states on some ranks: what a driver does becomes an event of the protocol.
+"""A pass (one forward and backward) of some states: turns a driver's calls into protocol events.
 
 Both drivers use it: a functional step makes one for each gradient call, an engine one for its life.
 
@@ -96,12 +96,12 @@ class Pass:
 
     @property
     def reader(self) -> Reader:
-        """What placeholders are made of."""
+        """The reader behind this pass's placeholders."""
         return self.machine.reader
 
     @property
     def performer(self) -> Performer:
-        """Who does what the protocol of the ranks asks for."""
+        """The performer of the protocol on these ranks."""
         return self.machine.line.performer
 
     @property
@@ -137,7 +137,7 @@ class Pass:
         self.performer.send(self._begin(pass_state.FORWARD))
 
     def end_forward(self) -> None:
-        """What the forward gathered is not kept for the backward, unless that is asked for."""
+        """End the forward: free its gathered units, unless they are kept for the backward."""
         self.performer.send(EndForward(self.form.number))
 
     def begin_backward(
@@ -161,12 +161,12 @@ class Pass:
         self.performer.send(replace(begun, silent=silent))
 
     def first_gradient(self) -> None:
-        """The backward brings gradients: what waits is reduced with them, and ranks are told."""
+        """A silent backward has its first gradient: announce it, and reduce what waits with it."""
         self._reduce_waiting()
         self.performer.send(FirstGradient(self.form.number))
 
     def _reduce_waiting(self) -> None:
-        """Let what waits in a closed window be reduced with the gradients that come."""
+        """Add gradients that wait in a closed window to the coming reductions."""
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.gradient_share
             feed_back(state, self.reducer.feedback(number), share)
@@ -197,7 +197,7 @@ class Pass:
         self.reducer.pop_grad(state, leaf, p, lambda g, dtype: times_weight(g, weight, dtype))
 
     def put_aside(self) -> None:
-        """Let what came outside of a pass wait in the window.
+        """Move gradients that came outside of a pass into the window.
 
         A backward that runs inside a forward brings gradients, and ranks do not agree on it.
         """
@@ -264,27 +264,27 @@ class Pass:
         return add_means(state, part_of_update(state, flats))
 
     def finish_forward(self) -> list[TrainState]:
-        """A forward is over that no backward follows: what is gathered goes."""
+        """End a forward that no backward follows: free what it gathered."""
         self.performer.send(FinishForward(self.form.number))
         self._after_pass()
         return self.states
 
     def fail(self, error: BaseException) -> None:
-        """The pass raised: keep in step with the other ranks, and tell those that do not know."""
+        """The pass raised: end it in step with the other ranks, and tell them if they must know."""
         self.finite.drop()
         with suppress(AxisError):  # the others know of it already
             self.performer.send(Failed(self.form.number, astray=isinstance(error, AxisError)))
         self.performer.send(GiveUp(self.form.number))
 
     def changed(self) -> None:
-        """The parameters changed: what was gathered of them is stale."""
+        """The parameters changed: take the new shards, free the stale gathered units."""
         if self.gathers:
             self._hold_shards()
             self.gatherer.changed()
             self.machine.line.changed()
 
     def window_ends(self) -> None:
-        """Nothing is kept any longer than a backward."""
+        """A window ended: free the units that it kept."""
         if self.gathers:
             self.performer.send(WindowEnded(self.form.number))
 
@@ -313,7 +313,7 @@ class Pass:
         return begin_of(self.form, self.states, self.owner, phase, count, dropped=dropped)
 
     def _after_pass(self) -> None:
-        """Expect what the ranks did from now on; let what is whole go with the state."""
+        """Put learned programs into the schedule, and gathered units that stay into the window."""
         if not self.gathers:
             return
         record, owner = self.machine.line.record, self.states[self.owner]

@@ -1,4 +1,4 @@
-"""Which elements of this rank's flats belong to which leaf: what an optimizer is told."""
+"""Tell an optimizer which elements of this rank's flats belong to which leaf."""
 
 from __future__ import annotations
 

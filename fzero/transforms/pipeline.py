@@ -84,7 +84,7 @@ class Step(Generic[P, R]):
         return self.prepared(init(params, optimizer, **options))
 
     def prepared(self, state: Any) -> Any:
-        """Return a new state with what the transforms in this step put into theirs."""
+        """Return a new state with the fields that the transforms of this step set in theirs."""
         state = self.inner.prepared(state) if isinstance(self.inner, Step) else state
         return state if self._prepare is None else self._prepare(state)
 

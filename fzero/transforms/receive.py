@@ -1,4 +1,4 @@
-"""A gradient's way into a state: what a backward brought -> window, or reduced gradients."""
+"""Add the gradients of a backward to a state: to its open window, or to its reduced gradients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tenso
 
 
 def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
-    """Return `state` with gradients of this rank, [W l], added to what waits to be reduced."""
+    """Add this rank's own gradients, [W l], to those that wait in the window."""
     new = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
     pending = _added(state, state.window.pending, new)
     return state.replace(window=dataclasses.replace(state.window, pending=pending))
@@ -92,7 +92,7 @@ def _added(state: TrainState, old: Buffers, new: Buffers) -> Buffers:
 
 
 def reduce_window(state: TrainState) -> TrainState:
-    """Reduce what waits in the window of a state: zeros if nothing does. A collective."""
+    """Reduce the gradients that wait in a state's window, or zeros. A collective."""
     owned = donates(state)  # asked while the gradients are in it: they may carry a graph
     emptied, pending = window.pop(state.window)
     state = state.replace(window=emptied)
@@ -131,7 +131,7 @@ def means_over_ranks(
 
 
 def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 1.0) -> None:
-    """Give a reducer what the reductions before have lost, to send it with the next gradients.
+    """Load a state's residual into a reducer, which adds it to the next gradients (error feedback).
 
     `share`: what those are still multiplied by to be gradients of the state.
     """
@@ -143,7 +143,7 @@ def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 
 
 
 def with_lost(state: TrainState, feedback: ErrorFeedback | None) -> TrainState:
-    """Return the state with what the reductions since then have lost."""
+    """Return the state with the residual of the reductions since `feed_back`."""
     changed = {} if feedback is None else feedback.changed()
     if not changed:
         return state
@@ -182,7 +182,7 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
 
 
 def filled(state: TrainState, found: Mapping[int, Tensor], placement: Placement) -> list[Tensor]:
-    """Return the gradient of each group that learns: what was `found`, or zeros."""
+    """Return a gradient for each trainable group: from `found`, or zeros."""
     setup, layout = state.setup, state.setup.layout
     flats = []
     for index in layout.trainable:

@@ -29,7 +29,7 @@ _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
 
 
 class _Decorator(Protocol):
-    """What `remat()` returns: a function that keeps the type of the one it is given."""
+    """The type of `remat()`: a decorator that keeps its function's signature."""
 
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 

@@ -58,7 +58,7 @@ def check_replicas(state: Any) -> None:
 
 
 def unequal(everyone: Sequence[Sequence[tuple[Any, int]]]) -> MismatchError | None:
-    """Return an error if two ranks tell other digests of one name: the first that they tell.
+    """Return an error for the first name whose digests differ between ranks; None if none does.
 
     everyone: the (name, digest) of what each rank holds. Ranks may hold other things.
     """

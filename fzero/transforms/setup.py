@@ -44,7 +44,7 @@ def plan_setup(
     trainable: Callable[[str], bool] | None = None,
     owners: Mapping[str, Owners] | None = None,
 ) -> Setup:
-    """Return what a state of `params` will be, the same on every rank. Touches no value.
+    """Return the setup of a state of `params`, checked to be equal on every rank. Reads no values.
 
     `owners`: of each path, for autocast; None: as `functionalize` has noted it on the tensors.
     Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
@@ -154,7 +154,7 @@ def _kinds(chosen: Any, named: Mapping[str, Tensor]) -> Callable[[str], tuple[in
 
 
 def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
-    """Return what all ranks must have in common, a line for each fact."""
+    """Return the facts that must be equal on every rank, one line each."""
     options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}"
     mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}"
     leaves = setup.layout.leaves

@@ -118,7 +118,7 @@ def shard(  # noqa: D417 {options}
 
 
 def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a pipeline shows: the stage, and what is not the default."""
+    """The options that a pipeline prints: the stage, and those that differ from their defaults."""
     hidden = {"mesh", "units", "trainable"}
     rest = {k: x for k, x in options.items() if k not in hidden and x != OPTIONS[k].default}
     return {"stage": stage, **rest, **({"donate": True} if donate else {})}

@@ -19,7 +19,7 @@ from fzero.state.precision import Autocast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOptions:
-    """What functional steps and engines are told alike, as a state is planned by it."""
+    """The options that both drivers share, as a record that a state is planned from."""
 
     optimizer_over: OptimizerOver = "shard"
     bucket_bytes: int | None = None
@@ -32,7 +32,7 @@ class SharedOptions:
 
 
 def grouped(kind: type, given: Mapping[str, Any], **more: Any) -> Any:
-    """Return the `SharedOptions` of this kind that all that was `given` by name makes."""
+    """Build an options record of this kind from keyword options."""
     return kind(
         reduction=Reduction(**given_of(Reduction, given)),
         gathering=Gathering(**given_of(Gathering, given)),
@@ -42,7 +42,7 @@ def grouped(kind: type, given: Mapping[str, Any], **more: Any) -> Any:
 
 
 def given_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given of the fields of a record."""
+    """Return the keyword options that are fields of a record."""
     return {name: given[name] for name in field_names(kind) if name in given}
 
 
@@ -95,7 +95,7 @@ def _require_alone(name: str, value: Any, neutral: Any) -> None:
 def check_quantized(
     stage: int, axis: Axis, reduction: Reduction, gathering: Gathering
 ) -> Reduction:
-    """Return `reduction`; raise `LayoutError` if this stage sends nothing of what is quantized."""
+    """Return `reduction`; raise `LayoutError` if this stage never sends what is to be quantized."""
     if gathering.quantized_weights and stage != 3:
         raise LayoutError(
             f"quantized_weights=True at stage {stage}.",

@@ -43,7 +43,7 @@ def map_states(name: str, fn: Callable[[TrainState], TrainState], tree: Any) -> 
 def under_policy(
     name: str, inner: Callable[..., Any], state: Any, arguments: Any, **asked: Any
 ) -> tuple[Any, Any]:
-    """Call a step with `asked` in the policies of its states, which are as before afterwards."""
+    """Call a step with some fields of its states' policies changed, and change them back."""
     args, kwargs = arguments
     policy = flatten_states(name, state)[0][0].setup.policy
     before = {key: getattr(policy, key) for key in asked}

@@ -175,7 +175,7 @@ def _is_general(state: TrainState, gradients: Sequence[Tensor]) -> bool:
 
 
 def _skips(state: TrainState) -> bool:
-    """Whether the optimizer itself changes nothing where there was an overflow."""
+    """Whether the optimizer skips an overflowing update by itself, without a host read."""
     return state.setup.optimizer.skips(_fulls(state), state.optimizer)
 
 
@@ -188,7 +188,7 @@ def _kept(state: TrainState) -> tuple[Buffers, Any]:
 def _where_finite(
     state: TrainState, gradients: Sequence[Tensor], found: Tensor
 ) -> tuple[Buffers, Any]:
-    """The update by formulas, and what was there before it where there was an overflow."""
+    """Compute the update by formulas; keep the old values where there was an overflow."""
     # Zeros in the place of infinities: what is not chosen must have finite derivatives, too.
     finite = [torch.where(found != 0, torch.zeros_like(g), g) for g in gradients]
     made: Any = _advance(state, finite, general=True)

@@ -37,7 +37,7 @@ class Gate:
             assert self.open.wait(60)
             real(draft)
 
-        monkeypatch.setattr(module, "write", write)
+        monkeypatch.setattr(module, "write_draft", write)
 
 
 def _donating(stage: int) -> Any:

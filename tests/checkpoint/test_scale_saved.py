@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fzero
 from fzero.checkpoint import load, save
 from fzero.state import DynamicScale
+from tests.descends import descends
 from tests.strategies import same
 
 POLICY = DynamicScale(init_scale=256.0, growth_interval=3, hysteresis=2)
@@ -19,9 +19,7 @@ INF = float("inf")
 SCHEDULE = (1.0, INF, INF, 2.0, 1.0, 3.0, 2.0, INF)
 
 
-def step_fn(state: Any, x: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(lambda p: (p["w"] * x).sum() + p["s"], state)()
-    return fzero.apply_gradients(state), loss
+step_fn = descends(lambda p, x: (p["w"] * x).sum() + p["s"])
 
 
 def step_of(stage: int, ranks: int, scale: Any = POLICY) -> Any:

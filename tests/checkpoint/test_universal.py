@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +167,3 @@ def test_only_values_are_taken_without_the_optimizer(tmp_path: Path) -> None:
     for name, value in (("w", whole(loaded)["w"]), ("low", slot_of(found, 1, "low"))):
         fp32 = torch.load(saved / "zero" / name / "fp32.pt", weights_only=True)
         assert torch.equal(value, fp32["param"])
-
-
-def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    (code,) = re.findall("## From and to DeepSpeed.*?```python\n(.*?)```", text, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "checkpoints.md", "exec"), {})
-    assert (tmp_path / "run" / "latest_universal").read_text() == "global_step1_universal"

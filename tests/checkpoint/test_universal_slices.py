@@ -38,12 +38,7 @@ CUTS: dict[str, tuple[str, Any, Sequence[Tensor], Tensor]] = {
     ),
     "not cut": ("x.norm", {"tp_replicated_parameter_patterns": [r".*norm"]}, [W, W], W),
     "each its own": ("x.mean", {"parameter_to_average_patterns": [".*mean"]}, [W - 1, W + 1], W),
-    "two in one": (
-        "x.glu",
-        {"parameter_with_2_sub_params_cat_dim_0": [r".*glu"]},
-        _cut([6, 6]),
-        W,
-    ),
+    "two in one": ("x.glu", {"parameter_with_2_sub_params_cat_dim_0": [r".*glu"]}, _cut([6, 6]), W),
     "several in one": ("x.qkv", {"parameter_with_sub_params": [QKV]}, _cut([6, 3, 3]), W),
     "so many of one size": (
         "x.qkv",

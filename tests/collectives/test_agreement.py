@@ -67,8 +67,7 @@ def test_a_layout_that_differs_on_a_rank_is_refused_at_init(
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"stage": 4}, {"bucket_bytes": 0}, {"ordered": 1}, {"reshard_after_forward": "unit"}],
+    "wrong", [{"stage": 4}, {"bucket_bytes": 0}, {"ordered": 1}, {"reshard_after_forward": "unit"}]
 )
 def test_an_option_that_is_wrong_on_one_rank_is_told_to_the_others(wrong: dict[str, Any]) -> None:
     def body() -> Any:

@@ -18,15 +18,7 @@ import fzero
 from fzero.collectives import Performer, performer_of
 from fzero.errors import PhaseError
 from fzero.state.effects import Gather, ModelEffect, Reduce, TakePart
-from fzero.state.protocol import (
-    Announcement,
-    Begin,
-    EndForward,
-    FinishForward,
-    Ready,
-    Units,
-    Use,
-)
+from fzero.state.protocol import Announcement, Begin, EndForward, FinishForward, Ready, Units, Use
 from fzero.state.schedule import Program
 from tests.strategies import many
 

@@ -59,22 +59,13 @@ def test_grad_and_vjp(name: str, ranks: int, seed: int) -> None:
 
 
 @given(name=names, ranks=worlds, seed=seeds)
-def test_jvp(name: str, ranks: int, seed: int) -> None:
-    xs, vs, ws = inputs(name, ranks, seed, 2)
+def test_jvp_and_what_is_made_of_it(name: str, ranks: int, seed: int) -> None:
+    """Hessian-vector products of all three kinds, and a third derivative."""
+    xs, vs, us, ws = inputs(name, ranks, seed, 3)
+    loss = on_rank(name)
 
     def push(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
-        return torch.func.jvp(lambda x: on_rank(name)(x, w), (x,), (v,))[1]
-
-    def each(xs: Tensor) -> Tensor:
-        return (ws * MAPS[name].formula(xs) ** 3).flatten(1).sum(1)
-
-    same(simulated(push, xs, vs, ws), torch.func.jvp(each, (xs,), (vs,))[1])
-
-
-@given(name=names, ranks=worlds, seed=seeds)
-def test_hessian_vector_products_of_all_three_kinds(name: str, ranks: int, seed: int) -> None:
-    xs, vs, ws = inputs(name, ranks, seed, 2)
-    loss = on_rank(name)
+        return torch.func.jvp(lambda x: loss(x, w), (x,), (v,))[1]
 
     def forward_over_reverse(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
         return torch.func.jvp(lambda x: torch.func.grad(loss)(x, w), (x,), (v,))[1]
@@ -87,26 +78,17 @@ def test_hessian_vector_products_of_all_three_kinds(name: str, ranks: int, seed:
         (g,) = torch.autograd.grad(loss(x, w), x, create_graph=True)
         return torch.autograd.grad((g * v).sum(), x)[0]
 
-    want = hvp_unsharded(name, xs, vs, ws)
-    for hvp in (forward_over_reverse, reverse_over_reverse, by_autograd):
-        same(simulated(hvp, xs, vs, ws), want)
-
-
-@given(name=names, ranks=worlds, seed=seeds)
-def test_third_order(name: str, ranks: int, seed: int) -> None:
-    xs, vs, us, ws = inputs(name, ranks, seed, 3)
-
     def third(x: Tensor, v: Tensor, u: Tensor, w: Tensor) -> Tensor:
-        def curvature(x: Tensor) -> Tensor:
-            g = torch.func.grad(on_rank(name))
-            return (torch.func.grad(lambda x: (g(x, w) * v).sum())(x) * u).sum()
+        return torch.func.grad(lambda x: (reverse_over_reverse(x, v, w) * u).sum())(x)
 
-        return torch.func.grad(curvature)(x)
+    def each(xs: Tensor) -> Tensor:
+        return (ws * MAPS[name].formula(xs) ** 3).flatten(1).sum(1)
 
-    def want(xs: Tensor) -> Tensor:
-        return (hvp_unsharded(name, xs, vs, ws) * us).sum()
-
-    same(simulated(third, xs, vs, us, ws), torch.func.grad(want)(xs))
+    same(simulated(push, xs, vs, ws), torch.func.jvp(each, (xs,), (vs,))[1])
+    for hvp in (forward_over_reverse, reverse_over_reverse, by_autograd):
+        same(simulated(hvp, xs, vs, ws), hvp_unsharded(name, xs, vs, ws))
+    wanted = torch.func.grad(lambda xs: (hvp_unsharded(name, xs, vs, ws) * us).sum())(xs)
+    same(simulated(third, xs, vs, us, ws), wanted)
 
 
 @given(name=names, ranks=worlds, seed=seeds)

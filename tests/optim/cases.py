@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fzero
+from tests.descends import descends
 from tests.oracle import Loss, square_loss
 
 
@@ -28,10 +29,7 @@ def trained(
     step, if there is anything that learns; `options` are those of `shard`.
     """
 
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, value = fzero.grad_and_reduce(loss, state)(x)
-        return fzero.apply_gradients(state), value
-
+    step_fn = descends(loss)
     step: Any = fzero.shard(step_fn, **options)
     full: Any = fzero.full_params
     if xs.ndim > 1:

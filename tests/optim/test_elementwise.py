@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from fzero.errors import LayoutError
 from fzero.optim import as_optimizer, from_torch, require_elementwise
+from tests.covering import covered
 from tests.optim.cases import CASES
 from tests.optim.torch_cases import NOT_ELEMENTWISE, Lamb
 
@@ -21,8 +23,7 @@ def matrix() -> dict[str, nn.Parameter]:
     return {"w": nn.Parameter(torch.ones(3, 5))}
 
 
-@pytest.mark.parametrize("style", ["factory", "instance"])
-@pytest.mark.parametrize("name", sorted(NOT_ELEMENTWISE))
+@covered(style=["factory", "instance"], name=sorted(NOT_ELEMENTWISE))
 def test_rules_of_torch_that_need_whole_parameters_are_refused(style: str, name: str) -> None:
     cls, options = NOT_ELEMENTWISE[name]
     params, made = matrix(), functools.partial(cls, **options)
@@ -32,7 +33,7 @@ def test_rules_of_torch_that_need_whole_parameters_are_refused(style: str, name:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_formulas_for_each_element_pass_as_a_pair(name: str) -> None:
+def test_formulas_for_each_element_are_not_refused_as_a_pair(name: str) -> None:
     optimizer = CASES[name].ours()
     require_elementwise(as_optimizer((optimizer.init, optimizer.update)))
 
@@ -97,7 +98,7 @@ def test_a_rate_of_zero_at_the_start_of_a_warm_up_hides_nothing() -> None:
         require_elementwise(from_torch(optimizer).bind(params))
 
 
-def test_an_option_that_only_the_instance_has_counts() -> None:
+def test_what_an_option_that_only_the_instance_has_allows_is_not_refused() -> None:
     params = matrix()
     require_elementwise(from_torch(Lamb(params.values(), adam=True)).bind(params))
 
@@ -125,49 +126,44 @@ def test_a_rule_for_matrices_says_so_of_a_vector() -> None:
         from_torch(torch.optim.Muon).bind({"bias": nn.Parameter(torch.ones(3))})
 
 
-class CentersFilters(torch.optim.SGD):
-    """Gradients of convolutions without their mean, as Ranger's `gc_conv_only` has it."""
+def centering(when: Callable[[Any], bool]) -> type[torch.optim.SGD]:
+    """Gradients of some parameters without their mean over the first dim."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad -= p.grad.mean((1, 2, 3), keepdim=True) if p.ndim > 3 else 0
-        return super().step(closure)
+    class Centers(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in (p for group in self.param_groups for p in group["params"] if when(p)):
+                p.grad -= p.grad.mean(0)
+            return super().step(closure)
+
+    return Centers
 
 
-def test_a_rule_is_tried_on_as_many_dims_as_the_parameters_have() -> None:
-    layers = {
-        "linear": nn.Parameter(torch.ones(3, 5)),
-        "conv": nn.Parameter(torch.ones(4, 2, 3, 3)),
-    }
-    rule = functools.partial(CentersFilters, lr=0.1)
-    require_elementwise(from_torch(rule).bind({"linear": layers["linear"]}))
+CentersFilters = centering(lambda p: p.ndim > 3)  # as Ranger's `gc_conv_only` has it
+CentersLarge = centering(lambda p: p.ndim == 2 and min(p.shape) >= 128)  # as factored moments
+
+
+@pytest.mark.parametrize(
+    ("cls", "small", "large"),
+    [
+        (CentersFilters, torch.ones(3, 5), torch.ones(4, 2, 3, 3)),
+        (CentersLarge, torch.ones(127, 300), torch.ones(128, 300)),
+    ],
+)
+def test_a_rule_is_tried_on_the_dims_and_the_sizes_that_the_parameters_have(
+    cls: Any, small: Any, large: Any
+) -> None:
+    layers = {"small": nn.Parameter(small), "large": nn.Parameter(large)}
+    rule = functools.partial(cls, lr=0.1)
+    require_elementwise(from_torch(rule).bind({"small": layers["small"]}))
     with pytest.raises(LayoutError, match=REFUSED):
         require_elementwise(from_torch(rule).bind(layers))
     groups = [{"params": [p]} for p in layers.values()]
-    bound = from_torch(CentersFilters(groups, lr=0.1)).bind(layers)
+    bound = from_torch(cls(groups, lr=0.1)).bind(layers)
     assert [bound.needs_whole(path) for path in layers] == [False, True]
 
 
-class CentersLarge(torch.optim.SGD):
-    """Another rule for matrices from some size on, as factored second moments have it."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad -= p.grad.mean(0) if p.ndim == 2 and min(p.shape) >= 128 else 0
-        return super().step(closure)
-
-
-def test_a_rule_is_tried_on_the_sizes_that_the_parameters_have() -> None:
-    rule = from_torch(functools.partial(CentersLarge, lr=0.1))
-    require_elementwise(rule.bind({"small": torch.ones(127, 300)}))
-    with pytest.raises(LayoutError, match=REFUSED):
-        require_elementwise(rule.bind({"large": torch.ones(128, 300)}))
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (3, 1), (2, 1, 1, 1, 1, 1)])
-def test_the_smallest_parameters_are_tried_too(shape: tuple[int, ...]) -> None:
+def test_the_smallest_parameters_are_not_refused(shape: tuple[int, ...]) -> None:
     rule = functools.partial(torch.optim.AdamW, lr=0.1)
     require_elementwise(from_torch(rule).bind({"w": torch.ones(shape)}))
 

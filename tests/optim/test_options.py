@@ -57,13 +57,7 @@ def reference(params: list[Tensor], *, masked: bool, momentum: float) -> torch.o
     seed=seeds,
 )
 def test_options_by_leaf_hold_across_shard_borders(
-    tree: Any,
-    ranks: int,
-    stage: int,
-    bucket_bytes: int,
-    masked: bool,
-    momentum: float,
-    seed: int,
+    tree: Any, ranks: int, stage: int, bucket_bytes: int, masked: bool, momentum: float, seed: int
 ) -> None:
     """The first group that matches counts, and the mask comes on top of it."""
     xs = integers((3, ranks), seed, bound=1)

@@ -17,6 +17,7 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.optim._precision import REFUSED, Precision, require_precision
 from fzero.optim._rounding import rounded
 from fzero.state import Reduction
+from tests.descends import descends
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -75,7 +76,7 @@ def test_another_kind_of_option_is_refused_by_name(option: str) -> None:
         fzero.optim.from_torch(torch.optim.SGD, **wrong)
 
 
-def test_a_foreign_pair_has_no_precision_to_check() -> None:
+def test_a_foreign_pair_is_not_refused_for_its_precision() -> None:
     require_precision(object(), [], Reduction(communication_dtype=FP16))
 
 
@@ -152,10 +153,7 @@ def test_a_number_is_rounded_to_one_of_its_neighbours(values: list[float], noise
 def _moved(stage: int, world_size: int, steps: int, **options: Any) -> Tensor:
     """4096 ones in bf16 after steps of 1/1024 down: a quarter of the distance to the next."""
 
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(lambda p, x: (p["w"].float() * x).sum(), state)(x)
-        return fzero.apply_gradients(state), None
-
+    step_fn = descends(lambda p, x: (p["w"].float() * x).sum())
     step = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=world_size)
     optimizer = fzero.optim.sgd(2.0**-10, master_weights=False, **options)
     state = step.init(

@@ -84,11 +84,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda _: functools.partial(torch.optim.SparseAdam, lr=1.0), LayoutError, "SparseAdam cannot"),
     (lambda _: torch.optim.SGD(parameters().values()), LayoutError, "is not the module's"),
     (doubled, LayoutError, "b is in the optimizer's groups 0 and 1"),
-    (
-        with_a_momentum,
-        LayoutError,
-        r"has \['momentum_buffer', 'more'\] for a.bias; its rule",
-    ),
+    (with_a_momentum, LayoutError, r"has \['momentum_buffer', 'more'\] for a.bias; its rule"),
     (lambda _: Remembers, LayoutError, "Remembers keeps history = list"),
     (
         lambda p: Broken(p.values()),

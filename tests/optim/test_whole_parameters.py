@@ -182,8 +182,3 @@ def test_rules_that_need_more_than_one_leaf_are_refused(name: str) -> None:
     cls, options = NOT_ELEMENTWISE[name]
     with pytest.raises(LayoutError, match="whole_parameters=True: it does not update each"):
         run(parameters(), from_torch(partial(cls, **options)), torch.ones(1, 3), stage=1)
-
-
-def test_it_is_a_flag() -> None:
-    with pytest.raises(LayoutError, match="whole_parameters='yes'"):
-        fzero.init(parameters(), fzero.optim.sgd(0.1), stage=1, whole_parameters="yes")  # type: ignore[arg-type]

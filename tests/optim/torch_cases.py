@@ -31,9 +31,7 @@ def fused(optimizer: Optimizer) -> Optimizer:
 
 
 def by_torch(
-    params: dict[str, nn.Parameter],
-    xs: Tensor,
-    make: Callable[[dict[str, Tensor]], Optimizer],
+    params: dict[str, nn.Parameter], xs: Tensor, make: Callable[[dict[str, Tensor]], Optimizer]
 ) -> dict[str, Tensor]:
     """The oracle on xs [steps, ranks], or [steps]; `make` gets parameters by path."""
 

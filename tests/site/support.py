@@ -13,12 +13,7 @@ from torch import nn
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.optim import (
-    from_torch,
-    require_elementwise,
-    require_leafwise,
-    require_real_views,
-)
+from fzero.optim import from_torch, require_elementwise, require_leafwise, require_real_views
 from fzero.options import DRIVERS, REQUIRED, Option
 from fzero.options import OPTIONS as TABLE
 from tests.site.tables import ROOT, table

@@ -285,7 +285,7 @@ class Rank:
         learned = self.protocol.models[model].course.learned
         for (index, phase), program in learned.items():
             known = self.schedules[model]
-            self.schedules[model] = schedule.record(known, index, phase, program)
+            self.schedules[model] = schedule.with_program(known, index, phase, program)
         self.passes[model] += 1
 
     def call(self, text: str) -> Steps:

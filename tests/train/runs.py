@@ -28,6 +28,12 @@ SMALL = {
 }
 
 
+ARGS = [  # the same for the command line
+    "--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--text-mb", "0.1",
+    "--warmup", "2", "--sample-bytes", "0", "--no-plot",
+]  # fmt: skip
+
+
 def small(out: Path, **more: Any) -> dict[str, Any]:
     """Return options of a run of a second or two, as the command line gives them."""
     return {**SMALL, "out": out, **more}

@@ -76,10 +76,7 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) ->
     [
         (["unknown"], "unknown"),
         (["--layer", "2"], "unrecognized arguments: --layer"),  # an option cut short
-        (
-            ["--micro-batches", "3"],
-            "fzero, rank 0: --global-batch 8 cannot be split evenly",
-        ),
+        (["--micro-batches", "3"], "fzero, rank 0: --global-batch 8 cannot be split evenly"),
         (["--out", "a file"], "fzero, rank 0: --out a file: "),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.train.runs import saved_losses
+from tests.train.runs import ARGS, saved_losses
 from train import step as of_step
 from train import train as of_train
 from train.command import main
@@ -20,10 +20,7 @@ from train.saving import find_checkpoint
 from train.step import byte_losses, make_batches
 from train.train import train
 
-SMALL = [
-    "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--text-mb", "0.1",
-    "--steps", "4", "--warmup", "2", "--sample-bytes", "0", "--no-plot", "--quiet",
-]  # fmt: skip
+SMALL = [*ARGS, "--steps", "4", "--quiet"]
 
 
 def _bad_losses(what: str, path: str) -> Any:

@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 
 from fzero.errors import LayoutError
-from train.settings import (
-    DEFAULT_LR,
-    Settings,
-    add_options,
-    changed_course,
-    resolve,
-    saved_form,
-)
+from train.settings import DEFAULT_LR, Settings, add_options, changed_course, resolve, saved_form
 
 
 def parse(*argv: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import AxisError, MismatchError, PhaseError
+from tests.descends import descends
 from tests.oracle import linear_loss, square_loss
 from tests.strategies import same
 
@@ -89,10 +91,9 @@ def test_a_rank_that_holds_nothing_in_a_window_counts_as_zero(
 def on_two(body: Callable[[Any, int], Any], *, stage: int = 2, optimizer: Any = None) -> None:
     """Run body(state, rank) on two ranks, each of which has a state of its own."""
 
-    def each(_: Tensor) -> Tensor:
+    def each(_: Tensor) -> None:
         made = fzero.init(PARAMS, optimizer or fzero.optim.sgd(2.0**-9), stage=stage)
         body(made, fzero.axis_index())
-        return torch.zeros(())
 
     fzero.simulate(each, world_size=2)(torch.zeros(2, 1))
 
@@ -148,6 +149,55 @@ def test_one_of_two_states_may_have_nothing_on_one_rank() -> None:
     on_two(body)
 
 
+def other_arguments(state: Any, rank: int) -> None:
+    fzero.grad_and_reduce(linear_loss, state)(torch.ones((), requires_grad=not rank))
+
+
+def other_graphs(state: Any, rank: int) -> None:
+    """They are reduced by other collectives."""
+    x = torch.ones((), requires_grad=not rank)
+    fzero.coalesce(descends(square_loss))(state, x)
+
+
+def one_gradient_more(state: Any, rank: int) -> None:
+    def window(state: Any) -> Any:
+        state = fzero.apply_gradients(differentiated(state))
+        return (state if rank else differentiated(state)), None
+
+    fzero.full_params(fzero.coalesce(window)(state)[0])
+    differentiated(state)  # at stage 2 parameters are whole: nobody was asked for them
+
+
+def other_updates(state: Any, rank: int) -> None:
+    state = differentiated(fzero.apply_gradients(differentiated(state)))
+    fzero.apply_gradients(state.replace(step=state.step + rank))
+
+
+def other_scales(state: Any, rank: int) -> None:
+    """Of the user's own."""
+    step = fzero.scale_loss(descends(linear_loss), torch.tensor(4.0 + rank))
+    step(state, torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("differ", "stage", "seen"),
+    [
+        (other_arguments, 0, "arguments that require grad"),
+        (other_arguments, 3, "arguments that require grad"),
+        (other_graphs, 2, "with a graph"),
+        (one_gradient_more, 2, "the end of coalesce"),
+        (other_updates, 2, "update 1, rank 1 apply_gradients with update 2"),
+        (other_scales, 2, r"the loss scale is 4.0, rank 1 .* 5.0"),
+    ],
+)
+def test_ranks_that_differ_all_raise(differ: Any, stage: int, seen: str) -> None:
+    def body(state: Any, rank: int) -> None:
+        with pytest.raises(MismatchError, match=seen):
+            differ(state, rank)
+
+    on_two(body, stage=stage)
+
+
 def test_nobody_is_asked_at_the_end_of_a_window_that_ends_with_its_update() -> None:
     counts = []
 
@@ -163,43 +213,6 @@ def test_nobody_is_asked_at_the_end_of_a_window_that_ends_with_its_update() -> N
     assert counts == [1, 1]
 
 
-def test_ranks_that_differ_after_the_update_of_a_window_all_raise() -> None:
-    def body(state: Any, rank: int) -> None:
-        def window(state: Any) -> Any:
-            state = fzero.apply_gradients(differentiated(state))
-            return (state if rank else differentiated(state)), None
-
-        with pytest.raises(MismatchError, match="the end of coalesce"):
-            fzero.full_params(fzero.coalesce(window)(state)[0])
-            differentiated(state)  # at stage 2 parameters are whole: nobody was asked for them
-
-    on_two(body)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_arguments_that_require_grad_on_some_ranks_raise_on_all(stage: int) -> None:
-    def body(state: Any, rank: int) -> None:
-        x = torch.ones((), requires_grad=not rank)
-        with pytest.raises(MismatchError, match="arguments that require grad"):
-            fzero.grad_and_reduce(linear_loss, state)(x)
-
-    on_two(body, stage=stage)
-
-
-def test_gradients_with_a_graph_on_some_ranks_raise_on_all() -> None:
-    """They are reduced by other collectives."""
-
-    def body(state: Any, rank: int) -> None:
-        def window(state: Any) -> Any:
-            x = torch.ones((), requires_grad=not rank)
-            return fzero.apply_gradients(fzero.grad_and_reduce(square_loss, state)(x)[0]), None
-
-        with pytest.raises(MismatchError, match="with a graph"):
-            fzero.coalesce(window)(state)
-
-    on_two(body)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "seen"),
     [
@@ -210,43 +223,12 @@ def test_gradients_with_a_graph_on_some_ranks_raise_on_all() -> None:
 )
 def test_optimizers_that_differ_raise_at_the_update(one: Any, other: Any, seen: str) -> None:
     def body(state: Any, rank: int) -> None:
-        setup = state.setup
         state = differentiated(state)
-        chosen = other if rank else one
+        setup = dataclasses.replace(state.setup, optimizer=other if rank else one)
         mine = fzero.init(PARAMS, one, stage=2).optimizer
-        state = state.replace(
-            setup=type(setup)(**{**_fields(setup), "optimizer": chosen}), optimizer=mine
-        )
+        state = state.replace(setup=setup, optimizer=mine)
         with pytest.raises(MismatchError, match=seen):
             fzero.apply_gradients(state)
-
-    on_two(body)
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in type(record).__dataclass_fields__}
-
-
-def test_states_at_different_updates_do_not_go_together() -> None:
-    def body(state: Any, rank: int) -> None:
-        state = differentiated(fzero.apply_gradients(differentiated(state)))
-        if rank:
-            state = state.replace(step=state.step + 1)
-        with pytest.raises(MismatchError, match="update 1, rank 1 apply_gradients with update 2"):
-            fzero.apply_gradients(state)
-
-    on_two(body)
-
-
-def test_a_loss_scale_of_the_users_that_differs_by_rank_raises_at_the_update() -> None:
-    def body(state: Any, rank: int) -> None:
-        scale = torch.tensor(4.0 + rank)
-
-        def step(state: Any) -> Any:
-            return fzero.apply_gradients(differentiated(state)), None
-
-        with pytest.raises(MismatchError, match=r"the loss scale is 4.0, rank 1 .* 5.0"):
-            fzero.scale_loss(step, scale)(state)
 
     on_two(body)
 

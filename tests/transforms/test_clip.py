@@ -13,75 +13,39 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
-from tests.oracle import mean_gradient, train
-from tests.strategies import integers, on_rank, seeds, stages, tensors, trees, unique, worlds
-from tests.transforms.steps import mean_loss, run, torch_sgd
+from tests.covering import covered
+from tests.descends import descends
+from tests.oracle import mean_gradient
+from tests.strategies import integers, seeds, stages, trees, unique, worlds
+from tests.transforms.steps import mean_loss, run
 
 
-def step_fn(state: Any, xs: Tensor) -> Any:
-    state, _ = fzero.grad_and_reduce(mean_loss, state)(xs)
-    state, _ = fzero.grad_and_reduce(mean_loss, state)(-2 * xs)
-    norm = fzero.global_norm(state)
-    backwards = state.progress.backwards
-    assert fzero.global_norm(state) == norm  # reading it changes nothing
-    assert state.progress.backwards == backwards
-    return fzero.apply_gradients(state), norm
-
-
-def summed_loss(params: Any, xs: Tensor) -> Tensor:
-    """What `step_fn` descends."""
-    return mean_loss(params, xs) + mean_loss(params, -2 * xs)
-
-
-WRAPS: dict[str, Callable[[Any], Any]] = {
-    "alone": lambda fn: fn,
-    "coalesce": fzero.coalesce,
-    "accumulate": lambda fn: fzero.accumulate(fn, steps=2),
-    "accumulate in a window": lambda fn: fzero.coalesce(fzero.accumulate(fn, steps=2)),
-}
-
-
-@given(
-    tree=trees((torch.float64,)),
-    ranks=worlds,
-    stage=stages,
-    max_norm=st.sampled_from([0.5, 20.0, 1e9]),
-    inside=st.sampled_from(list(WRAPS)),
-    bucket_bytes=st.integers(1, 300),
-    seed=seeds,
-)
-def test_it_is_torchs_clip_of_the_unsharded_gradient(
-    tree: Any,
-    ranks: int,
-    stage: int,
-    max_norm: float,
-    inside: str,
-    bucket_bytes: int,
-    seed: int,
+@given(tree=trees((torch.float64,)), ranks=worlds, stage=stages, windows=st.booleans(), seed=seeds)
+def test_the_norm_is_that_of_the_unsharded_gradient(
+    tree: Any, ranks: int, stage: int, windows: bool, seed: int
 ) -> None:
-    """Of the mean over ranks and parts; tied leaves count once, frozen ones and padding never."""
-    xs = integers((2, ranks, 2), seed, bound=1)
+    """Of the mean over ranks; tied leaves count once, frozen ones and padding never."""
 
-    def wrap(fn: Any) -> Any:
-        return fzero.clip(WRAPS[inside](fn), max_norm=max_norm)
+    def step_fn(state: Any, xs: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(mean_loss, state)(xs)
+        state, _ = fzero.grad_and_reduce(mean_loss, state)(-2 * xs)
+        norm, backwards = fzero.global_norm(state), state.progress.backwards
+        assert fzero.global_norm(state) == norm  # reading it changes nothing
+        assert state.progress.backwards == backwards
+        return fzero.apply_gradients(state), norm
 
-    got, state, norms = run(wrap, step_fn, tree, xs, ranks, stage=stage, bucket_bytes=bucket_bytes)
-    steps = [list(x) for x in xs]
-    want = train(summed_loss, tree, steps, torch_sgd, max_norm)
-    for rank in range(ranks):
-        for a, b in zip(tensors(on_rank(got, rank)), tensors(want), strict=True):
-            torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-12)
-    assert state.setup.policy.max_norm is None
-    if "accumulate" in inside:
-        return  # there `norms` is the mean of the norms of sums so far
-    before = train(summed_loss, tree, steps[:1], torch_sgd, max_norm)
-    grads = [g.reshape(-1) for g in unique(mean_gradient(summed_loss, before, steps[1]))]
+    def summed_loss(params: Any, xs: Tensor) -> Tensor:
+        return mean_loss(params, xs) + mean_loss(params, -2 * xs)
+
+    xs = integers((ranks, 2), seed, bound=1)
+    wrap: Any = fzero.coalesce if windows else lambda fn: fn
+    _, _, norms = run(wrap, step_fn, tree, [xs], ranks, stage=stage)
+    grads = [g.reshape(-1) for g in unique(mean_gradient(summed_loss, tree, list(xs)))]
     norm = torch.cat(grads).norm() if grads else torch.zeros(())
     torch.testing.assert_close(norms.double(), norm.double().expand(ranks))
 
 
-@pytest.mark.parametrize("outer", [1.0, 2.0, None])
-@pytest.mark.parametrize("inner", [1.0, 2.0, None])
+@covered(outer=[1.0, 2.0, None], inner=[1.0, 2.0, None])
 def test_of_two_bounds_the_smaller_holds_in_either_order(
     outer: float | None, inner: float | None
 ) -> None:
@@ -107,7 +71,7 @@ def test_16_bit_gradients_have_their_norm_in_fp32() -> None:
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1", True])
 def test_a_bound_that_is_no_positive_number_is_refused(max_norm: Any) -> None:
     with pytest.raises(LayoutError, match=r"clip: max_norm=[\s\S]*Fix: give None to switch it off"):
-        fzero.clip(step_fn, max_norm=max_norm)
+        fzero.clip(lambda state: (state, None), max_norm=max_norm)
 
 
 def test_leaves_that_nobody_used_add_nothing_to_the_norm() -> None:
@@ -119,8 +83,7 @@ def test_leaves_that_nobody_used_add_nothing_to_the_norm() -> None:
     assert fzero.global_norm(state) == 4.0
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("inside", ["alone", "loss scale", "accumulate", "max_norm"])
+@covered(stage=[0, 2, 3], inside=["alone", "loss scale", "accumulate", "max_norm"])
 def test_max_value_bounds_each_element_of_the_mean_gradient_as_clip_grad_value_does(
     stage: int, inside: str
 ) -> None:
@@ -128,10 +91,7 @@ def test_max_value_bounds_each_element_of_the_mean_gradient_as_clip_grad_value_d
     row, ranks = torch.tensor([0.5, -3.0, 0.0, 1.0, 4.0], dtype=torch.float64), 2
     factors = torch.tensor([8.0, -4.0], dtype=torch.float64)
 
-    def one(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p, x: (p * row).sum() * x.sum(), state)(x)
-        return fzero.apply_gradients(state), loss
-
+    one = descends(lambda p, x: (p * row).sum() * x.sum())
     wraps: dict[str, Callable[[Any], Any]] = {
         "alone": lambda fn: fn,
         "loss scale": lambda fn: fzero.scale_loss(fn, scale=64.0),

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import fzero
 from tests.adapter.test_compiled import GRAPHS_HAVE_PLACEHOLDERS
+from tests.descends import descends
 from tests.oracle import train
 from tests.ranks import run_ranks
 
@@ -44,10 +45,7 @@ def trained(rank: int, world_size: int, stage: int, what: str) -> tuple[dict[str
     if what == "loss":
         loss = torch.compile(loss, backend=backend)
 
-    def step(state: Any, x: Tensor) -> Any:
-        state, value = fzero.grad_and_reduce(loss, state)(x)
-        return fzero.apply_gradients(state), value
-
+    step = descends(loss)
     run = made = fzero.shard(step, stage=stage)
     if what == "step":
         run = torch.compile(made, backend=backend)

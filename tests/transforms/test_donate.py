@@ -16,6 +16,7 @@ from torch import Tensor
 import fzero
 from fzero.errors import DonatedError
 from fzero.state import NAMESPACE
+from tests.covering import covered
 from tests.failing import fails_in_backward
 from tests.oracle import square_loss
 from tests.strategies import integers, same, tensors
@@ -40,9 +41,7 @@ USES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("use", list(USES))
+@covered(use=[*USES], stage=range(4), ranks=[1, 2])
 def test_a_donated_state_cannot_be_used(stage: int, ranks: int, use: str) -> None:
     xs = integers((ranks, 2), 4)
     run = fzero.simulate(fzero.shard(many_backwards, stage=stage, donate=True), world_size=ranks)
@@ -81,9 +80,7 @@ def test_the_buffers_of_the_old_state_are_the_new_ones() -> None:
     assert [x.data_ptr() for x in (*new.params.flats, *new.optimizer.moments[0])] == held
 
 
-@pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("stage", range(4))
+@covered(stage=range(4), ranks=[1, 2, 3], window=[False, True])
 def test_a_graph_through_a_donating_step_is_that_through_a_plain_one(
     stage: int, ranks: int, window: bool
 ) -> None:
@@ -105,9 +102,7 @@ def test_a_graph_through_a_donating_step_is_that_through_a_plain_one(
     assert want[0].all()
 
 
-@pytest.mark.parametrize("coalesced", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("stage", range(4))
+@covered(stage=range(4), ranks=[1, 2, 3], coalesced=[True, False])
 def test_after_an_error_in_backward_a_donated_state_is_good(
     stage: int, ranks: int, coalesced: bool
 ) -> None:

@@ -17,10 +17,10 @@ from fzero.adapter import Engine
 from fzero.collectives.quantize import dequantized, quantized, wire_numel
 from fzero.errors import PhaseError
 from fzero.state import Layout, TrainState
+from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.transforms.wired import (
     CASES,
-    DRIVERS,
     LR,
     USED,
     Batch,
@@ -38,7 +38,7 @@ from tests.transforms.wired import (
 )
 
 ROOT = Path(__file__).parents[2]
-STAGES = pytest.mark.parametrize(("stage", "options"), CASES, ids=["1", "2", "3"])
+BOTH = [by_engine, by_function]
 STEPS = 3
 
 
@@ -51,9 +51,8 @@ def on_the_wire(driver: Any, world_size: int, stage: int, options: dict[str, Any
     """{(op, dtype): elements} and bytes that rank 0 sends in one step; the layout."""
     layouts: list[Layout] = []
 
-    def body(rank: int, steps: int) -> Tensor:
+    def body(rank: int, steps: int) -> None:
         layouts.append(driver(rank, noise, stage, steps, **options).setup.layout)
-        return torch.zeros(())
 
     found: Counter[tuple[str, torch.dtype]] = Counter()
     sent: Counter[str] = Counter()
@@ -66,12 +65,11 @@ def on_the_wire(driver: Any, world_size: int, stage: int, options: dict[str, Any
     return found, sent, layouts[0]
 
 
-@DRIVERS
-@STAGES
-@pytest.mark.parametrize("world_size", [2, 3])
+@covered(driver=BOTH, case=CASES, world_size=[2, 3])
 def test_the_wire_has_int8_and_the_bytes_of_the_theory(
-    driver: Any, stage: int, options: dict[str, Any], world_size: int
+    driver: Any, case: Any, world_size: int
 ) -> None:
+    stage, options = case
     found, sent, layout = on_the_wire(driver, world_size, stage, options)
     used = [i for i, g in enumerate(layout.groups) if {*paths(layout, i)} & {*USED}]
     reduced = [i for i in (used if stage == 3 else layout.trainable)]
@@ -93,34 +91,28 @@ def paths(layout: Layout, index: int) -> list[str]:
     return [layout.leaves[i].path for i in layout.groups[index].leaves]
 
 
-@DRIVERS
-@STAGES
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gradients_of_three_levels_are_exact(
-    driver: Any, stage: int, options: dict[str, Any], world_size: int
-) -> None:
+@covered(driver=BOTH, case=CASES, world_size=[1, 2, 3, 4])
+def test_gradients_of_three_levels_are_exact(driver: Any, case: Any, world_size: int) -> None:
+    stage, options = case
     wanted = total(twelves, world_size, STEPS)
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         found = moved(driver(rank, twelves, stage, STEPS, **options))
         for path in USED:
             assert torch.equal(found[path], wanted[path]), path
-        return torch.zeros(())
 
     each_rank(body, world_size)
 
 
-@DRIVERS
-@STAGES
-@pytest.mark.parametrize("world_size", [2, 3])
+@covered(driver=BOTH, case=CASES, world_size=[2, 3])
 def test_all_updates_together_lack_the_last_residual_and_nothing_else(
-    driver: Any, stage: int, options: dict[str, Any], world_size: int
+    driver: Any, case: Any, world_size: int
 ) -> None:
-    steps = 4
+    (stage, options), steps = case, 4
     wanted = total(fine, world_size, steps)
     largest = max(batch.abs().max() for r in range(world_size) for batch in fine(r, 0).values())
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         state = driver(rank, fine, stage, steps, torch.float64, **options)
         found, lost = moved(state), residual(state)
         for path in USED:
@@ -128,7 +120,6 @@ def test_all_updates_together_lack_the_last_residual_and_nothing_else(
             assert lost[path].abs().max() <= 1.5 * largest / 254
             if USED[path].numel() > 1:
                 assert (found[path] - wanted[path]).abs().max() > 1e-6
-        return torch.zeros(())
 
     each_rank(body, world_size)
 
@@ -148,18 +139,18 @@ def test_without_feedback_the_error_would_grow_with_it_it_does_not() -> None:
     assert drift > 10 * bound
 
 
-@STAGES
-@pytest.mark.parametrize("more", [{}, {"loss_scale": 1024.0}, {"reduce_op": "sum"}], ids=str)
-def test_both_drivers_hold_the_same_bits(
-    stage: int, options: dict[str, Any], more: dict[str, Any]
-) -> None:
-    def body(rank: int) -> Tensor:
+@pytest.mark.parametrize(
+    ("case", "more"), [*zip(CASES, ({}, {"loss_scale": 1024.0}, {"reduce_op": "sum"}), strict=True)]
+)
+def test_both_drivers_hold_the_same_bits(case: Any, more: dict[str, Any]) -> None:
+    stage, options = case
+
+    def body(rank: int) -> None:
         mine = by_engine(rank, noise, stage, **options, **more)
         theirs = by_function(rank, noise, stage, **options, **more)
         flats = [[*s.params.flats, *s.window.residual.flats] for s in (mine, theirs)]
         for x, y in zip(*flats, strict=True):
             assert torch.equal(x, y)
-        return torch.zeros(())
 
     each_rank(body, 3)
 
@@ -206,9 +197,7 @@ def on_gloo(rank: int, world_size: int) -> Any:
 # What is gathered.
 
 
-@DRIVERS
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("reshard", [True, False, "window"])
+@covered(driver=BOTH, autocast=[None, torch.bfloat16], reshard=[True, False, "window"])
 def test_every_rank_reads_the_same_rounded_values_and_between_steps_exact_ones(
     driver: Any, autocast: Any, reshard: Any
 ) -> None:
@@ -255,7 +244,7 @@ def test_every_rank_reads_the_same_rounded_values_and_between_steps_exact_ones(
 def test_what_cannot_be_differentiated_is_refused_by_name() -> None:
     params = {"w": torch.ones(300)}
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         for stage, name in ((2, "quantized_gradients"), (3, "quantized_weights")):
             options: Any = {name: True}
             state = fzero.init(params, fzero.optim.sgd(1.0), stage=stage, **options)
@@ -273,7 +262,6 @@ def test_what_cannot_be_differentiated_is_refused_by_name() -> None:
             state
         )
         assert torch.equal(fzero.gradients(added)["w"], torch.ones(300))
-        return torch.zeros(())
 
     each_rank(body, 2)
 

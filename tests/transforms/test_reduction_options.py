@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
+from tests.covering import covered
+from tests.strategies import same
 from tests.transforms.wired import (
     DRIVERS,
     USED,
@@ -29,21 +30,18 @@ from tests.transforms.wired import (
 STEPS = 2
 
 
-@DRIVERS
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@covered(driver=[by_engine, by_function], op=["mean", "sum"], world_size=[1, 2, 3])
 def test_sums_and_means_are_exact_at_every_stage_with_every_factor(
     driver: Any, op: str, world_size: int
 ) -> None:
     wanted = total(twelves, world_size, STEPS, op=op)
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         for stage, factor in ((0, 1.0), (0, 4.0), (1, 2.0), (2, 0.5), (3, 1.0), (3, 4.0)):
             options: Any = {"reduce_op": op, "gradient_predivide_factor": factor}
             found = moved(driver(rank, twelves, stage, STEPS, **options))
             for path in USED:
                 assert torch.equal(found[path], wanted[path]), (stage, factor, path)
-        return torch.zeros(())
 
     each_rank(body, world_size)
 
@@ -57,14 +55,13 @@ def large(rank: int, step: int) -> Batch:
 def test_a_factor_of_the_number_of_ranks_keeps_an_fp16_sum_from_overflowing(
     driver: Any, stage: int
 ) -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         half: Any = {"communication_dtype": torch.float16}
         plain = moved(driver(rank, large, stage, 1, **half))
         divided = moved(driver(rank, large, stage, 1, **half, gradient_predivide_factor=2.0))
         for path in USED:
             assert plain[path].isinf().any() or path == "gain"  # whose gradient is 0
             assert torch.equal(divided[path], large(0, 0)[path])
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -76,12 +73,11 @@ def tiny(rank: int, step: int) -> Batch:
 @DRIVERS
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_mean_loses_no_small_fp16_gradient(driver: Any, stage: int) -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         half: Any = {"communication_dtype": torch.float16}
         found = fzero.gradients(with_gradients(driver, rank, tiny, stage, **half))
         for path in USED:
             assert torch.equal(found[path], tiny(0, 0)[path]), path
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -93,10 +89,9 @@ def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dty
 ) -> None:
     options: Any = {"communication_dtype": torch.bfloat16, "accumulate_dtype": torch.float64}
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         state = with_gradients(driver, rank, twelves, stage, **options)
         assert {flat.dtype for flat in state.gradients.flats} == {torch.float64}
-        return torch.zeros(())
 
     with fzero.count_collectives() as log:
         each_rank(body, 2)
@@ -104,23 +99,19 @@ def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dty
     assert {event.dtype for event in log.of(0) if event.op == op} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "options",
+    ("stage", "options"),
     [
-        {"reduce_op": "sum"},
-        {"gradient_predivide_factor": 3.0},
-        {"communication_dtype": torch.bfloat16},
-        {"accumulate_dtype": torch.bfloat16},
+        (0, {"reduce_op": "sum", "accumulate_dtype": torch.bfloat16}),
+        (1, {"gradient_predivide_factor": 3.0, "communication_dtype": torch.bfloat16}),
+        (2, {"reduce_op": "sum", "communication_dtype": torch.bfloat16}),
+        (3, {"gradient_predivide_factor": 3.0, "accumulate_dtype": torch.bfloat16}),
     ],
-    ids=str,
 )
 def test_both_drivers_hold_the_same_bits(options: dict[str, Any], stage: int) -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         mine, theirs = (d(rank, twelves, stage, **options) for d in (by_engine, by_function))
-        for x, y in zip(mine.params.flats, theirs.params.flats, strict=True):
-            assert torch.equal(x, y)
-        return torch.zeros(())
+        same([*mine.params.flats], [*theirs.params.flats])
 
     each_rank(body, 3)
 
@@ -137,8 +128,7 @@ def test_on_one_rank_nothing_is_rounded_for_the_wire() -> None:
         ]
         for other in others:
             found = driver(0, lambda rank, step: seventh, 2, **other)
-            for x, y in zip(found.params.flats, plain.params.flats, strict=True):
-                assert torch.equal(x, y)
+            same([*found.params.flats], [*plain.params.flats])
     state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=2, **options)
     state, _ = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(
         torch.tensor(1 / 7, requires_grad=True)  # by collectives that can be differentiated
@@ -185,21 +175,3 @@ def test_what_cannot_be_is_refused_by_both_drivers_by_name(
     for error in (by_init, by_shard, by_the_engine):
         assert str(error.value).startswith(seen)
     Engine(module, None, stage=stage).close()  # nothing was touched
-
-
-def test_an_option_that_does_not_exist_is_refused() -> None:
-    wrong: Any = {"reduce_operation": "sum"}
-    with pytest.raises(TypeError, match="reduce_operation"):
-        fzero.shard(lambda state: (state, None), stage=1, **wrong)
-    with pytest.raises(TypeError, match="reduce_operation"):
-        Engine(Odd(), None, stage=1, **wrong)
-    found: Any = {"persistent": (0,)}  # an engine has it from `persistence_threshold_numel`
-    with pytest.raises(TypeError, match="persistent"):
-        Engine(Odd(), None, stage=3, **found)
-
-
-def test_a_pipeline_shows_what_is_not_the_default() -> None:
-    step = fzero.shard(
-        lambda state: (state, None), stage=3, ordered=False, reduce_op="sum", quantized_weights=True
-    )
-    assert repr(step).startswith("shard(stage=3, reduce_op='sum', quantized_weights=True) . ")

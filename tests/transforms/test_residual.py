@@ -38,7 +38,7 @@ def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def test_a_state_counts_its_residual_and_stays_as_it_was() -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         before = by_function(rank, noise, 2, 0, quantized_gradients=True)
         numel = sum(before.setup.layout.full_numel(i) for i in before.setup.layout.trainable)
         assert fzero.state_bytes(before)["window"] == 4 * numel
@@ -51,7 +51,6 @@ def test_a_state_counts_its_residual_and_stays_as_it_was() -> None:
             fzero.grad_and_reduce(lambda p: apply(p, noise(rank, 0)) + 1 / 0, after)()
         updated = fzero.apply_gradients(after)
         assert same(lost(updated), lost(after)) and not updated.window.residual_before.held
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -73,7 +72,7 @@ def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: in
     def without(rank: int, step: int) -> Batch:
         return overflowing(rank, 2 * step)
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         scale = fzero.DynamicScale(init_scale=4.0, growth_interval=1)
         options: Any = {"quantized_gradients": True}
         mine = driver(rank, overflowing, stage, 3, loss_scale=scale, **options)
@@ -81,13 +80,12 @@ def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: in
         assert int(mine.step) == 2
         assert same(list(mine.params.flats), list(theirs.params.flats))
         assert same(lost(mine), lost(theirs)) and any(flat.any() for flat in lost(mine))
-        return torch.zeros(())
 
     each_rank(body, 2)
 
 
 def test_gradients_that_are_thrown_away_take_their_residual_with_them() -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         module = Odd()
         learns = [p for p in module.parameters() if p.requires_grad]
         engine = Engine(module, torch.optim.SGD(learns, LR), stage=2, quantized_gradients=True)
@@ -107,7 +105,6 @@ def test_gradients_that_are_thrown_away_take_their_residual_with_them() -> None:
         theirs = by_engine(rank, lambda r, step: noise(r, 2 * step), 2, 2, quantized_gradients=True)
         assert same(lost(engine.state), lost(theirs))
         assert same(list(engine.state.params.flats), list(theirs.params.flats))
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -119,83 +116,67 @@ def test_a_nan_stays_out_of_the_residual_and_is_seen_in_the_gradient() -> None:
             found["wide"] = torch.full_like(found["wide"], torch.nan)
         return found
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         for driver in (by_engine, by_function):
             state = with_gradients(driver, rank, bad, 2, quantized_gradients=True)
             assert all(flat.isfinite().all() for flat in lost(state))
             assert fzero.gradients(state)["wide"].isnan().all()
-        return torch.zeros(())
 
     each_rank(body, 2)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_window_is_quantized_once_whatever_ranks_do_in_it(stage: int) -> None:
+def in_a_window(engine: Engine, rank: int) -> list[tuple[int, int]]:
     """Other numbers of backwards on the ranks of an engine, three of which wait."""
+    with engine.coalesce():
+        for step in range(1 + rank):
+            engine(fine(rank, step)).backward()
+    engine.step()
+    return [(r, step) for r in range(2) for step in range(1 + r)]
 
+
+def in_micro_batches(engine: Engine, rank: int) -> list[tuple[int, int]]:
+    """One that waits, and one that is reduced at once; then a window of both."""
+    for waits in (engine.no_sync, nullcontext, engine.no_sync, engine.no_sync):
+        with waits():
+            engine(fine(rank, int(engine.state.progress.backwards))).backward()
+        engine.step()
+    return [(r, step) for r in range(2) for step in range(2)]  # half of it in each update
+
+
+def in_other_numbers(engine: Engine, rank: int) -> list[tuple[int, int]]:
+    """A rank that has called step() takes part in the backwards of the others, with zeros."""
+    for update in range(2):
+        for number in range(1 + rank):
+            engine(fine(rank, 2 * update + number)).backward()
+        engine.step()
+    return [(0, 0), (0, 2), *((1, step) for step in range(4))]
+
+
+MICRO: dict[str, Any] = {"gradient_accumulation_steps": 2, "average_micro_batches": True}
+
+
+@pytest.mark.parametrize(
+    ("train", "options"), [(in_a_window, {}), (in_micro_batches, MICRO), (in_other_numbers, {})]
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_however_ranks_go_updates_lack_the_last_residual_and_nothing_else(
+    train: Any, options: dict[str, Any], stage: int
+) -> None:
     def body(rank: int) -> Tensor:
         module = Odd(torch.float64)
-        learns = [p for p in module.parameters() if p.requires_grad]
-        engine = Engine(module, torch.optim.SGD(learns, LR), stage=stage, quantized_gradients=True)
-        with engine.coalesce():
-            for step in range(1 + rank):
-                engine(fine(rank, step)).backward()
-        engine.step()
+        sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
+        engine = Engine(module, sgd, stage=stage, quantized_gradients=True, **options)
+        given = train(engine, rank)
         found, left = moved(engine.state), residual(engine.state)
-        batches = [fine(r, step) for r in range(2) for step in range(1 + r)]
         for path in USED:
-            wanted = torch.stack([batch[path] for batch in batches]).sum(0) / 2
+            wanted = torch.stack([fine(*one)[path] for one in given]).sum(0) / 2
             torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
         return torch.tensor(len(engine.state.setup.layout.trainable))
 
     with fzero.count_collectives() as log:
         groups = each_rank(body, 2)
-    assert log.counts(0)["all_to_all"] == groups[0]  # each of them once
-
-
-def test_micro_batches_lose_what_their_share_of_the_update_loses() -> None:
-    """One that waits, and one that is reduced at once; then a window of both."""
-
-    options: Any = {"gradient_accumulation_steps": 2, "average_micro_batches": True}
-
-    def body(rank: int) -> Tensor:
-        module = Odd(torch.float64)
-        sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
-        engine = Engine(module, sgd, stage=2, quantized_gradients=True, **options)
-        for waits in (engine.no_sync, nullcontext, engine.no_sync, engine.no_sync):
-            with waits():
-                engine(fine(rank, int(engine.state.progress.backwards))).backward()
-            engine.step()
-        found, left = moved(engine.state), residual(engine.state)
-        for path in USED:
-            batches = [fine(r, step)[path] for r in range(2) for step in range(2)]
-            wanted = 2 * torch.stack(batches).mean(0)  # two updates by the same two batches
-            torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
-        return torch.zeros(())
-
-    each_rank(body, 2)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_with_other_numbers_of_backwards_lose_nothing_else(stage: int) -> None:
-    """A rank that has called step() takes part in the backwards of the others, with zeros."""
-
-    def body(rank: int) -> Tensor:
-        module = Odd(torch.float64)
-        sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
-        engine = Engine(module, sgd, stage=stage, quantized_gradients=True)
-        for update in range(2):
-            for number in range(1 + rank):
-                engine(fine(rank, 2 * update + number)).backward()
-            engine.step()
-        found, left = moved(engine.state), residual(engine.state)
-        for path in USED:
-            steps = [(0, 0), (0, 2), *((1, step) for step in range(4))]
-            wanted = torch.stack([fine(*one)[path] for one in steps]).sum(0) / 2
-            torch.testing.assert_close(found[path] + left[path], wanted, rtol=0, atol=1e-12)
-        return torch.zeros(())
-
-    each_rank(body, 2)
+    if train is in_a_window:
+        assert log.counts(0)["all_to_all"] == groups[0]  # each of them is quantized once
 
 
 def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() -> None:
@@ -203,7 +184,7 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
     x = torch.linspace(-1, 1, 700, dtype=torch.float64)
     params = {"a": {"w": x.clone()}, "b": {"w": x.clone()}}
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         state: Any = fzero.init(
             params, fzero.optim.sgd(1.0), stage=3, quantized_gradients=True, units=lambda p: p[0]
         )
@@ -219,7 +200,6 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
         left = fzero.pmean(state.window.residual.flats[at])[:700]
         found = fzero.gradients(state)["a"]["w"]
         torch.testing.assert_close(found + left, 4 * 1.5 * x, rtol=0, atol=1e-12)
-        return torch.zeros(())
 
     with fzero.count_collectives() as log:
         each_rank(body, 2)
@@ -230,7 +210,7 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
 def test_a_unit_of_empty_parameters_has_nothing_to_lose(stage: int) -> None:
     params = {"full": {"w": torch.ones(5)}, "none": {"w": torch.ones(0, 3)}}
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         state: Any = fzero.init(
             params, fzero.optim.sgd(1.0), stage=stage, quantized_gradients=True, bucket_bytes=4
         )
@@ -240,6 +220,5 @@ def test_a_unit_of_empty_parameters_has_nothing_to_lose(stage: int) -> None:
         found = fzero.full_params(fzero.apply_gradients(state))
         assert torch.equal(found["full"]["w"], torch.full((5,), -0.5))
         assert tuple(found["none"]["w"].shape) == (0, 3)
-        return torch.zeros(())
 
     each_rank(body, 2)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 from fzero.state import DynamicScale
+from tests.covering import covered
+from tests.descends import descends
 from tests.gpu.reads import Device, HostReadError, on_device
 
 STEPS = 6
@@ -40,10 +42,7 @@ POLICY = DynamicScale(init_scale=16.0, growth_interval=2)
 def functional(model: nn.Module, make: Any, stage: int, max_norm: float | None) -> Any:
     apply, params = fzero.functionalize(model)
 
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p: apply(p, x).square().mean(), state)()
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: apply(p, x).square().mean())
     step = fzero.scale_loss(fzero.clip(step_fn, max_norm=max_norm), POLICY)
     step = fzero.shard(step, stage=stage, donate=True)
     held = [step.init(params, make())]
@@ -82,10 +81,7 @@ def watched_steps(driver: Callable[..., Any], make: Any, stage: int, max_norm: A
         return state()
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("optimizer", FUSED)
-@pytest.mark.parametrize("driver", [functional, by_engine])
+@covered(driver=[functional, by_engine], optimizer=[*FUSED], stage=[0, 1, 3], max_norm=[None, 0.5])
 def test_the_host_reads_nothing(driver: Any, optimizer: str, stage: int, max_norm: Any) -> None:
     state = watched_steps(driver, FUSED[optimizer], stage, max_norm)
     assert int(state.step) == int(state.optimizer.count) == STEPS - 1
@@ -93,8 +89,7 @@ def test_the_host_reads_nothing(driver: Any, optimizer: str, stage: int, max_nor
     assert all(torch.isfinite(flat).all() for flat in state.params.flats)
 
 
-@pytest.mark.parametrize("optimizer", READS_ONCE)
-@pytest.mark.parametrize("driver", [functional, by_engine])
+@covered(optimizer=[*READS_ONCE], driver=[functional, by_engine])
 def test_a_rule_without_a_fused_kernel_reads_the_overflow(driver: Any, optimizer: str) -> None:
     with pytest.raises(HostReadError):
         watched_steps(driver, READS_ONCE[optimizer], 1, None)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import DonatedError, LayoutError
+from tests.covering import covered
 from tests.strategies import everywhere, integers, same
 
 PARAMS = {"g": {"w": integers((5,), 1), "b": integers((), 2)}, "d": integers((2, 3), 3)}
@@ -68,24 +69,20 @@ def plain(step: Any, batches: Tensor) -> dict[str, Any]:
     return {"g": {"w": w.detach(), "b": b.detach()}, "d": d.detach()}
 
 
-def in_parts(step: Any) -> Any:
-    return fzero.accumulate(step, steps=2)
-
-
-@pytest.mark.parametrize(
-    ("step", "wrap"),
-    [
+@covered(
+    stage=STAGES,
+    ranks=[1, 2, 3],
+    how=[
         (gan_step, lambda step: step),
         (gan_step, fzero.coalesce),
         (joint_step, fzero.coalesce),
-        (joint_step, in_parts),
+        (joint_step, fzero.accumulate(steps=2)),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_step_over_two_models_is_that_of_torch_and_all_of_it_is_donated(
-    stage: Any, ranks: int, step: Any, wrap: Any
+    stage: Any, ranks: int, how: Any
 ) -> None:
+    step, wrap = how
     run = fzero.simulate(fzero.shard(wrap(step), stage=stage, donate=True), world_size=ranks)
     batches = integers((2, ranks, 2), 4, bound=1)
     states = run.init(PARAMS, make_optimizers())

@@ -12,6 +12,7 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import CallError, FzeroError, LayoutError
+from tests.descends import descends
 
 APPLY, PARAMS = fzero.functionalize(nn.Linear(2, 1))
 X, RULE = torch.ones(3, 2), fzero.optim.sgd(0.1)
@@ -27,9 +28,7 @@ def loss_fn(p: Any, x: Any) -> Any:
     return APPLY(p, x).sum()
 
 
-def step_fn(state: Any, x: Any) -> Any:
-    state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-    return fzero.apply_gradients(state), loss
+step_fn = descends(loss_fn)
 
 
 def swapped(state: Any, x: Any) -> Any:
@@ -79,18 +78,6 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
     ),
     "apply(x)": (lambda: APPLY(*(X,)),  # type: ignore[arg-type]
         LayoutError, "apply got a Tensor", r"apply\(params, x\)"),
-    "a misspelt option of shard": (
-        lambda: ANY.shard(step_fn, stage=2, bucket_byte=3),
-        CallError,
-        "shard got .*'bucket_byte'",
-        "write bucket_bytes=",
-    ),
-    "a misspelt option of init": (
-        lambda: ANY.init(PARAMS, RULE, stage=2, initialiser=3),
-        CallError,
-        "init got .*'initialiser'",
-        "write initializer=",
-    ),
     "a misspelt option of a transform": (
         lambda: ANY.clip(step_fn, maxnorm=1.0),
         CallError,
@@ -114,18 +101,6 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         CallError,
         "init: missing .*'optimizer'",
         r"init\(params, optimizer",
-    ),
-    "a misspelt option of an engine": (
-        lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD, stage=1, bucket_byte=3),
-        CallError,
-        "Engine got .*'bucket_byte'",
-        "write bucket_bytes=",
-    ),
-    "a misspelt option that an engine shares with init": (
-        lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD, stage=1, reduceop="sum"),
-        CallError,
-        "Engine got .*'reduceop'",
-        "write reduce_op=",
     ),
     "an engine without a stage": (
         lambda: ENGINE(nn.Linear(2, 1), torch.optim.SGD),
@@ -178,16 +153,6 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         CallError,
         "shard got a Linear, an nn.Module",
         r"fzero.functionalize\(model\)",
-    ),
-    "stage=4": (lambda: fzero.shard(step_fn, stage=4), LayoutError, "shard: stage=4", "or 3"),
-    "stage=4 of init": (
-        lambda: fzero.init(PARAMS, RULE, stage=4), LayoutError, "init: stage=4", "or 3"
-    ),
-    "stage=4 of an engine": (
-        lambda: Engine(nn.Linear(2, 1), torch.optim.SGD, stage=4),
-        LayoutError,
-        "Engine: stage=4",
-        "or 3",
     ),
 }  # fmt: skip
 

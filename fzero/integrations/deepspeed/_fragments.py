@@ -13,8 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter.access import Access, used, whole_gradient
-from fzero.adapter.boundary import reduced
+from fzero.adapter.access import (
+    full_optimizer_state,
+    full_parameter,
+    local_gradient,
+    local_optimizer_state,
+    local_parameter,
+    set_full_gradient,
+    set_full_optimizer_state,
+    set_full_parameter,
+    set_local_gradient,
+    set_local_optimizer_state,
+    set_local_parameter,
+    used,
+    whole_gradient,
+)
 from fzero.adapter.driver import OWNERS, Driver
 from fzero.adapter.parts import find, find_learning
 from fzero.errors import LayoutError
@@ -38,14 +51,13 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         >>> [safe_get_full_grad(p) for p in engine.module.parameters()]
         [tensor([[1., 2.]])]
     """
-    access, path, learns = _of(param)
+    driver, path, learns = _of(param)
     if not learns:
         return None
-    driver = access._driver
     where = find_learning(driver, path)
     if driver.state.window.is_open:
         return _pending(driver, *where)
-    held = reduced(driver, "safe_get_full_grad()", path)
+    held = driver.reduced("safe_get_full_grad()", path)
     return whole_gradient(driver.state, *where) if held else None
 
 
@@ -61,8 +73,8 @@ def _pending(driver: Driver, number: int, index: int, position: int) -> Tensor |
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Make `value`, the same on every rank, the gradient."""
-    access, path, _ = _of(param)
-    access.set_full_gradient(path, value)
+    driver, path, _ = _of(param)
+    set_full_gradient(driver, path, value)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -70,66 +82,66 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
     None of a frozen parameter, which no optimizer steps.
     """
-    access, path, learns = _of(param)
-    return _wide(access.full_parameter(path)) if learns else None
+    driver, path, learns = _of(param)
+    return _wide(full_parameter(driver, path)) if learns else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Make `value`, the same on every rank, the parameter and its master."""
-    access, path, _ = _of(param)
-    access.set_full_parameter(path, value)
+    driver, path, _ = _of(param)
+    set_full_parameter(driver, path, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """State `optim_state_key` ("exp_avg", ...), whole; None of a frozen parameter."""
-    access, path, learns = _of(param)
-    return _wide(access.full_optimizer_state(path, optim_state_key)) if learns else None
+    driver, path, learns = _of(param)
+    return _wide(full_optimizer_state(driver, path, optim_state_key)) if learns else None
 
 
 def safe_set_full_optimizer_state(
     param: nn.Parameter, value: Tensor | float, optim_state_key: str
 ) -> None:
     """Make `value`, the same on every rank, state `optim_state_key`."""
-    access, path, _ = _of(param)
-    access.set_full_optimizer_state(path, optim_state_key, value)
+    driver, path, _ = _of(param)
+    set_full_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's piece of the gradient, 1-D; None of a frozen parameter."""
-    access, path, learns = _of(param)
-    return access.local_gradient(path) if learns else None
+    driver, path, learns = _of(param)
+    return local_gradient(driver, path) if learns else None
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Make `value` this rank's piece of the gradient."""
-    access, path, _ = _of(param)
-    access.set_local_gradient(path, value)
+    driver, path, _ = _of(param)
+    set_local_gradient(driver, path, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
     """This rank's piece of the parameter, as the optimizer steps it: 1-D."""
-    access, path, _ = _of(param)
-    return _wide(access.local_parameter(path))
+    driver, path, _ = _of(param)
+    return _wide(local_parameter(driver, path))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Make `value` this rank's piece of the parameter and its master. Stage 3."""
-    access, path, _ = _of(param)
-    access.set_local_parameter(path, value)
+    driver, path, _ = _of(param)
+    set_local_parameter(driver, path, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's piece of state `optim_state_key`, 1-D; None of a frozen parameter."""
-    access, path, learns = _of(param)
-    return _wide(access.local_optimizer_state(path, optim_state_key)) if learns else None
+    driver, path, learns = _of(param)
+    return _wide(local_optimizer_state(driver, path, optim_state_key)) if learns else None
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor | float, optim_state_key: str
 ) -> None:
     """Make `value` this rank's piece of state `optim_state_key`."""
-    access, path, _ = _of(param)
-    access.set_local_optimizer_state(path, optim_state_key, value)
+    driver, path, _ = _of(param)
+    set_local_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_update_full_grad_vectorized(
@@ -142,8 +154,8 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-def _of(param: Any) -> tuple[Access, str, bool]:
-    """What reads and writes for the engine of a parameter, its path, and whether it learns."""
+def _of(param: Any) -> tuple[Driver, str, bool]:
+    """The driver of the engine of a parameter, its path, and whether it learns."""
     driver = OWNERS.get(id(param))
     named = {} if driver is None else dict(driver.module.named_parameters())
     path = next((path for path, p in named.items() if p is param), None)
@@ -154,11 +166,7 @@ def _of(param: Any) -> tuple[Access, str, bool]:
             "model, or of an engine that was closed.",
             fix="take it from engine.module.parameters().",
         )
-    return (
-        Access.of(driver),
-        path,
-        find(driver, path)[0] in driver.state.setup.layout.trainable,
-    )
+    return driver, path, find(driver, path)[0] in driver.state.setup.layout.trainable
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""When anything is gathered, freed, reduced, announced or asked for: a record and one transition.
+"""The protocol of a rank: one record and one transition, which decide when every collective starts.
 
 What comes in: events of a driver (`Begin`, `Use`, `Ready`, ...) and what the other ranks said
 (`Answer`). What goes out: the next record, and effects in the order in which they are done. A
@@ -56,13 +56,13 @@ from fzero.state.residency import Units as Units
 
 
 def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, ...]]:
-    """Return the record after an event, and what is to be done, in this order.
+    """Return the record after an event, and the effects to perform, in this order.
 
     If the last effect is `Read` or `Exchange`, the event goes on with its answer: `advance` it with
     that before any other event. Else it is over.
 
     Example:
-        >>> from fzero.state.rounds import Kind, Round
+        >>> from fzero.state.rounds import MessageKind, Round
         >>> from fzero.state.schedule import Program
         >>> protocol, _ = advance(Protocol(), Join(1, Units(numels=(4, 4))))
         >>> said = Announcement(text="forward", place=(0, 0), program=Program((0, 1)))
@@ -72,7 +72,7 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
         >>> asked, effects = advance(begun, Use(1, 0))
         >>> effects
         (Read(),)
-        >>> alone = Round([[Kind.PASS, 0, 0, 0]])
+        >>> alone = Round([[MessageKind.PASS, 0, 0, 0]])
         >>> there, effects = advance(asked, Answer(alone))
         >>> [(type(effect).__name__, effect.unit) for effect in effects]
         [('Gather', 0), ('Gather', 1), ('Wait', 0)]
@@ -108,7 +108,7 @@ def _resume(protocol: Protocol, task: Any, event: Answer | Told) -> Next:
 
 
 def _broke(protocol: Protocol, event: Broke) -> Protocol:
-    """An effect raised: the rest of its event is given up, but for what other ranks wait for."""
+    """An effect raised: give up the rest of its event, except what other ranks wait for."""
     units = Gather | TakePart | Wait | Free | Reduce
     undone = tuple(x for x in event.undone if isinstance(x, units))
     unposted = any(isinstance(x, Post) for x in event.undone)

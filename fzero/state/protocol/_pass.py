@@ -25,18 +25,18 @@ from fzero.state.schedule import Phases, joined
 
 
 def join(p: Protocol, event: e.Join) -> Next:
-    """A model is there."""
+    """Register a model."""
     return p.put(event.model, Model(units=event.units)), ()
 
 
 def leave(p: Protocol, event: e.Leave) -> Next:
-    """A model is gone."""
+    """Forget a model."""
     models = {number: model for number, model in p.models.items() if number != event.model}
     return replaced(p.without(event.model), models=models), ()
 
 
 def begin(p: Protocol, event: e.Begin) -> Next:
-    """A phase begins: it is announced if anything of it crosses ranks."""
+    """Begin a forward or backward; announce it if it gathers or reduces anything."""
     model, here = p.models[event.model], p.models[event.model].residency
     reads = model.units.gathers and len(here.pinned) < len(model.units.numels)
     if event.announcement.place[1] == FORWARD:
@@ -57,7 +57,7 @@ def begin(p: Protocol, event: e.Begin) -> Next:
 
 
 def first_gradient(p: Protocol, event: e.FirstGradient) -> Next:
-    """What a silent backward brings crosses ranks: it is announced."""
+    """Announce a silent backward, which now has a gradient to reduce."""
     model = p.models[event.model]
     phase, effects = pass_state.first_gradient(model.phase)
     return _crossing(p.put(event.model, replaced(model, phase=phase)), event.model, effects)
@@ -72,7 +72,7 @@ def end_forward(p: Protocol, event: e.EndForward) -> Next:
 
 
 def end_of_forward(p: Protocol, t: tasks.EndOfForward) -> Next:
-    """What is read between forward and backward is no part of the pass."""
+    """Free what the forward gathered, unless it stays for the backward."""
     model = _after_forward(p.models[t.model])
     here, frees = residency.release(replaced(model.residency, current=-1), t.model)
     course = replaced(model.course, place=None)
@@ -121,7 +121,7 @@ def _ending(
 
 
 def end_of_pass(p: Protocol, t: tasks.EndOfPass) -> Next:
-    """No rank is in the pass any more: free what was kept for it alone."""
+    """All ranks have ended the pass: free the units that were kept for it."""
     model, did = p.models[t.model], p.models[t.model].course.did
     course = replaced(model.course, did={}, place=None, asked=False, replay=None, left=())
     here = replaced(model.residency, current=-1)
@@ -134,7 +134,7 @@ def end_of_pass(p: Protocol, t: tasks.EndOfPass) -> Next:
 
 
 def told(p: Protocol, t: tasks.EndOfPass, event: e.Told) -> Next:
-    """Learn what all ranks did in this pass: it is expected from now on."""
+    """Learn the programs of all ranks in this pass: the schedule expects them from now on."""
     model = p.models[t.model]
     mine = _phases_of(t.model, event.values)
     learned = joined(mine, len(model.units.numels))
@@ -142,13 +142,13 @@ def told(p: Protocol, t: tasks.EndOfPass, event: e.Told) -> Next:
 
 
 def _phases_of(number: int, values: tuple[Any, ...]) -> list[Phases]:
-    """What the ranks did in a model's pass; a rank that was in none says None."""
+    """The program of each rank in a model's pass; None of a rank that was in no pass."""
     found: list[Mapping[Any, Any]] = [did for one, did in filter(None, values) if one == number]
     return found
 
 
 def failed(p: Protocol, event: e.Failed) -> Next:
-    """The pass raised: keep in step with the other ranks, and tell those that do not know."""
+    """The pass raised on this rank: end it in step with the others; tell them if they must know."""
     model = p.models[event.model]
     phase, in_step, tells = pass_state.fail(model.phase, known=p.known, astray=event.astray)
     course = replaced(model.course, due=(), left=())
@@ -180,7 +180,7 @@ def enter(p: Protocol, event: e.Enter) -> Next:
 
 
 def drop_inexact(p: Protocol, t: tasks.DropInexact) -> Next:
-    """Free what is rounded of these units."""
+    """Free those of these units whose gathered values are rounded."""
     model = p.models[t.model]
     here, frees = residency.drop_inexact(model.residency, t.model, t.units)
     return p.put(t.model, replaced(model, residency=here)), frees
@@ -224,14 +224,14 @@ def settle(p: Protocol, event: e.Settle) -> Next:
 
 
 def changed(p: Protocol, event: e.Changed) -> Next:
-    """What is gathered is stale."""
+    """Free all gathered units: the parameters changed."""
     model = p.models[event.model]
     here, frees = residency.release(model.residency, event.model, pinned=True)
     return p.put(event.model, replaced(model, residency=here)), frees
 
 
 def window_ended(p: Protocol, event: e.WindowEnded) -> Next:
-    """Nothing is kept any longer than a backward."""
+    """Unpin the units that a window kept; free those that nothing else needs."""
     model = p.models[event.model]
     here = replaced(model.residency, stays=False)
     here, frees = residency.end_backward(here, event.model, model.units.persistent)

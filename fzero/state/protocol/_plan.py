@@ -64,7 +64,7 @@ def reach(p: Protocol, t: tasks.Reach) -> Next:
 
 
 def obtain(p: Protocol, t: tasks.Obtain) -> Next:
-    """Wait for a unit, which is asked for unless it is gathered or flying."""
+    """Wait for a unit; ask the other ranks for it first unless it is gathered or in flight."""
     model, here = p.models[t.model], p.models[t.model].residency
     if here.has(t.unit) or not model.course.asks:
         here, waits = residency.wait(here, t.model, [t.unit])
@@ -123,12 +123,12 @@ def walk(p: Protocol, t: tasks.Walk) -> Next:
 
 
 def end_plan(p: Protocol, t: tasks.EndPlan) -> Next:
-    """Run the plan, but not beyond a sync point that never came: its phase is over."""
+    """Run the plan to its end, or to a sync point that this phase never reached."""
     return p.then(tasks.Learn(t.model), tasks.Walk(t.model), tasks.ClosePlan(t.model)), ()
 
 
 def close_plan(p: Protocol, t: tasks.ClosePlan) -> Next:
-    """Leave the plan where it is; it was not what this phase did."""
+    """Leave the plan unfinished: this phase did something else."""
     model, course = p.models[t.model], p.models[t.model].course
     if course.replay is None:
         return p, ()
@@ -136,7 +136,7 @@ def close_plan(p: Protocol, t: tasks.ClosePlan) -> Next:
 
 
 def end_others(p: Protocol, t: tasks.EndOthers) -> Next:
-    """A model begins, or asks, in the middle of other passes: their plans end here."""
+    """End the plans of all other models: one plan runs at a time."""
     return p.then(*(tasks.EndPlan(number) for number in p.running if number != t.model)), ()
 
 
@@ -152,7 +152,7 @@ def sync_point(p: Protocol, e: SyncPoint) -> Next:
 
 
 def arrive(p: Protocol, t: tasks.Arrive) -> Next:
-    """Be at the sync point."""
+    """Arrive at the sync point, and wait for the other ranks there."""
     model = p.models[t.model]
     course = model.course.did_also(len(model.units.numels))
     had_plan = course.replay is not None
@@ -168,7 +168,7 @@ def arrive(p: Protocol, t: tasks.Arrive) -> Next:
 
 
 def depart(p: Protocol, t: tasks.Depart) -> Next:
-    """What a rank does from a sync point on is the same on every rank again."""
+    """Leave the sync point: from here on all ranks follow one order again."""
     model, course = p.models[t.model], p.models[t.model].course
     if course.replay is not None:
         return go_on(p, t.model, replay.leave_sync_point(course.replay))
@@ -177,7 +177,7 @@ def depart(p: Protocol, t: tasks.Depart) -> Next:
 
 
 def go_on(p: Protocol, number: int, to: tuple[Replay | None, Sequence[PlanEffect]]) -> Next:
-    """Be at a place of the plan, and do what it asks for."""
+    """Go to a place of the plan, and start the collectives that it has there."""
     model = p.models[number]
     course = replaced(model.course, replay=to[0])
     here, course, effects = _done(model, number, model.residency, course, to[1])
@@ -187,7 +187,7 @@ def go_on(p: Protocol, number: int, to: tuple[Replay | None, Sequence[PlanEffect
 def _done(
     model: Model, number: int, here: Residency, course: Course, planned: Sequence[PlanEffect]
 ) -> tuple[Residency, Course, tuple[Effect, ...]]:
-    """Translate what a plan asks for: to where units are then, and to effects."""
+    """Translate the steps of a plan into a new residency and effects."""
     found: list[Effect] = []
     for effect in planned:
         match effect:

@@ -1,4 +1,4 @@
-"""Rounds of a rank: what it posts, and how it goes on with what all ranks said."""
+"""The rounds of a rank: what it posts, and how it goes on with the answer of all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _say(p: Protocol, message: Message, task: Any) -> Next:
 
 
 def announce(p: Protocol, t: tasks.Announce) -> Next:
-    """Tell the other ranks that a phase begins. Nobody waits: the answer is read when it counts."""
+    """Post the announcement of a phase; its answer is read when a collective depends on it."""
     model, course = p.models[t.model], p.models[t.model].course
     said = course.announcement
     assert said is not None
@@ -85,7 +85,7 @@ def learned(p: Protocol, t: tasks.Learn, said: Round) -> Next:
 
 
 def follow(p: Protocol, t: tasks.Follow) -> Next:
-    """Begin the plan of a program, in which what is pinned is here."""
+    """Begin the plan of a program; pinned units need no gather in it."""
     model, units = p.models[t.model], p.models[t.model].units
     place = replay.begin(t.program, units.numels, model.residency.pinned, units.limits)
     return p.put(t.model, replaced(model, course=replaced(model.course, replay=place))), ()
@@ -100,7 +100,7 @@ def ask(p: Protocol, t: tasks.Ask) -> Next:
 
 
 def ask_next(p: Protocol, t: tasks.AskNext) -> Next:
-    """Post as many as a message has room for."""
+    """Ask for as many collectives as one message has room for."""
     model, what, units = t.ask.model, t.ask.what, t.ask.units[t.at : t.at + CODES]
     codes = tuple(as_code(Asked(model, what, unit)) for unit in units)
     return _say(p, Message(MessageKind.ASK, codes=codes), t)
@@ -116,7 +116,7 @@ def asked(p: Protocol, t: tasks.AskNext, said: Round) -> Next:
 
 
 def ask_left(p: Protocol, t: tasks.AskLeft) -> Next:
-    """What is left at the end of a backward is reduced on the way out."""
+    """At the end of a backward, ask for the reductions that no plan has started."""
     model, course = p.models[t.model], p.models[t.model].course
     if not course.left:
         return p, ()
@@ -210,7 +210,7 @@ def raised(p: Protocol, e: Raised) -> Next:
 
 
 def heard_raised(p: Protocol, e: Raised, said: Round) -> Next:
-    """All ranks know."""
+    """All ranks have read that this one raised."""
     return replaced(p, known=True), (WaitForReductions(),)
 
 

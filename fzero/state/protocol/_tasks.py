@@ -1,4 +1,4 @@
-"""The parts of which events are made. A task may need an answer of the other ranks to go on."""
+"""Tasks: the steps of an event. A task may wait for an answer of the other ranks."""
 
 from __future__ import annotations
 

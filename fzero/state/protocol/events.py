@@ -1,4 +1,4 @@
-"""What happens to a rank: the same events from both drivers, and what the other ranks said.
+"""The events of a rank: what its driver does, and what the other ranks answered.
 
 `model` is the number of a model on its axis: the same on every rank.
 """
@@ -16,7 +16,7 @@ from fzero.state.schedule import Place, Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What the other ranks are told of a phase.
+    """What a rank announces of a phase.
 
     Attributes:
         text: what must be equal on all ranks for their phases to go together.
@@ -33,7 +33,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A model is there from now on. An earlier one of the same number is forgotten."""
+    """Register a model; forget an earlier one of the same number."""
 
     model: int
     units: Units
@@ -77,7 +77,7 @@ class FirstGradient:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A kernel reads a unit: it must be here when the effects are done."""
+    """A kernel reads a unit: it must be gathered when the effects are done."""
 
     model: int
     unit: int
@@ -163,7 +163,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A `gathered()` block wants units, outside of a pass: what is rounded of them goes."""
+    """A `gathered()` block reads units exactly, outside of a pass: free rounded values of them."""
 
     model: int
     units: tuple[int, ...]
@@ -196,7 +196,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Wait for what is pinned and flying."""
+    """Wait for the pinned units whose gathers are in flight."""
 
     model: int
 
@@ -210,7 +210,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class WindowEnded:
-    """What a window kept is freed."""
+    """A window ended: free what it kept."""
 
     model: int
 

@@ -1,4 +1,4 @@
-"""The record of a rank: where each of its models is in a pass, and what is still to do."""
+"""The protocol's record: where each model of a rank is in its pass, and which tasks remain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fzero.state.schedule import Events, Place, Program
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What a model has done in its pass, and how far it is in the plan.
+    """What a model has used and reduced in its pass, and its place in the plan.
 
     Attributes:
         announcement: of the latest phase.

@@ -52,7 +52,7 @@ def values_read(step: Callable[..., Any]) -> list[Any]:
     Example:
         >>> def make(rate):
         ...     return lambda state, x: (state, x * rate)
-        >>> held_by(make(0.5))
+        >>> values_read(make(0.5))
         [0.5]
     """
     found: list[Any] = []

@@ -113,8 +113,9 @@ def axis_and_parameters(detail: str, most: int = 2, after: int = 0) -> str:
     after: how many of the first ones are left out.
 
     Example:
-        >>> about("dp: a, b, c, d"), about("dp: a, b, c, d", after=3), about("dp")
-        ('dp: a, b +2', 'dp: ... d', 'dp')
+        >>> all_of_them = "dp: a, b, c, d"
+        >>> axis_and_parameters(all_of_them), axis_and_parameters(all_of_them, after=3)
+        ('dp: a, b +2', 'dp: ... d')
     """
     axis, colon, paths = detail.partition(": ")
     if not colon:

@@ -57,10 +57,11 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
 
 
 def test_nothing_is_found_on_other_meshes_and_wires() -> None:
-    every = {"meshes": ("flat", "replicas", "replicas-all"), "reductions": ("mean", "sum")}
-    report = matrix(3, worlds=4, wires=("own", "predivided", "bf16", "int8"), **every)
-    assert report, report
-    assert {cell.at["wires"] for cell in report.cells if cell.exact} == {"own", "predivided"}
+    meshes: dict[str, Any] = {"meshes": ("flat", "replicas", "replicas-all")}
+    exact = matrix(3, worlds=4, wires=("own", "predivided"), reductions=("mean", "sum"), **meshes)
+    assert exact and all(cell.exact for cell in exact.cells), exact
+    low = matrix(3, worlds=4, wires=("bf16", "int8"), meshes="replicas")
+    assert low and not any(cell.exact for cell in low.cells), low
 
 
 def test_a_sum_in_another_order_is_no_fault() -> None:

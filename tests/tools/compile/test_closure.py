@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.tools.compile._closure import MOST, values_read
+from tests.descends import descends
 
 GLOBAL = 1.0
 RULE = fzero.optim.sgd(0.5)
@@ -22,10 +23,7 @@ X = torch.tensor([1.0, 2.0])
 def stepped(loss_fn: Callable[..., Tensor], **options: Any) -> tuple[Any, Any]:
     """A step, and the same one compiled."""
 
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(loss_fn)
     step = fzero.shard(step_fn, stage=2)
     return step, fzero.compile(step, backend="eager", **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -14,6 +15,7 @@ import fzero
 from fzero.errors import LayoutError, MismatchError, PhaseError
 from fzero.state import NAMESPACE
 from tests.adapter.on_ranks import on_ranks
+from tests.descends import descends
 from tests.oracle import square_loss
 from tests.strategies import same
 
@@ -90,41 +92,54 @@ def test_on_several_ranks_it_has_the_bits_of_the_step_and_sends_its_bytes(
         assert merged < calls or (stage == 0 and wrap == "coalesced")
 
 
+def agree(step: Any, batches: Sequence[Tensor], values: Any = None, rule: Any = RULE) -> None:
+    """The step and the compiled one have the same bits after each batch."""
+    compiled = fzero.compile(step, backend="eager")
+    state, other = (step.init(values or params(), rule) for _ in range(2))
+    for xs in batches:
+        (state, _), (other, _) = step(state, xs), compiled(other, xs)
+        same(leaves(other), leaves(state))
+
+
 @pytest.mark.slow  # the step itself is tested so
 @on_ranks(4)
 def test_on_a_mesh_of_two_dims_it_has_the_bits_of_the_step(rank: int) -> None:
     step = fzero.shard(step_fn, stage=3, mesh=(2, 2), optimizer_over="all")
-    compiled = fzero.compile(step, backend="eager")
-    state = other = step.init(params(), RULE)
-    for number in range(2):
-        xs = torch.tensor([number + rank, 2 * rank]).float()
-        (state, _), (other, _) = step(state, xs), compiled(other, xs)
-        same(leaves(other), leaves(state))
+    agree(step, [torch.tensor([number + rank, 2 * rank]).float() for number in range(2)])
 
 
 @pytest.mark.slow  # the step itself is tested so
 @on_ranks(2)
 def test_quantized_gradients_lose_what_those_of_the_step_lose(rank: int) -> None:
+    """What one step loses the next one adds."""
     step = fzero.shard(step_fn, stage=2, quantized_gradients=True)
-    compiled = fzero.compile(step, backend="eager")
-    state = other = step.init(params(), RULE)
-    for number in range(3):  # what one step loses the next one adds
-        xs = torch.tensor([0.3 + number, rank / 7])
-        (state, _), (other, _) = step(state, xs), compiled(other, xs)
-        same(leaves(other), leaves(state))
+    agree(step, [torch.tensor([0.3 + number, rank / 7]) for number in range(3)])
 
 
 @on_ranks(2)
 def test_a_sum_of_the_batch_over_ranks_leaves_the_batch_as_it_was(rank: int) -> None:
-    def mean_fn(state: Any, xs: Tensor) -> tuple[Any, Any]:
-        return step_fn(state, fzero.psum(xs) / 2)
-
-    step = fzero.shard(mean_fn, stage=0)
-    state = other = step.init(params(), RULE)
     xs = torch.tensor([1.0, 2 * rank])
-    (state, _), (other, _) = step(state, xs), fzero.compile(step, backend="eager")(other, xs)
-    same(leaves(other), leaves(state))
+    agree(fzero.shard(lambda state, xs: step_fn(state, fzero.psum(xs) / 2), stage=0), [xs])
     assert xs.tolist() == [1.0, 2 * rank]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_schedule_is_asked_in_each_call(donate: bool) -> None:
+    rule = fzero.optim.sgd(
+        lambda count: 2.0 ** -(4 + count),
+        groups=[(lambda leaf: leaf.path == "w1", {"lr": lambda count: 2.0 ** -(8 - count)})],
+    )
+    for stage in (0, 2):
+        agree(fzero.shard(step_fn, stage=stage, donate=donate), [torch.ones(1)] * 3, rule=rule)
+
+
+@pytest.mark.parametrize("rule", [fzero.optim.adamw(0.1), fzero.optim.lion(0.1), RULE])
+def test_an_update_has_the_bits_of_the_kernel_that_the_step_runs(rule: Any) -> None:
+    values = {name: value.bfloat16() for name, value in params().items() if name != "scalar"}
+    source = torch.Generator().manual_seed(0)
+    batches = [torch.randn(5, 3, generator=source).bfloat16() for _ in range(3)]
+    step = fzero.shard(descends(lambda p, g: (p["w0"] * g).sum()), stage=2, donate=True)
+    agree(step, batches, values, rule)
 
 
 @on_ranks(2)
@@ -160,10 +175,7 @@ def test_inductor_computes_the_same() -> None:
     def loss_fn(p: Any, x: Tensor) -> Tensor:  # the random numbers are torch's
         return nn.functional.dropout(apply(p, x), 0.5).square().mean()
 
-    def train(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-        return fzero.apply_gradients(state), loss
-
+    train = descends(loss_fn)
     step = fzero.shard(train, stage=0)
     compiled = fzero.compile(step)
     state = other = step.init(values, fzero.optim.adamw(1e-2))
@@ -216,10 +228,7 @@ def test_writes_in_a_loss_are_right_and_one_into_the_batch_is_refused() -> None:
         return (p["w0"] * x.mul_(2)).sum()
 
     def train(loss: Any) -> Any:
-        def one(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-            state, value = fzero.grad_and_reduce(loss, state)(x)
-            return fzero.apply_gradients(state), value
-
+        one = descends(loss)
         return fzero.shard(one, stage=0)
 
     x = torch.tensor(2.0)
@@ -231,38 +240,6 @@ def test_writes_in_a_loss_are_right_and_one_into_the_batch_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"writes into one of its arguments \(aten.copy_"):
         compiled(compiled.init(params(), RULE), x)
     assert x == 2
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_schedule_is_asked_in_each_call(donate: bool) -> None:
-    rule = fzero.optim.sgd(
-        lambda count: 2.0 ** -(4 + count),
-        groups=[(lambda leaf: leaf.path == "w1", {"lr": lambda count: 2.0 ** -(8 - count)})],
-    )
-    for stage in (0, 2):
-        step = fzero.shard(step_fn, stage=stage, donate=donate)
-        compiled = fzero.compile(step, backend="eager")
-        state, other = (step.init(params(), rule) for _ in range(2))
-        for _ in range(3):
-            (state, _), (other, _) = step(state, torch.ones(1)), compiled(other, torch.ones(1))
-            same(leaves(other), leaves(state))
-
-
-@pytest.mark.parametrize("rule", [fzero.optim.adamw(0.1), fzero.optim.lion(0.1), RULE])
-def test_an_update_has_the_bits_of_the_kernel_that_the_step_runs(rule: Any) -> None:
-    values = {name: value.bfloat16() for name, value in params().items() if name != "scalar"}
-
-    def one(state: Any, g: Tensor) -> tuple[Any, None]:
-        state, _ = fzero.grad_and_reduce(lambda p: (p["w0"] * g).sum(), state)()
-        return fzero.apply_gradients(state), None
-
-    step = fzero.shard(one, stage=2, donate=True)
-    compiled = fzero.compile(step, backend="eager")
-    state, other = (step.init(values, rule) for _ in range(2))
-    for seed in range(3):
-        g = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        (state, _), (other, _) = step(state, g), compiled(other, g)
-        same(leaves(other), leaves(state))
 
 
 def test_a_caller_can_differentiate() -> None:
@@ -293,10 +270,7 @@ def test_recurrent_modules_are_compiled_as_the_products_that_they_are(checkpoint
             return checkpoint(lambda x: apply(p, x)[0], x, use_reentrant=False).square().mean()
         return apply(p, x)[0].square().mean()
 
-    def lstm_step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, value = fzero.grad_and_reduce(loss, state)(x)
-        return fzero.apply_gradients(state), value
-
+    lstm_step = descends(loss)
     step = fzero.shard(lstm_step, stage=0)
     compiled = fzero.compile(step, backend="eager")
     state = other = step.init(params, fzero.optim.sgd(0.5))
@@ -312,10 +286,7 @@ def test_recurrent_modules_are_compiled_as_the_products_that_they_are(checkpoint
 def test_a_recurrent_module_that_raises_leaves_the_settings_of_torch_as_they_were() -> None:
     apply, params = fzero.functionalize(nn.LSTM(3, 5))
 
-    def lstm_step(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, value = fzero.grad_and_reduce(lambda p, x: apply(p, x)[0].mean(), state)(x)
-        return fzero.apply_gradients(state), value
-
+    lstm_step = descends(lambda p, x: apply(p, x)[0].mean())
     step = fzero.shard(lstm_step, stage=0)
     before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     with pytest.raises(RuntimeError, match="size"):

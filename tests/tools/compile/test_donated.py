@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fzero
 from fzero.errors import DonatedError, LayoutError
 from fzero.tools.compile import _segments
 from tests.adapter.on_ranks import on_ranks
+from tests.descends import descends
 from tests.strategies import same
 from tests.tools.compile.test_compile import RULE, leaves, params, step_fn
 
@@ -50,10 +50,7 @@ def check_in_place(rank: int, backend: Any) -> None:
     """Updated where the parameters are, and steps of masters, which are gathered from elsewhere."""
     halves = {name: value.bfloat16() for name, value in params().items() if name != "scalar"}
 
-    def of_halves(state: Any, xs: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(lambda p: (p["w0"] * xs[0]).sum(), state)()
-        return fzero.apply_gradients(state), loss
-
+    of_halves = descends(lambda p, xs: (p["w0"] * xs[0]).sum())
     for values, fn in ((params(), step_fn), (halves, of_halves)):
         step = fzero.shard(fn, stage=2, donate=True)
         compiled = fzero.compile(step, backend=backend, bucket_bytes=0)

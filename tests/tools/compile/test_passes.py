@@ -14,9 +14,10 @@ import fzero
 from fzero.state import NAMESPACE
 from fzero.tools.compile import gather_early, merge_collectives, rematerialize
 from fzero.tools.compile._passes import wait_late
-from fzero.tools.compile._writes import own_buffers, without_writes
+from fzero.tools.compile._writes import without_writes
 from fzero.tools.trace._api import program_of
 from fzero.tools.trace.ops import is_collective
+from tests.descends import descends
 
 
 def recorded(stage: int, world_size: int, layers: int = 4) -> tuple[fx.GraphModule, list[Tensor]]:
@@ -24,10 +25,7 @@ def recorded(stage: int, world_size: int, layers: int = 4) -> tuple[fx.GraphModu
     parts = [part for _ in range(layers) for part in (nn.Linear(8, 8), nn.Tanh())]
     apply, params = fzero.functionalize(nn.Sequential(*parts))
 
-    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(lambda p, x: apply(p, x).square().mean(), state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: apply(p, x).square().mean())
     step = fzero.simulate(
         fzero.shard(step_fn, stage=stage, bucket_bytes=300), world_size=world_size
     )
@@ -131,18 +129,3 @@ def test_random_numbers_of_a_transposed_tensor_stay() -> None:
         torch.manual_seed(0)
         made.append(one(*leaves))
     assert all(map(torch.equal, *made)) and made[0][-1] != 0
-
-
-def test_an_all_reduce_has_memory_of_its_own_and_needs_no_clone_of_what_was_made_for_it() -> None:
-    graph, _ = recorded(0, 2)  # buckets of a matrix and a vector: packed, and so new
-    before = str(graph.graph)
-    own_buffers(graph.graph)
-    assert str(graph.graph) == before
-
-    reduce = torch.ops.fzero.all_reduce.default
-    node = graph.graph.find_nodes(op="call_function", target=reduce)[0]
-    batch = next(x for x in graph.graph.nodes if x.op == "placeholder" and x.users)
-    node.args = ([batch], *node.args[1:])
-    own_buffers(graph.graph)
-    (given,) = node.all_input_nodes
-    assert given.target is torch.ops.aten.clone.default and given.args == (batch,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -16,19 +16,37 @@ from tests.zoo.runs import run_of
 LLAMA, RESIDUAL = FAMILIES["llama"], FAMILIES["residual"]
 
 
-class Transposed(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return input @ self.weight + self.bias
+def forwarding(path: str, forward: Any) -> Any:
+    """A fault: the module at a path runs `forward(module, its own forward, *args)`."""
+
+    def fault(module: Any) -> Any:
+        layer = module.get_submodule(path)
+        plain = type(layer).forward
+
+        def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, lambda *x: plain(self, *x), *args, **kwargs)
+
+        layer.__class__ = type("Other", (type(layer),), {"forward": other})
+        return module
+
+    return fault
 
 
-class Rounded(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(x.bfloat16()).to(x.dtype)
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
 
 
-def transposed(module: Any) -> Any:
-    module.layers[3].__class__ = Transposed
-    return module
+def between(mlp: Any, plain: Any, x: Tensor) -> Tensor:
+    """It rounds between the modules that the forward calls."""
+    return mlp.down_proj(rounded(mlp.act_fn(mlp.gate_proj(x))) * mlp.up_proj(x))
+
+
+transposed = forwarding("layers.3", lambda self, plain, x: x @ self.weight + self.bias)
+rounds_between = forwarding("model.layers.0.mlp", between)
+a_layer_left_out = forwarding("model.layers.1", lambda self, plain, x, *args, **kwargs: x)
+an_activation_in_bf16 = forwarding(
+    "model.layers.1.mlp.act_fn", lambda self, plain, x: rounded(F.silu(rounded(x)))
+)
 
 
 def another_eps(module: Any) -> Any:
@@ -38,33 +56,6 @@ def another_eps(module: Any) -> Any:
 
 def another_theta(module: Any) -> Any:
     module.model.rotary_emb.inv_freq *= 1.001
-    return module
-
-
-def an_activation_in_bf16(module: Any) -> Any:
-    module.model.layers[1].mlp.act_fn = Rounded()
-    return module
-
-
-def rounds_between(module: Any) -> Any:
-    """Between the modules that the forward of one calls."""
-    mlp = module.model.layers[0].mlp
-
-    class Between(type(mlp)):
-        def forward(self, x: Tensor) -> Tensor:
-            gate = self.act_fn(self.gate_proj(x)).bfloat16().to(x.dtype)
-            return self.down_proj(gate * self.up_proj(x))
-
-    mlp.__class__ = Between
-    return module
-
-
-def a_layer_left_out(module: Any) -> Any:
-    class Nothing(type(module.model.layers[1])):
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return x
-
-    module.model.layers[1].__class__ = Nothing
     return module
 
 
@@ -84,7 +75,7 @@ def a_layer_left_out(module: Any) -> Any:
         ),
         (LLAMA, a_layer_left_out, (1, 2), "model.layers.1", "module"),
     ],
-    ids=lambda x: getattr(x, "__name__", ""),
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_the_module_is_named(family: Any, fault: Any, at: Any, path: str, where: str) -> None:
     found = fzero.diff(run_of(family, 0, 1), run_of(family, *at, model=fault))
@@ -95,17 +86,13 @@ def test_the_module_is_named(family: Any, fault: Any, at: Any, path: str, where:
 
 
 def test_on_one_rank_alone() -> None:
-    def fault(module: Any) -> Any:
-        class OnRank1(nn.Linear):
-            def forward(self, input: Tensor) -> Tensor:
-                factor = 1.01 if fzero.axis_index() == 1 else 1.0
-                return super().forward(input) * factor
-
-        module.layers[2].__class__ = OnRank1
-        return module
-
+    fault = forwarding("layers.2", lambda self, plain, x: plain(x) * (1 + 0.01 * on_rank_1()))
     found = fzero.diff(run_of(RESIDUAL, 0, 1), run_of(RESIDUAL, 3, 4, model=fault))
     assert found is not None and (found.path, found.ranks) == ("layers.2", (1,))
+
+
+def on_rank_1() -> bool:
+    return fzero.axis_index() == 1
 
 
 def test_what_no_module_has_made_is_not_named_so() -> None:
@@ -121,28 +108,19 @@ def test_what_no_module_has_made_is_not_named_so() -> None:
 
 
 def test_a_wrong_gradient_is_no_modules() -> None:
-    def fault(module: Any) -> Any:
-        class Half(nn.Linear):
-            def forward(self, input: Tensor) -> Tensor:
-                weight = self.weight / 2 + self.weight.detach() / 2
-                return F.linear(input, weight, self.bias)
+    def half(self: Any, plain: Any, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / 2 + self.weight.detach() / 2, self.bias)
 
-        module.layers[2].__class__ = Half
-        return module
-
+    fault = forwarding("layers.2", half)
     found = fzero.diff(run_of(RESIDUAL, 0, 1), run_of(RESIDUAL, 2, 2, model=fault))
     assert found is not None and (found.operation, found.path) == ("gradient", "layers.2.weight")
 
 
 def test_a_forward_that_a_backward_repeats_is_none_of_its_own() -> None:
-    def repeated(module: Any) -> Any:
-        class Repeated(nn.Linear):
-            def forward(self, input: Tensor) -> Tensor:
-                return checkpoint(super().forward, input, use_reentrant=False)
+    def again(self: Any, plain: Any, x: Tensor) -> Tensor:
+        return checkpoint(plain, x, use_reentrant=False)
 
-        module.layers[2].__class__ = Repeated
-        return module
-
+    repeated = forwarding("layers.2", again)
     good = run_of(RESIDUAL, 0, 1, model=repeated)
     assert fzero.diff(good, run_of(RESIDUAL, 3, 2, model=repeated, calls=1)) is None
     found = fzero.diff(good, run_of(RESIDUAL, 3, 2, model=lambda x: transposed(repeated(x))))
@@ -152,32 +130,16 @@ def test_a_forward_that_a_backward_repeats_is_none_of_its_own() -> None:
 def test_a_module_that_is_called_twice_is_named_by_its_path() -> None:
     family = FAMILIES["albert"]  # one layer, several times
 
-    def fault(module: Any) -> Any:
-        layer = module.albert.encoder.albert_layer_groups[0].albert_layers[0]
-
-        class Rounds(type(layer.ffn_output)):
-            def forward(self, input: Tensor) -> Tensor:
-                return super().forward(input).bfloat16().to(input.dtype)
-
-        layer.ffn_output.__class__ = Rounds
-        return module
-
+    path = "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn_output"
+    fault = forwarding(path, lambda self, plain, x: rounded(plain(x)))
     found = fzero.diff(run_of(family, 0, 1), run_of(family, 3, 2, model=fault))
-    assert found is not None
-    assert found.path == "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn_output"
+    assert found is not None and found.path == path
 
 
 def test_no_hook_is_left_behind() -> None:
     from torch.nn.modules import module as hooks
 
-    def raises(module: Any) -> Any:
-        class Raises(nn.Linear):
-            def forward(self, input: Tensor) -> Tensor:
-                raise ZeroDivisionError("in a module")
-
-        module.layers[2].__class__ = Raises
-        return module
-
+    raises = forwarding("layers.2", lambda self, plain, x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fzero.diff(run_of(RESIDUAL, 0, 1), run_of(RESIDUAL, 2, 2, model=raises))
     assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks

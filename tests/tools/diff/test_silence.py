@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
+from tests.descends import descends
 from tests.strategies import stages, worlds
 from tests.tools.diff.runs import batches, loss, run, step_with, updated
 from tests.tools.diff.wrong_reductions import forgets_the_reduction
@@ -22,6 +23,14 @@ OPTIMIZERS = {
     "lion": fzero.optim.lion(0.01),
     "torch": fzero.optim.from_torch(lambda ps: torch.optim.AdamW(ps, lr=0.01)),
 }
+
+
+def one(
+    step: Any, params: Any, optimizer: Any, batches: list[Any], stage: int, world_size: int
+) -> fzero.Run:
+    step = fzero.shard(step, stage=stage)
+    of_run = {"params": params, "optimizer": optimizer, "batches": batches}
+    return fzero.Run(step=step, world_size=world_size, **of_run)
 
 
 def shuffled(order: list[int], factor: float) -> Any:
@@ -93,9 +102,7 @@ def test_a_sum_of_other_losses_over_more_ranks() -> None:
 
 
 def test_one_batch_as_micro_batches() -> None:
-    def whole(state: Any, batch: Any) -> Any:
-        state, _ = fzero.grad_and_reduce(loss, state)(batch)
-        return fzero.apply_gradients(state), None
+    whole = descends(loss)
 
     def flat(one: fzero.Run, world_size: int) -> fzero.Run:
         made = [[x.flatten(1, 2) for x in batch] for batch in batches(world_size, 2)]
@@ -144,38 +151,27 @@ def test_a_gradient_that_cancels_has_no_sign_to_compare(seed: int) -> None:
             state, _ = fzero.grad_and_reduce(lambda p, row: (p["w"] * row).sum(), state)(row)
         return fzero.apply_gradients(state), None
 
-    def one(order: Tensor, stage: int, world_size: int) -> fzero.Run:
-        return fzero.Run(
-            step=fzero.shard(step, stage=stage),
-            params={"w": torch.ones(2000, dtype=torch.float64)},
-            optimizer=OPTIMIZERS["lion"],
-            batches=[x[order].view(world_size, -1, 2000) * world_size],
-            world_size=world_size,
-        )
+    def summed(order: Tensor, stage: int, ranks: int) -> fzero.Run:
+        params = {"w": torch.ones(2000, dtype=torch.float64)}
+        batches = [x[order].view(ranks, -1, 2000) * ranks]
+        return one(step, params, OPTIMIZERS["lion"], batches, stage, ranks)
 
-    assert fzero.diff(one(orders[0], 0, 1), one(orders[1], 2, 2)) is None
+    assert fzero.diff(summed(orders[0], 0, 1), summed(orders[1], 2, 2)) is None
 
 
 def test_a_gradient_below_the_rounding_of_its_leaf_has_no_sign_to_compare() -> None:
     """As that of the bias of attention's keys: it is zero, but for the rounding inside a loss."""
 
-    def step(state: Any, x: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).mean(0).sum(), state)(x)
-        return fzero.apply_gradients(state), None
+    step = descends(lambda p, x: (p["w"] * x).mean(0).sum())
 
-    def one(tiny: float, stage: int, world_size: int) -> fzero.Run:
+    def of(tiny: float, stage: int, ranks: int) -> fzero.Run:
         x = torch.rand(6, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x[:, 3] = tiny
-        return fzero.Run(
-            step=fzero.shard(step, stage=stage),
-            params={"w": torch.ones(20, dtype=torch.float64)},
-            optimizer=OPTIMIZERS["lion"],
-            batches=[x.view(world_size, -1, 20)],
-            world_size=world_size,
-        )
+        params = {"w": torch.ones(20, dtype=torch.float64)}
+        return one(step, params, OPTIMIZERS["lion"], [x.view(ranks, -1, 20)], stage, ranks)
 
-    assert fzero.diff(one(1e-17, 0, 1), one(-1e-17, 2, 2)) is None
-    found = fzero.diff(one(1e-12, 0, 1), one(-1e-12, 2, 2))
+    assert fzero.diff(of(1e-17, 0, 1), of(-1e-17, 2, 2)) is None
+    found = fzero.diff(of(1e-12, 0, 1), of(-1e-12, 2, 2))
     assert found is not None and found.path == "w" and found.index == (3,)
 
 
@@ -186,19 +182,13 @@ def test_a_chaotic_run_stays_beside_the_other_one() -> None:
         x = p["x"]
         return (w * (x**2 / 2 - 3.9 * (x**2 / 2 - x**3 / 3))).mean()
 
-    def step(state: Any, w: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(energy, state)(w)
-        return fzero.apply_gradients(state), None
+    step = descends(energy)
 
     def chaotic(stage: int, world_size: int) -> fzero.Run:
         weights = torch.tensor([0.1, 0.7, 1.3, 1.9, 0.3, 1.7], dtype=torch.float64)
-        return fzero.Run(
-            step=fzero.shard(step, stage=stage),
-            params={"x": torch.tensor(0.3, dtype=torch.float64)},
-            optimizer=fzero.optim.sgd(1.0),
-            batches=[weights.view(world_size, -1)] * 30,
-            world_size=world_size,
-        )
+        batches = [weights.view(world_size, -1)] * 30
+        params = {"x": torch.tensor(0.3, dtype=torch.float64)}
+        return one(step, params, fzero.optim.sgd(1.0), batches, stage, world_size)
 
     assert fzero.diff(chaotic(0, 1), chaotic(2, 3)) is None
 
@@ -208,8 +198,7 @@ def with_column(values: list[float], optimizer: Any, stage: int, world_size: int
 
     def step(state: Any, batch: Tensor) -> Any:
         for x in batch:
-            state, _ = fzero.grad_and_reduce(bent, state)(x)
-            state = fzero.apply_gradients(state)
+            state, _ = descends(bent)(state, x)
         return state, None
 
     def bent(p: Any, x: Tensor) -> Tensor:
@@ -220,13 +209,8 @@ def with_column(values: list[float], optimizer: Any, stage: int, world_size: int
     for k, value in enumerate(values):
         x[k, :, 3] = value
     batch = x.view(len(values), world_size, -1, 20).transpose(0, 1).contiguous()
-    return fzero.Run(
-        step=fzero.shard(step, stage=stage),
-        params={"w": torch.full((20,), 0.5, dtype=torch.float64)},
-        optimizer=optimizer,
-        batches=[batch],
-        world_size=world_size,
-    )
+    params = {"w": torch.full((20,), 0.5, dtype=torch.float64)}
+    return one(step, params, optimizer, [batch], stage, world_size)
 
 
 @pytest.mark.parametrize(

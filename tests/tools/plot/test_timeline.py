@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
 from fzero.tools.plot import HookEvent, HookTimeline, hook_timeline
 from tests.tools.plot.test_views import parsed
+from tests.tools.plot.traces import assert_legible
 
 Step = tuple[str, int | None]  # what happens, and in which graph task
 
@@ -44,6 +43,13 @@ STEPS = st.tuples(
     st.sampled_from([*TRANSITIONS, "queue", "note", "hook a", "hook b", "count a"]),
     st.none() | st.integers(0, 3),
 )
+
+
+EFFECTS = {
+    "queue callback": QueueCallback,
+    "run epilogue": RunEpilogue,
+    "drop backward": DropBackward,
+}
 
 
 def recorded(steps: Sequence[Step]) -> list[HookEvent]:
@@ -74,90 +80,23 @@ def recorded(steps: Sequence[Step]) -> list[HookEvent]:
     return events
 
 
-def marks(timeline: HookTimeline) -> dict[str, list[float]]:
-    """Return where the marks are, by what the legend calls them."""
-    lines = timeline.draw().get_lines()
-    return {
-        str(line.get_label()): [float(x) for x in line.get_xdata()]  # type: ignore[union-attr]
-        for line in lines
-        if not str(line.get_label()).startswith("_")
-    }
-
-
-def bars(timeline: HookTimeline, y_of: str) -> list[tuple[float, float]]:
-    """Return (left, right) of the bars in one lane, from left to right."""
-    ax = timeline.draw()
-    centres = {
-        tick.get_text(): y for tick, y in zip(ax.get_yticklabels(), ax.get_yticks(), strict=True)
-    }
-    found = []
-    for bar in ax.patches:
-        x, y = bar.get_xy()
-        width, height = bar.get_width(), bar.get_height()
-        nearest = min(centres, key=lambda name: abs(centres[name] - y - height / 2))
-        if nearest == y_of:
-            found.append((float(x), float(x + width)))
-    return sorted(found)
-
-
-def texts(timeline: HookTimeline) -> list[str]:
-    return [text.get_text().strip() for text in timeline.draw().texts]
-
-
 @given(steps=st.lists(STEPS, min_size=1, max_size=8))
-def test_marks_are_the_events(steps: list[Step]) -> None:
+def test_rows_are_the_events(steps: list[Step]) -> None:
     events = recorded(steps)
-    found = marks(hook_timeline(events))
-    hook_marks = found.get("hook", []) + found.get("hook outside a backward", [])
-    assert sorted(hook_marks) == [i for i, event in enumerate(events, 1) if event.parameter]
-    for name, kind in {
-        "queue callback": QueueCallback,
-        "run epilogue": RunEpilogue,
-        "drop backward": DropBackward,
-    }.items():
-        at = [i for i, e in enumerate(events, 1) if any(isinstance(f, kind) for f in e.effects)]
-        assert found.get(name, []) == at
-
-
-def test_hooks_at_depth_0_have_their_own_mark() -> None:
-    timeline = hook_timeline(recorded([("hook a", 3), ("enter", 4), ("hook a", 4)]))
-    found = marks(timeline)
-    assert found["hook outside a backward"] == [1] and found["hook"] == [3]
-    assert timeline.rows()[0][4] == "0/0, 1 outside"
-
-
-def test_the_picture_has_labels_graph_tasks_and_counts() -> None:
-    timeline = hook_timeline(recorded(CALLBACK))
-    ax = timeline.draw()
-    labels = [tick.get_text() for tick in ax.get_xticklabels()]
-    assert labels == [f"{event.label}  {i}" for i, event in enumerate(timeline.events, 1)]
-    assert labels[3] == "hook a  4"
-    outer, *nested = bars(timeline, "graph tasks")
-    assert outer == (1.6, 9.4) and nested == [(4.6, 6.4), (7.6, 8.4)]
-    words = texts(timeline)
-    assert "graph task 7" in words and {"8", "9"} <= {word.split(" ")[-1] for word in words}
-    (line,) = [line for line in ax.get_lines() if line.get_label() == "fired"]
-    fired = [float(y) for y in line.get_ydata()]  # type: ignore[union-attr]
-    rises = [i for i, (y, z) in enumerate(pairwise(fired)) if z > y]
-    assert rises == [3, 4, 5, 7]  # index 0 is the edge, event i sets the height from index i on
-    assert {"0", "2", "4"} <= set(words)
-
-
-def test_a_task_that_waits_for_its_callback_runs_on_to_where_a_nested_one_raised() -> None:
-    steps: list[Step] = [("enter", 7), ("queue", 7), ("hook a", 7), ("hook b", 8), ("note", None)]
-    outer, nested = bars(hook_timeline(recorded(steps)), "graph tasks")
-    assert outer == (0.6, 4.4) and nested == (3.6, 4.4)
-
-
-def test_depth_and_phase_are_bars_as_long_as_they_last() -> None:
-    timeline = hook_timeline(recorded(COUNTING))
-    assert bars(timeline, "user backward") == [(1, 3), (4, 5.75)]
-    assert bars(timeline, "phase") == [(0.25, 1), (1, 2), (2, 4), (4, 5), (5, 5.75)]
-    words = texts(timeline)
-    assert words.count("depth 1") == 2 and words.count("running") == 2
-    twice = hook_timeline(recorded([("enter", 1), ("enter", 1), ("exit", 1)]))
-    assert texts(twice).count("depth 2") == 1
-    assert len(bars(twice, "user backward")) == 2
+    rows = hook_timeline(events).rows()
+    for number, (row, event) in enumerate(zip(rows, events, strict=True), 1):
+        task = "" if event.graph_task is None else str(event.graph_task)
+        depth, phase = event.after.backward_active_depth, event.after.phase.value
+        assert (row[0], row[1], row[2], row[3], row[5]) == (
+            *(str(number), event.label, task, str(depth), phase),
+        )
+        for name, kind in EFFECTS.items():
+            assert (name in row[-1]) == any(isinstance(one, kind) for one in event.effects)
+        outside = event.after.hooks_outside_backward
+        fired, expected = row[4].partition(",")[0].split("/")
+        assert int(fired) == event.after.hooks_fired_this_backward
+        assert int(expected) == event.after.max_expected_hooks_seen
+        assert row[4].endswith(f", {outside} outside") == (outside > 0)
 
 
 def test_the_table_says_what_the_record_is_after_each_event() -> None:
@@ -188,16 +127,32 @@ def test_no_events_and_a_gap_between_events_are_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 40])
-def test_any_length_is_drawn_without_a_warning_and_names_do_not_touch(count: int) -> None:
+def test_a_picture_of_any_length_is_legible_and_names_the_events(count: int) -> None:
     steps: list[Step] = [("enter", 1), *[("hook layers.0.$x$", 1)] * (count - 1)]
-    figure = hook_timeline(recorded(steps)).draw(title="$").figure
-    figure.savefig(io.BytesIO())
-    (ax,) = figure.axes
-    boxes = [text.get_window_extent() for text in ax.texts if text.get_text()]
-    boxes += [ax.title.get_window_extent(), *(t.get_window_extent() for t in ax.get_yticklabels())]
-    legend = ax.get_legend()
-    assert legend is not None
-    boxes.append(legend.get_window_extent())
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    right = figure.bbox.x1
-    assert all(box.x0 >= 0 and box.x1 <= right for box in boxes)
+    ax = hook_timeline(recorded(steps)).draw(title="$")
+    labels = [label.get_text() for label in ax.get_xticklabels()]
+    assert labels[0] == "enter  1" and len(labels) == count
+    ax.set_xticks([])  # they are tilted: their boxes meet, and they do not
+    assert_legible(ax.figure)
+    words = [text.get_text() for text in hook_timeline(recorded(CALLBACK)).draw().texts]
+    assert {"graph task 7", "running"} <= {*words}
+
+
+def centres(timeline: HookTimeline, *names: str) -> list[float]:
+    """Where the bars of these names are, from left to right."""
+    written = [(text.get_position()[0], text.get_text()) for text in timeline.draw().texts]
+    return sorted(float(x) for x, text in written if text in names)
+
+
+def test_bars_are_as_long_as_what_they_name() -> None:
+    """A task that waits for its callback runs on to where a nested one raised."""
+    steps: list[Step] = [("enter", 7), ("queue", 7), ("hook a", 7), ("hook b", 8), ("note", None)]
+    tasks = hook_timeline(recorded(steps))
+    assert centres(tasks, "graph task 7", "graph task 8", "task 8", "8") == [
+        (0.6 + 4.4) / 2,
+        (3.6 + 4.4) / 2,
+    ]
+    counting = hook_timeline(recorded(COUNTING))
+    assert centres(counting, "depth 1") == [(1 + 3) / 2, (4 + 5.75) / 2]
+    twice = hook_timeline(recorded([("enter", 1), ("enter", 1), ("exit", 1)]))
+    assert len(centres(twice, "depth 2")) == 1

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import fzero
-from fzero.state import TrainState
 from fzero.state.hooks import HookState
 from fzero.tools.plot import (
     HookEvent,
@@ -29,6 +27,7 @@ from fzero.tools.plot import (
 from fzero.tools.plot._entries import entries_of
 from fzero.tools.plot._palette import COLOURS, colour
 from fzero.tools.trace import Op, Value
+from tests.descends import descends
 from tests.tools.plot.states import Case, stacked_states
 from tests.tools.plot.traces import by_hand
 
@@ -99,19 +98,6 @@ def test_the_text_table_names_rank_placement_and_segments() -> None:
     assert lines[5].split() == second.split()
 
 
-def test_a_figure_has_a_bar_for_each_segment_and_each_group() -> None:
-    found = partition_map(stacked_states(CASE)[2])
-    axes = found.draw()
-    background = len(found.groups) * len(found.ranks) * len(found.kinds)
-    assert len(axes.patches) == background + len(found.segments)
-    hatched = [p for p in axes.patches if p.get_hatch()]
-    assert len(hatched) == sum(s.leaf is None for s in found.segments) > 0
-    assert axes.get_xlim() == (0, found.total) and axes.get_title(loc="left") == "stage 3"
-    assert len(axes.get_yticks()) == len(found.ranks) * len(found.kinds)
-    names = [text.get_text() for text in axes.figure.legends[0].get_texts()]
-    assert names == ["a<b>", "c", "padding", "not held"]
-
-
 def test_it_draws_on_given_axes() -> None:
     found = partition_map(stacked_states(CASE)[0])
     left, right = Figure().subplots(1, 2)
@@ -171,15 +157,6 @@ def test_each_leaf_is_in_one_entry_of_the_legend_and_each_entry_has_its_colour(n
         assert len(labels) > COLOURS // 2  # few colours are left over
     if name in ("three blocks", "fifty"):
         assert labels[0] == "wte.weight" and labels[-1] == "head.weight"  # no block's colour
-
-
-def test_the_colours_of_a_picture_are_those_of_its_legend() -> None:
-    params = {path.replace(".", "_", 1): torch.ones(4) for path in MODELS["fifty"]}
-    found = partition_map(fzero.init(params, fzero.optim.sgd(0.1), stage=0))
-    axes = found.draw()
-    legend = {to_hex(patch.get_facecolor()) for patch in axes.figure.legends[0].get_patches()}
-    drawn = [to_hex(patch.get_facecolor()) for patch in axes.patches]
-    assert set(drawn) <= legend and len(legend) == len(axes.figure.legends[0].get_patches())
 
 
 def test_texts_of_large_models_fit_into_a_terminal() -> None:
@@ -252,10 +229,7 @@ def test_the_shard_table_is_cut_to_what_is_asked_for() -> None:
 
 
 def test_a_step_shows_in_the_counters() -> None:
-    def step_fn(state: TrainState) -> tuple[TrainState, None]:
-        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
-        return fzero.apply_gradients(state), None
-
+    step_fn = descends(lambda p: p["w"].sum())
     step = fzero.shard(step_fn, stage=1)
     state, _ = step(step.init({"w": torch.ones(2)}, fzero.optim.adam(0.1)))
     rows = shard_table(state).rows

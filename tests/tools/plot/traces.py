@@ -13,6 +13,7 @@ from torch import fx, nn
 import fzero
 from fzero.collectives import CollectiveLog
 from fzero.tools.trace import Op, Trace, Value
+from tests.descends import descends
 
 F32 = torch.float32
 
@@ -22,10 +23,7 @@ def traced(stage: int, world_size: int = 2, *, layers: int = 2, **options: Any) 
     linears = [nn.Linear(16, 16) for _ in range(layers)]
     apply, params = fzero.functionalize(nn.Sequential(*linears))
 
-    def step_fn(state: Any, x: torch.Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p, x: apply(p, x).pow(2).mean(), state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: apply(p, x).pow(2).mean())
     step = fzero.simulate(fzero.shard(step_fn, stage=stage, **options), world_size=world_size)
     state = step.init(params, fzero.optim.adamw(1e-3))
     return fzero.trace(step)(state, torch.zeros(world_size, 4, 16))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import MismatchError
 from tests.adapter.on_ranks import on_ranks
+from tests.covering import covered
+from tests.descends import descends
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -50,10 +52,7 @@ def other_size(params: Any, x: Tensor) -> Tensor:
 
 
 def step_of(loss: Loss, stage: int) -> Any:
-    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, value = fzero.grad_and_reduce(loss, state)(x)
-        return fzero.apply_gradients(state), value
-
+    step_fn = descends(loss)
     return fzero.shard(step_fn, stage=stage)
 
 
@@ -100,8 +99,7 @@ OF_STEPS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("body", OF_STEPS)
+@covered(stage=[0, 3], body=[*OF_STEPS])
 def test_what_differs_beside_gathers_is_named(body: Any, stage: int) -> None:
     step = fzero.simulate(fzero.shard(body, stage=stage), world_size=3)
     state = step.init(layers()[1], fzero.optim.sgd(0.5))

@@ -14,19 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fzero
 from fzero.tools.trace.flops import flops_of
+from tests.descends import descends
+from tests.tools.trace.steps import Of
 
 B, T, D, H = 2, 6, 8, 4  # a batch, tokens, features, heads
-
-
-class _Of(nn.Module):
-    """A module around a function of its one weight and the batch."""
-
-    def __init__(self, fn: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
-        super().__init__()
-        self.fn, self.w = fn, nn.Parameter(torch.ones(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fn(self.w, x)
 
 
 class _Heads(nn.Module):
@@ -90,47 +81,44 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
     "lstm": (lambda: _Recurrent(nn.LSTM), _recurrence(4), False),
     "gru": (lambda: _Recurrent(nn.GRU), _recurrence(3), True),
     "rnn": (lambda: _Recurrent(nn.RNN), _recurrence(1), True),
-    "einsum": (lambda: _Of(lambda w, x: torch.einsum("btd,de->bte", x, w), D, D), 2 * LINEAR, True),
-    "bmm": (lambda: _Of(lambda w, x: x @ w, B, D, 3), 2 * (2 * B * T * D * 3), True),
+    "einsum": (lambda: Of(lambda w, x: torch.einsum("btd,de->bte", x, w), D, D), 2 * LINEAR, True),
+    "bmm": (lambda: Of(lambda w, x: x @ w, B, D, 3), 2 * (2 * B * T * D * 3), True),
     "baddbmm": (
-        lambda: _Of(lambda w, x: torch.baddbmm(x.new_zeros(3), x, w), B, D, 3),
+        lambda: Of(lambda w, x: torch.baddbmm(x.new_zeros(3), x, w), B, D, 3),
         2 * (2 * B * T * D * 3),
         True,
     ),
     "addmm": (
-        lambda: _Of(lambda w, x: torch.addmm(x.new_zeros(3), x[0], w), D, 3),
+        lambda: Of(lambda w, x: torch.addmm(x.new_zeros(3), x[0], w), D, 3),
         2 * (2 * T * D * 3),
         True,
     ),
     "addmm_": (
-        lambda: _Of(lambda w, x: x.new_zeros(T, 3).addmm_(x[0], w), D, 3),
+        lambda: Of(lambda w, x: x.new_zeros(T, 3).addmm_(x[0], w), D, 3),
         2 * (2 * T * D * 3),
         False,
     ),
     "addbmm": (
-        lambda: _Of(lambda w, x: torch.addbmm(x.new_zeros(3), x, w), B, D, 3),
+        lambda: Of(lambda w, x: torch.addbmm(x.new_zeros(3), x, w), B, D, 3),
         2 * (2 * B * T * D * 3),
         False,
     ),
-    "vector": (lambda: _Of(lambda w, x: x[0] @ w, D), 2 * (2 * T * D), False),
-    "dot": (lambda: _Of(lambda w, x: x[0, 0] @ w, D), 2 * D, False),
+    "vector": (lambda: Of(lambda w, x: x[0] @ w, D), 2 * (2 * T * D), False),
+    "dot": (lambda: Of(lambda w, x: x[0, 0] @ w, D), 2 * D, False),
     "bilinear": (
-        lambda: _Of(lambda w, x: F.bilinear(x[0], x[1], w), 3, D, D),
+        lambda: Of(lambda w, x: F.bilinear(x[0], x[1], w), 3, D, D),
         2 * (2 * T * 3 * D * D),
         False,
     ),
-    "embedding": (lambda: _Of(lambda w, x: F.embedding(x[..., 0].long(), w), 5, D), 0, True),
-    "pointwise": (lambda: _Of(lambda w, x: (x * w).relu(), D), 0, True),
+    "embedding": (lambda: Of(lambda w, x: F.embedding(x[..., 0].long(), w), 5, D), 0, True),
+    "pointwise": (lambda: Of(lambda w, x: (x * w).relu(), D), 0, True),
 }
 
 
 def traced(model: nn.Module, x: Tensor) -> int:
     apply, params = fzero.functionalize(model)
 
-    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(lambda p, x: apply(p, x).mean(), state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: apply(p, x).mean())
     step = fzero.shard(step_fn, stage=0)
     return fzero.trace(step)(step.init(params, fzero.optim.sgd(1.0)), x).flops
 
@@ -169,7 +157,7 @@ def test_long_texts_are_mostly_attention() -> None:
     """Forward and backward of 512 tokens of 16 features: 7 products of 512 x 512 a head."""
     x = torch.zeros(B, T, D).new_zeros(1, 512, 16)
     model = nn.MultiheadAttention(16, 2, batch_first=True)
-    wrapped = _Of(lambda w, x: model(w * x, x, x, need_weights=False)[0], 16)
+    wrapped = Of(lambda w, x: model(w * x, x, x, need_weights=False)[0], 16)
     assert traced(wrapped, x) > 7 * 2 * 512 * 512 * 16
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fzero
+from tests.descends import descends
 
 D = 8
 
@@ -48,10 +49,7 @@ class Block(nn.Module):
 def traced(model: nn.Module, stage: int, world: int = 2, **options: Any) -> Any:
     apply, params = fzero.functionalize(model)
 
-    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        state, loss = fzero.grad_and_reduce(lambda p, x: apply(p, x).pow(2).mean(), state)(x)
-        return fzero.apply_gradients(state), loss
-
+    step_fn = descends(lambda p, x: apply(p, x).pow(2).mean())
     step = fzero.simulate(fzero.shard(step_fn, stage=stage, **options), world_size=world)
     return fzero.trace(step)(step.init(params, fzero.optim.adamw(0.1)), torch.zeros(world, 2, 3, D))
 

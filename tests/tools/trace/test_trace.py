@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.state import NAMESPACE
-from tests.ranks.test_abstract_rank import model, step_of
+from tests.tools.trace.steps import model, step_of
 
 ROWS, INS, HIDDEN, OUTS = 5, 8, 16, 4
 
@@ -68,7 +68,7 @@ def test_counts_are_those_made_by_hand(stage: int) -> None:
     assert {op.phase for op in reductions} == {"backward"}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     stage=st.integers(0, 3),
     mesh=st.sampled_from([(1, 2), (1, 3), (2, 2)]),

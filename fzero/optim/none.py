@@ -26,7 +26,7 @@ class NoOptimizer(Base):
         return ()
 
     def advance(
-        self, params: Sequence[Tensor], gradients: Any, state: Any, *args: Any, **options: Any
+        self, params: Sequence[Tensor], grads: Any, state: Any, *args: Any, **options: Any
     ) -> tuple[list[Tensor], Any]:
         """Step nothing where nothing learns; raise `PhaseError` elsewhere."""
         if not params:

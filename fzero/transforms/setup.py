@@ -120,7 +120,9 @@ def _travels(axis: Axis, offload: Offload | None) -> bool:
     return axis.runtime is not Runtime.LOCAL or offloaded
 
 
-def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: bool) -> Any:
+def _bound(
+    optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: bool
+) -> StatefulUpdate:
     """The optimizer for these parameters: it must be one that may update `parts` of them."""
     chosen = as_optimizer(optimizer).bind(named)
     require_real_views(chosen, named)

@@ -182,12 +182,16 @@ class Pair(Base):
         )
 
 
-def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimizer:
+ShardOptimizer = Optimizer | Pair | TorchOptimizer | NoOptimizer
+"""What `as_optimizer` returns: each is a `StatefulUpdate` that can be bound to parameters."""
+
+
+def as_optimizer(optimizer: Any) -> ShardOptimizer:
     """Return `optimizer` if it is fzero's, or wrap an (init, update) pair.
 
     Raises `LayoutError` for anything else, a `torch.optim.Optimizer` among it.
     """
-    if isinstance(optimizer, Optimizer | Pair | TorchOptimizer | NoOptimizer):
+    if isinstance(optimizer, ShardOptimizer):
         return optimizer
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.Optimizer):

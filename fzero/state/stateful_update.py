@@ -140,7 +140,7 @@ class StatefulUpdate(Protocol):
         ...
 
     def anew(self, state: OptimizerTree, fresh: OptimizerTree) -> OptimizerTree:
-        """Return `fresh`, a new state, with what a reset keeps of `state`: the masters."""
+        """Return `fresh`, a new state, with the parts of `state` that a reset keeps."""
         ...
 
     def unstepped(self, state: OptimizerTree) -> Sequence[str]:

@@ -129,9 +129,9 @@ def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]
     return found
 
 
-def _gradients(state: TrainState, said: Agreed) -> Any:
+def _gradients(state: TrainState, agreed: Agreed) -> Any:
     setup, layout = state.setup, state.setup.layout
-    held = buffers.require_reduced(reduce_agreed(without_donation(state), said).gradients)
+    held = buffers.require_reduced(reduce_agreed(without_donation(state), agreed).gradients)
     here = [to_device(flat, state.device) for flat in held.flats]
     whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)
     unscaled = {i: without_scale(state, x) for i, x in zip(layout.trainable, whole, strict=True)}

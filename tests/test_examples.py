@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import fzero
+from tests.covering import covered
 from tests.ranks import spawn_script
 
 ROOT = Path(__file__).parent.parent
@@ -126,8 +127,7 @@ def test_the_mean_of_the_ranks_losses_is_that_of_the_whole_batch(
     torch.testing.assert_close(mean, whole.expand(world_size))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 3])
+@covered(stage=[0, 1, 2, 3], world_size=[1, 3])
 def test_the_cached_gradient_is_the_uncached_one(
     example: ModuleType, stage: int, world_size: int
 ) -> None:

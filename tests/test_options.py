@@ -20,6 +20,7 @@ from fzero.integrations.deepspeed._zero_keys import KEYS
 from fzero.options import DRIVERS, OPTIONS, REQUIRED, InitOptions, StateOptions, taken_by
 from fzero.state import Gathering, Reduction
 from fzero.tools.certify._axes import AXES
+from tests.descends import descends
 
 FUNCTIONS: dict[str, Any] = {
     "init": fzero.init,
@@ -165,8 +166,7 @@ def trained(driver: str, options: dict[str, Any], world: int) -> tuple[Tensor, i
         apply, params = fzero.functionalize(model)
         state = fzero.init(params, fzero.optim.sgd(0.5), stage=3, **options)
         for _ in range(2):
-            state, _ = fzero.grad_and_reduce(lambda p, x: apply(p, x).sum(), state)(x)
-            state = fzero.apply_gradients(state)
+            state, _ = descends(lambda p, x: apply(p, x).sum())(state, x)
         return fzero.full_params(state)["0.weight"]
 
     with fzero.count_collectives() as log:

@@ -28,7 +28,7 @@ def adopt(driver: Driver, state: TrainState) -> None:
     for mine, theirs in zip(own.params.flats, state.params.flats, strict=True):
         if mine is not theirs:
             mine.copy_(theirs)
-    driver.gradients.drop()
+    driver.stand_ins.drop()
     scale = carried(own.scale, state.scale)
     driver.put(state.replace(params=own.params, setup=own.setup, scale=scale))
     driver.writes.agree(driver.params.all_objects)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._events import ModuleHook
 from fzero.adapter._gathered import gathered
-from fzero.adapter.access import Access
+from fzero.adapter._torch_hooks import ModuleHook
+from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError
 
 _DTYPES = {
@@ -22,6 +22,9 @@ _DTYPES = {
 _CONVERT = frozenset({"to", "cuda", "cpu", "xpu", "type", "to_empty", "share_memory", *_DTYPES})
 _OF_MODULE = frozenset(
     {
+        "parameters",
+        "named_parameters",
+        "modules",
         "children",
         "named_children",
         "named_modules",
@@ -39,104 +42,67 @@ _OF_MODULE = frozenset(
 """What is as well called on the module."""
 
 
-class AsModule(Access):
-    """The part of an engine that has the names of nn.Module."""
+def load_state_dict(
+    driver: Driver, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> Any:
+    """`module.load_state_dict` with whole values, at every stage. A collective.
 
-    module: nn.Module
+    Parameters take the values that rank 0 has, buffers those of each rank. Masters in fp32
+    follow; what the optimizer keeps stays.
 
-    @property
-    def training(self) -> bool:
-        """The module's own mode."""
-        return self.module.training
+    Raises:
+        LayoutError: with names or shapes that are not the module's, before anything changes;
+            for `assign`, which would put other tensors into the place of the engine's.
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the module's mode, as `module.train` does."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Set the module to evaluation, as `module.eval` does."""
-        return self.train(False)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, as `engine(...)` does."""
-        call: Any = self
-        return call(*args, **kwargs)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return `module.parameters()`; at stage 3 they are placeholders."""
-        return self.module.parameters(recurse)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return `module.named_parameters()`."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return `module.modules()`."""
-        return self.module.modules()
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the module, as `module.requires_grad_` does, or let it learn again."""
-        self.module.requires_grad_(requires_grad)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
-        with gathered(self.module, modify=True, mesh=self._driver.axis):
-            self.module.apply(fn)
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return `full_state_dict()`: whole values, of every rank. A collective at stage 3."""
-        return self.full_state_dict()
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """`module.load_state_dict` with whole values, at every stage. A collective.
-
-        Parameters take the values that rank 0 has, buffers those of each rank. Masters in fp32
-        follow; what the optimizer keeps stays.
-
-        Raises:
-            LayoutError: with names or shapes that are not the module's, before anything changes;
-                for `assign`, which would put other tensors into the place of the engine's.
-
-        Example:
-            >>> import torch
-            >>> from fzero.adapter import Engine
-            >>> model = torch.nn.Linear(2, 1)
-            >>> engine = Engine(model, torch.optim.SGD(model.parameters()), stage=2)
-            >>> engine.load_state_dict(torch.nn.Linear(2, 1).state_dict())
-            <All keys matched successfully>
-        """
-        if assign:
-            raise LayoutError(
-                "engine.load_state_dict(assign=True).",
-                cause="a habit of large models, to spare a copy.",
-                fix="leave assign out: the values are copied into the engine's own memory.",
-            )
-        _require_fit(self.module, state_dict, strict=strict)
-        with gathered(self.module, modify=True, mesh=self._driver.axis):
-            return self.module.load_state_dict(state_dict, strict=strict)
-
-    def __getattr__(self, name: str) -> Any:
-        """What else nn.Module has: names of its parts, hooks, conversions."""
-        if name.startswith("_") or "module" not in vars(self):
-            raise AttributeError(name)
-        if name in _OF_MODULE:
-            return getattr(self.module, name)
-        if name in _CONVERT:
-            return lambda *args, **kwargs: _converted(self, name, args, kwargs)
-        hint = f"; its module has: engine.module.{name}" if hasattr(self.module, name) else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name)
+    Example:
+        >>> import torch
+        >>> from fzero.adapter import Engine
+        >>> model = torch.nn.Linear(2, 1)
+        >>> engine = Engine(model, torch.optim.SGD(model.parameters()), stage=2)
+        >>> engine.load_state_dict(torch.nn.Linear(2, 1).state_dict())
+        <All keys matched successfully>
+    """
+    if assign:
+        raise LayoutError(
+            "engine.load_state_dict(assign=True).",
+            cause="a habit of large models, to spare a copy.",
+            fix="leave assign out: the values are copied into the engine's own memory.",
+        )
+    _require_fit(driver.module, state_dict, strict=strict)
+    with gathered(driver.module, modify=True, mesh=driver.axis):
+        return driver.module.load_state_dict(state_dict, strict=strict)
 
 
-def _converted(engine: AsModule, name: str, args: Any, kwargs: Any) -> Any:
-    """Return the engine if nothing is to be converted; raise `LayoutError` otherwise."""
-    held = [*engine.module.parameters(), *engine.module.buffers()]
+def apply(driver: Driver, fn: Callable[[nn.Module], Any]) -> None:
+    """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
+    with gathered(driver.module, modify=True, mesh=driver.axis):
+        driver.module.apply(fn)
+
+
+def looked_up(engine: Any, name: str) -> Any:
+    """Return what nn.Module has by a name that an engine has not: hooks, parts, conversions.
+
+    Conversions return the engine if there is nothing to convert, else they raise `LayoutError`.
+    """
+    if name.startswith("_") or "module" not in vars(engine):
+        raise AttributeError(name)
+    module = engine.module
+    if name in _OF_MODULE:
+        return getattr(module, name)
+    if name not in _CONVERT:
+        hint = f"; its module has: engine.module.{name}" if hasattr(module, name) else ""
+        raise AttributeError(f"{type(engine).__name__} has no attribute {name!r}{hint}", name=name)
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        _require_converted(module, name, args, kwargs)
+        return engine
+
+    return convert
+
+
+def _require_converted(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
+    """Raise `LayoutError` if module.name(*args, **kwargs) would convert or move anything."""
+    held = [*module.parameters(), *module.buffers()]
     here = {x.device for x in held}
     device, dtype = None, None
     if name == "to":
@@ -152,7 +118,7 @@ def _converted(engine: AsModule, name: str, args: Any, kwargs: Any) -> Any:
     moves = device is not None and any(_is_elsewhere(device, x) for x in here)
     casts = dtype is not None and any(x.is_floating_point() and x.dtype != dtype for x in held)
     if (device is not None or dtype is not None) and not moves and not casts:
-        return engine
+        return
     raise LayoutError(
         f"engine.{name}(): the parameters are {sorted({str(x.dtype) for x in held})} on "
         f"{sorted(map(str, here))}.",

@@ -18,15 +18,26 @@ from fzero.transforms.donation import empty
 
 
 @torch.no_grad()
-def give_back(driver: Driver) -> None:
+def close(driver: Driver) -> None:
+    """Take off every hook, and give module and optimizer back as ordinary ones. A collective.
+
+    Gradients that were not used are lost. Parameters are gathered unit by unit. Closing twice
+    is allowed.
+    """
+    if driver.closed:
+        return
+    driver.wait()
+    driver.call("close()")
+    _give_back(driver)
+
+
+def _give_back(driver: Driver) -> None:
     """Make parameters and optimizer states whole, as if there had been no engine. A collective.
 
     What this rank holds of a group is let go as soon as the group was given back.
     """
     driver.events.remove()
-    if driver.region is not None:
-        driver.region.remove()
-    driver.gradients.drop()
+    driver.stand_ins.drop()
     driver.guard.remove()
     driver.running.changed()
     state = driver.state
@@ -43,7 +54,7 @@ def give_back(driver: Driver) -> None:
             if stepped is not None:
                 _give_states(driver, stepped, index)
             held = [state.params.flats[index], *parts.slots_of_group(state, index).values()]
-            if driver.sharded:  # the gatherer has the shard by another tensor
+            if driver.state.setup.gathers_by_unit:  # the gatherer has the shard by another tensor
                 held.append(driver.running.gatherer.groups[index].shard)
             for flat in held:
                 empty(flat, flat.new_empty(0))
@@ -53,9 +64,13 @@ def give_back(driver: Driver) -> None:
 def _give_parameters(driver: Driver, index: int) -> None:
     flat = driver.state.params.flats[index]
     here = to_device(flat, driver.state.device)
-    whole = gather_many([here], driver.axis.shards)[0] if driver.sharded else here
+    whole = (
+        gather_many([here], driver.axis.shards)[0] if driver.state.setup.gathers_by_unit else here
+    )
     leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
-    (driver.params.place if driver.sharded else driver.params.have)(index, leaves)
+    (driver.params.place if driver.state.setup.gathers_by_unit else driver.params.have)(
+        index, leaves
+    )
 
 
 def _give_states(driver: Driver, rule: TorchOptimizer, index: int) -> None:

@@ -1,73 +1,66 @@
-"""torch's hooks -> events -> the pure hook record -> effects -> the engine's pass.
+"""Hooks of an engine's module -> events: a root forward begins, and is over.
 
-    a root forward begins      reset_for_new_step; at stage 3 the pass announces its gathers
-    an output's gradient       enter_backward, queue_post_backward_callback; the pass begins
-    a parameter's gradient     update_hook_state_and_maybe_run_epilogue; it goes into its bucket
-    the graph ends             graph_completed -> RunEpilogue: the pass is finished
-
-A record is assigned when its transition has returned; then the effects run. A gradient belongs to
-the graph task that brought it: it is committed by that task's own callback, and dropped if that
-never comes.
+What its outputs' gradients and those of the parameters lead to is in `_backwards`.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fzero.adapter._backwards import Backwards, TakesGradients
 from fzero.adapter._loading import refuse_load
-from fzero.context.ambient import without_cast_cache
+from fzero.adapter._region import Region
+from fzero.adapter._torch_hooks import ModuleHook, in_backward
 from fzero.context.modes import for_training, in_transform
-from fzero.errors import PhaseError
-from fzero.state import hooks
-from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
-from fzero.state.hooks import HookState
-
-if TYPE_CHECKING:
-    from fzero.adapter.driver import Driver
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
 
 
-def current_graph_task() -> int:
-    """Return the id of the graph task that runs in this thread; -1 outside of every backward."""
-    return torch._C._current_graph_task_id()
+class Reacts(TakesGradients, Protocol):
+    """Whoever acts on the forwards and backwards of a module."""
+
+    def forward_begins(self) -> None:
+        """A root forward begins."""
+        ...
+
+    def forward_ends(self, *, trains: bool, raised: BaseException | None) -> None:
+        """A root forward is over; `trains`: a backward may come from its outputs."""
+        ...
 
 
-def in_backward() -> bool:
-    """Return whether a backward runs in this thread."""
-    return current_graph_task() >= 0
+class _Forward(NamedTuple):
+    """A forward of the module that is running."""
+
+    entered: ExitStack
+    is_own: bool  # the outermost, no recompute, and not under torch.func
+    handled: BaseException | None  # what was being handled when it began
 
 
 class Events:
     """Registers the hooks of one engine, and takes them off.
 
-    learning: the parameter objects that learn, each with the leaf that it is.
+    learning: the parameter objects that learn, each with the leaf that it is. region: what a
+    forward runs in.
     """
 
     def __init__(
-        self, module: nn.Module, learning: Sequence[tuple[Tensor, int]], driver: Driver
+        self,
+        module: nn.Module,
+        learning: Sequence[tuple[Tensor, int]],
+        region: Region,
+        on: Reacts,
     ) -> None:
-        self._hooks = HookState()
-        self._uncounted = 0  # hooks that the record does not have yet: see `hooks`
-        self._own_task: int | None = None  # whose hooks change nothing but counts
-        self._driver = driver
-        self._learning = [p for p, _ in learning]
-        self._depth = 0  # of root forwards that are running
-        self._uncached = ExitStack()  # what the outermost of them has entered
-        self._own = False  # the one that runs is no recompute, and not under torch.func
-        self._handled: BaseException | None = None  # what was being handled when it began
-        self._nested = -1  # a graph task that ran while another one's backward is open
-        self._apart = False  # that task ended, and nothing came of the one that is open since
+        self._on, self._region = on, region
+        self._running: list[_Forward] = []
         self._stands_in = _stands_in(module)
+        self._learning = [p for p, _ in learning]
         self._handles = [
             module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
             module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
@@ -75,188 +68,52 @@ class Events:
                 part.register_load_state_dict_pre_hook(ModuleHook(refuse_load))
                 for part in module.modules()
             ],
-            *[_first_hook(p, self._hook_of(leaf)) for p, leaf in learning],
         ]
-
-    @property
-    def hooks(self) -> HookState:
-        """The record of the gradient hooks."""
-        if self._uncounted:
-            fired, self._uncounted = self._uncounted, 0
-            self._hooks, _ = hooks.count_hooks(self._hooks, fired=fired)
-        return self._hooks
+        self.backwards = Backwards(learning, on, lambda: bool(self._running))
 
     def remove(self) -> None:
         """Take every hook off."""
+        self._leave_forwards()
+        self.backwards.remove()
         for handle in self._handles:
             handle.remove()
 
-    # Forward.
+    def abandon(self) -> None:
+        """An exception ended a forward or a backward."""
+        self._leave_forwards()
+        self.backwards.reset()
+
+    def _leave_forwards(self) -> None:
+        while self._running:
+            self._running.pop().entered.close()
 
     def _before_forward(self, module: Any, args: Any) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
-        self._uncached.enter_context(without_cast_cache())
-        self._own = not (in_transform() or self._stands_in() or in_backward())
-        self._handled = sys.exc_info()[1]
-        if self._own:
+        entered, outermost = ExitStack(), not self._running
+        entered.enter_context(self._region.entered(outermost=outermost))
+        is_own = outermost and not (in_transform() or self._stands_in() or in_backward())
+        self._running.append(_Forward(entered, is_own, sys.exc_info()[1]))
+        if is_own:
             with torch.inference_mode(False), torch.no_grad():  # what waits is for training
-                self._driver.drop_unfinished()
-                self._apply(hooks.reset_for_new_step)
-                self._driver.forward_begins()
+                self._on.forward_begins()
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0:
+        if not self._running:  # the forward raised, and was abandoned before this hook
             return
-        self._uncached.close()
-        if not self._own:
+        forward = self._running.pop()
+        forward.entered.close()
+        if not forward.is_own:
             return
-        self._own = False
         trains = torch.is_grad_enabled() and self._watch(tensors_in(output, {}))
         error = sys.exc_info()[1]  # torch calls this hook while it handles what the forward raised
-        raised = error if output is None and error is not self._handled else None
-        self._handled = None
-        for_training(self._driver.forward_ends, trains=trains, raised=raised)
+        raised = error if output is None and error is not forward.handled else None
+        for_training(self._on.forward_ends, trains=trains, raised=raised)
 
     def _watch(self, outputs: Iterable[Tensor]) -> bool:
         """Watch the outputs of a root forward: True if a backward can come from them."""
         learns = any(p.requires_grad for p in self._learning)  # not while all of it is frozen
         watched = [x for x in outputs if x.grad_fn is not None] if learns else []
-        for x in watched:
-            x.register_hook(self._on_output)
+        self.backwards.watch(watched)
         return bool(watched)
-
-    # Backward.
-
-    @torch._disable_dynamo
-    def _on_output(self, gradient: Tensor) -> None:
-        task = current_graph_task()
-        if self.hooks.backward_active_depth and task == self._task_of_record:
-            return
-        self._enter(task, None)
-
-    def _enter(self, task: int, first: Tensor | None) -> None:
-        """A backward begins; one that is still open has raised, and is dropped."""
-        self._drop_what_raised()
-        self._driver.backward_begins(first)
-        self._apply(hooks.enter_backward)
-        self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
-
-    def _hook_of(self, leaf: int) -> Callable[[Tensor], None]:
-        # Autograd keeps the hook where the garbage collector does not look: an engine that nobody
-        # holds any more would never go, nor would its model.
-        held = weakref.ref(self)
-
-        @torch._disable_dynamo
-        def on_gradient(p: Tensor) -> None:
-            events = held()
-            if events is not None and p.grad is not None:
-                events._on_gradient(leaf, p)
-
-        return on_gradient
-
-    def _on_gradient(self, leaf: int, p: Tensor) -> None:
-        task = current_graph_task()
-        if task == self._own_task:  # all but the first hook of a backward, mostly
-            self._driver.received(leaf, p, task, task)
-            self._uncounted += 1
-            self._apart = False
-            return
-        if not self.hooks.backward_active_depth and not self._depth:
-            self._enter(task, p)  # it came by another way than an output
-        self._driver.received(leaf, p, task, self._task_of_record, first=True)
-        state = self.hooks
-        inside = state.backward_active_depth > 0
-        if inside and task != self._task_of_record:
-            # It runs inside of that one (reentrant checkpointing), or that one has raised.
-            if task != self._nested:
-                self._nested = task
-                self._queue(self._another_completed)
-        else:
-            self._apart = False
-        # The callback decides when the backward is over: nobody asks autograd what it will run.
-        self._apply(
-            hooks.update_hook_state_and_maybe_run_epilogue,
-            expected=state.hooks_fired_this_backward + 1,
-            graph_task_id=task,
-        )
-
-    def _another_completed(self) -> None:
-        self._apart = True
-
-    @torch._disable_dynamo
-    def _on_completed(self, task: int) -> None:
-        self._nested, self._apart = -1, False
-        self._apply(hooks.graph_completed, graph_task_id=task)
-
-    # What raised.
-
-    def drop_unfinished(self) -> None:
-        """Outside of every graph task, a backward that is still open has raised: drop it."""
-        if self.hooks.unfinished and not in_backward():
-            self._drop_what_raised()
-
-    def _drop_what_raised(self) -> None:
-        """Start again. Raises `PhaseError` if a whole backward is dropped with one that raised."""
-        apart, self._nested, self._apart = self._apart, -1, False
-        self._apply(hooks.reset_for_new_step)
-        if apart:
-            raise PhaseError(
-                "a backward raised, and before the engine was used again another one ran, "
-                "which did not come from the module's outputs. Both were dropped.",
-                cause="an exception of loss.backward() that was caught, and then a backward of "
-                "a submodule: the engine cannot tell its gradients from those of the first.",
-                fix="use engine.backward(loss), which sees the exception, or call "
-                "engine.zero_grad() after it; then run the second backward again.",
-            )
-
-    def abandon(self) -> None:
-        """An exception ended a forward or a backward."""
-        self._depth, self._own = 0, False
-        self._uncached.close()
-        self._nested, self._apart = -1, False
-        self._apply(hooks.reset_for_new_step)
-
-    # Transitions and effects.
-
-    def _apply(self, transition: Callable[..., Any], **event: Any) -> None:
-        self._hooks, effects = transition(self.hooks, **event)
-        s = self._hooks
-        counts = s.backward_active_depth > 0 and s.hooks_fired_this_backward > 0
-        self._own_task = s.post_backward_callback_graph_task_id if counts else None
-        for effect in effects:
-            match effect:
-                case QueueCallback(task):
-                    self._queue(functools.partial(self._on_completed, task))
-                case RunEpilogue():
-                    self._driver.backward_ends()
-                case DropBackward():
-                    self._driver.drop()
-
-    def _queue(self, callback: Callable[[], None]) -> None:
-        """Have autograd call it at the end of the graph task that runs."""
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(callback)
-
-    @property
-    def _task_of_record(self) -> int | None:
-        return self.hooks.post_backward_callback_graph_task_id
-
-
-class ModuleHook:
-    """A hook on an engine's module. A copy of the module belongs to no engine: it does nothing."""
-
-    def __init__(self, do: Callable[..., None]) -> None:
-        self._do = do
-
-    @torch._disable_dynamo
-    def __call__(self, *args: Any) -> None:
-        self._do(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleHook, (_nothing,)
 
 
 def tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
@@ -286,24 +143,6 @@ def tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
         parts = list(getattr(value, "__dict__", {}).values())
     for part in parts:
         yield from tensors_in(part, seen)
-
-
-def _first_hook(p: Any, hook: Callable[[Tensor], None]) -> Any:
-    """Register a hook of the gradient before those of the user.
-
-    They would otherwise find the rank's own gradient, and an optimizer that steps there would
-    make other parameters on each rank.
-    """
-    users = dict(p._post_accumulate_grad_hooks or {})
-    handle = p.register_post_accumulate_grad_hook(hook)
-    for number, later in users.items():  # torch calls them in the order in which they came
-        del p._post_accumulate_grad_hooks[number]
-        p._post_accumulate_grad_hooks[number] = later
-    return handle
-
-
-def _nothing(*_: Any) -> None:
-    """What a copied hook does."""
 
 
 def _stands_in(module: nn.Module) -> Callable[[], bool]:

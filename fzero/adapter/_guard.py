@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
@@ -13,55 +12,62 @@ from torch.optim import Optimizer
 from fzero.adapter._optimizer_state import OptimizerStateOfEngine
 from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
-from fzero.state import Setup
+from fzero.state import Setup, TrainState
+from fzero.transforms.update import update
 
 
 class Guard:
     """While an engine has an optimizer, its step, state_dict and load_state_dict raise.
 
-    So does what looks into its `state`. clear: what `optimizer.state.clear()` does.
+    So does what looks into its `state`. The engine alone runs it, by `update`.
+
+    optimizer: of torch.optim, if there is one. clear: what `optimizer.state.clear()` does. norm: of
+    the gradients of the last update, if it clipped.
     """
 
-    def __init__(self, optimizer: Any, clear: WeakMethod[Callable[[], None]]) -> None:
+    def __init__(self, optimizer: Optimizer | None, clear: WeakMethod[Callable[[], None]]) -> None:
+        self.optimizer = optimizer
+        self.norm: Tensor | None = None
         self._steps = False
-        self._optimizer, self._shown = optimizer, OptimizerStateOfEngine(clear)
+        self._shown, self._own = OptimizerStateOfEngine(clear), getattr(optimizer, "state", None)
+        self._handles: list[Any] = []
         if optimizer is not None:
-            self._own = optimizer.state
-            optimizer.state = self._shown
-        self._handles = (
-            []
-            if optimizer is None
-            else [
+            optimizer.state = self._shown  # type: ignore[assignment]
+            self._handles = [
                 optimizer.register_step_pre_hook(self._require_engine),
                 optimizer.register_state_dict_pre_hook(_refuse_state_dict),
                 optimizer.register_load_state_dict_pre_hook(_refuse_load),
             ]
-        )
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """The engine runs it. Raises `PhaseError` if it has another `state` than it was given."""
-        self._show(self._shown, self._own if self._optimizer is not None else None)
+    def update(self, state: TrainState, unused: Sequence[int]) -> TrainState:
+        """Return the state after one update, as `transforms.update.update` says.
+
+        Raises `PhaseError` if the optimizer has another `state` than it was given.
+        """
+        if self.optimizer is not None and self.optimizer.state is not self._shown:
+            raise _other_state()
+        self._show(self._own)
         self._steps = True
         try:
-            yield
+            new, self.norm = update(state, unused)
         finally:
             self._steps = False
-            self._show(None, self._shown)
+            self._show(self._shown)
+        return new
 
-    def _show(self, before: Any, after: Any) -> None:
-        if self._optimizer is None:
-            return
-        if before is not None and self._optimizer.state is not before:
-            raise _other_state()
-        self._optimizer.state = after
+    def forget_norm(self) -> None:
+        """The gradients of the last update are of no interest any more."""
+        self.norm = None
 
     def remove(self) -> None:
         """It is an ordinary optimizer again."""
-        if self._optimizer is not None:
-            self._show(None, self._own)
+        self._show(self._own)
         for handle in self._handles:
             handle.remove()
+
+    def _show(self, state: Any) -> None:
+        if self.optimizer is not None:
+            self.optimizer.state = state
 
     def _require_engine(self, *_: Any) -> None:
         if not self._steps:

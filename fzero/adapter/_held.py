@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fzero.adapter._events import current_graph_task
+from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import PhaseError
 
 _ATEN = torch.ops.aten

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fzero.adapter._events import current_graph_task
+from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.scale import LossScale, multiplier, read_external
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.scaled import with_value
-
-if TYPE_CHECKING:
-    from fzero.adapter.driver import Driver
 
 _TWICE = explain(
     "a loss was scaled twice.",
@@ -35,58 +32,6 @@ _BY_ANOTHER = explain(
     fix="give each engine a loss, and a backward, of its own; or use fzero.grad_and_reduce with a "
     "pytree of states, which have each their scale under one loss.",
 )
-
-
-class Scaling:
-    """The part of an engine that multiplies losses; its update divides by the same scale.
-
-    With a `loss_scale` every backward comes from `scale(loss)`, or is made by `backward(loss)`,
-    which scales by itself. A plain loss.backward() raises `PhaseError` before any gradient is used.
-    """
-
-    _driver: Driver
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return loss x `loss_scale`: the loss itself without one.
-
-        Args:
-            loss: a floating tensor.
-
-        Raises:
-            LayoutError: for anything else.
-            PhaseError: for a loss that was scaled already.
-        """
-        self._driver.require_not_closed()
-        return self._driver.losses.scaled(loss)
-
-    def needs_scaler(self) -> bool:
-        """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
-        return self._driver.losses.multiplier is not None
-
-    def scale_if_loss(self, x: Any) -> Any:
-        """Return `scale(x)` of one floating number that has a graph; anything else as it is.
-
-        So is a loss that was scaled already.
-        """
-        number = isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
-        if not number or x.grad_fn is None or self._driver.losses.is_scaled(x):
-            return x
-        return self.scale(x)
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale of the next loss; 1.0 without one. The host waits for the device.
-
-        `engine.state.scale.scale` is the tensor, for which it does not wait.
-        """
-        held = self._driver.state.scale
-        return 1.0 if held is None else float(read_external(held).scale)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last update found an overflow. The host waits for the device."""
-        held = self._driver.state.scale
-        return held is not None and bool(held.overflowed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +62,17 @@ class Losses:
         """The scale of the state, if losses must be multiplied by it."""
         return multiplier(self._running.states[0].scale)
 
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next loss; 1.0 without one. The host waits for the device."""
+        held = self._running.states[0].scale
+        return 1.0 if held is None else float(read_external(held).scale)
+
     def scaled(self, loss: Any) -> Tensor:
-        """Return loss x scale; the loss itself if there is no scale."""
+        """Return loss x scale; the loss itself if there is no scale.
+
+        Raises `LayoutError` for what is no floating tensor, `PhaseError` for what was scaled.
+        """
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             raise _no_loss("scale", loss, "; engine.scale_if_loss(x) takes anything")
         self._running.put(0, with_value(self._running.states[0]))
@@ -138,6 +92,13 @@ class Losses:
         """Whether `scaled` has returned it."""
         mark = _mark_of(x)
         return mark is not None and mark.owner is self
+
+    def scaled_if_loss(self, x: Any) -> Any:
+        """Return `scaled(x)` of one floating number that has a graph; anything else as it is."""
+        number = isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
+        if not number or x.grad_fn is None or self.is_scaled(x):
+            return x
+        return self.scaled(x)
 
     def backward(self, loss: Any, gradient: Any, **options: Any) -> None:
         """Call torch.autograd.backward with what is scaled, and scale what is not.

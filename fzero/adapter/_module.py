@@ -11,19 +11,25 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import eq, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fzero.collectives import broadcast
 from fzero.errors import LayoutError
-from fzero.machine.packing import with_own_storage
+from fzero.machine.packing import unpack, with_own_storage
 from fzero.machine.placeholder import LazyParam
-from fzero.state import Layout
+from fzero.state import Layout, Setup, TrainState
+from fzero.transforms.init import filled_state
 
 
 class ModuleParameters:
-    """The parameter objects of a module, by the leaves of a layout."""
+    """The parameter objects of a module, by the leaves of a layout.
+
+    learning: every object that learns, and the leaf that it is. all_objects: every object. Both as
+    they were when `remember` was called.
+    """
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.module, self.layout = module, layout
@@ -93,23 +99,19 @@ class ModuleParameters:
     # What may have happened to them since.
 
     def remember(self) -> None:
-        """Note where every parameter is, for `require_same`."""
-        self._slots = [
-            (owner._parameters, name, f"{prefix}.{name}".lstrip("."))
-            for prefix, owner in self.module.named_modules()
-            for name, p in owner._parameters.items()
-            if p is not None
-        ]
-        self._objects: list[Any] = [held[name] for held, name, _ in self._slots]
-        self._frozen = [i for i, p in enumerate(self._objects) if not p.requires_grad]
-        self._pointers = list(map(Tensor.data_ptr, self._objects))
+        """Note which objects the parameters are, and where: for `require_same`."""
+        leaves = enumerate(self.layout.leaves)
+        self.learning = [(p, i) for i, leaf in leaves if leaf.trainable for p in self.objects(i)]
+        self.all_objects = [p for leaf in self.paths for p in self.objects(leaf)]
+        self._before = _Remembered.of(self.module)
 
     def require_same_memory(self) -> None:
         """Raise for a parameter that was replaced or moved: it would not be trained."""
-        there = [held.get(name) for held, name, _ in self._slots]
-        pointers = list(map(Tensor.data_ptr, self._objects))
-        same = list(map(is_, there, self._objects))
-        if all(same) and pointers == self._pointers:
+        before = self._before
+        there = [held.get(name) for held, name, _ in before.slots]
+        pointers = list(map(Tensor.data_ptr, before.objects))
+        same = list(map(is_, there, before.objects))
+        if all(same) and pointers == before.pointers:
             return
         if not all(same):
             raise self._refused(
@@ -118,7 +120,7 @@ class ModuleParameters:
                 'an assignment, module.to("meta") or load_state_dict(assign=True)',
             )
         raise self._refused(
-            list(map(eq, pointers, self._pointers)).index(False),
+            list(map(eq, pointers, before.pointers)).index(False),
             "has other memory now than when",
             "`p.data = x`, module.half(), .to(...) or share_memory()",
         )
@@ -126,29 +128,59 @@ class ModuleParameters:
     def require_same(self) -> None:
         """Raise for a parameter that was replaced, moved or unfrozen: it would not be trained."""
         self.require_same_memory()
-        for i in self._frozen:
-            if self._objects[i].requires_grad:
+        for i in self._before.frozen:
+            if self._before.objects[i].requires_grad:
                 raise self._refused(i, "requires grad now, unlike when", "requires_grad_(True)")
 
     def _refused(self, index: int, seen: str, cause: str) -> LayoutError:
         return LayoutError(
-            f"{self._slots[index][2]} {seen} the engine was made.",
+            f"{self._before.slots[index][2]} {seen} the engine was made.",
             cause=f"{cause} after Engine(...): the engine's buffers know nothing of it.",
             fix="make the engine when the module is as it will be, or close() it and make "
             "another; write values with p.copy_(x) under no_grad, or at stage 3 with "
             "fzero.adapter.gathered(module, modify=True).",
         )
 
-    @property
-    def learning(self) -> list[tuple[Tensor, int]]:
-        """Every parameter object that learns, and the leaf that it is."""
-        leaves = enumerate(self.layout.leaves)
-        return [(p, i) for i, leaf in leaves if leaf.trainable for p in self.objects(i)]
 
-    @property
-    def all_objects(self) -> list[Tensor]:
-        """Every parameter object."""
-        return [p for leaf in self.paths for p in self.objects(leaf)]
+class _Remembered(NamedTuple):
+    """Where the parameters of a module were, one row for each name."""
+
+    slots: list[tuple[dict[str, Any], str, str]]  # the dict that has it, its name there, its path
+    objects: list[Any]
+    frozen: list[int]  # rows of those that did not require grad
+    pointers: list[int]
+
+    @staticmethod
+    def of(module: nn.Module) -> _Remembered:
+        """As they are now."""
+        slots: list[Any] = [
+            (owner._parameters, name, f"{prefix}.{name}".lstrip("."))
+            for prefix, owner in module.named_modules()
+            for name, p in owner._parameters.items()
+            if p is not None
+        ]
+        objects: list[Any] = [held[name] for held, name, _ in slots]
+        frozen = [i for i, p in enumerate(objects) if not p.requires_grad]
+        return _Remembered(slots, objects, frozen, list(map(Tensor.data_ptr, objects)))
+
+
+@torch.no_grad()
+def moved(params: ModuleParameters, setup: Setup) -> TrainState:
+    """Move a module's values into the buffers of a state. A collective.
+
+    All ranks get those of rank 0, group by group. Each parameter has the memory of the new buffers
+    then; where they are sharded, none, until a placeholder is in its place.
+    """
+    for buffer in params.module.buffers():
+        buffer.copy_(broadcast([buffer], setup.axis, 0)[0])
+
+    def done(index: int, flat: Tensor) -> None:
+        if setup.gathers_by_unit:
+            params.let_go(index)
+        else:
+            params.have(index, unpack(setup.layout, index, flat))
+
+    return filled_state(setup, params.values, done)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.optim.masters import masters_of
 from fzero.state import NAMESPACE, TrainState, Window
@@ -79,3 +79,14 @@ def _bytes(values: Iterable[Any]) -> dict[torch.dtype, int]:
         if isinstance(x, Tensor) and x.numel():
             found[x.dtype] += x.numel() * x.element_size()
     return dict(found)
+
+
+def described(module: nn.Module, state: TrainState) -> str:
+    """Return the line that an engine is shown as."""
+    layout, axis = state.setup.layout, state.setup.axis
+    return (
+        f"Engine({type(module).__name__}, stage={state.stage}, {axis}, "
+        f"{sum(x.numel for x in layout.leaves):,} parameters in {len(layout.groups)} groups, "
+        f"{state.setup.optimizer!r}, {int(state.step)} updates, "
+        f"{state.progress.backwards} backwards since)"
+    )

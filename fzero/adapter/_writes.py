@@ -13,10 +13,12 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from fzero.adapter._masters import Masters
 from fzero.adapter._module import ModuleParameters
 from fzero.collectives import Performer
 from fzero.errors import PhaseError
 from fzero.machine.packing import digest
+from fzero.state import Setup
 from fzero.transforms.replicas import unequal
 
 _version = attrgetter("_version")
@@ -25,19 +27,25 @@ _version = attrgetter("_version")
 class Writes:
     """What was written to the parameters of an engine, frozen ones too.
 
-    watched: whether ranks hold whole parameters. alone: whether there is one rank.
+    alone: whether there is one rank. masters: of the parameters, which follow what was written.
     """
 
-    def __init__(self, params: ModuleParameters, *, watched: bool, alone: bool) -> None:
+    def __init__(self, params: ModuleParameters, setup: Setup, *, alone: bool) -> None:
         pairs = [
             (params.paths[leaf][0], p)
-            for leaf in (params.paths if watched else ())
+            for leaf in (() if setup.gathers_by_unit else params.paths)
             for p in params.objects(leaf)
         ]
+        self.masters = Masters(params, setup)
         self._paths, self._watched = [path for path, _ in pairs], [p for _, p in pairs]
         self._by_forward: dict[int, str] = {}  # parameters that a forward wrote, by id
         self._begun: list[int] = []
         self._alone = alone
+        self.settle()
+
+    def published(self) -> None:
+        """An update has written all parameters, and their masters."""
+        self.masters.published()
         self.settle()
 
     def settle(self) -> None:

@@ -1,4 +1,12 @@
-"""Reading and writing gradients, parameters and optimizer state by path, whole or this rank's."""
+"""Reading and writing gradients, parameters and optimizer state by path, whole or this rank's.
+
+Paths are those of module.named_parameters(). What says `full` is a collective, which every rank
+calls; the other calls are not. Gradients are those that an update would use: divided by the number
+of ranks, the loss scale and the micro-batches, before clipping. With a loss scale those of 16 bits
+are given in fp32, which holds them without it.
+
+An `Engine` has these functions as methods.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fzero.adapter import parts
-from fzero.adapter.boundary import call, reduced, with_gradients
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.partition import identity
@@ -20,228 +27,225 @@ from fzero.transforms.receive import filled
 from fzero.transforms.scaled import times_scale, without_scale
 from fzero.transforms.update import share
 
+# Gradients.
 
-class Access:
-    """The part of an engine that reads and writes what its state holds.
 
-    Paths are those of module.named_parameters(). What says `full` is a collective, which every
-    rank calls; the other calls are not. Gradients are those that an update would use: divided by
-    the number of ranks, the loss scale and the micro-batches, before clipping. With a loss scale
-    those of 16 bits are given in fp32, which holds them without it.
+def full_gradients(driver: Driver) -> dict[str, Tensor]:
+    """{path: mean_r(g_r)} of every parameter that learns, in the accumulation dtype.
+
+    Reduces what waits first; zeros for a parameter that got none. Raises `PhaseError` when
+    there are no gradients at all, and inside a window (which they would break up).
     """
+    state = driver.with_gradients("full_gradients()")
+    layout, found = state.setup.layout, {}
+    for number, index in enumerate(layout.trainable):
+        leaves = parts.leaves_of(state, index, used(state, state.gradients.flats[number]))
+        found.update(zip(layout.groups[index].leaves, leaves, strict=True))
+    return {leaf.path: found[i].clone() for i, leaf in enumerate(layout.leaves) if leaf.trainable}
 
-    _driver: Driver
 
-    @classmethod
-    def of(cls, driver: Driver) -> Access:
-        """Return the access to the state of a driver."""
-        new = Access()
-        new._driver = driver
-        return new
+def full_gradient(driver: Driver, path: str) -> Tensor:
+    """`full_gradients()[path]`, gathering only its group."""
+    where = parts.find_learning(driver, path)
+    return whole_gradient(driver.with_gradients("full_gradient()", path), *where)
 
-    # Gradients.
 
-    def full_gradients(self) -> dict[str, Tensor]:
-        """{path: mean_r(g_r)} of every parameter that learns, in the accumulation dtype.
+def set_full_gradient(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` (the same on every rank) the gradient that the update will use."""
+    number, index, position = parts.find_learning(driver, path)
+    state = driver.with_gradients("set_full_gradient()", path)
+    value = _held(state, value)
+    parts.write(state, index, position, state.gradients.flats[number], value)
+    _saw_use(driver, index, position)
+    driver.stand_ins.gradients.changed()
 
-        Reduces what waits first; zeros for a parameter that got none. Raises `PhaseError` when
-        there are no gradients at all, and inside a window (which they would break up).
-        """
-        state = with_gradients(self._driver, "full_gradients()")
-        layout, found = state.setup.layout, {}
-        for number, index in enumerate(layout.trainable):
-            leaves = parts.leaves_of(state, index, used(state, state.gradients.flats[number]))
-            found.update(zip(layout.groups[index].leaves, leaves, strict=True))
-        return {
-            leaf.path: found[i].clone() for i, leaf in enumerate(layout.leaves) if leaf.trainable
-        }
 
-    def full_gradient(self, path: str) -> Tensor:
-        """`full_gradients()[path]`, gathering only its group."""
-        where = parts.find_learning(self._driver, path)
-        return whole_gradient(with_gradients(self._driver, "full_gradient()", path), *where)
+def local_gradient(driver: Driver, path: str) -> Tensor:
+    """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
 
-    def set_full_gradient(self, path: str, value: Tensor) -> None:
-        """Make `value` (the same on every rank) the gradient that the update will use."""
-        number, index, position = parts.find_learning(self._driver, path)
-        state = with_gradients(self._driver, "set_full_gradient()", path)
-        value = _held(state, value)
-        parts.write(state, index, position, state.gradients.flats[number], value)
-        _saw_use(self._driver, index, position)
-        self._driver.gradients.changed()
+    At stage 0 that is all of it. No collective, so only what has been reduced already.
+    """
+    driver.wait()
+    number, index, position = parts.find_learning(driver, path)
+    state = driver.state
+    flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
+    return used(state, parts.piece_of(state, index, position, flats[number]))
 
-    def local_gradient(self, path: str) -> Tensor:
-        """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
 
-        At stage 0 that is all of it. No collective, so only what has been reduced already.
-        """
-        self._driver.wait()
-        number, index, position = parts.find_learning(self._driver, path)
-        state = self._driver.state
-        flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
-        return used(state, parts.piece_of(state, index, position, flats[number]))
+def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` this rank's piece of the gradient that the update will use.
 
-    def set_local_gradient(self, path: str, value: Tensor) -> None:
-        """Make `value` this rank's piece of the gradient that the update will use.
+    No collective; at stage 0 every rank has to set the same. Raises `PhaseError` if nothing
+    has been reduced yet.
+    """
+    driver.wait()
+    number, index, position = parts.find_learning(driver, path)
+    state = driver.state
+    if not state.gradients.held:
+        raise PhaseError(
+            f"set_local_gradient() {path}: there are no reduced gradients.",
+            cause="no backward ran since the last update, or it ran in a window.",
+            fix="call it between the backward and step(), outside of a window.",
+        )
+    value = _held(state, value)
+    parts.write_piece(state, index, position, state.gradients.flats[number], value)
+    _saw_use(driver, index, position)
+    driver.stand_ins.gradients.changed()
 
-        No collective; at stage 0 every rank has to set the same. Raises `PhaseError` if nothing
-        has been reduced yet.
-        """
-        self._driver.wait()
-        number, index, position = parts.find_learning(self._driver, path)
-        state = self._driver.state
-        if not state.gradients.held:
-            raise PhaseError(
-                f"set_local_gradient() {path}: there are no reduced gradients.",
-                cause="no backward ran since the last update, or it ran in a window.",
-                fix="call it between the backward and step(), outside of a window.",
-            )
-        value = _held(state, value)
-        parts.write_piece(state, index, position, state.gradients.flats[number], value)
-        _saw_use(self._driver, index, position)
-        self._driver.gradients.changed()
 
-    @property
-    def global_grad_norm(self) -> Tensor | None:
-        """|g|, before clipping, of what an update would use now. A collective.
+def global_grad_norm(driver: Driver) -> Tensor | None:
+    """|g|, before clipping, of what an update would use now. A collective.
 
-        Without gradients, that of the last update if `max_norm` was given, else None.
-        """
-        if not reduced(self._driver, "global_grad_norm"):
-            return self._driver.norm
-        state = self._driver.state
-        return norm_of_state(state, state.gradients) * share(state)
+    Without gradients, that of the last update if `max_norm` was given, else None.
+    """
+    if not driver.reduced("global_grad_norm"):
+        return driver.guard.norm
+    state = driver.state
+    return norm_of_state(state, state.gradients) * share(state)
 
-    # Parameters.
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """{path: values} of all parameters, frozen ones too: copies, masters where there are."""
-        call(self._driver, "full_parameters()")
-        state = self._driver.state
-        layout, found = state.setup.layout, {}
-        for index, group in enumerate(layout.groups):
-            leaves = parts.leaves_of(state, index, parts.stepped(state, index))
-            found.update(zip(group.leaves, [x.clone() for x in leaves], strict=True))
-        return {leaf.path: found[i] for i, leaf in enumerate(layout.leaves)}
+# Parameters.
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """module.state_dict() with whole values, buffers too: copies, to save or to load.
 
-        At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
-        """
-        call(self._driver, "full_state_dict()")
-        held = self._driver.module.state_dict()
-        made: dict[Any, Any] = {}
-        for value in held.values():  # what is tied stays tied, and is saved once
-            if (key := _memory_of(value)) not in made:
-                made[key] = _whole_copy(value)
-        return {name: made[_memory_of(value)] for name, value in held.items()}
+def full_parameters(driver: Driver) -> dict[str, Tensor]:
+    """{path: values} of all parameters, frozen ones too: copies, masters where there are."""
+    driver.call("full_parameters()")
+    state = driver.state
+    layout, found = state.setup.layout, {}
+    for index, group in enumerate(layout.groups):
+        leaves = parts.leaves_of(state, index, parts.stepped(state, index))
+        found.update(zip(group.leaves, [x.clone() for x in leaves], strict=True))
+    return {leaf.path: found[i] for i, leaf in enumerate(layout.leaves)}
 
-    def full_parameter(self, path: str) -> Tensor:
-        """`full_parameters()[path]`, gathering only its group."""
-        index, position = parts.find(self._driver, path)
-        call(self._driver, f"full_parameter() {path}")
-        state = self._driver.state
-        return parts.leaves_of(state, index, parts.stepped(state, index))[position].clone()
 
-    @torch.no_grad()
-    def set_full_parameter(self, path: str, value: Tensor) -> None:
-        """Make `value` (the same on every rank) the parameter, and that of its master copy."""
-        index, position = parts.find(self._driver, path)
-        call(self._driver, f"set_full_parameter() {path}")
-        state = self._driver.state
-        parts.write(state, index, position, state.params.flats[index], value)
-        master = parts.master_of(state, index)
-        if master is not None:
-            parts.write(state, index, position, master, value)
-        self._driver.running.changed()
+def full_state_dict(driver: Driver) -> dict[str, Any]:
+    """module.state_dict() with whole values, buffers too: copies, to save or to load.
 
-    def local_parameter(self, path: str) -> Tensor:
-        """This rank's piece of the parameter, as the optimizer steps it: 1-D. No collective."""
-        index, position = parts.find(self._driver, path)
-        state = self._driver.state
-        return parts.piece_of(state, index, position, parts.stepped(state, index)).clone()
+    At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
+    """
+    driver.call("full_state_dict()")
+    held = driver.module.state_dict()
+    made: dict[Any, Any] = {}
+    for value in held.values():  # what is tied stays tied, and is saved once
+        if (key := _memory_of(value)) not in made:
+            made[key] = _whole_copy(value)
+    return {name: made[_memory_of(value)] for name, value in held.items()}
 
-    @torch.no_grad()
-    def set_local_parameter(self, path: str, value: Tensor) -> None:
-        """Make `value` this rank's piece of the parameter, and that of its master copy. Stage 3.
 
-        Every rank calls it, each with a piece of its own. Raises `LayoutError` below stage 3, where
-        each rank has all of the parameter, and the ranks would differ.
-        """
-        index, position = parts.find(self._driver, path)
-        self._driver.wait()
-        state = self._driver.state
-        if state.stage != 3:
-            raise LayoutError(
-                f"set_local_parameter() {path} at stage {state.stage}.",
-                cause="a call for stage 3; below it each rank has the whole parameter.",
-                fix="call set_full_parameter() on every rank.",
-            )
-        held, master = state.params.flats[index], parts.master_of(state, index)
-        for part in (held,) if master is None else (held, master):
-            parts.write_piece(state, index, position, part, value)
-        self._driver.running.changed()
+def full_parameter(driver: Driver, path: str) -> Tensor:
+    """`full_parameters()[path]`, gathering only its group."""
+    index, position = parts.find(driver, path)
+    driver.call(f"full_parameter() {path}")
+    state = driver.state
+    return parts.leaves_of(state, index, parts.stepped(state, index))[position].clone()
 
-    # Optimizer state.
 
-    def local_optimizer_state(self, path: str, name: str) -> Tensor:
-        """This rank's piece of state `name`: 1-D, empty if it has none. No collective.
+@torch.no_grad()
+def set_full_parameter(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` (the same on every rank) the parameter, and that of its master copy."""
+    index, position = parts.find(driver, path)
+    driver.call(f"set_full_parameter() {path}")
+    state = driver.state
+    parts.write(state, index, position, state.params.flats[index], value)
+    master = parts.master_of(state, index)
+    if master is not None:
+        parts.write(state, index, position, master, value)
+    driver.running.changed()
 
-        A scalar ("step") as it is.
-        """
-        index, position, held, alone, _ = parts.named_state(self._driver, path, name)
-        piece = held if alone else parts.piece_of(self._driver.state, index, position, held)
-        return piece.clone()
 
-    @torch.no_grad()
-    def set_local_optimizer_state(self, path: str, name: str, value: Tensor | float) -> None:
-        """Make `value` this rank's piece of state `name`. Every rank calls it; no collective.
+def local_parameter(driver: Driver, path: str) -> Tensor:
+    """This rank's piece of the parameter, as the optimizer steps it: 1-D. No collective."""
+    index, position = parts.find(driver, path)
+    state = driver.state
+    return parts.piece_of(state, index, position, parts.stepped(state, index)).clone()
 
-        At stage 0, and of a scalar, every rank has to set the same.
-        """
-        index, position, held, alone, counts = parts.named_state(self._driver, path, name)
-        if counts:
-            parts.count(self._driver, path, name, value)
-        elif alone:
-            parts.write_whole(path, held, value)
-        else:
-            state = self._driver.state
-            parts.write_piece(state, index, position, held, torch.as_tensor(value))
-        parts.begin(self._driver, path)
 
-    def full_optimizer_state(self, path: str, name: str) -> Tensor:
-        """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-        index, position, held, alone, _ = parts.named_state(self._driver, path, name)
-        call(self._driver, f"full_optimizer_state() {path} {name}")
-        whole = held if alone else parts.leaves_of(self._driver.state, index, held)[position]
-        return whole.clone()
+@torch.no_grad()
+def set_local_parameter(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` this rank's piece of the parameter, and that of its master copy. Stage 3.
 
-    def full_optimizer_states(self) -> dict[str, dict[str, Any]]:
-        """{path: {name: value}} of every parameter that the optimizer steps."""
-        call(self._driver, "full_optimizer_states()")
-        layout = self._driver.state.setup.layout
-        found: dict[str, dict[str, Any]] = {}
-        for index in layout.trainable:
-            found.update(parts.states_of_group(self._driver, index))
-        return {leaf.path: found[leaf.path] for leaf in layout.leaves if leaf.path in found}
+    Every rank calls it, each with a piece of its own. Raises `LayoutError` below stage 3, where
+    each rank has all of the parameter, and the ranks would differ.
+    """
+    index, position = parts.find(driver, path)
+    driver.wait()
+    state = driver.state
+    if state.stage != 3:
+        raise LayoutError(
+            f"set_local_parameter() {path} at stage {state.stage}.",
+            cause="a call for stage 3; below it each rank has the whole parameter.",
+            fix="call set_full_parameter() on every rank.",
+        )
+    held, master = state.params.flats[index], parts.master_of(state, index)
+    for part in (held,) if master is None else (held, master):
+        parts.write_piece(state, index, position, part, value)
+    driver.running.changed()
 
-    @torch.no_grad()
-    def set_full_optimizer_state(self, path: str, name: str, value: Tensor | float) -> None:
-        """Make `value` (the same on every rank) state `name` of the parameter at `path`.
 
-        A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
-        keeps in its param group, which is that of all parameters of the group.
-        """
-        index, position, held, alone, counts = parts.named_state(self._driver, path, name)
-        call(self._driver, f"set_full_optimizer_state() {path} {name}")
-        if counts:
-            parts.count(self._driver, path, name, value)
-        elif alone:
-            parts.write_whole(path, held, value)
-        else:
-            parts.write(self._driver.state, index, position, held, torch.as_tensor(value))
-        parts.begin(self._driver, path)
+# Optimizer state.
+
+
+def local_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
+    """This rank's piece of state `name`: 1-D, empty if it has none. No collective.
+
+    A scalar ("step") as it is.
+    """
+    index, position, held, alone, _ = parts.named_state(driver, path, name)
+    piece = held if alone else parts.piece_of(driver.state, index, position, held)
+    return piece.clone()
+
+
+@torch.no_grad()
+def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` this rank's piece of state `name`. Every rank calls it; no collective.
+
+    At stage 0, and of a scalar, every rank has to set the same.
+    """
+    index, position, held, alone, counts = parts.named_state(driver, path, name)
+    if counts:
+        parts.count(driver, path, name, value)
+    elif alone:
+        parts.write_whole(path, held, value)
+    else:
+        state = driver.state
+        parts.write_piece(state, index, position, held, torch.as_tensor(value))
+    parts.begin(driver, path)
+
+
+def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
+    """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
+    index, position, held, alone, _ = parts.named_state(driver, path, name)
+    driver.call(f"full_optimizer_state() {path} {name}")
+    whole = held if alone else parts.leaves_of(driver.state, index, held)[position]
+    return whole.clone()
+
+
+def full_optimizer_states(driver: Driver) -> dict[str, dict[str, Any]]:
+    """{path: {name: value}} of every parameter that the optimizer steps."""
+    driver.call("full_optimizer_states()")
+    layout = driver.state.setup.layout
+    found: dict[str, dict[str, Any]] = {}
+    for index in layout.trainable:
+        found.update(parts.states_of_group(driver, index))
+    return {leaf.path: found[leaf.path] for leaf in layout.leaves if leaf.path in found}
+
+
+@torch.no_grad()
+def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` (the same on every rank) state `name` of the parameter at `path`.
+
+    A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
+    keeps in its param group, which is that of all parameters of the group.
+    """
+    index, position, held, alone, counts = parts.named_state(driver, path, name)
+    driver.call(f"set_full_optimizer_state() {path} {name}")
+    if counts:
+        parts.count(driver, path, name, value)
+    elif alone:
+        parts.write_whole(path, held, value)
+    else:
+        parts.write(driver.state, index, position, held, torch.as_tensor(value))
+    parts.begin(driver, path)
 
 
 def _saw_use(driver: Driver, index: int, position: int) -> None:

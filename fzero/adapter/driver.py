@@ -5,7 +5,7 @@
     a parameter's gradient    goes into its bucket
     the epilogue              the state has what the backward brought
 
-The calls that all ranks make together (an update, the end of a window) are in `_boundary`.
+What all ranks make together (an update, the end of a window) is in `boundary`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._events import Events, in_backward
+from fzero.adapter._events import Events
 from fzero.adapter._gradient import Gradients
 from fzero.adapter._guard import Guard, optimizer_of
 from fzero.adapter._held import HeldGradient
 from fzero.adapter._losses import Losses
-from fzero.adapter._masters import Masters
-from fzero.adapter._module import ModuleParameters, free_to_swap
+from fzero.adapter._module import ModuleParameters, free_to_swap, moved
 from fzero.adapter._region import Region
+from fzero.adapter._stand_ins import StandIns
+from fzero.adapter._torch_hooks import in_backward, weakly
 from fzero.adapter._writes import Writes
-from fzero.collectives import broadcast, performer_of
+from fzero.collectives import performer_of
 from fzero.errors import PhaseError
-from fzero.machine.packing import unpack
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
 from fzero.state import Setup, TrainState
 from fzero.state.scale import ScalePolicy
+from fzero.transforms.agree import Agreed, agree, raises_together, reduce_agreed
 from fzero.transforms.announcement import of_engine
-from fzero.transforms.init import begun_anew, filled_state
+from fzero.transforms.init import begun_anew
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.scaled import with_policy
 
@@ -46,62 +47,33 @@ OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 class Driver:
     """One state, one module, and the pass between them.
 
-    outside: inside of a window, the state before it. norm: of the last update, if it clipped.
-    reduced: (driver, name of a call) -> the state, with all gradients reduced: a collective.
+    outside: inside of a window, the state before it.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        setup: Setup,
-        scale: ScalePolicy | None,
-        reduced: Callable[[Driver, str], TrainState],
-    ) -> None:
+    def __init__(self, module: nn.Module, setup: Setup, scale: ScalePolicy | None) -> None:
         performer = performer_of(setup.axis)
         if performer is not None:  # the engines of an axis share one group: their order is one
             setup = replace(setup, axis=performer.over(setup.axis))
         self.params = ModuleParameters(module, setup.layout)
-        self.closed = False
         self.outside: TrainState | None = None
-        self.norm: Tensor | None = None
-        state = with_policy(self._moved(setup), scale)
+        state = with_policy(moved(self.params, setup), scale)
         form = of_engine(performer.number() if performer is not None else 0)
-        on_written = self._hears_of_writes()
-        self.running = Pass(form, [state], on_written=on_written, drop_raised=self._drop_raised)
-        self.losses = Losses(self.running)
-        sharded = setup.gathers_by_unit
-        if sharded:
+        written = weakly(self._written)
+        self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)
+        if setup.gathers_by_unit:
             with free_to_swap(module):
                 for index in range(len(setup.layout.groups)):
                     self.params.place(index, placeholders(self.running.reader, index))
         self.params.remember()
-        self._every = self.params.all_objects
-        learning = self.params.learning
-        self.gradients = Gradients(self, learning, reduced)
-        self.events = Events(module, learning, self)
-        lower, device = setup.policy.autocast, state.device
-        self.region = Region(module, lower, device) if lower else None
-        self.masters = Masters(self.params, setup)
-        alone = performer is None
-        self.writes = Writes(self.params, watched=not sharded, alone=alone)
-        self.optimizer = optimizer_of(setup, self.params.at)
-        # Who holds the optimizer does not hold the engine.
-        self.guard = Guard(self.optimizer, weakref.WeakMethod(self.begin_anew))
-        OWNERS.update((id(p), self) for p in self._every)
-
-    @torch.no_grad()
-    def _moved(self, setup: Setup) -> TrainState:
-        """Everything was checked: move the module's values into the buffers of a state."""
-        for buffer in self.module.buffers():
-            buffer.copy_(broadcast([buffer], setup.axis, 0)[0])
-
-        def done(index: int, flat: Tensor) -> None:
-            if setup.gathers_by_unit:
-                self.params.let_go(index)
-            else:
-                self.params.have(index, unpack(setup.layout, index, flat))
-
-        return filled_state(setup, self.params.values, done)
+        self.losses = Losses(self.running)
+        learning, leaves = self.params.learning, setup.layout.leaves
+        gradients = Gradients(self, [leaf for _, leaf in learning])
+        self.stand_ins = StandIns(gradients, [(p, leaves[leaf].path) for p, leaf in learning])
+        self.events = Events(module, learning, Region(setup.policy.autocast, state.device), self)
+        self.writes = Writes(self.params, setup, alone=performer is None)
+        anew = weakref.WeakMethod(self.begin_anew)  # who has the optimizer holds no engine
+        self.guard = Guard(optimizer_of(setup, self.params.at), anew)
+        OWNERS.update((id(p), self) for p in self.params.all_objects)
 
     # What it is.
 
@@ -116,14 +88,14 @@ class Driver:
         return self.state.setup.axis
 
     @property
-    def sharded(self) -> bool:
-        """Whether the module has placeholders (stage 3)."""
-        return self.state.setup.gathers_by_unit
-
-    @property
     def number(self) -> int:
         """The number of this engine, the same on every rank."""
         return self.running.form.number
+
+    @property
+    def closed(self) -> bool:
+        """Whether the module and the optimizer were given back: the protocol has it no more."""
+        return self.number not in self.running.performer.protocol.models
 
     # The state.
 
@@ -152,44 +124,26 @@ class Driver:
         assert before is not None
         return before
 
-    def stepped(self, state: TrainState, norm: Tensor | None) -> None:
-        """Go on with an updated state. norm: of the gradients, if they were clipped."""
-        self.norm = norm
-        self.put(state)
-        self.published()
-
-    def forget_norm(self) -> None:
-        """The gradients of the last update are of no interest any more."""
-        self.norm = None
-
     def published(self) -> None:
         """The parameters have new values, for the module too."""
         self.running.changed()
         # A graph from before the update must not be differentiated with the new values: autograd
         # then says so, as it does for an optimizer that writes to the parameters themselves.
-        torch.autograd.graph.increment_version(self._every)
-        self.masters.published()
-        self.writes.settle()
+        torch.autograd.graph.increment_version(self.params.all_objects)
+        self.writes.published()
 
-    def _hears_of_writes(self) -> Callable[[Sequence[int]], None]:
-        """Return what stage 3 calls with the units that `gathered(modify=True)` has written."""
-        # Autograd holds placeholders where the garbage collector does not look: from them no way
-        # may lead to the driver, or an engine that nobody holds any more would never go.
-        held = weakref.ref(self)
-
-        def written(units: Sequence[int]) -> None:
-            if (driver := held()) is not None:
-                groups = [
-                    index for unit in units for index in driver.running.gatherer.table.units[unit]
-                ]
-                driver.masters.take(driver.state, groups)
-
-        return written
+    def _written(self, units: Sequence[int]) -> None:
+        """`gathered(modify=True)` has written these units of stage 3."""
+        table = self.running.gatherer.table
+        groups = [index for unit in units for index in table.units[unit]]
+        self.writes.masters.take(self.state, groups)
 
     # What the events lead to.
 
     def forward_begins(self) -> None:
         """A root forward begins."""
+        self.drop_unfinished()
+        self.events.backwards.reset()
         self.writes.begin_forward()
         self.params.require_same_memory()
         self.running.begin_forward()
@@ -215,9 +169,9 @@ class Driver:
 
     def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts."""
-        dropped = self.gradients.dropped(first)
+        dropped = self.stand_ins.dropped(first)
         if dropped:
-            self.gradients.forget()
+            self.stand_ins.forget()
             self.clear()
         self.running.begin_backward(silent=True, dropped=dropped)
 
@@ -238,7 +192,7 @@ class Driver:
             if p.grad is not None:
                 self.running.take(0, leaf, p)
         finally:
-            self.gradients.stand_for(p, task)  # the user's hooks come after this one
+            self.stand_ins.stand_for(p, task)  # the user's hooks come after this one
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""
@@ -258,15 +212,13 @@ class Driver:
         if not in_backward():
             self.running.fail(error)
             self.events.abandon()
-            if self.region is not None:
-                self.region.abandon()
 
     # Gradients.
 
     def show_gradients(self) -> None:
         """Let `p.grad` say that the engine holds gradients, if it does."""
         held = self.state.gradients.held or self.state.window.pending.held
-        self.gradients.stand() if held else self.gradients.drop()
+        self.stand_ins.stand() if held else self.stand_ins.drop()
 
     def clear(self) -> None:
         """Forget every gradient, also what an open window adds to."""
@@ -274,14 +226,64 @@ class Driver:
 
     def drop_if_user_did(self) -> None:
         """Forget every gradient if somebody has set `p.grad` to None."""
-        if self.gradients.dropped():
-            self.gradients.drop()
+        if self.stand_ins.dropped():
+            self.stand_ins.drop()
             self.clear()
+
+    # What all ranks make together.
+
+    def call(self, name: str) -> None:
+        """Wait until every rank makes this call."""
+        self.require_not_closed()
+        self.running.performer.call(f"{name} of engine {self.number}")
+        self.running.take_served()
+
+    def with_gradients(self, name: str, path: str = "") -> TrainState:
+        """Reduce what waits on any rank; return the state, which holds all gradients then.
+
+        `path`: of the parameter that the call is about.
+
+        Raises `PhaseError` if no rank holds any.
+        """
+        if not self.reduced(name, path):
+            raise PhaseError(
+                f"{name}: there are no gradients; {int(self.state.step)} updates so far.",
+                cause="no backward ran since the last step() or zero_grad(), or it ran on "
+                "another model, or none of this model's parameters took part in the loss.",
+                fix="run loss.backward() or engine.backward(loss) before it.",
+            )
+        return self.state
+
+    def reduced(self, name: str, path: str = "") -> bool:
+        """Reduce what waits on any rank; return whether any rank holds gradients."""
+        self.require_no_window(name)
+        self.drop_what_user_dropped()
+        said = self.agreed(f"{name} {path}".strip())
+        if said.held:
+            self.put(reduce_agreed(self.state, said, used=0))
+        return said.held
+
+    def drop_what_user_dropped(self) -> None:
+        """`drop_if_user_did`, and raise on every rank if one of them raises."""
+        self.wait()
+        with raises_together(self.axis):
+            self.drop_if_user_did()
+
+    def agreed(self, name: str, *, updates: bool = False) -> Agreed:
+        """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
+
+        def now() -> list[TrainState]:
+            self.running.take_served()
+            return self.running.states
+
+        name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
+        written = self.writes.since if updates else bool
+        return agree(name, now(), updates=updates, uses=updates, now=now, written=written)[0]
 
     # Where it stands.
 
     def wait(self) -> None:
-        """Before a call of all ranks: drop what raised, and put aside what a forward brought."""
+        """Before a call of all ranks: drop what raised, put aside what a forward brought."""
         self.require_not_closed()
         self.drop_unfinished()
         if not in_backward():
@@ -289,11 +291,11 @@ class Driver:
 
     def drop_unfinished(self) -> None:
         """Drop a plain backward that raised, of any engine on these ranks."""
-        self.events.drop_unfinished()
+        self._drop_raised()
         self.running.performer.drop_raised()
 
     def _drop_raised(self) -> None:
-        self.events.drop_unfinished()
+        self.events.backwards.drop_unfinished()
 
     def require_not_closed(self) -> None:
         """Raise `PhaseError` for an engine that was closed."""
@@ -304,16 +306,25 @@ class Driver:
                 fix="use those as ordinary ones, or make a new Engine of the module.",
             )
 
+    def require_no_window(self, name: str) -> None:
+        """Raise `PhaseError` inside a window."""
+        if self.state.window.is_open:
+            raise PhaseError(
+                f"{name} inside a window (coalesce() or no_sync()).",
+                cause="the window was left open around the whole step, or gradients were asked "
+                "for before it has reduced them.",
+                fix="leave the `with engine.coalesce():` block first; its end reduces what it "
+                "collected.",
+            )
+
     def begin_anew(self) -> None:
         """Forget what the optimizer keeps, but for masters: no step was made. A collective."""
         self.wait()
-        self.running.performer.call(f"optimizer.state.clear() of engine {self.number}", 0)
-        self.running.take_served()
+        self.call("optimizer.state.clear()")
         self.put(begun_anew(self.state))
 
     def end(self) -> None:
         """The module and the optimizer were given back: no pass follows."""
         self.running.close()
-        for p in self._every:
+        for p in self.params.all_objects:
             OWNERS.pop(id(p), None)
-        self.closed = True

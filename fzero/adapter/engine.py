@@ -1,49 +1,39 @@
 """The engine: an nn.Module, a torch.optim optimizer and loss.backward(), over many ranks.
 
-What the user calls is here; what events lead to is in `_driver`, and the calls that all ranks make
-together are in `_boundary`.
+What users call is here by name, much of it a function of the engine's driver. What events lead to
+is in `driver`, what all ranks do together in `boundary`, reading and writing by path in `access`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.adapter import boundary
+from fzero.adapter import _as_module, access, boundary
 from fzero.adapter._adopt import adopt
-from fzero.adapter._as_module import AsModule
-from fzero.adapter._close import give_back
-from fzero.adapter._events import in_backward
-from fzero.adapter._losses import Scaling
-from fzero.adapter._report import MemoryReport, report
+from fzero.adapter._close import close
+from fzero.adapter._of_driver import of_driver
+from fzero.adapter._report import MemoryReport, described, report
+from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
-from fzero.adapter.setup import options_of, planned, scale_of
+from fzero.adapter.setup import OLDER, EngineOptions, options_of, planned, scale_of
 from fzero.context.modes import explains_inference
 from fzero.machine.compiled import DISABLED_FRAMES
-from fzero.options import Scale, StateOptions, documents, takes
+from fzero.options import Scale, documents, takes
 from fzero.ranks.mesh import Axis, axis_of
 from fzero.state import HookState, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 
-_OLDER = {"gradient_accumulation_steps": "micro_batches"}
-
-
-class EngineOptions(StateOptions, total=False):
-    """What `Engine` shares with functional steps, and the older spelling of `micro_batches`."""
-
-    gradient_accumulation_steps: int
-
 
 @documents
-class Engine(AsModule, Scaling):
+class Engine:
     """ZeRO stage 0 to 3 for a module whose loss is made and differentiated in the usual way.
 
     `loss.backward()` leaves each rank its part of mean_r(g_r), the mean of the ranks' gradients;
@@ -94,7 +84,7 @@ class Engine(AsModule, Scaling):
         tensor([[0.5000, 0.0000]])
     """
 
-    @takes("Engine", "Engine(module, optimizer, stage=2)", older=_OLDER, of_module=True)
+    @takes("Engine", "Engine(module, optimizer, stage=2)", older=OLDER, of_module=True)
     def __init__(
         self,
         module: nn.Module,
@@ -118,7 +108,7 @@ class Engine(AsModule, Scaling):
         axis = axis_of(options.get("mesh"))
         setup = planned(module, optimizer, stage, axis, self.options)
         self.module, self.stage = module, setup.stage
-        self._driver = Driver(module, setup, scale_of(loss_scale, setup), boundary.with_gradients)
+        self._driver = Driver(module, setup, scale_of(loss_scale, setup))
 
     @property
     def axis(self) -> Axis:
@@ -128,7 +118,7 @@ class Engine(AsModule, Scaling):
     @property
     def optimizer(self) -> Optimizer | None:
         """The torch.optim optimizer, for its param groups and schedulers; None for a rule."""
-        return self._driver.optimizer
+        return self._driver.guard.optimizer
 
     @property
     def closed(self) -> bool:
@@ -146,9 +136,11 @@ class Engine(AsModule, Scaling):
         its module's buffers.
         """
         self._driver.require_not_closed()
-        if self._driver.gradients.gone and not in_backward():
+        if self._driver.stand_ins.gone and not in_backward():
             self._driver.drop_if_user_did()
-        self._driver.masters.follow(self._driver.state)  # what was written since the last update
+        self._driver.writes.masters.follow(
+            self._driver.state
+        )  # what was written since the last update
         return self._driver.state
 
     @state.setter
@@ -159,7 +151,7 @@ class Engine(AsModule, Scaling):
     def hooks(self) -> HookState:
         """The record of the gradient hooks: which backward is running, and whether it is over."""
         self._driver.require_not_closed()
-        return self._driver.events.hooks
+        return self._driver.events.backwards.hooks
 
     # Forward and backward.
 
@@ -172,6 +164,8 @@ class Engine(AsModule, Scaling):
         except BaseException as error:
             self._driver.failed(error)
             raise
+
+    forward = __call__
 
     @torch._disable_dynamo
     def backward(self, loss: Any, gradient: Any = None, **options: Any) -> None:
@@ -187,23 +181,46 @@ class Engine(AsModule, Scaling):
             self._driver.failed(error)
             raise
 
-    # Windows.
+    # Losses times the scale.
 
-    @contextmanager
-    def coalesce(self) -> Iterator[None]:
-        """Any number of backwards, one reduction, at the end of the block. A collective.
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return loss x `loss_scale`: the loss itself without one.
 
-        A block that raises brings nothing, and leaves what was there before.
+        With a scale every backward comes from here, or is made by `backward(loss)`, which scales by
+        itself: a plain loss.backward() raises `PhaseError` before any gradient is used. So does
+        this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
         """
-        with boundary.window(self._driver, "coalesce()"):
-            yield
-        boundary.reduce_what_waits(self._driver, "the end of coalesce()")
+        self._driver.require_not_closed()
+        return self._driver.losses.scaled(loss)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Like `coalesce`, but the reduction is left to the next backward, or to `step`."""
-        with boundary.window(self._driver, "no_sync()"):
-            yield
+    def scale_if_loss(self, x: Any) -> Any:
+        """Return `scale(x)` of a loss that was not scaled yet; anything else as it is."""
+        return self._driver.losses.scaled_if_loss(x)
+
+    def needs_scaler(self) -> bool:
+        """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
+        return self._driver.losses.multiplier is not None
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next loss; 1.0 without one. The host waits for the device.
+
+        `engine.state.scale.scale` is the tensor, for which it does not wait.
+        """
+        return self._driver.losses.loss_scale
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last update found an overflow. The host waits for the device."""
+        held = self._driver.state.scale
+        return held is not None and bool(held.overflowed)
+
+    # Windows and updates.
+
+    coalesce = of_driver(boundary.coalesce)
+    no_sync = of_driver(boundary.no_sync)
+    clip_grad_norm_ = of_driver(boundary.clip_grad_norm_)
+    clip_grad_value_ = of_driver(boundary.clip_grad_value_)
 
     @torch._disable_dynamo
     def step(self) -> bool:
@@ -238,51 +255,67 @@ class Engine(AsModule, Scaling):
         if message := progress.thrown_away(counted, every):
             warnings.warn(message, UserWarning, stacklevel=2 + DISABLED_FRAMES)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most `max_norm`; return it before.
+    # Reading and writing by path, whole or this rank's: see `access`.
 
-        g <- g min(1, max_norm / (|g| + 1e-6)). A collective. `max_norm=` of the engine does the
-        same at every update.
-        """
-        return boundary.clip(self._driver, max_norm)
+    full_gradients = of_driver(access.full_gradients)
+    full_gradient = of_driver(access.full_gradient)
+    set_full_gradient = of_driver(access.set_full_gradient)
+    local_gradient = of_driver(access.local_gradient)
+    set_local_gradient = of_driver(access.set_local_gradient)
+    global_grad_norm = property(of_driver(access.global_grad_norm))
+    full_parameters = of_driver(access.full_parameters)
+    full_parameter = of_driver(access.full_parameter)
+    set_full_parameter = of_driver(access.set_full_parameter)
+    local_parameter = of_driver(access.local_parameter)
+    set_local_parameter = of_driver(access.set_local_parameter)
+    full_optimizer_states = of_driver(access.full_optimizer_states)
+    full_optimizer_state = of_driver(access.full_optimizer_state)
+    set_full_optimizer_state = of_driver(access.set_full_optimizer_state)
+    local_optimizer_state = of_driver(access.local_optimizer_state)
+    set_local_optimizer_state = of_driver(access.set_local_optimizer_state)
+    full_state_dict = state_dict = of_driver(access.full_state_dict)
 
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Bound each element of the reduced gradients: g <- max(-clip_value, min(g, clip_value)).
+    # The names of nn.Module.
 
-        What torch.nn.utils.clip_grad_value_ does to the gradients of one process: that works, too.
-        """
-        boundary.clip_value(self._driver, clip_value)
+    load_state_dict = of_driver(_as_module.load_state_dict)
+
+    @property
+    def training(self) -> bool:
+        """The module's own mode."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module's mode, as `module.train` does."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the module to evaluation, as `module.eval` does."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the module, as `module.requires_grad_` does, or let it learn again."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
+        _as_module.apply(self._driver, fn)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """What else nn.Module has: names of its parts, hooks, conversions."""
+        return _as_module.looked_up(self, name)
+
+    close = of_driver(close)
 
     def __repr__(self) -> str:
-        if self.closed:
-            return "Engine(closed)"
-        layout, counted = self.state.setup.layout, self.state.progress
-        return (
-            f"Engine({type(self.module).__name__}, stage={self.stage}, {self.axis}, "
-            f"{sum(x.numel for x in layout.leaves):,} parameters in {len(layout.groups)} groups, "
-            f"{self.state.setup.optimizer!r}, {int(self.state.step)} updates, "
-            f"{counted.backwards} backwards since)"
-        )
+        return "Engine(closed)" if self.closed else described(self.module, self.state)
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds now, by kind and dtype. No collective."""
         self._driver.wait()
         return report(self.state, self._driver.running)
-
-    # The end.
-
-    @torch.no_grad()
-    def close(self) -> None:
-        """Take off every hook, and give module and optimizer back as ordinary ones. A collective.
-
-        Gradients that were not used are lost. Parameters are gathered unit by unit. Closing twice
-        is allowed.
-        """
-        if self.closed:
-            return
-        self._driver.wait()
-        boundary.call(self._driver, "close()")
-        give_back(self._driver)
 
     def __enter__(self) -> Self:
         """`with Engine(...) as engine:`, which is closed when the block ends."""

@@ -22,7 +22,7 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.machine.memory import require_own_memory
 from fzero.machine.partition import unit_of
 from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
-from fzero.options import Scale
+from fzero.options import Scale, StateOptions
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Setup
 from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
@@ -62,6 +62,16 @@ class Options(SharedOptions):
     updating: Updating
     leaf_modules: LeafSpec | None
     units: Callable[[str], str] | None = None
+
+
+OLDER = {"gradient_accumulation_steps": "micro_batches"}
+"""Older spelling -> option."""
+
+
+class EngineOptions(StateOptions, total=False):
+    """What `Engine` shares with functional steps, and the older spelling of `micro_batches`."""
+
+    gradient_accumulation_steps: int
 
 
 def options_of(given: Mapping[str, Any]) -> Options:

@@ -73,18 +73,36 @@ def lost_ranks(before: Mapping[int, Sign], after: Mapping[int, Sign]) -> dict[in
     }
 
 
+class Board:
+    """The signs of the ranks, in their store: this process writes its own and reads the others'."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self.rank, self.mine = store, rank, Sign()
+        self._process, self._lock = os.getpid(), threading.Lock()
+
+    def put(self, **facts: Any) -> None:
+        """Change the sign of this rank; in a fork of its process, do nothing."""
+        if os.getpid() == self._process:
+            with self._lock:
+                self.mine = self.mine._replace(**facts)
+                self._store.set(_key(self.rank), json.dumps(self.mine))
+
+    def read(self, ranks: Sequence[int]) -> dict[int, Sign]:
+        """Return the signs of these ranks; of one that has given none, an empty one."""
+        return {rank: self._sign_of(rank) for rank in ranks}
+
+    def _sign_of(self, rank: int) -> Sign:
+        with self._lock:  # one question of this connection at a time
+            there = self._store.check([_key(rank)])
+            return Sign(*json.loads(self._store.get(_key(rank)))) if there else Sign()
+
+
 class Pulse:
-    """The thread of this process that gives signs of life for one process group of all ranks."""
+    """The thread of this process that gives signs of life on a board."""
 
-    begun = 0  # collectives, so far
-
-    def __init__(self, world: Any, store: Any) -> None:
-        self.world, self._store = weakref.ref(world), store  # who ends the group frees it
-        self._rank, self._every_s = dist.get_rank(), BEAT_S * max(1, dist.get_world_size() / _RANKS)
-        self._sign, self._collectives = Sign(), itertools.count(1)
-        self._blamed: dict[int, str] = {}
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._process = os.getpid()
+    def __init__(self, board: Board, every_s: float) -> None:
+        self._board, self._every_s, self._over = board, every_s, threading.Event()
+        self.begun, self._collectives = 0, itertools.count(1)
         self._thread = threading.Thread(target=self._beat, name="fzero-alive", daemon=True)
         self._thread.start()
 
@@ -97,10 +115,34 @@ class Pulse:
         self._over.set()
         self._thread.join(timeout=2)
 
+    def wait(self) -> bool:
+        """Wait for about a beat; return False, at once, where there are no more."""
+        if self._thread.is_alive():
+            self._over.wait(self._every_s)
+        return self._thread.is_alive()
+
+    def _beat(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._board.put(collectives=self.begun, beats=self._board.mine.beats + 1)
+                self._over.wait(self._every_s)
+        except RuntimeError:  # the store is gone, with whoever held it
+            return
+
+
+class Witness:
+    """What this process says, and finds out, about the ranks of one process group of all."""
+
+    def __init__(self, world: Any, store: Any) -> None:
+        self.world = weakref.ref(world)  # who ends the group frees it
+        self._board = Board(store, dist.get_rank())
+        self.pulse = Pulse(self._board, BEAT_S * max(1, dist.get_world_size() / _RANKS))
+        self._blamed: dict[int, str] = {}
+
     def say(self, word: str, *, lost: bool) -> None:
-        """Leave a last word, unless it is said, or this process is a fork of the rank's."""
-        if os.getpid() == self._process and not self._sign.word:
-            self._put(word=word, lost=lost)
+        """Leave a last word, unless one is said."""
+        if not self._board.mine.word:
+            self._board.put(collectives=self.pulse.begun, word=word, lost=lost)
 
     def blame(self, ranks: Sequence[int]) -> dict[int, str]:
         """Say which of these ranks of the world is to blame for a collective that failed.
@@ -113,45 +155,23 @@ class Pulse:
         return self._blamed
 
     def _look(self, ranks: Sequence[int]) -> dict[int, str]:
-        others = [rank for rank in ranks if rank != self._rank]
-        before = after = self._signs(others)
-        began = self._sign.beats
+        board = self._board
+        others = [rank for rank in ranks if rank != board.rank]
+        before = after = board.read(others)
+        last = board.mine.beats + PATIENCE_BEATS
         while not any(sign.word and not sign.lost for sign in after.values()):
-            if self._sign.beats >= began + PATIENCE_BEATS or not self._thread.is_alive():
+            if board.mine.beats >= last or not self.pulse.wait():
                 break
-            self._over.wait(self._every_s)
-            after = self._signs(others)
-        mine = {self._rank: self._sign}
-        return lost_ranks(before | {self._rank: Sign()}, after | mine)
-
-    def _beat(self) -> None:
-        try:
-            while not self._over.is_set():
-                self._put(beats=self._sign.beats + 1)
-                self._over.wait(self._every_s)
-        except RuntimeError:  # the store is gone, with whoever held it
-            return
-
-    def _put(self, **facts: Any) -> None:
-        with self._lock:
-            self._sign = self._sign._replace(collectives=self.begun, **facts)
-            self._store.set(_key(self._rank), json.dumps(self._sign))
-
-    def _signs(self, ranks: Sequence[int]) -> dict[int, Sign]:
-        return {rank: self._sign_of(rank) for rank in ranks}
-
-    def _sign_of(self, rank: int) -> Sign:
-        with self._lock:  # one question of this connection at a time
-            there = self._store.check([_key(rank)])
-            return Sign(*json.loads(self._store.get(_key(rank)))) if there else Sign()
+            after = board.read(others)
+        return lost_ranks(before | {board.rank: Sign()}, after | {board.rank: board.mine})
 
 
 def _key(rank: int) -> str:
     return f"fzero/alive/{rank}"
 
 
-_here: Pulse | None = None
-"""The pulse of this process: a handle, as its process group is one of torch's."""
+_here: Witness | None = None
+"""The witness of this process: a handle, as its process group is one of torch's."""
 
 
 def start_signs() -> None:
@@ -161,19 +181,19 @@ def start_signs() -> None:
     if _here is not None and _here.world() is world:
         return
     if _here is not None:
-        _here.stop()
+        _here.pulse.stop()
     else:
         atexit.register(_end)
     # A clone has a connection of its own: it does not wait while this process waits in the store.
     with suppress(RuntimeError):  # that of a fake group keeps nothing
         store: Any = dist.distributed_c10d._get_default_store()
-        _here = Pulse(world, store.clone())
+        _here = Witness(world, store.clone())
 
 
 def count_call() -> None:
     """A collective begins on this rank."""
     if _here is not None:
-        _here.count()
+        _here.pulse.count()
 
 
 def what_became_of(ranks: Sequence[int]) -> dict[int, str]:
@@ -200,4 +220,4 @@ def _end() -> None:
     )
     with suppress(RuntimeError):  # the store is gone; so is who would read it
         _here.say(word, lost=isinstance(error, LostRankError | PeerFailedError))
-    _here.stop()
+    _here.pulse.stop()

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from fzero.adapter import Engine
 from fzero.errors import FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import Odd
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places
 from tests.adapter.plain import (
     Draw,
     Reference,
     adamw_of,
     back,
-    engine_of,
     learning,
     same,
     update,
@@ -35,15 +34,14 @@ def check_piece(mine: Tensor, whole: Tensor, world_size: int, stage: int) -> Non
     assert torch.equal(torch.cat(found).view(whole.shape), whole)
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 def test_gradients_are_read_whole_and_in_pieces_and_what_is_set_is_what_step_uses(
-    rank: int, world_size: int, stage: int
+    at: Place,
 ) -> None:
-    engine = engine_of(Odd, stage, adamw_of, bucket_bytes=100)
-    reference = Reference(Odd, world_size, adamw_of)
+    engine = at.engine(Odd, adamw_of, bucket_bytes=100)
+    reference = at.plain(Odd, adamw_of)
     wanted = reference.run(back, 0)
-    back(engine, Draw(rank, 0))
+    back(engine, at.draw(0))
     first = engine.local_gradient("b.weight")  # nothing else has asked before
     found = engine.full_gradients()
     assert list(found) == list(wanted)
@@ -51,7 +49,7 @@ def test_gradients_are_read_whole_and_in_pieces_and_what_is_set_is_what_step_use
     assert torch.equal(first, engine.local_gradient("b.weight"))
     for path, gradient in found.items():
         assert torch.equal(engine.full_gradient(path), gradient)
-        check_piece(engine.local_gradient(path), gradient, world_size, stage)
+        check_piece(engine.local_gradient(path), gradient, at.ranks, at.stage)
     for path in ("b.weight", "unused.bias"):
         wanted[path] = Draw(0, 5).whole(*wanted[path].shape)
         engine.set_full_gradient(path, wanted[path])
@@ -61,19 +59,16 @@ def test_gradients_are_read_whole_and_in_pieces_and_what_is_set_is_what_step_use
     same(engine.full_parameters(), reference.step(wanted), 1e-9)
 
 
-@on_ranks(1, 2, 3)
-@each_stage
-def test_parameters_are_read_whole_and_in_pieces_and_what_is_set_is_trained_on(
-    rank: int, world_size: int, stage: int
-) -> None:
-    engine = engine_of(Odd, stage, adamw_of, bucket_bytes=100)
-    reference = Reference(Odd, world_size, adamw_of)
+@at_places(1, 2, 3)
+def test_parameters_are_read_whole_and_in_pieces_and_what_is_set_is_trained_on(at: Place) -> None:
+    engine = at.engine(Odd, adamw_of, bucket_bytes=100)
+    reference = at.plain(Odd, adamw_of)
     found = engine.full_parameters()
     same(found, reference.parameters(), 0.0)  # frozen ones, too
     for path, value in found.items():
         assert torch.equal(engine.full_parameter(path), value)
         if path != "fixed":
-            check_piece(engine.local_parameter(path), value, world_size, stage)
+            check_piece(engine.local_parameter(path), value, at.ranks, at.stage)
     found["a.weight"].zero_()  # a copy
     for path in ("fixed", "a.weight", "c.weight"):
         new = Draw(0, 5)(*found[path].shape)
@@ -82,7 +77,7 @@ def test_parameters_are_read_whole_and_in_pieces_and_what_is_set_is_trained_on(
         assert torch.equal(engine.full_parameter(path), new)
     same(engine.full_parameters(), reference.parameters(), 0.0)
     for number in range(2):
-        update(engine, reference, rank, number, tol=1e-9)
+        update(engine, reference, at.rank, number, tol=1e-9)
 
 
 def states_of(reference: Reference) -> dict[str, dict[str, Tensor]]:
@@ -90,15 +85,14 @@ def states_of(reference: Reference) -> dict[str, dict[str, Tensor]]:
     return {path: reference.optimizer.state[p] for path, p in learning(reference.module).items()}
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 def test_optimizer_states_are_those_of_the_unsharded_run_and_go_on_in_another_engine(
-    rank: int, world_size: int, stage: int
+    at: Place,
 ) -> None:
-    engine = engine_of(Odd, stage, adamw_of, bucket_bytes=100)
-    reference = Reference(Odd, world_size, adamw_of)
+    engine = at.engine(Odd, adamw_of, bucket_bytes=100)
+    reference = at.plain(Odd, adamw_of)
     for number in range(2):
-        update(engine, reference, rank, number, tol=1e-9)
+        update(engine, reference, at.rank, number, tol=1e-9)
     states, wanted = engine.full_optimizer_states(), states_of(reference)
     assert states.keys() == wanted.keys()
     for path, state in wanted.items():
@@ -110,7 +104,7 @@ def test_optimizer_states_are_those_of_the_unsharded_run_and_go_on_in_another_en
             assert torch.equal(engine.full_optimizer_state(path, name), states[path][name])
     states["a.weight"]["exp_avg"] = new = Draw(0, 5)(5, 3)
     wanted["a.weight"]["exp_avg"].copy_(new)
-    second = engine_of(Odd, stage, adamw_of)
+    second = at.engine(Odd, adamw_of)
     for path, value in engine.full_parameters().items():
         second.set_full_parameter(path, value)
     for e in (engine, second):  # for the second one before its first step
@@ -118,7 +112,7 @@ def test_optimizer_states_are_those_of_the_unsharded_run_and_go_on_in_another_en
             for name, value in state.items():
                 e.set_full_optimizer_state(path, name, value)
                 assert torch.equal(e.full_optimizer_state(path, name), value)
-        back(e, Draw(rank, 2))
+        back(e, at.draw(2))
         e.step()
     after = reference.step(reference.run(back, 2))
     same(engine.full_parameters(), after, 1e-9)
@@ -140,14 +134,11 @@ WRONG_CALLS: list[tuple[Callable[[Engine], Any], type[FzeroError], str]] = [
 ]
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_a_wrong_path_shape_or_name_is_named_and_changes_nothing(
-    rank: int, world_size: int, stage: int
-) -> None:
-    engine, reference = engine_of(Odd, stage, adamw_of), Reference(Odd, world_size, adamw_of)
+@at_places(1, 2)
+def test_a_wrong_path_shape_or_name_is_named_and_changes_nothing(at: Place) -> None:
+    engine, reference = at.both(Odd, adamw_of)
     wanted = reference.run(back, 0)
-    back(engine, Draw(rank, 0))
+    back(engine, at.draw(0))
     for call, kind, text in WRONG_CALLS:
         with pytest.raises(kind, match="Fix: ") as caught:
             call(engine)
@@ -172,14 +163,13 @@ class Wide(nn.Module):
 LOW, FULL = 16 * 48 + 48, 12 * 4
 
 
-@on_ranks(1, 2, 3)
-@each_stage
-def test_the_memory_report_has_the_bytes_of_the_theory(world_size: int, stage: int) -> None:
+@at_places(1, 2, 3)
+def test_the_memory_report_has_the_bytes_of_the_theory(at: Place) -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     x = torch.ones(2, 16)
-    engine = Engine(Wide(), torch.optim.Adam, stage=stage)
-    w = world_size if stage else 1  # gradients and optimizer state are divided by this
-    p = world_size if stage == 3 else 1
+    engine = Engine(Wide(), torch.optim.Adam, stage=at.stage)
+    w = at.ranks if at.stage else 1  # gradients and optimizer state are divided by this
+    p = at.ranks if at.stage == 3 else 1
     idle = engine.memory_report()
     assert idle.parameters == {bf16: 2 * LOW // p, fp32: 4 * FULL // p}
     assert idle.masters == {fp32: 4 * LOW // w}
@@ -188,7 +178,7 @@ def test_the_memory_report_has_the_bytes_of_the_theory(world_size: int, stage: i
     assert 0 <= counters <= 4 * 4, idle.optimizer
     with engine.no_sync():
         engine(x).backward()
-        if stage == 3 and world_size > 1:
+        if at.is_lazy:
             assert not engine.memory_report().live_parameters
         inside = engine.memory_report()  # a full gradient waits, bf16 ones in fp32
         assert inside.gradients == {fp32: 4 * (LOW + FULL)}

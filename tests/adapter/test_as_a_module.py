@@ -28,8 +28,8 @@ import fzero
 from fzero.adapter import Engine, gathered
 from fzero.errors import LayoutError
 from tests.adapter.nets import Net
-from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import Draw, Reference, back, engine_of, same, seeded, sgd_of, update
+from tests.adapter.on_ranks import Place, at_places, on_ranks
+from tests.adapter.plain import Draw, back, engine_of, same, seeded, sgd_of, update
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it then
 MEAN = get_ema_multi_avg_fn(0.5)
@@ -52,17 +52,16 @@ def raised(do: Callable[[], Any]) -> str:
     return "nothing"
 
 
-@on_ranks(2)
-@each_stage
-def test_an_engine_has_the_methods_of_a_module(rank: int, stage: int) -> None:
-    engine, alone = engine_of(Net, stage), seeded(Net)
+@at_places(2)
+def test_an_engine_has_the_methods_of_a_module(at: Place) -> None:
+    engine, alone = at.engine(Net), seeded(Net)
     module: Any = engine.module
     assert engine.eval() is engine and not module.training and not module.a.training
     assert engine.train() is engine and module.training
     assert list(engine.parameters()) == list(module.parameters())
     assert dict(engine.named_parameters()) == dict(module.named_parameters())
     whole = engine.state_dict()
-    back(engine, Draw(rank, 0))
+    back(engine, at.draw(0))
     engine.step()
     same(whole, alone.state_dict(), 0.0)  # a copy: the update did not reach it
     alone.load_state_dict(engine.state_dict())
@@ -104,23 +103,20 @@ def micro_batches(e: Any, draw: Draw) -> None:
         e.backward(e.module(input_ids=ids, labels=ids).loss / 2)
 
 
-@on_ranks(2, timeout_s=120)
-@each_stage
-def test_a_trainers_loop_trains_and_saves_a_hugging_face_model(
-    rank: int, world_size: int, stage: int, tmp_path: Path
-) -> None:
+@at_places(2, timeout_s=120)
+def test_a_trainers_loop_trains_and_saves_a_hugging_face_model(at: Place, tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
-    reference = Reference(language_model, world_size, decaying_adamw)
+    reference = at.plain(language_model, decaying_adamw)
     model: Any = seeded(language_model)
     optimizers: Any = reference.optimizer, decaying_adamw(model)
     schedules = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
-    engine = Engine(model, optimizers[1], stage=stage)
+    engine = Engine(model, optimizers[1], stage=at.stage)
     for number in range(2):
         gradients = reference.run(micro_batches, number)
         reference.clip(gradients, 0.5)
         model.train()
-        micro_batches(engine, Draw(rank, number))
+        micro_batches(engine, at.draw(number))
         engine.clip_grad_norm_(0.5)
         engine.step()
         same(engine.full_parameters(), reference.step(gradients), 1e-9)
@@ -132,7 +128,7 @@ def test_a_trainers_loop_trains_and_saves_a_hugging_face_model(
             model(input_ids=tokens(Draw(7, number)))
     whole = engine.full_state_dict()
     same(whole, dict(reference.module.state_dict()), 1e-9)
-    if rank == 0:
+    if at.rank == 0:
         model.save_pretrained(tmp_path, state_dict=dict(whole))  # which it empties
     dist.barrier()
     plain: Any = reference.module
@@ -170,18 +166,17 @@ def test_saving_shards_as_if_they_were_whole_is_refused_with_the_way(
     engine.step()  # nothing was broken
 
 
-@on_ranks(2)
-@each_stage
+@at_places(2)
 def test_the_state_dict_helpers_of_torchs_checkpoint_have_whole_values(
-    rank: int, stage: int, tmp_path: Path
+    at: Place, tmp_path: Path
 ) -> None:
-    engine = made(stage, rank)
+    engine = made(at.stage, at.rank)
     whole = engine.full_state_dict()
     held = get_model_state_dict(engine.module)
     same(held, whole, 0.0)  # at stage 3 placeholders: comparing them gathers
     options = StateDictOptions(full_state_dict=True)
     same(get_model_state_dict(engine.module, options=options), whole, 0.0)
-    dcp.save({"model": whole if stage == 3 else held}, checkpoint_id=tmp_path)
+    dcp.save({"model": whole if at.stage == 3 else held}, checkpoint_id=tmp_path)
     loaded = {name: torch.zeros_like(value) for name, value in whole.items()}
     dcp.load({"model": loaded}, checkpoint_id=tmp_path)
     same(loaded, whole, 0.0)
@@ -209,13 +204,12 @@ def train(engine: Any) -> None:
     engine.step()
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 def test_a_copy_belongs_to_no_engine_and_a_placeholder_says_that_it_cannot_be_copied(
-    world_size: int, stage: int
+    at: Place,
 ) -> None:
-    engine = engine_of(Small, stage)
-    if stage == 3 and world_size > 1:
+    engine = at.engine(Small)
+    if at.is_lazy:
         for attempt in (copy.deepcopy, AveragedModel, lambda m: torch.save(m, io.BytesIO())):
             with pytest.raises(LayoutError, match="has only a shard of it"):
                 attempt(engine.module)
@@ -232,10 +226,9 @@ def test_a_copy_belongs_to_no_engine_and_a_placeholder_says_that_it_cannot_be_co
     assert not torch.equal(engine.full_parameter("embedding.weight"), begin["embedding.weight"])
 
 
-@on_ranks(1, 2, 3)
-@each_stage
-def test_a_full_state_dict_has_every_name_and_can_be_loaded_again(stage: int) -> None:
-    engine = engine_of(Small, stage)
+@at_places(1, 2, 3)
+def test_a_full_state_dict_has_every_name_and_can_be_loaded_again(at: Place) -> None:
+    engine = at.engine(Small)
     train(engine)
     saved = engine.full_state_dict()
     assert list(saved) == list(Small().state_dict())
@@ -249,19 +242,16 @@ def test_a_full_state_dict_has_every_name_and_can_be_loaded_again(stage: int) ->
     same(engine.full_state_dict(), other, 0.0)
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_averages_of_the_parameters_are_those_of_one_process(
-    rank: int, world_size: int, stage: int
-) -> None:
+@at_places(1, 2)
+def test_averages_of_the_parameters_are_those_of_one_process(at: Place) -> None:
     """The one that is whole was made before the engine; the other one is of this rank's shards."""
-    module, reference = seeded(Net), Reference(Net, world_size)
+    module, reference = seeded(Net), at.plain(Net)
     whole, wanted = (AveragedModel(m, multi_avg_fn=MEAN) for m in (module, reference.module))
-    engine = Engine(module, sgd_of(module), stage=stage)
+    engine = Engine(module, sgd_of(module), stage=at.stage)
     held = engine.state.params
     shards = torch._foreach_add(list(held.flats), 0.0)
     for number in range(3):
-        update(engine, reference, rank, number)
+        update(engine, reference, at.rank, number)
         whole.update_parameters(module)
         wanted.update_parameters(reference.module)
         rate = 1.0 if number == 0 else 0.5  # torch's average begins with a copy
@@ -273,11 +263,10 @@ def test_averages_of_the_parameters_are_those_of_one_process(
         torch.testing.assert_close(found[path], p.detach())
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_functional_call_of_an_engines_module_is_a_call_of_a_plain_one(stage: int) -> None:
+@at_places(1, 2)
+def test_functional_call_of_an_engines_module_is_a_call_of_a_plain_one(at: Place) -> None:
     """functional_call gives other tensors for the length of a call; the engine goes on."""
-    engine, other = engine_of(Small, stage), engine_of(Small, stage)
+    engine, other = at.engine(Small), at.engine(Small)
     module = engine.module.eval()
     other.module.eval()
     values = {path: value + 1 for path, value in engine.full_parameters().items()}
@@ -299,9 +288,8 @@ def test_functional_call_of_an_engines_module_is_a_call_of_a_plain_one(stage: in
     same(engine.full_parameters(), other.full_parameters(), 0.0)
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_hooks_attributes_and_gradients_of_a_parameter_outlive_the_engine(stage: int) -> None:
+@at_places(1, 2)
+def test_hooks_attributes_and_gradients_of_a_parameter_outlive_the_engine(at: Place) -> None:
     module, seen = nn.Linear(2, 1, bias=False, dtype=torch.float64), []
     weight: Any = module.weight
     weight.lr_mult = 0.5
@@ -309,7 +297,7 @@ def test_hooks_attributes_and_gradients_of_a_parameter_outlive_the_engine(stage:
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is None))
     weight.grad = torch.full((1, 2), 100.0, dtype=torch.float64)
     x = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
-    engine = Engine(module, torch.optim.SGD([weight], lr=1.0), stage=stage)
+    engine = Engine(module, torch.optim.SGD([weight], lr=1.0), stage=at.stage)
     engine(x).sum().backward()
     assert engine.full_gradient("weight").tolist() == [[110.0, 120.0]]
     assert seen == [False]

@@ -11,7 +11,7 @@ from torch import nn
 
 from fzero.adapter import Engine
 from fzero.errors import FzeroError, LayoutError, PhaseError
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks
 
 
 class Net(nn.Sequential):
@@ -31,10 +31,9 @@ def prefixed(given: dict[str, Any]) -> dict[str, Any]:
     return {f"module.{name}": x for name, x in given.items()}
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_load_state_dict_takes_whole_values_at_every_stage_or_changes_nothing(stage: int) -> None:
-    with engine_of(stage) as e:
+@at_places(1, 2)
+def test_load_state_dict_takes_whole_values_at_every_stage_or_changes_nothing(at: Place) -> None:
+    with engine_of(at.stage) as e:
         wanted = Net(7).state_dict()
         assert str(e.load_state_dict(wanted)) == "<All keys matched successfully>"
         refused: tuple[tuple[Callable[[], Any], str], ...] = (
@@ -57,10 +56,9 @@ def test_load_state_dict_takes_whole_values_at_every_stage_or_changes_nothing(st
     assert e.closed and type(e.module.get_parameter("1.weight")) is nn.Parameter
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_the_names_of_a_module_are_served_or_say_where_they_are(rank: int, stage: int) -> None:
-    e = engine_of(stage)
+@at_places(1, 2)
+def test_the_names_of_a_module_are_served_or_say_where_they_are(at: Place) -> None:
+    e = engine_of(at.stage)
     assert e.training and e.eval() is e and not e.training and e.train() is e
     assert [*e.modules()] == [*e.module.modules()] and [*e.children()] == [*e.module.children()]
     assert len([*e.buffers()]) == 3 and e.get_submodule("2").get_parameter("bias").shape == (2,)
@@ -76,7 +74,7 @@ def test_the_names_of_a_module_are_served_or_say_where_they_are(rank: int, stage
 
     def initialize(part: nn.Module) -> None:
         if isinstance(part, nn.Linear):
-            nn.init.constant_(part.weight, 1.0 + rank)
+            nn.init.constant_(part.weight, 1.0 + at.rank)
 
     assert e.apply(initialize) is e
     assert (e.full_parameter("2.weight") == 1).all()

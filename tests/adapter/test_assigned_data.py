@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fzero.adapter import Engine, gathered
 from fzero.errors import LayoutError, PhaseError
 from tests.adapter.nets import F64, linear
-from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import Draw, Reference, engine_of, update
+from tests.adapter.on_ranks import Place, at_places, on_ranks
+from tests.adapter.plain import Draw, engine_of, update
 
 X = torch.ones(1, 4, dtype=F64)
 
@@ -33,12 +33,11 @@ def train(engine: Engine) -> None:
     engine.step()
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_what_is_written_in_place_is_trained_on_and_so_is_what_converts_nothing(stage: int) -> None:
-    engine = engine_of(ones, stage)
+@at_places(1, 2)
+def test_what_is_written_in_place_is_trained_on_and_so_is_what_converts_nothing(at: Place) -> None:
+    engine = at.engine(ones)
     weight = engine.module.get_parameter("weight")
-    with gathered(engine.module, modify=True) if stage == 3 else torch.no_grad():
+    with gathered(engine.module, modify=True) if at.stage == 3 else torch.no_grad():
         weight.data.mul_(3.0)
     assert values(engine) == [3.0]
     engine(X).sum().backward()
@@ -64,8 +63,7 @@ def replace(module: Any) -> None:
     module.weight = nn.Parameter(torch.ones(3, 4, dtype=F64))
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize(
     ("change", "seen", "lazily"),
     [
@@ -76,13 +74,13 @@ def replace(module: Any) -> None:
     ],
 )
 def test_other_memory_or_another_tensor_is_refused_at_once_or_by_the_next_step(
-    world_size: int, stage: int, change: Callable[[Any], None], seen: str, lazily: str | None
+    at: Place, change: Callable[[Any], None], seen: str, lazily: str | None
 ) -> None:
-    engine = engine_of(ones, stage)
+    engine = at.engine(ones)
     train(engine)
     if change in (assign, replace):  # stand-ins in p.grad would refuse a conversion
         engine(X).sum().backward()
-    if lazily and stage == 3 and world_size > 1:
+    if lazily and at.is_lazy:
         with pytest.raises(LayoutError, match=lazily):
             change(engine.module)
         train(engine)
@@ -126,20 +124,17 @@ class Listed(nn.Module):
         return self.cell(x)[0].sum() + self.decayed[0].square().sum()
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_other_references_to_a_parameter_are_used_with_it(
-    rank: int, world_size: int, stage: int
-) -> None:
+@at_places(1, 2)
+def test_other_references_to_a_parameter_are_used_with_it(at: Place) -> None:
     def program(e: Any, draw: Draw) -> None:
         e(draw(2, 1, 2)).backward()
 
-    engine, reference = engine_of(Listed, stage), Reference(Listed, world_size)
-    update(engine, reference, rank, 0, program)
+    engine, reference = at.both(Listed)
+    update(engine, reference, at.rank, 0, program)
     engine.close()
     module: Any = engine.module  # as an ordinary one again
     assert module.decayed[0] is module.cell.weight_ih_l0
-    program(module, Draw(rank, 1))
+    program(module, at.draw(1))
 
 
 @on_ranks(1, 2)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.adapter.nets import Net, Outputs, Record, TiledLoss
-from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import Draw, Program, back, check_program, engine_of
+from tests.adapter.on_ranks import Place, at_places, on_ranks
+from tests.adapter.plain import Draw, Program, back, check_program
 
 Style = tuple[Callable[[], nn.Module], Program]
 STYLES: dict[str, Style] = {}
@@ -162,11 +162,10 @@ def test_gradients_and_updates_of_every_style_are_those_of_plain_pytorch(
     check_program(rank, world_size, *STYLES[name], **options)
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_a_gradient_of_the_input_is_no_backward(rank: int, stage: int) -> None:
-    e = engine_of(Net, stage)
-    x = Draw(rank, 0)(2, 3).requires_grad_()
+@at_places(1, 2)
+def test_a_gradient_of_the_input_is_no_backward(at: Place) -> None:
+    e = at.engine(Net)
+    x = at.draw(0)(2, 3).requires_grad_()
     torch.autograd.grad(e(x).sum(), x)
     assert e.state.progress.backwards == 0 and not e.state.gradients.held
     assert all(p.grad is None for p in e.module.parameters())

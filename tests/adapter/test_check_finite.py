@@ -16,7 +16,7 @@ from fzero.adapter import Engine
 from fzero.collectives import gather_objects, performer_of
 from fzero.errors import LayoutError, NonFiniteError
 from tests.adapter.nets import TiledLoss
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks
 from tests.adapter.scaled import loss_of
 
 NAN, INF = float("nan"), float("inf")
@@ -100,23 +100,20 @@ def _assert_same(one: Engine, two: Engine) -> None:
     assert int(one.state.step) == int(two.state.step)
 
 
-@on_ranks(1, 2, 3)
-@each_stage
-def test_every_rank_raises_the_same_and_the_engine_goes_on(
-    rank: int, world_size: int, stage: int
-) -> None:
+@at_places(1, 2, 3)
+def test_every_rank_raises_the_same_and_the_engine_goes_on(at: Place) -> None:
     """For each way of a backward, and one fault; the last rank has it, or all but the first."""
-    options: dict[str, Any] = {"stage": stage, "bucket_bytes": 16}
+    options: dict[str, Any] = {"stage": at.stage, "bucket_bytes": 16}
     engine = Engine(Net(), torch.optim.AdamW, check_finite=True, **options)
     oracle = Engine(Net(), torch.optim.AdamW, **options)  # which never sees a bad batch
     for step, (name, way, backward, fault, what) in enumerate(WAYS, 1):
         for each in (engine, oracle):
             way(each, GOOD)
             each.step()
-        first = world_size - 1 if fault == "loss" else min(1, world_size - 1)
-        way(engine, BAD[fault] if rank >= first else GOOD)
+        first = at.ranks - 1 if fault == "loss" else min(1, at.ranks - 1)
+        way(engine, BAD[fault] if at.rank >= first else GOOD)
         path = {"loss": "last", "first": "first", "both": "middle.weight"}[fault]
-        wanted = (step, first, what, path, backward, tuple(range(first, world_size)))
+        wanted = (step, first, what, path, backward, tuple(range(first, at.ranks)))
         assert _raised(engine) == wanted, name
         assert _raised(engine) == wanted  # nothing has changed
         engine.zero_grad()

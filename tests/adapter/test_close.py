@@ -12,10 +12,9 @@ from torch import nn
 from fzero.adapter import Engine
 from fzero.errors import PhaseError
 from tests.adapter.nets import Odd, Tied
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks
 from tests.adapter.plain import (
     Draw,
-    Reference,
     adamw_of,
     back,
     engine_of,
@@ -58,25 +57,24 @@ def counts_in_its_group(module: nn.Module) -> GroupAdam:
     return GroupAdam(learning(module).values())
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @pytest.mark.parametrize("optimizer_of", [adamw_of, adamw_class, counts_in_its_group])
 def test_after_close_plain_training_goes_on_as_if_there_had_been_no_engine(
-    rank: int, world_size: int, stage: int, optimizer_of: Any
+    at: Place, optimizer_of: Any
 ) -> None:
     def plain_of(module: nn.Module) -> torch.optim.Optimizer:
         made = optimizer_of(module)
         return made(learning(module).values()) if isinstance(made, type) else made
 
-    reference = Reference(Odd, world_size, plain_of)
+    reference = at.plain(Odd, plain_of)
     module: Any = seeded(Odd)
     module.c.register_forward_hook(lambda *_: None)  # the user's own stays
     before = hooks_on(module)
     alone = {path: saved_bytes(p) for path, p in module.named_parameters()}
-    engine = Engine(module, optimizer_of(module), stage=stage)
+    engine = Engine(module, optimizer_of(module), stage=at.stage)
     for number in range(2):
-        update(engine, reference, rank, number, tol=1e-9)
-    back(engine, Draw(rank, 9))  # lost
+        update(engine, reference, at.rank, number, tol=1e-9)
+    back(engine, at.draw(9))  # lost
     optimizer: Any = engine.optimizer
     engine.close()
     engine.close()
@@ -88,7 +86,7 @@ def test_after_close_plain_training_goes_on_as_if_there_had_been_no_engine(
     same(dict(module.named_parameters()), reference.parameters(), 1e-9)
     for number in range(2, 4):  # the plain module, with its optimizer, on the data of all ranks
         ranks = []
-        for other in range(world_size):
+        for other in range(at.ranks):
             module.zero_grad()
             back(module, Draw(other, number))
             ranks.append(gradients_of(module))
@@ -107,17 +105,16 @@ def cross_entropy(e: Any, draw: Draw) -> None:
     nn.functional.cross_entropy(e(ids), ids).backward()
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("second", [0, 3])
 def test_a_module_may_have_one_engine_after_another_and_what_was_tied_stays_tied(
-    rank: int, world_size: int, stage: int, second: int
+    at: Place, second: int
 ) -> None:
-    reference, module = Reference(Tied, world_size), seeded(Tied)
-    for number, chosen in enumerate((stage, second)):
+    reference, module = at.plain(Tied), seeded(Tied)
+    for number, chosen in enumerate((at.stage, second)):
         engine = engine_of(lambda: module, chosen)
-        update(engine, reference, rank, number, cross_entropy)
-        cross_entropy(engine, Draw(rank, 9))  # lost
+        update(engine, reference, at.rank, number, cross_entropy)
+        cross_entropy(engine, at.draw(9))  # lost
         engine.close()
         tied: Any = module
         assert tied.head.weight is tied.embedding.weight
@@ -129,15 +126,14 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 def test_a_part_is_frozen_from_some_update_on_by_another_engine_with_the_states_of_the_first(
-    rank: int, world_size: int, stage: int
+    at: Place,
 ) -> None:
     plain, module = seeded(two_layers), seeded(two_layers)
     adam = torch.optim.AdamW(plain.parameters(), lr=0.1)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    engine = Engine(module, optimizer, stage=stage)
+    engine = Engine(module, optimizer, stage=at.stage)
     for number in range(4):
         if number == 2:
             engine.close()
@@ -145,15 +141,15 @@ def test_a_part_is_frozen_from_some_update_on_by_another_engine_with_the_states_
                 net[0].requires_grad_(False)  # pyright: ignore[reportIndexIssue]
             paths = dict(module.named_parameters())
             slots = {path: optimizer.state.pop(p) for path, p in paths.items()}
-            engine = Engine(module, optimizer, stage=stage)
+            engine = Engine(module, optimizer, stage=at.stage)
             for path in ("2.weight", "2.bias"):
                 for name, value in slots[path].items():
                     engine.set_full_optimizer_state(path, name, value)
-        for other in range(world_size):
-            (plain(Draw(other, number)(4, 3)).square().mean() / world_size).backward()
+        for other in range(at.ranks):
+            (plain(Draw(other, number)(4, 3)).square().mean() / at.ranks).backward()
         adam.step()
         adam.zero_grad()
-        engine(Draw(rank, number)(4, 3)).square().mean().backward()
+        engine(at.draw(number)(4, 3)).square().mean().backward()
         engine.step()
         same(engine.full_state_dict(), dict(plain.named_parameters()), 1e-9)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine, gathered, sharded_init
 from fzero.machine.placeholder import LazyParam
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks
 from tests.adapter.plain import Draw, same
 
 SGD = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
@@ -206,22 +206,19 @@ def holds_one_full_parameter(rank: int) -> None:
     assert max(seen) == before + 2 and len(whole) == 2
 
 
-@on_ranks(1, 2, 3)
-@each_stage
-def test_an_engine_of_any_stage_trains_a_model_made_under_sharded_init(
-    rank: int, world_size: int, stage: int
-) -> None:
-    plain = made(rank, Everything, sharded=False, dtype=torch.float64)
-    module = made(rank, Everything, dtype=torch.float64)
+@at_places(1, 2, 3)
+def test_an_engine_of_any_stage_trains_a_model_made_under_sharded_init(at: Place) -> None:
+    plain = made(at.rank, Everything, sharded=False, dtype=torch.float64)
+    module = made(at.rank, Everything, dtype=torch.float64)
     optimizer, reference = (
         SGD([p for p in m.parameters() if p.requires_grad]) for m in (module, plain)
     )
-    engine = Engine(module, optimizer, stage=stage)
+    engine = Engine(module, optimizer, stage=at.stage)
     for number in range(2):
-        everything_loss(engine, rank, number).backward()
+        everything_loss(engine, at.rank, number).backward()
         engine.step()
         reference.zero_grad()
-        losses = [everything_loss(plain, r, number) for r in range(world_size)]
+        losses = [everything_loss(plain, r, number) for r in range(at.ranks)]
         torch.stack(losses).mean().backward()
         reference.step()
     same(engine.full_parameters(), dict(plain.named_parameters()), 1e-9)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fzero.adapter import Engine, gathered
 from tests.adapter.nets import Low
-from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import LR, Draw, Reference, adamw_of, engine_of, same, update
+from tests.adapter.on_ranks import Place, at_places, on_ranks
+from tests.adapter.plain import LR, Draw, adamw_of, engine_of, same, update
 
 LOW_LR = 2.0**-10  # an update that bf16 cannot hold: 1 - 2**-10 rounds to 1
 
@@ -30,19 +30,18 @@ def low_sgd_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=LOW_LR, fused=False)
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @pytest.mark.parametrize("masters", [True, False])
 def test_masters_gather_updates_that_bf16_cannot_hold_and_without_them_they_are_lost(
-    rank: int, world_size: int, stage: int, masters: bool
+    at: Place, masters: bool
 ) -> None:
-    engine = engine_of(Low, stage, low_sgd_of, master_weights=masters)
+    engine = at.engine(Low, low_sgd_of, master_weights=masters)
     kind = torch.float32 if masters else torch.bfloat16
     w, v = torch.ones(7, dtype=kind), torch.full((2, 3), -2.0, dtype=kind)
     for number in range(20):
-        engine(gradient_of(world_size, number, rank).bfloat16()).backward()
+        engine(gradient_of(at.ranks, number, at.rank).bfloat16()).backward()
         engine.step()
-        mean = sum(gradient_of(world_size, number, r) / world_size for r in range(world_size))
+        mean = sum(gradient_of(at.ranks, number, r) / at.ranks for r in range(at.ranks))
         assert isinstance(mean, Tensor)
         w.sub_(mean.to(kind), alpha=LOW_LR)
         v.sub_(mean.to(kind)[:6].view(2, 3), alpha=LOW_LR)
@@ -97,13 +96,12 @@ def test_what_a_user_writes_to_a_bf16_parameter_reaches_its_master(
         assert torch.equal(found["w"], w) and torch.equal(found["v"], v), f"step {number}"
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_bf16_gradients_add_up_in_fp32(stage: int, contiguous: bool) -> None:
+def test_bf16_gradients_add_up_in_fp32(at: Place, contiguous: bool) -> None:
     """256 + 1 is 256 in bf16: what adds up in it would lose every 1."""
     options = {"communication_dtype": torch.float32, "contiguous_gradients": contiguous}
-    e = engine_of(Low, stage, **options)
+    e = at.engine(Low, **options)
     ones, big = torch.ones(7, dtype=torch.bfloat16), torch.full((7,), 256.0, dtype=torch.bfloat16)
     with e.coalesce():
         for x in (big, ones, ones, ones):
@@ -150,11 +148,10 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_parameter_of_any_layout_trains_and_is_read_and_written_like_any_other(
-    rank: int, world_size: int, stage: int, layout: str
+    at: Place, layout: str
 ) -> None:
     def make() -> nn.Module:
         return Scaled(LAYOUTS[layout]())
@@ -162,13 +159,13 @@ def test_a_parameter_of_any_layout_trains_and_is_read_and_written_like_any_other
     def program(e: Any, draw: Draw) -> None:
         e(draw.whole(*shape)).sum().backward()
 
-    engine, reference = engine_of(make, stage, adamw_of), Reference(make, world_size, adamw_of)
+    engine, reference = at.both(make, adamw_of)
     shape = reference.module.get_parameter("weight").shape
-    tol = 1e-12 if world_size > 1 else 0.0  # on one rank, bit for bit
+    tol = 1e-12 if at.ranks > 1 else 0.0  # on one rank, bit for bit
     for number in range(3):
-        update(engine, reference, rank, number, program, tol)
+        update(engine, reference, at.rank, number, program, tol)
     value, zeros = filled(*shape) / 3, torch.zeros(shape, dtype=torch.float64)
-    program(engine, Draw(rank, 3))
+    program(engine, at.draw(3))
     engine.set_full_gradient("weight", value)
     engine(zeros).sum().backward()  # adds zero to it
     assert torch.equal(engine.full_gradient("weight"), value)

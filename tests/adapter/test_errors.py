@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fzero.adapter import Engine
 from fzero.errors import FzeroError, PhaseError
 from tests.adapter.nets import Fragile, Net, TiledLoss, faulty, linear
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, each_stage, on_ranks
 from tests.adapter.plain import (
     LR,
     Draw,
@@ -175,18 +175,17 @@ def stubborn_of(module: nn.Module) -> torch.optim.Optimizer:
     return Stubborn(learning(module).values(), lr=LR)
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_optimizer_that_raises_leaves_gradients_and_parameters_as_they_were(
-    rank: int, world_size: int, stage: int, every: int
+    at: Place, every: int
 ) -> None:
     options: Any = {"gradient_accumulation_steps": every, "loss_scale": 4.0, "max_norm": 1e9}
-    e, plain = engine_of(Net, stage, stubborn_of, **options), Reference(Net, world_size)
+    e, plain = at.engine(Net, stubborn_of, **options), at.plain(Net)
     optimizer: Any = e.optimizer
     for number in range(3):
         wanted = plain.run(back, number)
-        e.scale(e(Draw(rank, number)(2, 3)).square().sum()).backward()
+        e.scale(e(at.draw(number)(2, 3)).square().sum()).backward()
         for _ in range(every - 1):
             assert e.step() is False
         if number == 1:
@@ -202,39 +201,37 @@ def test_an_optimizer_that_raises_leaves_gradients_and_parameters_as_they_were(
         same(e.full_parameters(), plain.step(wanted), label="updated")
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("told_by", ["engine.backward", "zero_grad", "nobody"])
 def test_a_backward_of_a_submodule_right_after_one_that_raised_is_not_lost_silently(
-    rank: int, world_size: int, stage: int, told_by: str
+    at: Place, told_by: str
 ) -> None:
     def submodule(e: Any, draw: Draw) -> None:
         e.module.a(draw(2, 3)).square().sum().backward()
 
-    e, plain = engine_of(Fragile, stage, bucket_bytes=8), Reference(Fragile, world_size)
+    e, plain = at.both(Fragile, bucket_bytes=8)
     for number in range(2):
         with faulty(e, "middle"):
-            loss = e(Draw(rank, 50)(2, 3)).sum()
+            loss = e(at.draw(50)(2, 3)).sum()
             with pytest.raises(ValueError, match="raised in backward"):
                 e.backward(loss) if told_by == "engine.backward" else loss.backward()
         if told_by == "zero_grad":
             e.zero_grad()
         if told_by == "nobody":
-            submodule(e, Draw(rank, number))
+            submodule(e, at.draw(number))
             with pytest.raises(PhaseError, match="a backward raised"):
                 e.step()
-        update(e, plain, rank, number, submodule)
+        update(e, plain, at.rank, number, submodule)
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 def test_a_backward_that_raised_leaves_the_gradients_of_those_before_it_in_p_grad(
-    rank: int, stage: int
+    at: Place,
 ) -> None:
-    e = engine_of(Net, stage)
-    back(e, Draw(rank, 0))
+    e = at.engine(Net)
+    back(e, at.draw(0))
     before = e.global_grad_norm
-    out = e(Draw(rank, 1)(2, 3))
+    out = e(at.draw(1)(2, 3))
     out.register_hook(raise_it)
     with pytest.raises((ValueError, FzeroError)):
         out.sum().backward()
@@ -245,33 +242,31 @@ def test_a_backward_that_raised_leaves_the_gradients_of_those_before_it_in_p_gra
         e.full_gradients()
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_a_backward_of_a_loss_from_before_an_update_raises(rank: int, stage: int) -> None:
-    e = engine_of(Net, stage)
-    stale = e(Draw(rank, 0)(2, 3)).square().sum()
-    back(e, Draw(rank, 1))
+@at_places(1, 2)
+def test_a_backward_of_a_loss_from_before_an_update_raises(at: Place) -> None:
+    e = at.engine(Net)
+    stale = e(at.draw(0)(2, 3)).square().sum()
+    back(e, at.draw(1))
     e.step()
     with pytest.raises(RuntimeError):
         stale.backward()
     e.close()
 
 
-@on_ranks(2, 3)
-@each_stage
-def test_an_engine_that_raised_and_is_left_alone_does_not_disturb_another(
-    rank: int, world_size: int, stage: int
-) -> None:
+@at_places(2, 3)
+def test_an_engine_that_raised_and_is_left_alone_does_not_disturb_another(at: Place) -> None:
     """Also where ranks make another number of backwards with that other one."""
-    left = engine_of(lambda: nn.Sequential(linear(3, 3), RaisesBack(), linear(3, 3)), stage=stage)
+    left = engine_of(
+        lambda: nn.Sequential(linear(3, 3), RaisesBack(), linear(3, 3)), stage=at.stage
+    )
     with pytest.raises(ValueError, match="raised in backward"):
-        back(left, Draw(rank, 0))
-    engine, plain = engine_of(Net, stage=stage), seeded(Net)
-    for number in range(1 + rank):
-        back(engine, Draw(rank, number))
-    for other in range(world_size):
+        back(left, at.draw(0))
+    engine, plain = at.engine(Net), seeded(Net)
+    for number in range(1 + at.rank):
+        back(engine, at.draw(number))
+    for other in range(at.ranks):
         for number in range(1 + other):
-            (plain(Draw(other, number)(2, 3)).square().sum() / world_size).backward()
+            (plain(Draw(other, number)(2, 3)).square().sum() / at.ranks).backward()
     found = engine.full_gradients()
     for path, p in learning(plain).items():
         assert p.grad is not None and torch.allclose(found[path], p.grad), path

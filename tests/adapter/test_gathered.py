@@ -13,7 +13,7 @@ from fzero.adapter import gathered
 from fzero.collectives import all_reduce
 from fzero.errors import LayoutError, MismatchError, PhaseError
 from tests.adapter.nets import Odd, Tied
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks
 from tests.adapter.plain import Draw, Reference, adamw_of, back, engine_of, same, update
 
 each_kind = pytest.mark.parametrize("kind", ["module", "parameter", "list"])
@@ -29,20 +29,19 @@ def chosen(module: nn.Module, kind: str) -> tuple[Any, list[str]]:
     return [module.get_parameter(path) for path in paths], paths
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @each_kind
 def test_gathered_parameters_are_whole_and_a_write_without_modify_raises(
-    world_size: int, stage: int, kind: str
+    at: Place, kind: str
 ) -> None:
-    engine = engine_of(Odd, stage)
+    engine = at.engine(Odd)
     module, begin = engine.module, engine.full_parameters()
     given, paths = chosen(module, kind)
     with gathered(given) as fulls:
         assert len(fulls) == len(paths)
         for full, path in zip(fulls, paths, strict=True):
             assert type(full) is not nn.Parameter and torch.equal(full, begin[path])
-        if stage == 3 and world_size > 1:
+        if at.is_lazy:
             with pytest.raises(LayoutError, match="modify=True"), torch.no_grad():
                 module.get_parameter(paths[0]).fill_(9.0)
         with gathered(given) as again:  # inside of itself
@@ -51,39 +50,33 @@ def test_gathered_parameters_are_whole_and_a_write_without_modify_raises(
     same(engine.full_parameters(), begin, 0.0)
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @each_kind
-def test_what_rank_0_writes_in_gathered_is_trained_on_by_all(
-    rank: int, world_size: int, stage: int, kind: str
-) -> None:
-    engine, reference = engine_of(Odd, stage, adamw_of), Reference(Odd, world_size, adamw_of)
-    update(engine, reference, rank, 0, tol=1e-9)
+def test_what_rank_0_writes_in_gathered_is_trained_on_by_all(at: Place, kind: str) -> None:
+    engine, reference = at.both(Odd, adamw_of)
+    update(engine, reference, at.rank, 0, tol=1e-9)
     given, paths = chosen(engine.module, kind)
     with gathered(given, modify=True) as fulls, torch.no_grad():
-        fulls[0].add_(1.0 + rank)
-        engine.module.get_parameter(paths[-1]).mul_(2.0 + rank)
+        fulls[0].add_(1.0 + at.rank)
+        engine.module.get_parameter(paths[-1]).mul_(2.0 + at.rank)
     with torch.no_grad():
         reference.module.get_parameter(paths[0]).add_(1.0)
         reference.module.get_parameter(paths[-1]).mul_(2.0)
     same(engine.full_parameters(), reference.parameters(), 1e-9)
-    update(engine, reference, rank, 1, tol=1e-9)
+    update(engine, reference, at.rank, 1, tol=1e-9)
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_a_gathered_block_that_raises_ends_whole_on_every_rank(
-    rank: int, world_size: int, stage: int
-) -> None:
-    engine, reference = engine_of(Odd, stage), Reference(Odd, world_size)
+@at_places(1, 2)
+def test_a_gathered_block_that_raises_ends_whole_on_every_rank(at: Place) -> None:
+    engine, reference = at.both(Odd)
     weight = engine.module.get_parameter("a.weight")
     with pytest.raises(ZeroDivisionError), gathered([weight], modify=True) as (full,):
-        full.fill_(0.5 + rank)
+        full.fill_(0.5 + at.rank)
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError), gathered(engine.module):
         raise ZeroDivisionError
     reference.module.get_parameter("a.weight").data.fill_(0.5)
-    update(engine, reference, rank, 0)
+    update(engine, reference, at.rank, 0)
     wrong: Any
     for wrong, seen in (
         (dict(engine.module.named_parameters()), "expected parameters"),
@@ -93,10 +86,9 @@ def test_a_gathered_block_that_raises_ends_whole_on_every_rank(
             gathered(wrong).__enter__()
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_a_tied_parameter_given_twice_is_one(stage: int) -> None:
-    engine = engine_of(Tied, stage)
+@at_places(1, 2)
+def test_a_tied_parameter_given_twice_is_one(at: Place) -> None:
+    engine = at.engine(Tied)
     tied: Any = engine.module
     with gathered([tied.head.weight, tied.embedding.weight], modify=True) as (one, two):
         one.fill_(0.5)
@@ -106,27 +98,24 @@ def test_a_tied_parameter_given_twice_is_one(stage: int) -> None:
     engine.step()
 
 
-@on_ranks(1, 2, 3)
-@each_stage
-def test_blocks_of_gathered_inside_each_other_end_one_by_one(
-    rank: int, world_size: int, stage: int
-) -> None:
-    last = world_size - 1
-    engine = engine_of(Odd, stage)
+@at_places(1, 2, 3)
+def test_blocks_of_gathered_inside_each_other_end_one_by_one(at: Place) -> None:
+    last = at.ranks - 1
+    engine = at.engine(Odd)
     module = engine.module
     paths = [path for path, _ in module.named_parameters()]
     weight, bias = module.get_parameter("a.weight"), module.get_parameter("a.bias")
     with gathered(weight, modify=True, from_rank=last) as (outer,), torch.no_grad():
-        outer.fill_(2.0 + rank)
+        outer.fill_(2.0 + at.rank)
         with gathered(module) as fulls:
             assert torch.equal(fulls[paths.index("a.weight")], outer)
         with gathered(bias, modify=True, from_rank=last) as (inner,):
-            inner.fill_(3.0 + rank)
+            inner.fill_(3.0 + at.rank)
         weight.mul_(5.0)  # through the module, after blocks inside have ended
     found = engine.full_parameters()
     assert found["a.weight"].unique().tolist() == [5.0 * (2.0 + last)]
     assert found["a.bias"].unique().tolist() == [3.0 + last]
-    if stage == 3 and world_size > 1:
+    if at.is_lazy:
         with gathered(module):
             with gathered(bias, modify=True), pytest.raises(PhaseError, match="same from_rank"):
                 gathered(weight, modify=True, from_rank=last).__enter__()
@@ -141,24 +130,23 @@ def as_many_forwards_as_ranks(engine: Any, rank: int) -> list[torch.Tensor]:
     return [engine.module(x).detach().clone() for _ in range(2 * rank + 1)]
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_in_gathered_ranks_make_other_numbers_of_forwards(
-    rank: int, world_size: int, stage: int, options: dict[str, Any], mode: Any
+    at: Place, options: dict[str, Any], mode: Any
 ) -> None:
-    engine = engine_of(Odd, stage, adamw_of, **options)
-    reference = Reference(Odd, world_size, adamw_of)
+    engine = at.engine(Odd, adamw_of, **options)
+    reference = at.plain(Odd, adamw_of)
     for number in range(3):
         with mode(), gathered(engine.module):
-            outputs = as_many_forwards_as_ranks(engine, rank)
+            outputs = as_many_forwards_as_ranks(engine, at.rank)
             ranks = all_reduce(torch.ones(()), world())  # of the user's, between them
         wanted = reference.module(torch.ones(2, 3, dtype=torch.float64))
-        assert ranks == world_size
+        assert ranks == at.ranks
         assert all(torch.allclose(x, wanted, rtol=1e-9) for x in outputs)
         assert not engine.memory_report().live_parameters
-        update(engine, reference, rank, number, tol=1e-9)
+        update(engine, reference, at.rank, number, tol=1e-9)
 
 
 @on_ranks(2)
@@ -200,23 +188,22 @@ class Normed(nn.Module):
             return self.c(self.b(h)) * weight.norm()
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 def test_a_forward_that_reads_in_gathered_trains_as_a_plain_module(
-    rank: int, world_size: int, stage: int, options: dict[str, Any]
+    at: Place, options: dict[str, Any]
 ) -> None:
-    engine = engine_of(Normed, stage, adamw_of, **options)
-    reference = Reference(Normed, world_size, adamw_of)
+    engine = at.engine(Normed, adamw_of, **options)
+    reference = at.plain(Normed, adamw_of)
     module, norms = engine.module, []
     assert isinstance(module, Normed)
     for number in range(4):
         if number == 2:  # the order of the others is known by now
-            module.logs = [] if rank == 0 else None
+            module.logs = [] if at.rank == 0 else None
         norms.append(reference.module.get_parameter("c.weight").norm().item())
-        update(engine, reference, rank, number, tol=1e-9)
+        update(engine, reference, at.rank, number, tol=1e-9)
         assert not engine.memory_report().live_parameters
-    assert module.logs == (pytest.approx(norms[2:]) if rank == 0 else None)
+    assert module.logs == (pytest.approx(norms[2:]) if at.rank == 0 else None)
 
 
 @on_ranks(2)

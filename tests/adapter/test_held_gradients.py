@@ -18,8 +18,8 @@ from fzero.adapter import Engine
 from fzero.checkpoint import save
 from fzero.errors import FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import Net, linear
-from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import LR, Draw, Reference, back, engine_of, same, update
+from tests.adapter.on_ranks import Place, at_places, each_stage
+from tests.adapter.plain import LR, Draw, back, engine_of, same, update
 
 
 def params(e: Engine) -> list[nn.Parameter]:
@@ -61,18 +61,17 @@ SHARDED: dict[str, tuple[Callable[[Engine], Any], str]] = {
 }
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 def test_reading_or_writing_a_gradient_through_p_grad_raises_and_names_the_engines_way(
-    rank: int, world_size: int, stage: int
+    at: Place,
 ) -> None:
-    e, plain = engine_of(Net, stage), Reference(Net, world_size)
+    e, plain = at.both(Net)
 
     def tried(e: Any, draw: Draw) -> None:
         back(e, draw)
         if not isinstance(e, Engine):
             return
-        for name, (do, way) in {**REFUSED, **(SHARDED if stage else {})}.items():
+        for name, (do, way) in {**REFUSED, **(SHARDED if at.stage else {})}.items():
             with pytest.raises(FzeroError, match=f"(?s)Fix: .*{way}") as caught:
                 do(e)
             assert "a.weight" in str(caught.value), f"{name}: {caught.value}"
@@ -80,7 +79,7 @@ def test_reading_or_writing_a_gradient_through_p_grad_raises_and_names_the_engin
             assert p.grad is not None
             assert p.grad.shape == p.shape and p.grad.dtype == p.dtype and "Held" in repr(p.grad)
 
-    update(e, plain, rank, 0, tried)
+    update(e, plain, at.rank, 0, tried)
     assert all(p.grad is None for p in params(e))
 
 
@@ -97,12 +96,11 @@ HOOKS: dict[str, Callable[[nn.Parameter], Callable[[Any], None]]] = {
 }
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_hook_on_p_grad_raises_whether_it_or_the_engine_was_there_first(
-    rank: int, world_size: int, stage: int, name: str, first: bool
+    at: Place, name: str, first: bool
 ) -> None:
     module = linear(3, 2)
     handles: list[Any] = []
@@ -113,13 +111,13 @@ def test_a_hook_on_p_grad_raises_whether_it_or_the_engine_was_there_first(
 
     if first:
         hook()
-    e = Engine(module, torch.optim.SGD(module.parameters(), lr=LR), stage=stage)
+    e = Engine(module, torch.optim.SGD(module.parameters(), lr=LR), stage=at.stage)
     if not first:
         hook()
     before = e.full_parameters()
     for _ in range(2):  # the second time the stand-ins are there already
         with pytest.raises(FzeroError, match=r"engine\.step\(\)"):
-            e.backward(e.module(torch.full((1, 3), 1.0 + rank, dtype=torch.float64)).sum())
+            e.backward(e.module(torch.full((1, 3), 1.0 + at.rank, dtype=torch.float64)).sum())
     same(e.full_parameters(), before, 0.0)
     for handle in handles:
         handle.remove()
@@ -147,42 +145,38 @@ def submodule(e: Any, draw: Draw) -> None:
     e.module.a(draw(2, 3)).square().sum().backward()
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("name", DROPPED)
-def test_whoever_sets_every_p_grad_to_none_drops_the_gradients(
-    rank: int, world_size: int, stage: int, name: str
-) -> None:
-    e, plain, drop = engine_of(Net, stage), Reference(Net, world_size), DROPPED[name]
-    back(e, Draw(rank, 5))
+def test_whoever_sets_every_p_grad_to_none_drops_the_gradients(at: Place, name: str) -> None:
+    (e, plain), drop = at.both(Net), DROPPED[name]
+    back(e, at.draw(5))
     drop(e)
     with pytest.raises(PhaseError, match="there are no gradients"):
         e.full_gradients()
-    back(e, Draw(rank, 5))
+    back(e, at.draw(5))
     drop(e)
     assert e.step()  # of nothing
     same(e.full_parameters(), plain.parameters())
-    back(e, Draw(rank, 6))
+    back(e, at.draw(6))
     drop(e)
     for program in (back, submodule):  # the next one comes by the engine's call, or around it
-        program(e, Draw(rank, 0))
+        program(e, at.draw(0))
         assert e.state.progress.backwards == 1
         same(e.full_gradients(), plain.run(program, 0))
         drop(e)
-    update(e, plain, rank, 1)
+    update(e, plain, at.rank, 1)
     with e.no_sync():
-        back(e, Draw(rank, 7))
+        back(e, at.draw(7))
     drop(e)
     with e.no_sync():
-        back(e, Draw(rank, 8))
+        back(e, at.draw(8))
         drop(e)
-    update(e, plain, rank, 2)
+    update(e, plain, at.rank, 2)
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_the_gradient_of_a_single_parameter_is_dropped_too(stage: int) -> None:
-    e = engine_of(lambda: linear(3, 1, bias=False), stage)
+@at_places(1, 2)
+def test_the_gradient_of_a_single_parameter_is_dropped_too(at: Place) -> None:
+    e = engine_of(lambda: linear(3, 1, bias=False), at.stage)
     e(torch.ones(1, 3, dtype=torch.float64)).backward()
     e.module.zero_grad()
     (2 * e.module.get_parameter("weight")).sum().backward()  # by another way than the module
@@ -197,44 +191,42 @@ def drop_some(e: Engine) -> None:
     torch.optim.SGD(params(e)[:3], lr=LR).zero_grad()
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize(
     ("change", "seen"), [(write_one, "a.bias was replaced"), (drop_some, "set to None")]
 )
 def test_a_gradient_written_by_hand_or_dropped_in_part_raises_at_every_use_until_it_is_mended(
-    rank: int, world_size: int, stage: int, change: Callable[[Engine], None], seen: str
+    at: Place, change: Callable[[Engine], None], seen: str
 ) -> None:
-    e, plain = engine_of(Net, stage), Reference(Net, world_size)
+    e, plain = at.both(Net)
     uses: list[Callable[[], Any]] = [
         e.step,
         e.full_gradients,
         lambda: e.clip_grad_norm_(1.0),
-        lambda: back(e, Draw(rank, 1)),
+        lambda: back(e, at.draw(1)),
     ]
-    back(e, Draw(rank, 0))
+    back(e, at.draw(0))
     change(e)
     for use in uses * 2:  # it is not forgotten when it was said once
         with pytest.raises(LayoutError, match=f"(?s)p.grad of .*{seen}.*Fix: "):
             use()
     assert int(e.state.step) == 0
     e.zero_grad()
-    update(e, plain, rank, 2)
+    update(e, plain, at.rank, 2)
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("window", [False, True])
 def test_the_state_has_no_gradients_after_zero_grad_of_an_optimizer_and_is_saved(
-    rank: int, world_size: int, stage: int, window: bool, tmp_path: Path
+    at: Place, window: bool, tmp_path: Path
 ) -> None:
-    e, plain = engine_of(Net, stage), Reference(Net, world_size)
+    e, plain = at.both(Net)
     with e.no_sync() if window else nullcontext():
-        back(e, Draw(rank, 0))
+        back(e, at.draw(0))
     torch.optim.SGD(params(e), lr=LR).zero_grad()
     save(tmp_path / "state", e)  # it refuses gradients
     assert not e.state.gradients.held and not e.state.window.pending.held
-    update(e, plain, rank, 1)
+    update(e, plain, at.rank, 1)
 
 
 @each_stage

@@ -54,6 +54,22 @@ def test_a_batch_of_inference_mode_is_named_and_training_goes_on(
         assert torch.equal(value, fzero.evaluate(loss, state)({"x": frozen_batch}))
 
 
+def test_what_failed_is_said_beside_the_batch_of_inference_mode(frozen_batch: Tensor) -> None:
+    seen = r"made under inference_mode; torch says: no room for 7 experts\.\n"
+
+    class Full(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            raise RuntimeError("no room for 7 experts.\nMore of it.")
+
+    with pytest.raises(LayoutError, match=seen) as found:
+        Engine(Full(2, 1), torch.optim.SGD, stage=0)(frozen_batch)
+    assert isinstance(found.value.__cause__, RuntimeError)
+    apply, params = fzero.functionalize(Full(2, 1))
+    state = fzero.init(params, fzero.optim.sgd(0.1), stage=3)
+    with pytest.raises(LayoutError, match=seen):
+        fzero.grad_and_reduce(lambda p, x: apply(p, x).sum(), state)(frozen_batch)
+
+
 def test_a_misspelt_option_of_the_engine_names_the_nearest_one() -> None:
     options: dict[str, Any] = {"stgae": 2}
     with pytest.raises(

@@ -13,20 +13,19 @@ from torch import nn
 
 from fzero.errors import PeerFailedError
 from tests.adapter.nets import F64, Net
-from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import Draw, Reference, back, engine_of, same, update
+from tests.adapter.on_ranks import Place, at_places
+from tests.adapter.plain import back, same, update
 from tests.failing import fails_in_backward
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("uses", ["none", "a forward", "gradients", "updates"])
-def test_an_engine_that_nobody_holds_goes_with_its_model(rank: int, stage: int, uses: str) -> None:
-    e: Any = engine_of(Net, stage, autocast=torch.bfloat16)
+def test_an_engine_that_nobody_holds_goes_with_its_model(at: Place, uses: str) -> None:
+    e: Any = at.engine(Net, autocast=torch.bfloat16)
     if uses == "a forward":
         e(torch.ones(2, 3, dtype=F64))
     if uses in ("gradients", "updates"):
-        back(e, Draw(rank, 0))
+        back(e, at.draw(0))
     if uses == "updates":
         e.step()
     held = [*e.module.parameters(), e.state.params.flats[0], e.module, e._driver]
@@ -37,14 +36,13 @@ def test_an_engine_that_nobody_holds_goes_with_its_model(rank: int, stage: int, 
     assert [x() for x in gone] == [None] * len(gone)
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_a_model_keeps_its_engine(rank: int, world_size: int, stage: int) -> None:
-    e, plain = engine_of(Net, stage), Reference(Net, world_size)
+@at_places(1, 2)
+def test_a_model_keeps_its_engine(at: Place) -> None:
+    e, plain = at.both(Net)
     module, driver = e.module, weakref.ref(e._driver)
     del e
     gc.collect()
-    back(module, Draw(rank, 0))
+    back(module, at.draw(0))
     kept: Any = driver()
     wanted = plain.run(back, 0)
     found = kept.state.setup.layout.leaves
@@ -63,23 +61,22 @@ class Broken(nn.Module):
         return self.net(fails_in_backward(x, MemoryError("no memory")) if self.fails else x)
 
 
-@on_ranks(2)
-@each_stage
+@at_places(2)
 @pytest.mark.parametrize("failing", [{0, 1}, {1}], ids=["on all ranks", "on one rank"])
 @pytest.mark.parametrize("collecting", [set(), {0}, {1}], ids=str)
 def test_the_next_engine_after_a_plain_backward_that_raised_trains(
-    rank: int, world_size: int, stage: int, failing: set[int], collecting: set[int]
+    at: Place, failing: set[int], collecting: set[int]
 ) -> None:
     """As where a smaller batch is tried with a new engine, after one that took too much memory."""
-    e: Any = engine_of(Broken, stage)
-    e.module.fails = rank in failing
+    e: Any = at.engine(Broken)
+    e.module.fails = at.rank in failing
     with suppress(MemoryError, PeerFailedError):
-        back(e, Draw(rank, 0))
+        back(e, at.draw(0))
         raise AssertionError("a backward without an error")
     e = None
-    if rank in collecting:
+    if at.rank in collecting:
         gc.collect()
-    new, plain = engine_of(Broken, stage), Reference(Broken, world_size)
+    new, plain = at.both(Broken)
     for number in range(2):
-        update(new, plain, rank, number)
+        update(new, plain, at.rank, number)
     same(new.full_parameters(), dict(plain.module.named_parameters()))

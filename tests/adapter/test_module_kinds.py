@@ -26,7 +26,7 @@ from tests.adapter.nets import (
     Shared,
     Tied,
 )
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks
 from tests.adapter.plain import (
     Draw,
     Plain,
@@ -34,7 +34,6 @@ from tests.adapter.plain import (
     Reference,
     back,
     check_program,
-    engine_of,
     gradients_of,
     same,
 )
@@ -164,14 +163,13 @@ class Summed(nn.Module):
         return (self.a.unsqueeze(0) + self.b.unsqueeze(0)).square().sum()
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_gradient_that_two_parameters_share_is_counted_once_for_each(
-    stage: int, windows: bool
+    at: Place, windows: bool
 ) -> None:
     """In plain PyTorch the second backward would add to the memory of both, twice."""
-    e = engine_of(Summed, stage, bucket_bytes=8)
+    e = at.engine(Summed, bucket_bytes=8)
     for _ in range(6):  # a bucket that is reduced may be faster than the rest, or not
         with e.coalesce() if windows else nullcontext():
             e().backward()
@@ -181,32 +179,28 @@ def test_a_gradient_that_two_parameters_share_is_counted_once_for_each(
         e.zero_grad()
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("bucket_bytes", [8, 4096])
 def test_a_part_that_is_frozen_for_a_while_gets_zeros_then_gradients_again(
-    rank: int, world_size: int, stage: int, bucket_bytes: int
+    at: Place, bucket_bytes: int
 ) -> None:
-    e, plain = engine_of(Net, stage, bucket_bytes=bucket_bytes), Reference(Net, world_size)
+    e, plain = at.both(Net, bucket_bytes=bucket_bytes)
     zeros = {path: torch.zeros_like(p) for path, p in Net().named_parameters()}
     for number, learns in enumerate((True, False, False, True)):
         for module in (e.module, plain.module):
             module.b.requires_grad_(learns)
         wanted = zeros | plain.run(back, number)
-        back(e, Draw(rank, number))
+        back(e, at.draw(number))
         same(e.full_gradients(), wanted)
         e.step()
         same(e.full_parameters(), plain.step(wanted))
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_what_was_frozen_at_construction_and_learns_now_is_refused_by_name(
-    rank: int, world_size: int, stage: int
-) -> None:
-    e, plain = engine_of(Adapted, stage), Reference(Adapted, world_size)
+@at_places(1, 2)
+def test_what_was_frozen_at_construction_and_learns_now_is_refused_by_name(at: Place) -> None:
+    e, plain = at.both(Adapted)
     e.module.base.weight.requires_grad_(True)
-    back(e, Draw(rank, 1))
+    back(e, at.draw(1))
     with pytest.raises(ValueError, match=r"base\.weight requires grad now(.|\n)*Fix"):
         e.step()
     e.module.base.weight.requires_grad_(False)
@@ -214,10 +208,9 @@ def test_what_was_frozen_at_construction_and_learns_now_is_refused_by_name(
     assert e.step()
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_nothing_is_left_by_forwards_without_gradient(stage: int) -> None:
-    e = engine_of(Net, stage)
+@at_places(1, 2)
+def test_nothing_is_left_by_forwards_without_gradient(at: Place) -> None:
+    e = at.engine(Net)
     before = e.hooks, e.state.progress, e.state.gradients, e.memory_report()
     for no_grad in (torch.no_grad, torch.inference_mode):
         with no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
 from tests.adapter.nets import Odd, Shapes, linear
-from tests.adapter.on_ranks import STAGES, each_stage, on_ranks
+from tests.adapter.on_ranks import STAGES, Place, at_places, on_ranks
 from tests.adapter.plain import (
     Draw,
     Reference,
@@ -90,19 +90,18 @@ def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     return torch.optim.lr_scheduler.LambdaLR(optimizer, shapes)
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 def test_param_groups_keep_their_options_and_order_and_a_scheduler_made_before_drives_them(
-    rank: int, world_size: int, stage: int
+    at: Place,
 ) -> None:
-    reference, module = Reference(Odd, world_size, grouped), seeded(Odd)
+    reference, module = at.plain(Odd, grouped), seeded(Odd)
     optimizer, plain_optimizer = grouped(module), reference.optimizer
     assert plain_optimizer is not None
     plans = scheduled(optimizer), scheduled(plain_optimizer)
-    engine = Engine(module, optimizer, stage=stage)
+    engine = Engine(module, optimizer, stage=at.stage)
     assert engine.optimizer is optimizer and len(optimizer.param_groups) == 3
     for number in range(STEPS):
-        update(engine, reference, rank, number, tol=1e-9)
+        update(engine, reference, at.rank, number, tol=1e-9)
         for plan in plans:
             plan.step()
     rates = [[group["lr"] for group in o.param_groups] for o in (optimizer, plain_optimizer)]
@@ -146,21 +145,20 @@ def matrices() -> nn.Module:
     return nn.Sequential(linear(3, 4, bias=False), nn.Tanh(), linear(4, 3, bias=False))
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("style", ["class", "instance"])
 def test_optimizers_that_need_whole_matrices_are_refused_by_name_before_the_module_is_touched(
-    world_size: int, stage: int, style: str
+    at: Place, style: str
 ) -> None:
     refused: list[Any] = [torch.optim.LBFGS, torch.optim.SparseAdam]
-    if stage and world_size > 1:
+    if at.stage and at.ranks > 1:
         refused += [torch.optim.Adafactor, torch.optim.Muon]
     for cls in refused:
         module = matrices()
         begin = {path: (p.data_ptr(), p.detach().clone()) for path, p in module.named_parameters()}
         optimizer = cls if style == "class" else cls(list(module.parameters()))
         with pytest.raises(LayoutError, match=cls.__name__):
-            Engine(module, optimizer, stage=stage)
+            Engine(module, optimizer, stage=at.stage)
         assert not module._forward_hooks and not module._forward_pre_hooks
         for path, p in module.named_parameters():
             assert type(p) is nn.Parameter and p.data_ptr() == begin[path][0]
@@ -217,20 +215,17 @@ class TiedAndFrozen(Odd):
         return self.d(torch.tanh(super().forward(x)))
 
 
-@on_ranks(1, 2, 3)
-@each_stage
+@at_places(1, 2, 3)
 @pytest.mark.parametrize("max_norm", [0.25, 1e6])
-def test_clipping_and_the_global_norm_are_those_of_torch(
-    rank: int, world_size: int, stage: int, max_norm: float
-) -> None:
-    engine = engine_of(TiedAndFrozen, stage, max_norm=max_norm, bucket_bytes=100)
-    by_hand = engine_of(TiedAndFrozen, stage)
-    reference = Reference(TiedAndFrozen, world_size)
+def test_clipping_and_the_global_norm_are_those_of_torch(at: Place, max_norm: float) -> None:
+    engine = at.engine(TiedAndFrozen, max_norm=max_norm, bucket_bytes=100)
+    by_hand = at.engine(TiedAndFrozen)
+    reference = at.plain(TiedAndFrozen)
     assert engine.global_grad_norm is None
     for number in range(3):
         gradients = reference.run(back, number)
         for e in (engine, by_hand):
-            back(e, Draw(rank, number))
+            back(e, at.draw(number))
         same(engine.full_gradients(), gradients, label="before clipping")
         norm = reference.clip(gradients, max_norm)
         asked, before = engine.global_grad_norm, by_hand.clip_grad_norm_(max_norm)

@@ -16,7 +16,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.errors import FzeroError, MismatchError, PhaseError
 from tests.adapter.nets import Net
-from tests.adapter.on_ranks import STAGES, each_stage, on_ranks
+from tests.adapter.on_ranks import STAGES, Place, at_places, on_ranks
 from tests.adapter.plain import Draw, Reference, back, engine_of, learning, same
 
 INF = float("inf")
@@ -102,25 +102,26 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@on_ranks(2)
-@each_stage
-def test_what_is_clipped_is_what_an_update_uses(rank: int, world_size: int, stage: int) -> None:
+@at_places(2)
+def test_what_is_clipped_is_what_an_update_uses(at: Place) -> None:
     """Without the loss scale, averaged; masters in fp32 for parameters in bf16."""
     for options in OPTIONS:
         for dtype in (torch.float64, torch.bfloat16):
             module = Net().to(dtype)
-            e = Engine(module, torch.optim.SGD(module.parameters(), lr=0.5), stage=stage, **options)
+            e = Engine(
+                module, torch.optim.SGD(module.parameters(), lr=0.5), stage=at.stage, **options
+            )
             for number in range(2):
-                e.backward(e(Draw(rank, number)(2, 3, dtype=dtype)).square().sum())
+                e.backward(e(at.draw(number)(2, 3, dtype=dtype)).square().sum())
             before = e.full_gradients()
             norm = torch.stack([x.norm() for x in before.values()]).norm()
             found = nn.utils.clip_grad_norm_(module.parameters(), float(norm) / 2)
             assert torch.allclose(found.double(), norm.double(), rtol=1e-5), options
             bound = float(norm) / 8
-            (e.clip_grad_value_ if rank < 0 or dtype is torch.float64 else clamp(e))(bound)
+            (e.clip_grad_value_ if at.rank < 0 or dtype is torch.float64 else clamp(e))(bound)
             wanted = {path: (x / 2).clamp(-bound, bound) for path, x in before.items()}
             same(e.full_gradients(), wanted, 1e-5, f"{options}")
-            if stage == 0:
+            if at.stage == 0:
                 for path, p in module.named_parameters():
                     assert p.grad is not None
                     assert torch.equal(p.grad.clone(), e.full_gradient(path).to(dtype))
@@ -132,21 +133,20 @@ def clamp(e: Engine) -> Callable[[float], None]:
     return lambda bound: nn.utils.clip_grad_value_(e.module.parameters(), bound)
 
 
-@on_ranks(2)
-@each_stage
-def test_what_one_rank_does_alone_raises_on_every_rank(rank: int, stage: int) -> None:
-    e = engine_of(Net, stage)
+@at_places(2)
+def test_what_one_rank_does_alone_raises_on_every_rank(at: Place) -> None:
+    e = at.engine(Net)
     first = next(e.module.parameters())
 
     def alone() -> Any:
-        return first.grad.norm() if rank == 0 else e.step()
+        return first.grad.norm() if at.rank == 0 else e.step()
 
     def differs() -> Any:
-        first.grad.mul_(0.5 + rank)
+        first.grad.mul_(0.5 + at.rank)
         return e.step()
 
     def dropped() -> Any:
-        if rank == 0:
+        if at.rank == 0:
             first.grad.zero_()
         return e.step()
 
@@ -155,14 +155,14 @@ def test_what_one_rank_does_alone_raises_on_every_rank(rank: int, stage: int) ->
         (differs, r"mul_\(1\.5\)"),
         (dropped, "zero_"),
     ):
-        back(e, Draw(rank, 0))
+        back(e, at.draw(0))
         before = e.full_parameters()
         with pytest.raises(MismatchError, match=seen):
             do()
         same(e.full_parameters(), before, 0.0)
         e.zero_grad()
     with e.no_sync():
-        back(e, Draw(rank, 1))
+        back(e, at.draw(1))
         for refused in (first.grad.norm, lambda: first.grad.mul_(2.0)):
             with pytest.raises(PhaseError, match="inside a window"):
                 refused()
@@ -199,11 +199,10 @@ def test_at_stage_0_the_elements_of_p_grad_are_read_as_those_of_any_gradient(
     assert e.step()
 
 
-@on_ranks(2)
-@each_stage
-def test_each_engine_has_its_norms_and_none_after_it_is_closed(rank: int, stage: int) -> None:
-    a, b = engine_of(Net, stage), engine_of(Net, stage)
-    loss = a(Draw(rank, 0)(2, 3)).sum() + 3 * b(Draw(rank, 0)(2, 3)).sum()
+@at_places(2)
+def test_each_engine_has_its_norms_and_none_after_it_is_closed(at: Place) -> None:
+    a, b = at.engine(Net), at.engine(Net)
+    loss = a(at.draw(0)(2, 3)).sum() + 3 * b(at.draw(0)(2, 3)).sum()
     loss.backward()
     every = [*a.module.parameters(), *b.module.parameters()]
     norm = nn.utils.clip_grad_norm_(every, 1.0)
@@ -211,7 +210,7 @@ def test_each_engine_has_its_norms_and_none_after_it_is_closed(rank: int, stage:
     assert torch.allclose(both.norm(), torch.ones(()).double(), atol=1e-5)
     assert torch.allclose(both[1], 3 * both[0]) and norm > 1
     assert a.step() and b.step()
-    back(a, Draw(rank, 1))
+    back(a, at.draw(1))
     kept = next(a.module.parameters()).grad
     a.close()
     assert kept is not None and "shape" in repr(kept)

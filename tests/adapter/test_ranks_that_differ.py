@@ -13,7 +13,7 @@ from fzero.adapter import Engine, gathered
 from fzero.errors import AxisError, LayoutError, MismatchError, PeerFailedError, PhaseError
 from fzero.integrations import deepspeed
 from tests.adapter.nets import Net, linear
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks
 from tests.adapter.plain import Draw, back, check_program, engine_of, same
 from tests.failing import fails_in_backward
 
@@ -147,18 +147,17 @@ class Branches(nn.Module):
         return self.extra(h) if extra else h
 
 
-@on_ranks(2, 3)
-@each_stage
+@at_places(2, 3)
 @pytest.mark.parametrize("told", [True, False])
 def test_all_raise_in_a_backward_of_which_they_had_reduced_other_parts(
-    rank: int, stage: int, told: bool
+    at: Place, told: bool
 ) -> None:
-    one, two = (engine_of(Branches, stage, bucket_bytes=1) for _ in range(2))
+    one, two = (at.engine(Branches, bucket_bytes=1) for _ in range(2))
     with pytest.raises((ZeroDivisionError, AxisError)):  # at stage 3 the first tells the others
-        loss = one(Draw(rank, 0)(2, 3), rank == 0, True).sum()
+        loss = one(at.draw(0)(2, 3), at.rank == 0, True).sum()
         one.backward(loss) if told else loss.backward()
     for engine in (one, two):
-        back(engine, Draw(rank, 1))
+        back(engine, at.draw(1))
     same(one.full_gradients(), two.full_gradients(), 0.0)
     for engine in (one, two):
         engine.step()
@@ -180,16 +179,15 @@ def test_a_window_that_raises_on_ranks_with_other_forwards_loses_nobody_elses(
     engine.close()
 
 
-@on_ranks(2, 3)
-@each_stage
-def test_one_rank_raises_in_its_backward_and_the_others_in_theirs(rank: int, stage: int) -> None:
-    engine = engine_of(Branches, stage, bucket_bytes=1)
-    loss = engine(Draw(rank, 0)(2, 3), fails=rank == 0).sum()
-    with pytest.raises(PeerFailedError if rank else ZeroDivisionError):
+@at_places(2, 3)
+def test_one_rank_raises_in_its_backward_and_the_others_in_theirs(at: Place) -> None:
+    engine = at.engine(Branches, bucket_bytes=1)
+    loss = engine(at.draw(0)(2, 3), fails=at.rank == 0).sum()
+    with pytest.raises(PeerFailedError if at.rank else ZeroDivisionError):
         engine.backward(loss)
     with pytest.raises(PhaseError, match="there are no gradients"):
         engine.full_gradients()
-    engine(Draw(rank, 1)(2, 3)).sum().backward()
+    engine(at.draw(1)(2, 3)).sum().backward()
     assert engine.step()
     engine.close()
 
@@ -247,14 +245,13 @@ def test_ranks_come_to_a_read_with_other_numbers_of_forwards(rank: int) -> None:
     engine.close()
 
 
-@on_ranks(2)
-@each_stage
-def test_gradients_are_clipped_to_one_norm_on_all_ranks(rank: int, stage: int) -> None:
-    engine = engine_of(layer, stage)
+@at_places(2)
+def test_gradients_are_clipped_to_one_norm_on_all_ranks(at: Place) -> None:
+    engine = at.engine(layer)
     engine(X).sum().backward()
     before = engine.full_gradients()
     with pytest.raises(MismatchError, match=r"clip_grad_norm_\(1.0\)[\s\S]*clip_grad_norm_\(2.0\)"):
-        engine.clip_grad_norm_(1.0 + rank)
+        engine.clip_grad_norm_(1.0 + at.rank)
     for wrong in (-1.0, float("nan"), "1"):
         with pytest.raises(LayoutError, match="max_norm"):
             engine.clip_grad_norm_(wrong)  # type: ignore[arg-type]

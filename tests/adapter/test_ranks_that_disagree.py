@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,50 +10,49 @@ import torch
 from torch import nn
 
 import fzero
-from fzero.adapter import Engine
 from fzero.errors import LayoutError, MismatchError
-from tests.adapter.experts import (
-    X,
-    moved,
-    stepping,
-)
+from tests.adapter.experts import X, moved, stepping
+from tests.adapter.on_ranks import virtually
 
 
-def test_an_error_of_one_rank_at_its_update_ends_the_others() -> None:
-    def body(engine: Engine, rank: int) -> None:
-        engine(X, [0]).backward()
-        before = engine.full_parameters()
-        if rank == 0:
-            engine.module.stem.weight.data = torch.zeros(3, 3, dtype=torch.float64)
-        with pytest.raises((LayoutError, fzero.errors.PeerFailedError)):
-            engine.step()
-        assert moved(engine, before) <= {"stem"}  # by the user
-
-    stepping(1, body)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_gradients_that_one_rank_threw_away_raise_on_all(stage: int) -> None:
-    def body(engine: Engine, rank: int) -> None:
-        engine(X, [0]).backward()
-        before = engine.full_parameters()
-        if rank:
-            engine.module.zero_grad()
-        with pytest.raises(MismatchError, match="holds reduced gradients, and rank 1 holds none"):
-            engine.step()
-        assert moved(engine, before) == set()
-        engine.zero_grad()
-        engine(X, [0]).backward()
+@virtually(2)
+def test_an_error_of_one_rank_at_its_update_ends_the_others(rank: int) -> None:
+    engine = stepping(1)
+    engine(X, [0]).backward()
+    before = engine.full_parameters()
+    if rank == 0:
+        engine.module.stem.weight.data = torch.zeros(3, 3, dtype=torch.float64)
+    with pytest.raises((LayoutError, fzero.errors.PeerFailedError)):
         engine.step()
-        assert moved(engine, before) == {"stem", "head", "0"}
+    assert moved(engine, before) <= {"stem"}  # by the user
 
-    stepping(stage, body)
+
+@virtually(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_that_one_rank_threw_away_raise_on_all(rank: int, stage: int) -> None:
+    engine = stepping(stage)
+    engine(X, [0]).backward()
+    before = engine.full_parameters()
+    if rank:
+        engine.module.zero_grad()
+    with pytest.raises(MismatchError, match="holds reduced gradients, and rank 1 holds none"):
+        engine.step()
+    assert moved(engine, before) == set()
+    engine.zero_grad()
+    engine(X, [0]).backward()
+    engine.step()
+    assert moved(engine, before) == {"stem", "head", "0"}
 
 
 def set_of(group: int, **options: Any) -> Callable[[Any], None]:
     return lambda optimizer: optimizer.param_groups[group].update(options)
 
 
+def plateau(optimizer: Any) -> None:
+    torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0).step(1.0)
+
+
+@virtually(2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("change", "seen"),
@@ -65,45 +63,34 @@ def set_of(group: int, **options: Any) -> Callable[[Any], None]:
         (set_of(0, lr=torch.tensor(0.5)), r"lr=tensor\(0.5\)"),
         (set_of(0, maximize=True), "maximize=True"),
         (lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "param group 2"),
-        (
-            lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0).step(1.0),
-            None,
-        ),
+        (plateau, None),
     ],
 )
 def test_what_the_optimizer_has_on_one_rank_only_raises_on_all(
-    stage: int, change: Callable[[Any], None], seen: str | None
+    rank: int, stage: int, change: Callable[[Any], None], seen: str | None
 ) -> None:
-    def body(engine: Engine, rank: int) -> None:
-        engine(X, [0]).backward()
-        before = engine.full_parameters()
-        if rank:
-            change(engine.optimizer)
-        if seen is None:  # nothing that an update depends on
-            engine.step()
-            return
-        with pytest.raises(MismatchError, match=seen):
-            engine.step()
-        assert moved(engine, before) == set() and int(engine.state.step) == 0
-
-    stepping(stage, body)
+    engine = stepping(stage)
+    engine(X, [0]).backward()
+    before = engine.full_parameters()
+    if rank:
+        change(engine.optimizer)
+    if seen is None:  # nothing that an update depends on
+        assert engine.step()
+        return
+    with pytest.raises(MismatchError, match=seen):
+        engine.step()
+    assert moved(engine, before) == set() and int(engine.state.step) == 0
 
 
-def test_a_schedule_that_follows_the_loss_of_one_rank_raises_on_all() -> None:
-    def body(engine: Engine, rank: int) -> None:
-        assert engine.optimizer is not None
-        rates = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
-        step = partial(engine.backward, gradient=None)
-        for update in range(2):
-            step(engine(X, [0, 1, 2, 3]))
-            if update:
-                with pytest.raises(
-                    MismatchError, match=r"step\(\) of engine .* with param group 0"
-                ):
-                    engine.step()
-            else:
-                engine.step()
-            rates.step(1.0)
-            rates.step(1.0 - rank)  # better on rank 1 alone
-
-    stepping(2, body)
+@virtually(2)
+def test_a_schedule_that_follows_the_loss_of_one_rank_raises_on_all(rank: int) -> None:
+    engine = stepping(2)
+    assert engine.optimizer is not None
+    rates = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
+    engine.backward(engine(X, [0, 1, 2, 3]))
+    engine.step()
+    rates.step(1.0)
+    rates.step(1.0 - rank)  # better on rank 1 alone
+    engine.backward(engine(X, [0, 1, 2, 3]))
+    with pytest.raises(MismatchError, match=r"step\(\) of engine .* with param group 0"):
+        engine.step()

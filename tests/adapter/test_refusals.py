@@ -16,7 +16,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import Net, linear
-from tests.adapter.on_ranks import STAGES, each_stage, on_ranks
+from tests.adapter.on_ranks import STAGES, Place, at_places, each_stage, on_ranks
 from tests.adapter.plain import Draw, Reference, back, engine_of, same, sgd_of, update
 
 
@@ -27,21 +27,18 @@ def refused(call: Callable[[], Any], kind: type[FzeroError], text: str) -> None:
     assert "\nUsual cause: " in str(caught.value) and "\nFix: " in str(caught.value)
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(
-    rank: int, world_size: int, stage: int
-) -> None:
-    e, plain = engine_of(Net, stage), Reference(Net, world_size)
+@at_places(1, 2)
+def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(at: Place) -> None:
+    e, plain = at.both(Net)
     optimizer: Any = e.optimizer
     refused(e.full_gradients, PhaseError, "full_gradients(): there are no gradients")
     refused(optimizer.step, PhaseError, "optimizer.step() of an optimizer that an engine runs")
     given, loads = sgd_of(Net()).state_dict(), optimizer.load_state_dict
     refused(optimizer.state_dict, PhaseError, "optimizer.state_dict() of an optimizer that an e")
     refused(lambda: loads(given), PhaseError, "optimizer.load_state_dict() of an optimizer that")
-    update(e, plain, rank, 0)
+    update(e, plain, at.rank, 0)
     refused(e.full_gradients, PhaseError, "there are no gradients; 1 updates so far")
-    back(e, Draw(rank, 1))
+    back(e, at.draw(1))
     refused(optimizer.step, PhaseError, "optimizer.step() of an optimizer that an engine runs")
     e.zero_grad()
     refused(e.full_gradients, PhaseError, "no gradients")
@@ -51,7 +48,7 @@ def test_calls_out_of_turn_raise_with_the_reason_and_leave_the_engine_good(
     assert repr(e) == "Engine(closed)"
     for call in (e.step, e.coalesce().__enter__, e.no_sync().__enter__):
         refused(call, PhaseError, "a closed engine was used")
-    refused(Engine(Net(), stage=stage).step, PhaseError, "step() of an engine without optim")
+    refused(Engine(Net(), stage=at.stage).step, PhaseError, "step() of an engine without optim")
 
 
 @on_ranks(1, 2)
@@ -70,20 +67,17 @@ def test_what_is_no_loss_is_refused_and_the_gradients_before_it_stay(
     assert e.step()
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_a_module_or_a_part_of_it_has_one_open_engine_at_most(
-    rank: int, world_size: int, stage: int
-) -> None:
-    engine = engine_of(Net, stage)
+@at_places(1, 2)
+def test_a_module_or_a_part_of_it_has_one_open_engine_at_most(at: Place) -> None:
+    engine = at.engine(Net)
     whole = nn.Sequential(engine.module, linear(3, 3))
     for second in STAGES:
         for module in (engine.module, whole):
             with pytest.raises(PhaseError, match="belongs to an engine that is open"):
                 Engine(module, torch.optim.SGD, stage=second)
-    update(engine, Reference(Net, world_size), rank, 0)
+    update(engine, at.plain(Net), at.rank, 0)
     engine.close()
-    Engine(whole, torch.optim.SGD, stage=stage).close()
+    Engine(whole, torch.optim.SGD, stage=at.stage).close()
 
 
 @each_stage

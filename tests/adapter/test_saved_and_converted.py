@@ -16,7 +16,7 @@ import fzero
 from fzero.adapter import Engine, gathered
 from fzero.errors import FzeroError, LayoutError
 from tests.adapter.nets import Dtypes, Tied
-from tests.adapter.on_ranks import on_ranks
+from tests.adapter.on_ranks import on_ranks, virtually
 
 
 def net() -> nn.Module:
@@ -71,36 +71,29 @@ def test_what_the_pages_recommend_saves_what_it_names(stage: int) -> None:
         assert written(values["2.bias"]) == written(plain["2.bias"])
 
 
+@virtually(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_tied_is_saved_once(stage: int) -> None:
-    def on_rank() -> int:
-        engine = Engine(Tied(), torch.optim.SGD, stage=stage)
-        values = engine.state_dict()
-        assert values["head.weight"] is values["embedding.weight"]
-        assert written(dict(values)) <= written(dict(Tied().state_dict()))
-        return 1
-
-    assert fzero.simulate(on_rank, world_size=2)().tolist() == [1, 1]
+    engine = Engine(Tied(), torch.optim.SGD, stage=stage)
+    values = engine.state_dict()
+    assert values["head.weight"] is values["embedding.weight"]
+    assert written(dict(values)) <= written(dict(Tied().state_dict()))
 
 
+@virtually(2)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_parameters_are_still_the_memory_of_the_state(stage: int) -> None:
     """Of every dtype: they read what an update writes, and their writes are trained on."""
-
-    def on_rank() -> int:
-        module = Dtypes()
-        engine = Engine(module, torch.optim.SGD, stage=stage)
-        engine(torch.ones(5, dtype=torch.float64)).sum().backward()
-        engine.step()
-        with torch.no_grad():
-            for p in module.parameters():
-                p.mul_(2)
-        wanted = fzero.full_params(engine.state)
-        for path, p in module.named_parameters():
-            assert torch.equal(p, wanted[path])
-        return 1
-
-    assert fzero.simulate(on_rank, world_size=2)().tolist() == [1, 1]
+    module = Dtypes()
+    engine = Engine(module, torch.optim.SGD, stage=stage)
+    engine(torch.ones(5, dtype=torch.float64)).sum().backward()
+    engine.step()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(2)
+    wanted = fzero.full_params(engine.state)
+    for path, p in module.named_parameters():
+        assert torch.equal(p, wanted[path])
 
 
 def layers() -> nn.Module:

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, jacfwd, jvp, vmap
 import fzero
 from fzero.adapter import Engine
 from tests.adapter.nets import F64, Net
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places
 
 Model = Callable[[Tensor], Tensor]
 LR = 0.1
@@ -58,34 +58,28 @@ def plain_gradients(loss_fn: Any, module: nn.Module, ranks: int) -> dict[str, Te
     }
 
 
-@on_ranks(2)
-@each_stage
-def test_gradients_through_torch_func_around_the_model_are_those_of_one_process(
-    rank: int, world_size: int, stage: int
-) -> None:
+@at_places(2)
+def test_gradients_through_torch_func_around_the_model_are_those_of_one_process(at: Place) -> None:
     module = Net()
     plain = copy.deepcopy(module)
-    engine = Engine(module, torch.optim.SGD(module.parameters(), lr=LR), stage=stage)
+    engine = Engine(module, torch.optim.SGD(module.parameters(), lr=LR), stage=at.stage)
     for loss_fn in (mean_flow, jacobians, per_sample):
-        wanted = plain_gradients(loss_fn, plain, world_size)
+        wanted = plain_gradients(loss_fn, plain, at.ranks)
         for _ in range(2):  # the second time stage 3 follows what the first one has recorded
-            loss_fn(engine, module, batch(rank)).backward()
+            loss_fn(engine, module, batch(at.rank)).backward()
             for path, value in engine.full_gradients().items():
                 torch.testing.assert_close(value, wanted[path])
             engine.zero_grad()
 
 
-@on_ranks(2)
-@each_stage
-def test_a_training_of_fsdp2_goes_on_from_its_checkpoint(
-    rank: int, stage: int, tmp_path: Path
-) -> None:
+@at_places(2)
+def test_a_training_of_fsdp2_goes_on_from_its_checkpoint(at: Place, tmp_path: Path) -> None:
     module = Net()
     fully_shard(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
 
     def step() -> None:
-        module(batch(rank)).square().mean().backward()
+        module(batch(at.rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -94,18 +88,18 @@ def test_a_training_of_fsdp2_goes_on_from_its_checkpoint(
     values, states = get_state_dict(module, optimizer)
     dcp.save({"model": values, "optimizer": states}, checkpoint_id=tmp_path / "checkpoint")
     file = tmp_path / "checkpoint.pt"
-    if rank == 0:
+    if at.rank == 0:
         dcp_to_torch_save(tmp_path / "checkpoint", file)
     fzero.psum(torch.ones(()))
     step()
 
     saved, other = torch.load(file), Net()
     other.load_state_dict(saved["model"])
-    engine = Engine(other, torch.optim.AdamW(other.parameters(), lr=LR), stage=stage)
+    engine = Engine(other, torch.optim.AdamW(other.parameters(), lr=LR), stage=at.stage)
     for path, slots in saved["optimizer"]["state"].items():
         for name, value in slots.items():
             engine.set_full_optimizer_state(path, name, value)
-    other(batch(rank)).square().mean().backward()
+    other(batch(at.rank)).square().mean().backward()
     engine.step()
     found = engine.full_parameters()
     for path, p in module.named_parameters():

@@ -16,10 +16,9 @@ from fzero.adapter import Engine
 from fzero.collectives import CollectiveLog, count_collectives
 from fzero.errors import PhaseError
 from tests.adapter.nets import Net
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, each_stage, on_ranks
 from tests.adapter.plain import (
     Draw,
-    Reference,
     back,
     engine_of,
     same,
@@ -79,13 +78,12 @@ REFUSED: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @each_kind
 def test_in_a_window_what_would_break_it_is_refused_and_nothing_is_lost(
-    rank: int, world_size: int, stage: int, kind: str
+    at: Place, kind: str
 ) -> None:
-    e, plain, draw = engine_of(Net, stage), Reference(Net, world_size), Draw(rank, 0)
+    (e, plain), draw = at.both(Net), at.draw(0)
     back(e, draw)
     with getattr(e, kind)():
         back(e, draw)
@@ -100,13 +98,12 @@ def test_in_a_window_what_would_break_it_is_refused_and_nothing_is_lost(
     same(e.full_gradients(), plain.run(lambda e, draw: backs(e, draw, 3), 0))
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @each_kind
 def test_a_window_that_raises_reduces_nothing_and_leaves_the_records_as_they_were(
-    rank: int, stage: int, kind: str
+    at: Place, kind: str
 ) -> None:
-    e, draw = engine_of(Net, stage, bucket_bytes=8), Draw(rank, 0)
+    e, draw = at.engine(Net, bucket_bytes=8), at.draw(0)
     back(e, draw)
     with e.no_sync():
         back(e, draw)
@@ -122,25 +119,18 @@ def test_a_window_that_raises_reduces_nothing_and_leaves_the_records_as_they_wer
     assert e.state.progress == records
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("kind", ["coalesce", "no_sync"])
 @pytest.mark.parametrize(("managed", "counts"), [(True, (3, 3)), (False, (2, 1, 4))])
 def test_managed_and_unmanaged_accumulation_update_from_the_sum_or_the_mean(
-    rank: int,
-    world_size: int,
-    stage: int,
-    average: bool,
-    kind: str,
-    managed: bool,
-    counts: tuple[int, ...],
+    at: Place, average: bool, kind: str, managed: bool, counts: tuple[int, ...]
 ) -> None:
     options: Any = {"gradient_accumulation_steps": 3} if managed else {}
-    e = engine_of(Net, stage, average_micro_batches=average, **options)
-    plain = Reference(Net, world_size)
+    e = at.engine(Net, average_micro_batches=average, **options)
+    plain = at.plain(Net)
     for number, count in enumerate(counts):
-        draw = Draw(rank, number)
+        draw = at.draw(number)
         for i in range(count):
             last = i == count - 1
             with e.coalesce() if last else getattr(e, kind)():

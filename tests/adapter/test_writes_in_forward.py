@@ -13,7 +13,7 @@ import fzero
 from fzero.adapter import Engine, gathered
 from fzero.errors import FzeroError, LayoutError, MismatchError, PeerFailedError, PhaseError
 from tests.adapter.nets import F64, linear
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, each_stage, on_ranks, virtually
 from tests.adapter.plain import Draw, Reference, back, engine_of, same, update
 
 
@@ -48,51 +48,45 @@ def nothing(code: Tensor, _: Tensor) -> None:
     """No write."""
 
 
-@on_ranks(1, 2)
-@each_stage
+@at_places(1, 2)
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_forward_that_writes_raises_on_every_rank_until_ranks_are_equal_again(
-    rank: int, world_size: int, stage: int, learns: bool
+    at: Place, learns: bool
 ) -> None:
     module: Any = Codes(clip, learns=learns)
-    engine = Engine(module, torch.optim.SGD, stage=stage)
-    lazy = stage == 3 and world_size > 1
+    engine = Engine(module, torch.optim.SGD, stage=at.stage)
+    lazy = at.is_lazy
     kind, seen = (LayoutError, "code.* is written in place") if lazy else (PhaseError, "to code")
     for call in (engine, module):
         for grad in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with pytest.raises(kind, match=f"{seen}(.|\n)*Fix: "), grad():
-                call(Draw(rank, 0)(2, 3))
+                call(at.draw(0)(2, 3))
     module.write = nothing
     if not lazy:
-        engine(Draw(rank, 0)(2, 3)).sum().backward()
+        engine(at.draw(0)(2, 3)).sum().backward()
         with pytest.raises(PhaseError, match="the forward wrote to code"):
             engine.step()
         with gathered(module, modify=True):
             pass
         assert engine.step()
-    engine(Draw(rank, 0)(2, 3)).sum().backward()
+    engine(at.draw(0)(2, 3)).sum().backward()
     assert engine.step()
     fzero.check_replicas(engine.state)
 
 
+@virtually(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("window", [False, True])
 def test_a_write_on_one_rank_raises_on_all_of_them_and_names_the_parameter(
     stage: int, direct: bool, window: bool
 ) -> None:
-    def train() -> int:
-        module = Codes(on_rank_1)
-        engine = Engine(module, torch.optim.SGD, stage=stage)
-        mine = fzero.world().rank == 1
-        expected = (
-            ((PhaseError, LayoutError), "code") if mine else (PeerFailedError, r"on rank \[1\]")
-        )
-        with pytest.raises(expected[0], match=expected[1]):
-            step(engine, module if direct else engine, window)
-        return 1
-
-    assert fzero.simulate(train, world_size=2)().tolist() == [1, 1]
+    module = Codes(on_rank_1)
+    engine = Engine(module, torch.optim.SGD, stage=stage)
+    mine = fzero.world().rank == 1
+    expected = ((PhaseError, LayoutError), "code") if mine else (PeerFailedError, r"on rank \[1\]")
+    with pytest.raises(expected[0], match=expected[1]):
+        step(engine, module if direct else engine, window)
 
 
 def step(engine: Engine, call: Any, window: bool) -> None:
@@ -205,44 +199,37 @@ class Shortens(nn.Module):
         return nn.functional.embedding(ids, self.table, max_norm=1.0)
 
 
+@virtually(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_functions_behind_them_are_noticed_in_both_drivers(stage: int) -> None:
-    def train() -> int:
-        ids = torch.arange(2)
-        with pytest.raises(FzeroError, match="table"):
-            Engine(Shortens(), torch.optim.SGD, stage=stage)(ids)
-        apply, params = fzero.functionalize(Shortens())
-        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage)
-        with pytest.raises(FzeroError, match=r"wrote to a parameter|written in place"):
-            fzero.grad_and_reduce(lambda p: apply(p, ids).sum(), state)()
-        return 1
-
-    assert fzero.simulate(train, world_size=2)().tolist() == [1, 1]
+    ids = torch.arange(2)
+    with pytest.raises(FzeroError, match="table"):
+        Engine(Shortens(), torch.optim.SGD, stage=stage)(ids)
+    apply, params = fzero.functionalize(Shortens())
+    state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage)
+    with pytest.raises(FzeroError, match=r"wrote to a parameter|written in place"):
+        fzero.grad_and_reduce(lambda p: apply(p, ids).sum(), state)()
 
 
+@virtually(2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_loss_that_writes_is_refused_where_it_is_differentiated_again(
     stage: int, trainable: bool
 ) -> None:
     """An argument that requires grad has torch.func differentiate: all is gathered first."""
+    params = {"w": nn.Parameter(torch.ones(3), trainable), "v": torch.ones(3)}
+    state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage)
 
-    def train() -> int:
-        params = {"w": nn.Parameter(torch.ones(3), trainable), "v": torch.ones(3)}
-        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage)
+    def loss(p: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            p["w"].mul_(0.5)
+        return (p["w"] * p["v"] * x).sum()
 
-        def loss(p: Any, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                p["w"].mul_(0.5)
-            return (p["w"] * p["v"] * x).sum()
-
-        # torch itself refuses to write to what the function has captured: what is frozen.
-        seen = "wrote to a parameter" if trainable else "wrote to a param|mutate a captured Tensor"
-        with pytest.raises(RuntimeError, match=seen):
-            fzero.grad_and_reduce(loss, state)(torch.ones(3, requires_grad=True))
-        return 1
-
-    assert fzero.simulate(train, world_size=2)().tolist() == [1, 1]
+    # torch itself refuses to write to what the function has captured: what is frozen.
+    seen = "wrote to a parameter" if trainable else "wrote to a param|mutate a captured Tensor"
+    with pytest.raises(RuntimeError, match=seen):
+        fzero.grad_and_reduce(loss, state)(torch.ones(3, requires_grad=True))
 
 
 class Normed(nn.Module):
@@ -273,39 +260,33 @@ def uncounted(code: Any, x: Tensor) -> None:
     code.data.add_(x.sum())
 
 
+@virtually(2)
 @pytest.mark.parametrize(("stage", "mesh"), [(0, None), (1, None), (3, (2, 1))])
 def test_check_replicas_finds_what_torch_does_not_count(stage: int, mesh: Any) -> None:
-    def train() -> int:
-        engine = Engine(Codes(uncounted), torch.optim.SGD, stage=stage, mesh=mesh)
+    engine = Engine(Codes(uncounted), torch.optim.SGD, stage=stage, mesh=mesh)
+    fzero.check_replicas(engine.state)
+    engine(Draw(fzero.world().rank, 0)(2, 3)).sum().backward()
+    with pytest.raises(MismatchError, match="rank 1 has other values of parameter code than"):
         fzero.check_replicas(engine.state)
-        engine(Draw(fzero.world().rank, 0)(2, 3)).sum().backward()
-        with pytest.raises(MismatchError, match="rank 1 has other values of parameter code than"):
-            fzero.check_replicas(engine.state)
-        return 1
-
-    assert fzero.simulate(train, world_size=2)().tolist() == [1, 1]
 
 
+@virtually(4)
 @pytest.mark.parametrize(("stage", "mesh"), [(0, None), (2, (2, 2)), (3, (2, 2)), (3, None)])
 def test_check_replicas_is_silent_where_replicas_are_equal(stage: int, mesh: Any) -> None:
-    def train() -> int:
-        rule = fzero.optim.adamw(0.1)
-        params = {"w": torch.arange(9.0), "h": torch.ones(5, dtype=torch.bfloat16)}
-        state = fzero.init(params, rule, stage=stage, mesh=mesh)
-        for _ in range(2):
-            loss = lambda p, x: (p["w"] * x).sum() + p["h"].sum()  # noqa: E731
-            state, _ = fzero.grad_and_reduce(loss, state)(float(fzero.axis_index()))
-            state = fzero.apply_gradients(state)
+    rule = fzero.optim.adamw(0.1)
+    params = {"w": torch.arange(9.0), "h": torch.ones(5, dtype=torch.bfloat16)}
+    state = fzero.init(params, rule, stage=stage, mesh=mesh)
+    for _ in range(2):
+        loss = lambda p, x: (p["w"] * x).sum() + p["h"].sum()  # noqa: E731
+        state, _ = fzero.grad_and_reduce(loss, state)(float(fzero.axis_index()))
+        state = fzero.apply_gradients(state)
+        fzero.check_replicas(state)
+    if fzero.axis_index() == 3 and mesh is not None:  # rank 1 has the same shard
+        rule.slots(state.optimizer)["exp_avg"][0].data.add_(1.0)
+    if mesh is not None:
+        seen = "rank 3 has other values of the optimizer's exp_avg of . than rank 1"
+        with pytest.raises(MismatchError, match=seen):
             fzero.check_replicas(state)
-        if fzero.axis_index() == 3 and mesh is not None:  # rank 1 has the same shard
-            rule.slots(state.optimizer)["exp_avg"][0].data.add_(1.0)
-        if mesh is not None:
-            seen = "rank 3 has other values of the optimizer's exp_avg of . than rank 1"
-            with pytest.raises(MismatchError, match=seen):
-                fzero.check_replicas(state)
-        return 1
-
-    assert fzero.simulate(train, world_size=4)().tolist() == [1] * 4
 
 
 def overwritten(code: Any, x: Tensor) -> None:

@@ -14,6 +14,7 @@ import fzero
 from fzero.machine.packing import unpack
 from fzero.machine.parts import gather_parts
 from fzero.state import NAMESPACE, OptimizerOver, Placement, TrainState
+from tests.descends import descends
 from tests.oracle import parts
 from tests.strategies import learns, on_rank, same, tensors
 
@@ -62,8 +63,7 @@ def train(state: Any, steps: int) -> Any:
 
     for _ in range(steps):
         x = torch.tensor(1.0 + fzero.axis_index(), dtype=torch.float64)
-        state, _ = fzero.grad_and_reduce(loss, state)(x)
-        state = fzero.apply_gradients(state)
+        state, _ = descends(loss)(state, x)
     return state
 
 

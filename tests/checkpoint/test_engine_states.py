@@ -28,6 +28,7 @@ from tests.checkpoint.trainings import (
     rows_of,
     total,
 )
+from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.strategies import integers, same
 
@@ -149,8 +150,7 @@ READS: dict[str, Callable[[TrainState, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("read", READS)
+@covered(stage=[0, 3], read=[*READS])
 def test_a_state_from_before_a_step_of_the_engine_is_used_up(
     read: str, stage: int, tmp_path: Path
 ) -> None:

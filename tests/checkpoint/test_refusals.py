@@ -17,6 +17,7 @@ import fzero
 from fzero.checkpoint import CheckpointError, load, read_extra, save
 from fzero.errors import AxisError, DonatedError, FzeroError, LayoutError, PhaseError
 from tests.checkpoint.states import make, mixed, snapshot, train
+from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.strategies import same
 
@@ -204,8 +205,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-@pytest.mark.parametrize("damage", DAMAGE)
+@covered(name=["__0_0.distcp", ".metadata"], damage=[*DAMAGE])
 def test_damaged_data_is_found_before_it_is_used(name: str, damage: str, tmp_path: Path) -> None:
     save(tmp_path, train(state_of(mixed(seed=1)), 1))
     (file,) = tmp_path.glob(f"data-*/{name}")

@@ -29,6 +29,7 @@ from fzero.checkpoint import (
     save_universal,
 )
 from fzero.errors import LayoutError
+from tests.covering import covered
 from tests.strategies import same
 
 PARAMS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3)}
@@ -96,8 +97,7 @@ def a_file(folder: Path, end: str) -> Path:
     return next(file for file in sorted(folder.rglob("*")) if file.name.endswith(end))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", ["checkpoint.json", ".lock", ".distcp", "rng-00000.json"])
+@covered(kind=[*KINDS], end=["checkpoint.json", ".lock", ".distcp", "rng-00000.json"])
 def test_in_the_place_of_a_file_of_a_checkpoint(end: str, kind: str, tmp_path: Path) -> None:
     state = made()
     save(tmp_path, state, extra={"epoch": 1})
@@ -145,8 +145,7 @@ def test_in_the_place_of_a_file_of_a_universal_checkpoint(
         assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", ["model.safetensors.index.json", "00001-of-00002.safetensors"])
+@covered(kind=[*KINDS], end=["model.safetensors.index.json", "00001-of-00002.safetensors"])
 def test_in_the_place_of_a_file_of_safetensors(end: str, kind: str, tmp_path: Path) -> None:
     export_safetensors(tmp_path, made(), max_shard_bytes=30)
     seen = put(a_file(tmp_path, end), kind)

@@ -17,6 +17,7 @@ from fzero.adapter import Engine
 from fzero.checkpoint import CheckpointError, load_universal, save_universal
 from tests.checkpoint.states import contents, first_rank, make, slot_of, whole
 from tests.checkpoint.universal_folders import DynamicLossScaler, adam, as_stage_2, as_stage_3
+from tests.covering import covered
 from tests.strategies import same
 
 RULE = fzero.optim.adamw(0.25, betas=(0.5, 0.75), weight_decay=0.125)  # as GROUPS
@@ -30,9 +31,7 @@ def _adam_state(stage: int, *, low: bool = False, ranks: int = 3) -> Any:
     return make(params, stage=stage, ranks=ranks, optimizer=RULE)
 
 
-@pytest.mark.parametrize("form", [as_stage_2, as_stage_3])
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@covered(form=[as_stage_2, as_stage_3], low=[False, True], stage=[0, 1, 3])
 def test_a_folder_of_deepspeed_is_read(
     form: Any, low: bool, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fzero.collectives.quantize import BLOCK, dequantized, quantized, sum_of, wire_numel
+from tests.covering import covered
 from tests.strategies import seeds
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -59,8 +60,7 @@ def test_the_bytes_are_those_of_the_elements_and_a_scale_for_each_block(
     assert wire_numel(size) == size + 4 * -(-size // BLOCK)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", DTYPES)
+@covered(bad=[float("nan"), float("inf"), -float("inf")], dtype=[*DTYPES])
 def test_a_block_that_is_not_finite_is_received_as_nan_and_no_other(
     bad: float, dtype: torch.dtype
 ) -> None:

@@ -20,6 +20,7 @@ from fzero import collectives as c
 from fzero.collectives import InFlight, _backend, _lowering
 from fzero.ranks import _groups, mesh
 from tests.collectives.maps import gathered, reduced, scattered
+from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.strategies import integers, same, seeds, worlds
 
@@ -116,8 +117,7 @@ PROGRAM = [
 
 
 @on_gloo
-@pytest.mark.parametrize("window", [1, 3, 100])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@covered(window=[1, 3, 100], ranks=[1, 2, 3, 4])
 def test_what_is_started_gives_what_the_sync_call_gives_on_gloo(ranks: int, window: int) -> None:
     run_ranks(check, ranks, PROGRAM, window)
 
@@ -178,8 +178,7 @@ def started_and_held(rank: int, world_size: int, kind: str, dtype: torch.dtype) 
 
 
 @on_gloo
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", FORMULA)
+@covered(dtype=[torch.float32, torch.bfloat16], kind=[*FORMULA])
 def test_a_start_does_not_block_and_buffers_are_held_until_the_wait(
     kind: str, dtype: torch.dtype
 ) -> None:

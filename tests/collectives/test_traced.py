@@ -16,6 +16,7 @@ import fzero
 from fzero.state import NAMESPACE
 from tests.collectives.maps import MAPS
 from tests.collectives.test_derivatives import hvp_unsharded, inputs, on_rank, unsharded
+from tests.covering import covered
 from tests.descends import descends
 from tests.oracle import linear_loss, train
 from tests.ranks import run_ranks
@@ -84,8 +85,7 @@ REDUCE = {0: ["all_reduce"], 1: ["reduce_scatter", "all_gather"]}
 REDUCE |= {2: REDUCE[1], 3: ["all_gather", "reduce_scatter"]}
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("stage", range(4))
+@covered(donate=[False, True], stage=range(4))
 def test_a_whole_step_can_be_traced(stage: int, donate: bool) -> None:
     params = {"w": integers((3, 5), 1), "b": integers((3,), 2), "s": integers((), 3)}
     xs = integers((2, 3), 4)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import fzero
 from fzero.adapter import Engine
+from tests.covering import covered
 
 WORLD = 3
 
@@ -75,8 +76,7 @@ def by_engine(stage: int, around: Callable[[], Any]) -> dict[str, Tensor]:
     return {path: (before[path] - after[path]) / 1e-3 for path in before}
 
 
-@pytest.mark.parametrize("driver", [by_function, by_engine])
-@pytest.mark.parametrize("stage", [0, 3])
+@covered(driver=[by_function, by_engine], stage=[0, 3])
 def test_cached_parametrizations_are_those_of_the_call(driver: Any, stage: int) -> None:
     wanted = plain(WORLD)
     run = fzero.simulate(lambda _: driver(stage, parametrize.cached), world_size=WORLD)

@@ -18,6 +18,7 @@ from fzero.errors import LayoutError
 from fzero.optim import from_torch
 from fzero.state.offload import Offload
 from fzero.transforms.update import update
+from tests.covering import covered
 from tests.optim.torch_cases import GroupAdam
 
 SHAPES = {"a": (3, 5), "b": (7,), "c": (4,), "d": (2, 3), "e": ()}
@@ -198,8 +199,7 @@ def test_a_count_of_a_param_group_goes_on() -> None:
     on_ranks(run, 2)
 
 
-@pytest.mark.parametrize("name", ["own adamw", "nadam", "dampening"])
-@pytest.mark.parametrize("form", ["fzero", "universal"])
+@covered(name=["own adamw", "nadam", "dampening"], form=["fzero", "universal"])
 def test_a_checkpoint_has_the_counts_of_each_leaf(name: str, form: str, tmp_path: Path) -> None:
     make, own = CASES[name]
     if form == "universal" and name != "own adamw":

@@ -12,6 +12,7 @@ from torch import nn
 
 from fzero.errors import LayoutError
 from fzero.optim import as_optimizer, from_torch, require_elementwise
+from tests.covering import covered
 from tests.optim.cases import CASES
 from tests.optim.torch_cases import NOT_ELEMENTWISE, Lamb
 
@@ -22,8 +23,7 @@ def matrix() -> dict[str, nn.Parameter]:
     return {"w": nn.Parameter(torch.ones(3, 5))}
 
 
-@pytest.mark.parametrize("style", ["factory", "instance"])
-@pytest.mark.parametrize("name", sorted(NOT_ELEMENTWISE))
+@covered(style=["factory", "instance"], name=sorted(NOT_ELEMENTWISE))
 def test_rules_of_torch_that_need_whole_parameters_are_refused(style: str, name: str) -> None:
     cls, options = NOT_ELEMENTWISE[name]
     params, made = matrix(), functools.partial(cls, **options)

@@ -15,6 +15,7 @@ import fzero
 from fzero.checkpoint import load, save
 from fzero.errors import LayoutError
 from fzero.optim import from_torch
+from tests.covering import covered
 from tests.optim.cases import trained
 from tests.optim.torch_cases import Clipped, GroupAdam, by_torch, parameters
 from tests.oracle import linear_loss
@@ -182,8 +183,7 @@ def found(optimizer: Any, ranks: int, **options: Any) -> tuple[Any, Any]:
     return got, state
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("cls", [Estimates, Norms, Largest, Flag])
+@covered(ranks=[1, 2], cls=[Estimates, Norms, Largest, Flag])
 def test_at_stage_0_they_are_kept(cls: Callable[..., Any], ranks: int) -> None:
     got, _ = found(cls, ranks, stage=0)
     want = by_torch(parameters(torch.float64), integers((4, ranks), 7), lambda of: cls(of.values()))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
+from tests.covering import covered
 from tests.optim.cases import trained
 from tests.oracle import square_loss, train
 from tests.strategies import everywhere, integers, seeds, stages, worlds
@@ -114,8 +115,7 @@ class Muon(torch.optim.SGD):
             self.state[p]["trace"] = trace
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("ranks", [0, 1, 3])
+@covered(donate=[False, True], ranks=[0, 1, 3])
 def test_a_rule_for_matrices_has_them_in_their_own_shapes(
     ranks: int, donate: bool, tmp_path: Path
 ) -> None:

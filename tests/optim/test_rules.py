@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.state import NAMESPACE
+from tests.covering import covered
 from tests.descends import descends
 from tests.optim.cases import CASES, trained
 from tests.optim.torch_cases import ELEMENTWISE
@@ -65,8 +66,7 @@ def test_training_is_torchs(name: str, tree: Any, ranks: int, stage: int, seed: 
     assert state.step.tolist() == [STEPS] * ranks
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@covered(name=sorted(CASES), dtype=[torch.float32, torch.float64, torch.bfloat16])
 def test_the_pure_pair_is_torchs_too(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     ours, theirs = CASES[name]
@@ -109,13 +109,11 @@ def test_bf16_parameters_with_masters_do_not_lose_small_updates() -> None:
     optimizer = fzero.optim.sgd(2.0**-10)
     state = fzero.init({"w": torch.ones(3, dtype=torch.bfloat16)}, optimizer, stage=0)
     for _ in range(16):
-        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
-        state = fzero.apply_gradients(state)
+        state, _ = descends(lambda p: p["w"].sum())(state)
     assert fzero.full_params(state)["w"].tolist() == [1 - 2.0**-6] * 3
 
 
-@pytest.mark.parametrize("scale", [None, "dynamic"])
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+@covered(scale=[None, "dynamic"], default=[torch.bfloat16, torch.float16, torch.float64])
 def test_the_default_dtype_changes_no_update(default: torch.dtype, scale: Any) -> None:
     """In bf16 a counter would stay at 256, and in fp16 the first dynamic scale is infinite."""
 
@@ -143,9 +141,7 @@ WITHOUT_MASTERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", WITHOUT_MASTERS)
+@covered(dtype=[torch.bfloat16, torch.float16], stage=[0, 3], name=[*WITHOUT_MASTERS])
 def test_without_masters_every_element_of_16_bits_is_updated(
     name: str, stage: int, dtype: torch.dtype
 ) -> None:
@@ -156,14 +152,12 @@ def test_without_masters_every_element_of_16_bits_is_updated(
     params, *grads = (integers((71,), seed).to(dtype) for seed in (1, 2, 3))
     state = fzero.init({"w": params}, WITHOUT_MASTERS[name], stage=stage)
     for grad in grads:
-        state, _ = fzero.grad_and_reduce(lambda p, g: (p["w"] * g).sum(), state)(grad)
-        state = fzero.apply_gradients(state)
+        state, _ = descends(lambda p, g: (p["w"] * g).sum())(state, grad)
     want = params - 0.5 * grads[0] - 0.5 * (0.5 * grads[0] + grads[1])
     same(fzero.full_params(state), {"w": want})
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - {"lion", "lion decayed"}))
-@pytest.mark.parametrize("stage", [0, 3])
+@covered(name=sorted(set(CASES) - {"lion", "lion decayed"}), stage=[0, 3])
 def test_an_update_can_be_differentiated(name: str, stage: int) -> None:
     """d p'/dc and its derivative, against finite differences; Lion is a step function of c."""
     start = fzero.init(torch.tensor([1.0, -2.0, 0.5]).double(), CASES[name].ours(), stage=stage)
@@ -171,8 +165,7 @@ def test_an_update_can_be_differentiated(name: str, stage: int) -> None:
     def trained(c: Tensor) -> Tensor:
         state = start
         for _ in range(2):
-            state, _ = fzero.grad_and_reduce(lambda p, c: (p**2 * c).sum(), state)(c)
-            state = fzero.apply_gradients(state)
+            state, _ = descends(lambda p, c: (p**2 * c).sum())(state, c)
         return fzero.full_params(state)
 
     c = torch.tensor([1.0, 2.0, 3.0]).double().requires_grad_()

@@ -18,6 +18,7 @@ from fzero import collectives as c
 from fzero.collectives import _lowering
 from fzero.ranks.mesh import Axis, axis_of
 from tests.collectives.maps import gathered, reduced, scattered
+from tests.covering import covered
 from tests.strategies import everywhere, integers, on_rank, same
 
 SHAPES = {"w1": (5, 3), "b1": (5,), "w2": (2, 5), "b2": (2,)}
@@ -123,8 +124,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor, Axis], Tensor], Callable[[Tensor]
 }
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.parametrize("replicas", [1, 2])
+@covered(name=[*COLLECTIVES], replicas=[1, 2])
 def test_a_rank_may_write_into_what_it_hands_in_and_what_it_gets(name: str, replicas: int) -> None:
     """Each rank does so before the next one has its turn; over all ranks, and over a part."""
     run, formula = COLLECTIVES[name]

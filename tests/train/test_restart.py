@@ -10,6 +10,7 @@ import pytest
 
 from fzero.checkpoint import CheckpointError
 from fzero.errors import LayoutError
+from tests.covering import covered
 from tests.ranks import run_ranks, spawn_script
 from tests.train.runs import ARGS, saved_losses, small
 from train.claim import begun_before, claimed
@@ -80,8 +81,7 @@ def test_only_the_launch_that_began_a_run_goes_on_with_it(
     assert begun_before([other, own], mine) is None
 
 
-@pytest.mark.parametrize("name", ["latest", "run"])
-@pytest.mark.parametrize("kind", ["fifo", "folder"])
+@covered(name=["latest", "run"], kind=["fifo", "folder"])
 def test_what_is_no_file_in_the_place_of_one_is_refused_and_not_waited_for(
     kind: str, name: str, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fzero
 from fzero import LayoutError
+from tests.covering import covered
 
 PARAMS = {"w": torch.arange(5.0), "b": torch.ones(2, 2), "frozen": torch.ones(3, dtype=torch.int64)}
 
@@ -30,9 +31,7 @@ def by_hand(state: Any, x: Tensor) -> Any:
     return fzero.add_gradients(state, made_by_hand(fzero.full_params(state), x))
 
 
-@pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("stage", range(4))
+@covered(window=[False, True], ranks=[1, 2, 3], stage=range(4))
 def test_a_gradient_by_hand_equals_that_of_a_backward(stage: int, ranks: int, window: bool) -> None:
     """Local ones are averaged over ranks, wait in a window, and add up with those of backwards."""
 

@@ -91,10 +91,9 @@ def test_a_rank_that_holds_nothing_in_a_window_counts_as_zero(
 def on_two(body: Callable[[Any, int], Any], *, stage: int = 2, optimizer: Any = None) -> None:
     """Run body(state, rank) on two ranks, each of which has a state of its own."""
 
-    def each(_: Tensor) -> Tensor:
+    def each(_: Tensor) -> None:
         made = fzero.init(PARAMS, optimizer or fzero.optim.sgd(2.0**-9), stage=stage)
         body(made, fzero.axis_index())
-        return torch.zeros(())
 
     fzero.simulate(each, world_size=2)(torch.zeros(2, 1))
 

@@ -16,6 +16,7 @@ import fzero
 from fzero.transforms.functionalize import functionalize
 from tests.behaviours.costs import probe_gathers
 from tests.behaviours.networks import Place, assert_every_rank, at_every_place
+from tests.covering import covered
 
 
 class Blocks(nn.Module):
@@ -39,8 +40,7 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @at_every_place
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
+@covered(reentrant=[False, True], whole=[False, True])
 def test_a_checkpointed_module_needs_no_edit(
     place: Place, ranks: int, reentrant: bool, whole: bool
 ) -> None:
@@ -67,8 +67,7 @@ def test_a_checkpointed_module_needs_no_edit(
     assert all(probe.alive(rank) == 0 for rank in range(ranks))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
+@covered(reentrant=[False, True], whole=[False, True])
 def test_a_backward_recomputes_with_the_parameters_of_its_own_forward(
     reentrant: bool, whole: bool
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
+from tests.covering import covered
 from tests.descends import descends
 from tests.oracle import mean_gradient
 from tests.strategies import integers, seeds, stages, trees, unique, worlds
@@ -44,8 +45,7 @@ def test_the_norm_is_that_of_the_unsharded_gradient(
     torch.testing.assert_close(norms.double(), norm.double().expand(ranks))
 
 
-@pytest.mark.parametrize("outer", [1.0, 2.0, None])
-@pytest.mark.parametrize("inner", [1.0, 2.0, None])
+@covered(outer=[1.0, 2.0, None], inner=[1.0, 2.0, None])
 def test_of_two_bounds_the_smaller_holds_in_either_order(
     outer: float | None, inner: float | None
 ) -> None:
@@ -83,8 +83,7 @@ def test_leaves_that_nobody_used_add_nothing_to_the_norm() -> None:
     assert fzero.global_norm(state) == 4.0
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("inside", ["alone", "loss scale", "accumulate", "max_norm"])
+@covered(stage=[0, 2, 3], inside=["alone", "loss scale", "accumulate", "max_norm"])
 def test_max_value_bounds_each_element_of_the_mean_gradient_as_clip_grad_value_does(
     stage: int, inside: str
 ) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import DonatedError, LayoutError, MismatchError
+from tests.covering import covered
+from tests.descends import descends
 from tests.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 
@@ -51,13 +53,11 @@ def sent(log: Any, rank: int) -> Counter[str]:
 def trained(stage: int, steps: int = 1, **options: Any) -> Any:
     state = fzero.init(PARAMS, RULE, stage=stage, **options)
     for _ in range(steps):
-        state, _ = fzero.grad_and_reduce(lambda p, x: APPLY(p, x).sum(), state)(X)
-        state = fzero.apply_gradients(state)
+        state, _ = descends(lambda p, x: APPLY(p, x).sum())(state, X)
     return state
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", range(4))
+@covered(world=[1, 2, 3], stage=range(4))
 def test_it_has_the_values_of_the_whole_parameters(stage: int, world: int) -> None:
     def body(rank: int) -> Any:
         state = trained(stage)
@@ -126,8 +126,7 @@ def test_ranks_may_use_other_units_and_a_new_order_is_learned() -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("around", ["loss", "window", "evaluation", "step", "no_grad", "inference"])
+@covered(stage=[2, 3], around=["loss", "window", "evaluation", "step", "no_grad", "inference"])
 def test_it_is_served_wherever_it_stands(around: str, stage: int) -> None:
     def loss_fn(p: Any, x: Tensor, teacher: Any) -> Tensor:
         target = fzero.evaluate(APPLY, teacher)(x)

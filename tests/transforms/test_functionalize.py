@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations, parametrize
 import fzero
 from fzero.errors import LayoutError
 from fzero.transforms.functionalize import functionalize, unit_of
+from tests.covering import covered
 
 
 class TiedGPT(nn.Module):
@@ -90,8 +91,7 @@ def assert_untouched(module: nn.Module, before: dict[str, Any]) -> None:
         assert all(vars(part)[key] is value for key, value in attributes.items())
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@covered(training=[True, False], case=[*CASES])
 def test_apply_and_its_gradient_equal_the_module(case: str, training: bool) -> None:
     make, inputs = CASES[case]
     module, x = make(), inputs()

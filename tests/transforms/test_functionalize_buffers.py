@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 from fzero.errors import LayoutError
 from fzero.transforms.functionalize import functionalize
+from tests.covering import covered
 
 Tensors = dict[str, Tensor]
 Loss = Callable[[Tensors], tuple[Tensor, Any]]
@@ -61,8 +62,7 @@ RUNS: dict[str, Callable[[Loss, Tensors], Any]] = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("how", RUNS)
+@covered(training=[True, False], how=[*RUNS])
 def test_buffers_in_and_out_equal_those_of_batchnorm_run_directly(training: bool, how: str) -> None:
     module = norm_net().train(training)
     apply, params, buffers = functionalize(module, buffers=True)
@@ -91,8 +91,7 @@ def test_buffers_in_and_out_equal_those_of_batchnorm_run_directly(training: bool
     assert torch.equal(now["1.running_mean"], first["1.running_mean"]) is not training
 
 
-@pytest.mark.parametrize("how", ["in place", "new tensor"])
-@pytest.mark.parametrize("level", ["none", "grad", "vmap"])
+@covered(how=["in place", "new tensor"], level=["none", "grad", "vmap"])
 def test_a_module_that_updates_buffers_is_refused_and_they_keep_their_value(
     how: str, level: str
 ) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 import fzero
 from fzero.ranks.axis import Dims, Runtime
 from fzero.state import OptimizerOver
+from tests.covering import covered
 from tests.descends import descends
 from tests.oracle import mean_gradient, square_loss
 from tests.strategies import integers, on_rank, same
@@ -48,8 +49,7 @@ def state_on(
     return virtual(step, mesh).init(params, optimizer)
 
 
-@pytest.mark.parametrize("over", OVERS)
-@pytest.mark.parametrize("mesh", MESHES)
+@covered(over=[*OVERS], mesh=[*MESHES])
 def test_gradient_and_norm_are_those_of_one_process(mesh: Sizes, over: OptimizerOver) -> None:
     ranks = mesh[0] * mesh[1]
     batches = integers((ranks,), seed=5)

@@ -15,12 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero.errors import PhaseError
+from tests.covering import covered
 from tests.strategies import integers, same, tensors
 from tests.transforms.steps import many_backwards, sgd
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", range(4))
+@covered(ranks=[1, 2], stage=range(4))
 def test_inference_mode_is_refused_and_no_grad_is_not(stage: int, ranks: int) -> None:
     run = fzero.simulate(fzero.shard(many_backwards, stage=stage), world_size=ranks)
     params, xs = {"w": integers((3,), 1)}, integers((ranks, 2), 2)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import PhaseError
+from tests.covering import covered
 
 X = torch.arange(12.0).reshape(2, 2, 3)  # [rank, rows, 3]
 
@@ -60,8 +61,7 @@ def trained(stage: int, *, nested: bool, reads: bool = False) -> list[Tensor]:
     return [*both[0].values(), *both[1].values()]
 
 
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("stage", range(4))
+@covered(reads=[False, True], stage=range(4))
 def test_each_model_gets_its_own_gradient(stage: int, reads: bool) -> None:
     found, wanted = trained(stage, nested=True, reads=reads), trained(stage, nested=False)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))

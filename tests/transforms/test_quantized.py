@@ -51,9 +51,8 @@ def on_the_wire(driver: Any, world_size: int, stage: int, options: dict[str, Any
     """{(op, dtype): elements} and bytes that rank 0 sends in one step; the layout."""
     layouts: list[Layout] = []
 
-    def body(rank: int, steps: int) -> Tensor:
+    def body(rank: int, steps: int) -> None:
         layouts.append(driver(rank, noise, stage, steps, **options).setup.layout)
-        return torch.zeros(())
 
     found: Counter[tuple[str, torch.dtype]] = Counter()
     sent: Counter[str] = Counter()
@@ -97,11 +96,10 @@ def test_gradients_of_three_levels_are_exact(driver: Any, case: Any, world_size:
     stage, options = case
     wanted = total(twelves, world_size, STEPS)
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         found = moved(driver(rank, twelves, stage, STEPS, **options))
         for path in USED:
             assert torch.equal(found[path], wanted[path]), path
-        return torch.zeros(())
 
     each_rank(body, world_size)
 
@@ -114,7 +112,7 @@ def test_all_updates_together_lack_the_last_residual_and_nothing_else(
     wanted = total(fine, world_size, steps)
     largest = max(batch.abs().max() for r in range(world_size) for batch in fine(r, 0).values())
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         state = driver(rank, fine, stage, steps, torch.float64, **options)
         found, lost = moved(state), residual(state)
         for path in USED:
@@ -122,7 +120,6 @@ def test_all_updates_together_lack_the_last_residual_and_nothing_else(
             assert lost[path].abs().max() <= 1.5 * largest / 254
             if USED[path].numel() > 1:
                 assert (found[path] - wanted[path]).abs().max() > 1e-6
-        return torch.zeros(())
 
     each_rank(body, world_size)
 
@@ -148,13 +145,12 @@ def test_without_feedback_the_error_would_grow_with_it_it_does_not() -> None:
 def test_both_drivers_hold_the_same_bits(case: Any, more: dict[str, Any]) -> None:
     stage, options = case
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         mine = by_engine(rank, noise, stage, **options, **more)
         theirs = by_function(rank, noise, stage, **options, **more)
         flats = [[*s.params.flats, *s.window.residual.flats] for s in (mine, theirs)]
         for x, y in zip(*flats, strict=True):
             assert torch.equal(x, y)
-        return torch.zeros(())
 
     each_rank(body, 3)
 
@@ -248,7 +244,7 @@ def test_every_rank_reads_the_same_rounded_values_and_between_steps_exact_ones(
 def test_what_cannot_be_differentiated_is_refused_by_name() -> None:
     params = {"w": torch.ones(300)}
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         for stage, name in ((2, "quantized_gradients"), (3, "quantized_weights")):
             options: Any = {name: True}
             state = fzero.init(params, fzero.optim.sgd(1.0), stage=stage, **options)
@@ -266,7 +262,6 @@ def test_what_cannot_be_differentiated_is_refused_by_name() -> None:
             state
         )
         assert torch.equal(fzero.gradients(added)["w"], torch.ones(300))
-        return torch.zeros(())
 
     each_rank(body, 2)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
 from tests.covering import covered
+from tests.strategies import same
 from tests.transforms.wired import (
     DRIVERS,
     USED,
@@ -36,13 +36,12 @@ def test_sums_and_means_are_exact_at_every_stage_with_every_factor(
 ) -> None:
     wanted = total(twelves, world_size, STEPS, op=op)
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         for stage, factor in ((0, 1.0), (0, 4.0), (1, 2.0), (2, 0.5), (3, 1.0), (3, 4.0)):
             options: Any = {"reduce_op": op, "gradient_predivide_factor": factor}
             found = moved(driver(rank, twelves, stage, STEPS, **options))
             for path in USED:
                 assert torch.equal(found[path], wanted[path]), (stage, factor, path)
-        return torch.zeros(())
 
     each_rank(body, world_size)
 
@@ -56,14 +55,13 @@ def large(rank: int, step: int) -> Batch:
 def test_a_factor_of_the_number_of_ranks_keeps_an_fp16_sum_from_overflowing(
     driver: Any, stage: int
 ) -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         half: Any = {"communication_dtype": torch.float16}
         plain = moved(driver(rank, large, stage, 1, **half))
         divided = moved(driver(rank, large, stage, 1, **half, gradient_predivide_factor=2.0))
         for path in USED:
             assert plain[path].isinf().any() or path == "gain"  # whose gradient is 0
             assert torch.equal(divided[path], large(0, 0)[path])
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -75,12 +73,11 @@ def tiny(rank: int, step: int) -> Batch:
 @DRIVERS
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_mean_loses_no_small_fp16_gradient(driver: Any, stage: int) -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         half: Any = {"communication_dtype": torch.float16}
         found = fzero.gradients(with_gradients(driver, rank, tiny, stage, **half))
         for path in USED:
             assert torch.equal(found[path], tiny(0, 0)[path]), path
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -92,10 +89,9 @@ def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dty
 ) -> None:
     options: Any = {"communication_dtype": torch.bfloat16, "accumulate_dtype": torch.float64}
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         state = with_gradients(driver, rank, twelves, stage, **options)
         assert {flat.dtype for flat in state.gradients.flats} == {torch.float64}
-        return torch.zeros(())
 
     with fzero.count_collectives() as log:
         each_rank(body, 2)
@@ -113,11 +109,9 @@ def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dty
     ],
 )
 def test_both_drivers_hold_the_same_bits(options: dict[str, Any], stage: int) -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         mine, theirs = (d(rank, twelves, stage, **options) for d in (by_engine, by_function))
-        for x, y in zip(mine.params.flats, theirs.params.flats, strict=True):
-            assert torch.equal(x, y)
-        return torch.zeros(())
+        same([*mine.params.flats], [*theirs.params.flats])
 
     each_rank(body, 3)
 
@@ -134,8 +128,7 @@ def test_on_one_rank_nothing_is_rounded_for_the_wire() -> None:
         ]
         for other in others:
             found = driver(0, lambda rank, step: seventh, 2, **other)
-            for x, y in zip(found.params.flats, plain.params.flats, strict=True):
-                assert torch.equal(x, y)
+            same([*found.params.flats], [*plain.params.flats])
     state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=2, **options)
     state, _ = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(
         torch.tensor(1 / 7, requires_grad=True)  # by collectives that can be differentiated

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fzero
+from tests.covering import covered
 from tests.strategies import LEARNING, Block, Pair, integers, same, seeds, tensors, trees
 
 X = integers((3,), 1)
@@ -90,8 +91,7 @@ SHAPES: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("name", list(DERIVATIVES))
+@covered(shape=[*SHAPES], name=[*DERIVATIVES])
 def test_every_derivative_is_that_of_the_function(name: str, shape: str) -> None:
     make, derivative = SHAPES[shape], DERIVATIVES[name]
     got, want = derivative(make(fzero.remat)), derivative(make(plain))

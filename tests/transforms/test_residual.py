@@ -38,7 +38,7 @@ def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def test_a_state_counts_its_residual_and_stays_as_it_was() -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         before = by_function(rank, noise, 2, 0, quantized_gradients=True)
         numel = sum(before.setup.layout.full_numel(i) for i in before.setup.layout.trainable)
         assert fzero.state_bytes(before)["window"] == 4 * numel
@@ -51,7 +51,6 @@ def test_a_state_counts_its_residual_and_stays_as_it_was() -> None:
             fzero.grad_and_reduce(lambda p: apply(p, noise(rank, 0)) + 1 / 0, after)()
         updated = fzero.apply_gradients(after)
         assert same(lost(updated), lost(after)) and not updated.window.residual_before.held
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -73,7 +72,7 @@ def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: in
     def without(rank: int, step: int) -> Batch:
         return overflowing(rank, 2 * step)
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         scale = fzero.DynamicScale(init_scale=4.0, growth_interval=1)
         options: Any = {"quantized_gradients": True}
         mine = driver(rank, overflowing, stage, 3, loss_scale=scale, **options)
@@ -81,13 +80,12 @@ def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: in
         assert int(mine.step) == 2
         assert same(list(mine.params.flats), list(theirs.params.flats))
         assert same(lost(mine), lost(theirs)) and any(flat.any() for flat in lost(mine))
-        return torch.zeros(())
 
     each_rank(body, 2)
 
 
 def test_gradients_that_are_thrown_away_take_their_residual_with_them() -> None:
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         module = Odd()
         learns = [p for p in module.parameters() if p.requires_grad]
         engine = Engine(module, torch.optim.SGD(learns, LR), stage=2, quantized_gradients=True)
@@ -107,7 +105,6 @@ def test_gradients_that_are_thrown_away_take_their_residual_with_them() -> None:
         theirs = by_engine(rank, lambda r, step: noise(r, 2 * step), 2, 2, quantized_gradients=True)
         assert same(lost(engine.state), lost(theirs))
         assert same(list(engine.state.params.flats), list(theirs.params.flats))
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -119,12 +116,11 @@ def test_a_nan_stays_out_of_the_residual_and_is_seen_in_the_gradient() -> None:
             found["wide"] = torch.full_like(found["wide"], torch.nan)
         return found
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         for driver in (by_engine, by_function):
             state = with_gradients(driver, rank, bad, 2, quantized_gradients=True)
             assert all(flat.isfinite().all() for flat in lost(state))
             assert fzero.gradients(state)["wide"].isnan().all()
-        return torch.zeros(())
 
     each_rank(body, 2)
 
@@ -188,7 +184,7 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
     x = torch.linspace(-1, 1, 700, dtype=torch.float64)
     params = {"a": {"w": x.clone()}, "b": {"w": x.clone()}}
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         state: Any = fzero.init(
             params, fzero.optim.sgd(1.0), stage=3, quantized_gradients=True, units=lambda p: p[0]
         )
@@ -204,7 +200,6 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
         left = fzero.pmean(state.window.residual.flats[at])[:700]
         found = fzero.gradients(state)["a"]["w"]
         torch.testing.assert_close(found + left, 4 * 1.5 * x, rtol=0, atol=1e-12)
-        return torch.zeros(())
 
     with fzero.count_collectives() as log:
         each_rank(body, 2)
@@ -215,7 +210,7 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
 def test_a_unit_of_empty_parameters_has_nothing_to_lose(stage: int) -> None:
     params = {"full": {"w": torch.ones(5)}, "none": {"w": torch.ones(0, 3)}}
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         state: Any = fzero.init(
             params, fzero.optim.sgd(1.0), stage=stage, quantized_gradients=True, bucket_bytes=4
         )
@@ -225,6 +220,5 @@ def test_a_unit_of_empty_parameters_has_nothing_to_lose(stage: int) -> None:
         found = fzero.full_params(fzero.apply_gradients(state))
         assert torch.equal(found["full"]["w"], torch.full((5,), -0.5))
         assert tuple(found["none"]["w"].shape) == (0, 3)
-        return torch.zeros(())
 
     each_rank(body, 2)

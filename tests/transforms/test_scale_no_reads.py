@@ -89,8 +89,7 @@ def test_the_host_reads_nothing(driver: Any, optimizer: str, stage: int, max_nor
     assert all(torch.isfinite(flat).all() for flat in state.params.flats)
 
 
-@pytest.mark.parametrize("optimizer", READS_ONCE)
-@pytest.mark.parametrize("driver", [functional, by_engine])
+@covered(optimizer=[*READS_ONCE], driver=[functional, by_engine])
 def test_a_rule_without_a_fused_kernel_reads_the_overflow(driver: Any, optimizer: str) -> None:
     with pytest.raises(HostReadError):
         watched_steps(driver, READS_ONCE[optimizer], 1, None)

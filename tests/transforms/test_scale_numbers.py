@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.state import DynamicScale
+from tests.covering import covered
 from tests.descends import descends
 from tests.oracle import square_loss
 from tests.strategies import integers, same, seeds, stages, worlds
@@ -91,8 +92,7 @@ def test_a_growth_step_divides_by_the_scale_that_its_gradients_had() -> None:
     assert seen == [3.0] * 5
 
 
-@pytest.mark.parametrize("of_tensor", [True, False])
-@pytest.mark.parametrize("stage", [0, 2])
+@covered(of_tensor=[True, False], stage=[0, 2])
 def test_an_external_scale_may_change_while_its_gradients_are_held(
     of_tensor: bool, stage: int
 ) -> None:
@@ -113,8 +113,7 @@ def test_an_external_scale_may_change_while_its_gradients_are_held(
         same(fzero.full_params(state), torch.full((3,), -2.0 * (number + 1)))
 
 
-@pytest.mark.parametrize("scale", [0.0, INF, NAN])
-@pytest.mark.parametrize("optimizer", ["sgd", "lion"])
+@covered(scale=[0.0, INF, NAN], optimizer=["sgd", "lion"])
 def test_an_external_scale_that_divides_by_nothing_skips(scale: float, optimizer: str) -> None:
     step = fzero.scale_loss(step_fn, torch.tensor(scale))
     state = fzero.init(torch.ones(3), OPTIMIZERS[optimizer](), stage=1)

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero.errors import DonatedError
 from fzero.state import DynamicScale
+from tests.covering import covered
 from tests.descends import descends
 from tests.strategies import integers, same, seeds, stages, worlds
 
@@ -90,8 +91,7 @@ def test_second_order_and_per_sample_gradients_are_those_without(stage: int, see
     same(found(30), found(None))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@covered(optimizer=[*OPTIMIZERS], stage=[0, 2, 3])
 def test_an_overflow_of_the_scale_under_a_transform_changes_nothing_and_has_no_derivative(
     optimizer: str, stage: int
 ) -> None:
@@ -117,8 +117,7 @@ def test_an_overflow_of_the_scale_under_a_transform_changes_nothing_and_has_no_d
     same(slope, torch.cat([torch.zeros(1, 3), wanted]))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@covered(optimizer=[*OPTIMIZERS], stage=[0, 2, 3])
 def test_an_overflow_of_the_loss_under_a_transform_changes_nothing(
     optimizer: str, stage: int
 ) -> None:
@@ -154,8 +153,7 @@ def test_a_traced_step_skips_as_the_step_does() -> None:
     assert graph(bad)[-1].item() == 0
 
 
-@pytest.mark.parametrize("general", [False, True])
-@pytest.mark.parametrize("others", [(None, 4.0), (8.0, None), ("dynamic", 8.0), (2.0, 2.0)])
+@covered(general=[False, True], others=[(None, 4.0), (8.0, None), ("dynamic", 8.0), (2.0, 2.0)])
 def test_models_under_one_loss_have_each_their_own_scale(others: Any, general: bool) -> None:
     def loss(params: Any, x: Tensor) -> Tensor:
         return x * (params["a"] * params["b"]).sum()
@@ -191,8 +189,7 @@ def test_each_state_of_a_pytree_is_skipped_by_its_own_gradients() -> None:
     assert (int(states["a"].step), int(states["b"].step)) == (0, 1)
 
 
-@pytest.mark.parametrize("optimizer", [fzero.optim.adamw(0.1), fzero.optim.lion(0.1)])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@covered(optimizer=[fzero.optim.adamw(0.1), fzero.optim.lion(0.1)], stage=[0, 1, 3])
 def test_a_skipped_donating_step_uses_up_its_state_all_the_same(optimizer: Any, stage: int) -> None:
     step_fn = descends(lambda p, x: (p * x).sum())
     step = fzero.shard(fzero.scale_loss(step_fn, DynamicScale()), stage=stage, donate=True)

@@ -155,7 +155,7 @@ def _keep_optimizer(
     step = loaded.step if counters else before.step
     engine.state = loaded.replace(optimizer=before.optimizer, scale=before.scale, step=step)
     driver = engine._driver
-    driver.masters.take(driver.state, range(len(driver.state.setup.layout.groups)))
+    driver.writes.masters.take(driver.state, range(len(driver.state.setup.layout.groups)))
     set_options(engine.optimizer, options)
 
 

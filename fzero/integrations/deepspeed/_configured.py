@@ -68,5 +68,5 @@ class Configured(Engine):
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the gradients at the last update, before clipping; None without clipping."""
-        norm = self._driver.norm
+        norm = self._driver.guard.norm
         return None if norm is None else float(norm)

@@ -13,8 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter.access import Access, used, whole_gradient
-from fzero.adapter.boundary import reduced
+from fzero.adapter.access import (
+    full_optimizer_state,
+    full_parameter,
+    local_gradient,
+    local_optimizer_state,
+    local_parameter,
+    set_full_gradient,
+    set_full_optimizer_state,
+    set_full_parameter,
+    set_local_gradient,
+    set_local_optimizer_state,
+    set_local_parameter,
+    used,
+    whole_gradient,
+)
 from fzero.adapter.driver import OWNERS, Driver
 from fzero.adapter.parts import find, find_learning
 from fzero.errors import LayoutError
@@ -37,14 +50,13 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         >>> [safe_get_full_grad(p) for p in engine.module.parameters()]
         [tensor([[1., 2.]])]
     """
-    access, path, learns = _of(param)
+    driver, path, learns = _of(param)
     if not learns:
         return None
-    driver = access._driver
     where = find_learning(driver, path)
     if driver.state.window.is_open:
         return _pending(driver, *where)
-    held = reduced(driver, "safe_get_full_grad()", path)
+    held = driver.reduced("safe_get_full_grad()", path)
     return whole_gradient(driver.state, *where) if held else None
 
 
@@ -60,8 +72,8 @@ def _pending(driver: Driver, number: int, index: int, position: int) -> Tensor |
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the gradient to the full tensor `value`, which is the same on every rank."""
-    access, path, _ = _of(param)
-    access.set_full_gradient(path, value)
+    driver, path, _ = _of(param)
+    set_full_gradient(driver, path, value)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -69,66 +81,66 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
     None for a frozen parameter, which no optimizer steps.
     """
-    access, path, learns = _of(param)
-    return _wide(access.full_parameter(path)) if learns else None
+    driver, path, learns = _of(param)
+    return _wide(full_parameter(driver, path)) if learns else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master to the full `value`, the same on every rank."""
-    access, path, _ = _of(param)
-    access.set_full_parameter(path, value)
+    driver, path, _ = _of(param)
+    set_full_parameter(driver, path, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return the full state `optim_state_key` ("exp_avg", ...); None for a frozen parameter."""
-    access, path, learns = _of(param)
-    return _wide(access.full_optimizer_state(path, optim_state_key)) if learns else None
+    driver, path, learns = _of(param)
+    return _wide(full_optimizer_state(driver, path, optim_state_key)) if learns else None
 
 
 def safe_set_full_optimizer_state(
     param: nn.Parameter, value: Tensor | float, optim_state_key: str
 ) -> None:
     """Set state `optim_state_key` to the full `value`, the same on every rank."""
-    access, path, _ = _of(param)
-    access.set_full_optimizer_state(path, optim_state_key, value)
+    driver, path, _ = _of(param)
+    set_full_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's shard of the gradient, 1-D; None for a frozen parameter."""
-    access, path, learns = _of(param)
-    return access.local_gradient(path) if learns else None
+    driver, path, learns = _of(param)
+    return local_gradient(driver, path) if learns else None
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's shard of the gradient to `value`."""
-    access, path, _ = _of(param)
-    access.set_local_gradient(path, value)
+    driver, path, _ = _of(param)
+    set_local_gradient(driver, path, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
     """Return this rank's shard of the parameter in fp32, 1-D: of its master, if it has one."""
-    access, path, _ = _of(param)
-    return _wide(access.local_parameter(path))
+    driver, path, _ = _of(param)
+    return _wide(local_parameter(driver, path))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's shard of the parameter and of its master to `value`. Stage 3."""
-    access, path, _ = _of(param)
-    access.set_local_parameter(path, value)
+    driver, path, _ = _of(param)
+    set_local_parameter(driver, path, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return this rank's shard of state `optim_state_key`, 1-D; None for a frozen parameter."""
-    access, path, learns = _of(param)
-    return _wide(access.local_optimizer_state(path, optim_state_key)) if learns else None
+    driver, path, learns = _of(param)
+    return _wide(local_optimizer_state(driver, path, optim_state_key)) if learns else None
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor | float, optim_state_key: str
 ) -> None:
     """Set this rank's shard of state `optim_state_key` to `value`."""
-    access, path, _ = _of(param)
-    access.set_local_optimizer_state(path, optim_state_key, value)
+    driver, path, _ = _of(param)
+    set_local_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_update_full_grad_vectorized(
@@ -141,8 +153,8 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-def _of(param: Any) -> tuple[Access, str, bool]:
-    """Return the accessors of a parameter's engine, its path, and whether it is trainable."""
+def _of(param: Any) -> tuple[Driver, str, bool]:
+    """The driver of the engine of a parameter, its path, and whether it learns."""
     driver = OWNERS.get(id(param))
     named = {} if driver is None else dict(driver.module.named_parameters())
     path = next((path for path, p in named.items() if p is param), None)
@@ -153,11 +165,7 @@ def _of(param: Any) -> tuple[Access, str, bool]:
             "model, or of an engine that was closed.",
             fix="take it from engine.module.parameters().",
         )
-    return (
-        Access.of(driver),
-        path,
-        find(driver, path)[0] in driver.state.setup.layout.trainable,
-    )
+    return driver, path, find(driver, path)[0] in driver.state.setup.layout.trainable
 
 
 def _wide(value: Tensor) -> Tensor:

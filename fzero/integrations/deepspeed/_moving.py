@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fzero.adapter.boundary import require_no_window
 from fzero.adapter.driver import Driver
 from fzero.checkpoint.elements import slots_of
 from fzero.machine.packing import unpack
@@ -28,7 +27,7 @@ Moved = list[tuple[Tensor, torch.device]]
 @torch.no_grad()
 def to_host(driver: Driver, kinds: Sequence[str], *, pin: bool) -> Moved:
     """Move the tensors of these kinds to host memory; return those that were moved."""
-    require_no_window(driver, "offload_states()")
+    driver.require_no_window("offload_states()")
     driver.wait()
     moved: Moved = []
     for x in _tensors(driver.state, kinds):
@@ -60,7 +59,7 @@ def _tensors(state: TrainState, kinds: Sequence[str]) -> Iterable[Tensor]:
 
 def _rebind(driver: Driver) -> None:
     """Below stage 3, make the module's parameters views of the flats again, after those moved."""
-    if not driver.sharded:
+    if not driver.state.setup.gathers_by_unit:
         layout = driver.state.setup.layout
         for index, flat in enumerate(driver.state.params.flats):
             driver.params.have(index, unpack(layout, index, flat))

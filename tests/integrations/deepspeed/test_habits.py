@@ -14,7 +14,7 @@ from fzero.adapter import initialize
 from fzero.errors import LayoutError
 from fzero.integrations import deepspeed
 from fzero.integrations.deepspeed import DeepSpeedEngine
-from tests.adapter.on_ranks import each_stage, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks
 from tests.adapter.plain import LR, same, seeded
 from tests.integrations.deepspeed.configs import SGD, linear, merged
 
@@ -64,12 +64,11 @@ def test_enums_are_values() -> None:
         initialize(linear(), config=SGD, config_params=SGD)
 
 
-@on_ranks(2)
-@each_stage
+@at_places(2)
 def test_gradients_that_wait_stay_out_of_a_checkpoint_and_in_the_engine(
-    stage: int, tmp_path: Path
+    at: Place, tmp_path: Path
 ) -> None:
-    engine = engine_of(stage, gradient_accumulation_steps=2)
+    engine = engine_of(at.stage, gradient_accumulation_steps=2)
     back(engine)
     engine.step()
     before, held = engine.full_parameters(), engine.full_gradients()
@@ -115,21 +114,20 @@ def test_frozen_parameters_can_be_left_out(stage: int, other: int, tmp_path: Pat
     same(torch.load(tmp_path / "pytorch_model.bin"), engine.full_state_dict(), 0.0)
 
 
-@on_ranks(2)
-@each_stage
-def test_what_fragments_answer_without_a_reduced_gradient(rank: int, stage: int) -> None:
-    engine = engine_of(stage, seeded(frozen))
+@at_places(2)
+def test_what_fragments_answer_without_a_reduced_gradient(at: Place) -> None:
+    engine = engine_of(at.stage, seeded(frozen))
     first, second = (engine.module.get_submodule(name) for name in "01")
     frozen_weight, weight = (one.get_parameter("weight") for one in (first, second))
     assert deepspeed.safe_get_full_fp32_param(frozen_weight) is None
     assert deepspeed.safe_get_full_grad(weight) is None
     with engine.coalesce():
         assert deepspeed.safe_get_full_grad(weight) is None
-        back(engine, 1.0 + rank)
+        back(engine, 1.0 + at.rank)
         own = deepspeed.safe_get_full_grad(weight)
     mean = deepspeed.safe_get_full_grad(weight)
     assert own is not None and mean is not None
-    hidden = first(X * (1.0 + rank)).detach()
+    hidden = first(X * (1.0 + at.rank)).detach()
     torch.testing.assert_close(own, hidden.expand(2, 2))  # this rank's alone
     both = sum(first(X * (1.0 + r)).detach() for r in range(2)) / 2
     torch.testing.assert_close(mean, both.expand(2, 2))
@@ -165,10 +163,9 @@ def test_leaf_modules_that_were_marked_are_leaves() -> None:
     assert [one.options.leaf_modules.names for one in (marked, plain)] == [("0",), ()]
 
 
-@on_ranks(2)
-@each_stage
-def test_states_come_back_as_they_were(stage: int) -> None:
-    engine, other = engine_of(stage), engine_of(stage)
+@at_places(2)
+def test_states_come_back_as_they_were(at: Place) -> None:
+    engine, other = engine_of(at.stage), engine_of(at.stage)
     for one in (engine, other):
         back(one)
         one.step()

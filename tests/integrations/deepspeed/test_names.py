@@ -16,8 +16,8 @@ from fzero.errors import FzeroError, LayoutError, PhaseError
 from fzero.integrations import deepspeed
 from fzero.integrations.deepspeed import DeepSpeedEngine
 from tests.adapter.nets import Odd
-from tests.adapter.on_ranks import each_stage, on_ranks
-from tests.adapter.plain import LR, Draw, Reference, adamw_of, back, same, seeded
+from tests.adapter.on_ranks import Place, at_places, on_ranks
+from tests.adapter.plain import LR, adamw_of, back, same, seeded
 from tests.integrations.deepspeed.configs import SGD, linear, merged
 
 X = torch.tensor([[1.0, 2.0, 4.0]])
@@ -37,10 +37,9 @@ def weight(engine: DeepSpeedEngine) -> Tensor:
     return ((1 - engine.full_parameter("weight")[0]) / (LR * X[0])).double()
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_an_update_divides_by_the_accumulation_unless_it_is_told_not_to(stage: int) -> None:
-    engine = engine_of(stage, steps=4)
+@at_places(1, 2)
+def test_an_update_divides_by_the_accumulation_unless_it_is_told_not_to(at: Place) -> None:
+    engine = engine_of(at.stage, steps=4)
     seen = []
     for number in range(4):
         loss = engine(X)[:, 0].sum()
@@ -59,10 +58,9 @@ def test_an_update_divides_by_the_accumulation_unless_it_is_told_not_to(stage: i
     assert engine.full_gradient("weight")[0].tolist() == [2.0, 4.0, 8.0]
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_a_boundary_that_is_set_holds_until_it_is_set_again(stage: int) -> None:
-    engine = engine_of(stage, steps=2)
+@at_places(1, 2)
+def test_a_boundary_that_is_set_holds_until_it_is_set_again(at: Place) -> None:
+    engine = engine_of(at.stage, steps=2)
 
     def micro_batch() -> tuple[bool, bool, float]:
         boundary = engine.is_gradient_accumulation_boundary()
@@ -178,18 +176,15 @@ def pieces(mine: Tensor | None, world_size: int, stage: int) -> Tensor:
     return torch.cat(found)
 
 
-@on_ranks(1, 3)
-@each_stage
-def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(
-    rank: int, world_size: int, stage: int
-) -> None:
-    engine, params = of_config(stage)
-    reference = Reference(Odd, world_size, adamw_of)
-    back(engine, Draw(rank, 0))
+@at_places(1, 3)
+def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(at: Place) -> None:
+    engine, params = of_config(at.stage)
+    reference = at.plain(Odd, adamw_of)
+    back(engine, at.draw(0))
     engine.step()
     reference.step(reference.run(back, 0))
     wanted = reference.run(back, 1)
-    back(engine, Draw(rank, 1))
+    back(engine, at.draw(1))
     assert reference.optimizer is not None
     for path, p in reference.module.named_parameters():
         mine = params[path]
@@ -205,10 +200,10 @@ def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(
         own = reference.optimizer.state[p]  # of what was not used there is none
         state = own.get("exp_avg", torch.zeros_like(p))
         found = {
-            "gradient": pieces(deepspeed.safe_get_local_grad(mine), world_size, stage),
-            "values": pieces(local, world_size, stage),
+            "gradient": pieces(deepspeed.safe_get_local_grad(mine), at.ranks, at.stage),
+            "values": pieces(local, at.ranks, at.stage),
             "state": pieces(
-                deepspeed.safe_get_local_optimizer_state(mine, "exp_avg"), world_size, stage
+                deepspeed.safe_get_local_optimizer_state(mine, "exp_avg"), at.ranks, at.stage
             ),
             "full gradient": has(deepspeed.safe_get_full_grad(mine)).reshape(-1),
             "full state": has(deepspeed.safe_get_full_optimizer_state(mine, "exp_avg")).reshape(-1),
@@ -222,25 +217,22 @@ def test_a_parameter_gives_its_gradient_values_and_states_whole_and_in_pieces(
         assert count.item() == len(own) // 3
 
 
-@on_ranks(1, 3)
-@each_stage
-def test_what_is_set_by_pieces_is_what_the_update_uses(
-    rank: int, world_size: int, stage: int
-) -> None:
-    engine, params = of_config(stage, persist=100)  # what is gathered once is gathered anew
-    reference = Reference(Odd, world_size, adamw_of)
-    back(engine, Draw(rank, 0))
+@at_places(1, 3)
+def test_what_is_set_by_pieces_is_what_the_update_uses(at: Place) -> None:
+    engine, params = of_config(at.stage, persist=100)  # what is gathered once is gathered anew
+    reference = at.plain(Odd, adamw_of)
+    back(engine, at.draw(0))
     engine.step()
     reference.step(reference.run(back, 0))
     path = "a.weight"
     mine, plain = params[path], reference.module.get_parameter(path)
     with torch.no_grad():
-        engine(Draw(rank, 9)(2, 3))  # from here on every parameter is there
-    if stage == 3:
+        engine(at.draw(9)(2, 3))  # from here on every parameter is there
+    if at.stage == 3:
         deepspeed.safe_set_local_fp32_param(mine, 2 * deepspeed.safe_get_local_fp32_param(mine))
         plain.data.mul_(2)
     wanted = reference.run(back, 1)
-    back(engine, Draw(rank, 1))
+    back(engine, at.draw(1))
     engine.full_gradients()  # reduced from here on
     deepspeed.safe_set_local_grad(mine, 3 * has(deepspeed.safe_get_local_grad(mine)))
     wanted[path] = 3 * wanted[path]
@@ -307,16 +299,15 @@ class Writer(nn.Linear):
         return x @ self.weight.T
 
 
-@on_ranks(1, 2)
-@each_stage
-def test_the_engine_says_where_it_runs_and_has_what_its_module_has(stage: int) -> None:
-    zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+@at_places(1, 2)
+def test_the_engine_says_where_it_runs_and_has_what_its_module_has(at: Place) -> None:
+    zero = {"zero_optimization": {"stage": at.stage, "stage3_param_persistence_threshold": 0}}
     engine = initialize(Writer(3, 2), config=merged(SGD, zero))
     assert engine.device == engine.module.weight.device == torch.device("cpu")
     assert (engine.global_rank, engine.world_size) == (engine.axis.rank, engine.axis.size)
     assert engine.local_rank == 0
     weight = engine.full_parameter("weight")
     assert torch.equal(engine.generate(X), X @ weight.T) and engine.config == "of the model"
-    assert engine.stage == stage and not hasattr(engine, "_parameters")
+    assert engine.stage == at.stage and not hasattr(engine, "_parameters")
     with pytest.raises(AttributeError, match=r"(?s)its Writer has 'set_lr'.*deepspeed_config.md"):
         engine.set_lr(1.0)

@@ -16,6 +16,7 @@ from fzero.adapter import Engine
 from fzero.machine import reduce
 from fzero.state import Setup
 from fzero.transforms import norm, update
+from tests.descends import descends
 
 # Steps.
 
@@ -83,8 +84,7 @@ def clips_each_micro_batch(loss_fn: Any, **options: Any) -> Any:
 
     def step(state: Any, batches: Sequence[Any]) -> Any:
         for one in batches:
-            state, _ = fzero.grad_and_reduce(loss_fn, state)(one)
-            state = fzero.apply_gradients(state)
+            state, _ = descends(loss_fn)(state, one)
         return state, None
 
     return fzero.shard(fzero.clip(step, max_norm=options.get("max_norm")), stage=options["stage"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fzero
+from tests.covering import covered
 from tests.zoo import FAMILIES
 from tests.zoo.runs import run_of
 
@@ -37,9 +38,7 @@ def test_a_sound_pair(name: str, optimizer: str, dtype: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
-@pytest.mark.parametrize("name", FAMILIES)
+@covered(dtype=[*FLOATS], optimizer=["adamw", "sgd", "lion"], name=[*FAMILIES])
 def test_all_sound_pairs(name: str, optimizer: str, dtype: str) -> None:
     for seed in range(2):
         found = sound(name, optimizer, dtype, seed)

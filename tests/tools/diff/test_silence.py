@@ -198,8 +198,7 @@ def with_column(values: list[float], optimizer: Any, stage: int, world_size: int
 
     def step(state: Any, batch: Tensor) -> Any:
         for x in batch:
-            state, _ = fzero.grad_and_reduce(bent, state)(x)
-            state = fzero.apply_gradients(state)
+            state, _ = descends(bent)(state, x)
         return state, None
 
     def bent(p: Any, x: Tensor) -> Tensor:

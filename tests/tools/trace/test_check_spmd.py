@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import MismatchError
 from tests.adapter.on_ranks import on_ranks
+from tests.covering import covered
 from tests.descends import descends
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -98,8 +99,7 @@ OF_STEPS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("body", OF_STEPS)
+@covered(stage=[0, 3], body=[*OF_STEPS])
 def test_what_differs_beside_gathers_is_named(body: Any, stage: int) -> None:
     step = fzero.simulate(fzero.shard(body, stage=stage), world_size=3)
     state = step.init(layers()[1], fzero.optim.sgd(0.5))

@@ -154,7 +154,7 @@ def safe_update_full_grad_vectorized(
 
 
 def _of(param: Any) -> tuple[Driver, str, bool]:
-    """The driver of the engine of a parameter, its path, and whether it learns."""
+    """Return the driver of a parameter's engine, the path, and whether it is trainable."""
     driver = OWNERS.get(id(param))
     named = {} if driver is None else dict(driver.module.named_parameters())
     path = next((path for path, p in named.items() if p is param), None)

@@ -1,4 +1,4 @@
-"""What the integrations share: which model is an engine's, saving it, and what they refuse."""
+"""Shared by the integrations: from a model to its engine, saving of engines, refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fzero.adapter import Engine, gathered
 from fzero.errors import LayoutError
 
 FOLDER = "fzero"
-"""What the first model and its optimizer are saved to, inside of the folder of a checkpoint."""
+"""Folder of the first model and its optimizer, inside of the folder of a checkpoint."""
 
 
 def engine_of(engines: Iterable[Engine], x: Any) -> Engine | None:
@@ -29,25 +29,25 @@ def engine_of(engines: Iterable[Engine], x: Any) -> Engine | None:
 
 
 class Waiting:
-    """Models that learn, until their optimizers come: only then there can be an engine.
+    """Trainable models that have no engine yet, because their optimizers are not known.
 
-    Until then a forward that autograd records raises: nothing would reduce its gradients.
+    A forward under autograd raises until then: nothing would reduce its gradients.
     """
 
     def __init__(self) -> None:
         self._hooks: dict[nn.Module, RemovableHandle] = {}
 
     def add(self, model: nn.Module) -> None:
-        """Wait for the optimizer of a model; a frozen one has none."""
+        """Register a model, unless all of its parameters are frozen."""
         model = getattr(model, "_orig_mod", model)
         if model not in self._hooks and any(p.requires_grad for p in model.parameters()):
             self._hooks[model] = model.register_forward_pre_hook(_refuse_to_learn)
 
     def pop(self, optimizer: Optimizer) -> nn.Module:
-        """Return the model whose parameters an optimizer steps, and wait for it no more."""
+        """Remove and return the registered model whose parameters `optimizer` steps."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = [x for x in self._hooks if stepped <= {id(p) for p in x.parameters()}]
-        if len(found) != 1:
+        models = [x for x in self._hooks if stepped <= {id(p) for p in x.parameters()}]
+        if len(models) != 1:
             known = {id(p) for model in self._hooks for p in model.parameters()}
             raise refusal(
                 f"an optimizer whose parameters are not all of one model, of the "
@@ -59,8 +59,8 @@ class Waiting:
                 "guide), loss.guide.requires_grad_(False) before the trainer is made",
                 cause="an optimizer of two modules, or of a loss that has weights of its own.",
             )
-        self._hooks.pop(found[0]).remove()
-        return found[0]
+        self._hooks.pop(models[0]).remove()
+        return models[0]
 
 
 def _refuse_to_learn(model: nn.Module, _: Any) -> None:
@@ -81,9 +81,9 @@ def clip(engine: Engine, max_norm: float, norm_type: float) -> Tensor:
 
 
 def save(path: Any, engine: Engine) -> None:
-    """Save a model and its optimizer as a script expects it: gradients that wait are left out.
+    """Save a model and its optimizer, without the gradients that wait for an update.
 
-    So are random generators, which the libraries save themselves. A collective.
+    Random generators are left out, too: the libraries save them. A collective.
     """
     state = engine.state.without_gradients()
     idle: Any = SimpleNamespace(module=engine.module, optimizer=engine.optimizer, state=state)
@@ -109,11 +109,11 @@ def _paths(folder: Any, engines: Sequence[Engine]) -> list[tuple[str, Engine]]:
 
 @contextmanager
 def whole(engine: Engine | None, *, modify: bool = False) -> Iterator[None]:
-    """In the block the parameters of the module are whole, on the CPU. A collective, and then none.
+    """Gather the full parameters to the CPU for the block. Entering is a collective.
 
-    So one rank alone may save, and compute with parts of the module. Tied parameters stay one
-    tensor. Below stage 3 the parameters are whole as they are. With `modify`, all ranks may write
-    to them instead, as `load_state_dict()` does. Without an engine nothing is to be done.
+    One rank alone may then save, or compute with parts of the module. Tied parameters stay one
+    tensor. Below stage 3 the parameters are full anyway. With `modify`, all ranks may write to
+    them, as `load_state_dict()` does, and leaving is a collective, too. None: do nothing.
     """
     with ExitStack() as stack:
         if engine is not None and modify:
@@ -125,14 +125,14 @@ def whole(engine: Engine | None, *, modify: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _having(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Let a module have `values` as its parameters."""
-    found = dict(module.named_parameters(remove_duplicate=False))
-    made = {p: nn.Parameter(values[path], p.requires_grad) for path, p in found.items()}
-    _assign(module, {path: made[p] for path, p in found.items()})
+    """Replace the parameters of a module by `values`."""
+    shards = dict(module.named_parameters(remove_duplicate=False))
+    full = {p: nn.Parameter(values[path], p.requires_grad) for path, p in shards.items()}
+    _assign(module, {path: full[p] for path, p in shards.items()})
     try:
         yield
     finally:
-        _assign(module, found)
+        _assign(module, shards)
 
 
 def _assign(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
@@ -142,5 +142,5 @@ def _assign(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
 
 
 def refusal(seen: str, fix: str, *, cause: str = "a script for another backend.") -> LayoutError:
-    """Return the error for what a script asks of another backend."""
+    """Return the error for a request that another backend would serve."""
     return LayoutError(f"{seen}: not with fzero.", cause=cause, fix=f"{fix}.")

@@ -32,13 +32,13 @@ _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`model.generate` with whole parameters: ranks run as many forwards as their texts need."""
+    """Run `model.generate` with full parameters: ranks may run different numbers of forwards."""
     with gathered(model):
         return type(model).generate(model, *args, **kwargs)
 
 
 class FzeroOptimizer(AcceleratedOptimizer):
-    """What `prepare` gives for an optimizer: `step()` is the step of an engine.
+    """The optimizer that `prepare` returns: its `step()` is `engine.step()`.
 
     Its param groups are the optimizer's own, for schedulers; its state is in the engine.
     """
@@ -48,7 +48,7 @@ class FzeroOptimizer(AcceleratedOptimizer):
         self.engine = engine
 
     def step(self, closure: Any = None) -> None:
-        """`engine.step()`, unless gradients are accumulated further."""
+        """Call `engine.step()`, unless this is not the last micro-batch of an update."""
         if closure is not None:
             raise shared.refusal("optimizer.step(closure)", "run the backward first, then step()")
         if self.gradient_state.sync_gradients:
@@ -61,10 +61,10 @@ class FzeroOptimizer(AcceleratedOptimizer):
 
 
 class FzeroAccelerator(Accelerator):
-    """`accelerate.Accelerator` whose models are sharded by ZeRO, at stage 0, 1, 2 or 3.
+    """An `accelerate.Accelerator` that shards models by ZeRO, at stage 0, 1, 2 or 3.
 
     `prepare` returns the model itself: an `Engine` is attached to it by hooks, so calls of the
-    model, `unwrap_model`, and losses that hold the model need no change. A model that learns is
+    model, `unwrap_model`, and losses that hold the model need no change. A trainable model is
     prepared before its optimizer, or together with it. mixed_precision="bf16" or "fp16" is also the
     engine's `autocast`, the latter with its dynamic loss scale (of `GradScalerKwargs` if given).
 
@@ -108,14 +108,14 @@ class FzeroAccelerator(Accelerator):
 
     @classmethod
     def of(cls, accelerator: Accelerator, **options: Any) -> FzeroAccelerator:
-        """Return one with the settings of an accelerator that has prepared nothing yet.
+        """Return a `FzeroAccelerator` with the settings of an accelerator that prepared nothing.
 
-        `options` are those of the class: stage, coalesce and engine.
+        `options`: stage, coalesce and engine, as for the class.
         """
-        made = cls.__new__(cls)
-        vars(made).update(vars(accelerator))
-        made._begin(**options)
-        return made
+        sharding = cls.__new__(cls)
+        vars(sharding).update(vars(accelerator))
+        sharding._begin(**options)
+        return sharding
 
     def _begin(self, stage: int, coalesce: bool, engine: Mapping[str, Any]) -> None:
         self._stage, self._coalesces = check_stage(stage), coalesce
@@ -155,7 +155,7 @@ class FzeroAccelerator(Accelerator):
         return shared.engine_of(self._sharded, model)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """`Accelerator.prepare`, models first, for an engine is made with both. A collective.
+        """Do `Accelerator.prepare`, models first: an engine needs both. A collective.
 
         Raises:
             LayoutError: for an optimizer without its model, or of several models.
@@ -163,15 +163,15 @@ class FzeroAccelerator(Accelerator):
         places = device_placement or [None] * len(args)
         order = sorted(range(len(args)), key=lambda i: not isinstance(args[i], nn.Module))
         sent: Any = [places[i] for i in order]
-        made = super().prepare(*(args[i] for i in order), device_placement=sent)
+        prepared = super().prepare(*(args[i] for i in order), device_placement=sent)
         if len(args) == 1:
-            return made
-        return tuple(made[order.index(i)] for i in range(len(args)))
+            return prepared
+        return tuple(prepared[order.index(i)] for i in range(len(args)))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """`Accelerator.prepare_model`; the optimizer of a model that learns is prepared next."""
+        """Do `Accelerator.prepare_model`. The optimizer of a trainable model is prepared next."""
         if not evaluation_mode and self.engine_of(model) is None:
             self._waiting.add(model)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -179,7 +179,7 @@ class FzeroAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Make the engine of a model that was prepared, and its optimizer. A collective."""
+        """Create the engine of this optimizer and of its prepared model. A collective."""
         if not isinstance(optimizer, FzeroOptimizer):  # a trainer that trains again brings its own
             model = self._waiting.pop(optimizer)
             engine = Engine(model, optimizer, stage=self._stage, **self._options)
@@ -194,7 +194,7 @@ class FzeroAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Let gradients of the block wait for the next backward outside of it, or the update."""
+        """Accumulate in the block; the next backward outside, or the update, reduces."""
         with ExitStack() as stack:
             engine = self.engine_of(model)
             if engine is not None and not engine.state.window.is_open:
@@ -202,7 +202,7 @@ class FzeroAccelerator(Accelerator):
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate loss / gradient_accumulation_steps, by `engine.backward`."""
+        """Call `engine.backward` on loss / gradient_accumulation_steps."""
         engines, share = self.engines, loss / self.gradient_accumulation_steps
         if len(engines) > 1 and any(engine.needs_scaler() for engine in engines):
             raise shared.refusal(
@@ -218,9 +218,9 @@ class FzeroAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """`engine.clip_grad_norm_` of the model that has all of these parameters. A collective.
+        """Clip by `engine.clip_grad_norm_` of the model of these parameters. A collective.
 
-        torch's own function for a part of a model, or for several.
+        Parameters of a part of a model, or of several models, are clipped by torch's function.
         """
         some = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         given = {id(p) for p in some}
@@ -232,12 +232,12 @@ class FzeroAccelerator(Accelerator):
         return nn.utils.clip_grad_norm_(some, max_norm, norm_type)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing: gradients and norms that an engine gives are without the loss scale."""
+        """Do nothing: the gradients and norms of an engine are unscaled."""
 
     # Saving.
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return whole values, on the CPU of every rank. A collective for a sharded model."""
+        """Return the full state dict, on every rank's CPU. A collective for a sharded model."""
         engine = self.engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap)
@@ -245,16 +245,16 @@ class FzeroAccelerator(Accelerator):
 
     @contextmanager
     def whole(self, model: nn.Module, *, modify: bool = False) -> Iterator[None]:
-        """In the block the parameters of the model are whole, on the CPU. A collective.
+        """Gather the full parameters of the model to the CPU for the block. A collective.
 
-        So `save_pretrained` of any library works on one rank. With `modify`, they may be written
-        instead, on all ranks, as `load_state_dict` does; the values of rank 0 count.
+        `save_pretrained` of any library then works on one rank. With `modify`, all ranks may write
+        to them, as `load_state_dict` does; the values of rank 0 count.
         """
         with shared.whole(self.engine_of(model), modify=modify):
             yield
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.save_state`; models and optimizers go to its folder `fzero`. A collective.
+        """Do `Accelerator.save_state`; sharded models go to its folder `fzero`. A collective.
 
         `load_state` restores them at any stage, on any number of ranks.
         """
@@ -264,7 +264,7 @@ class FzeroAccelerator(Accelerator):
         return where
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """`Accelerator.load_state` of what `save_state` saved. A collective."""
+        """Do `Accelerator.load_state` from a folder of `save_state`. A collective."""
         where: list[str] = []
         handle = self.register_load_state_pre_hook(lambda _, folder: where.append(folder))
         try:
@@ -276,7 +276,7 @@ class FzeroAccelerator(Accelerator):
 
     @contextmanager
     def _without_engines(self) -> Iterator[list[Engine]]:
-        """Let accelerate save and load what is not sharded."""
+        """Hide models and optimizers with engines, so that accelerate saves and loads the rest."""
         models, optimizers = self._models, self._optimizers
         engines = self.engines
         self._models = [x for x in models if self.engine_of(x) is None]

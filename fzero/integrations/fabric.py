@@ -1,7 +1,7 @@
 """Lightning Fabric over the engine: `Fabric(strategy=FzeroStrategy(stage=3))`.
 
 fabric.setup(model, optimizer)          one `Engine`; the model stays the object that it was
-loss.backward, fabric.backward          what the engine's hooks see
+loss.backward, fabric.backward          seen by the hooks of the engine
 optimizer.step                          `engine.step`
 fabric.no_backward_sync(model)          a window of the engine
 fabric.save, fabric.load                a folder, with `fzero.checkpoint` for each model
@@ -30,7 +30,7 @@ _REST = "rest.ckpt"
 
 
 class FzeroStrategy(DDPStrategy):
-    """A Fabric strategy whose models are sharded by ZeRO, at stage 0, 1, 2 or 3.
+    """A Fabric strategy that shards models by ZeRO, at stage 0, 1, 2 or 3.
 
     Processes are launched as with "ddp". Any number of models may be set up, each with one
     optimizer, or frozen. precision="bf16-mixed" is also the engine's `autocast`.
@@ -67,12 +67,12 @@ class FzeroStrategy(DDPStrategy):
         return shared.engine_of(self.engines, x)
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Return the model as it is; the optimizer of one that learns is set up next."""
+        """Return the model unchanged. The optimizer of a trainable model is set up next."""
         self._waiting.add(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make the engine of a model that was set up, and its optimizer. A collective.
+        """Create the engine of this optimizer and of its model. A collective.
 
         Raises:
             LayoutError: for a model that was not set up, or has an optimizer; and for several.
@@ -93,7 +93,7 @@ class FzeroStrategy(DDPStrategy):
     # A step.
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """`engine.step()`."""
+        """Call `engine.step()`."""
         if kwargs:
             raise shared.refusal("optimizer.step(closure)", "run the backward first, then step()")
         return self._known(optimizer).step()
@@ -106,7 +106,7 @@ class FzeroStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """`engine.clip_grad_norm_`; return the norm before. A collective."""
+        """Call `engine.clip_grad_norm_`; return the norm before clipping. A collective."""
         norm = shared.clip(self._known(optimizer), max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"clip_gradients: the norm of the gradients is {norm.item()}.")
@@ -164,7 +164,7 @@ class FzeroStrategy(DDPStrategy):
         return left
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return whole values, on the CPU of every rank. A collective for a sharded model."""
+        """Return the full state dict, on every rank's CPU. A collective for a sharded model."""
         engine = self.engine_of(module)
         if engine is None:
             return super().get_module_state_dict(module)
@@ -173,18 +173,18 @@ class FzeroStrategy(DDPStrategy):
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Any, strict: bool = True
     ) -> None:
-        """Load whole values; those of rank 0 count. A collective for a sharded model."""
+        """Load a full state dict; the values of rank 0 count. A collective for a sharded model."""
         with shared.whole(self.engine_of(module), modify=True):
             super().load_module_state_dict(module, state_dict, strict)
 
 
 class _Windows(_BackwardSyncControl):
-    """What `fabric.no_backward_sync` asks for."""
+    """The windows that `fabric.no_backward_sync` opens."""
 
     def __init__(self, strategy: FzeroStrategy) -> None:
         self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Let gradients of the block wait for the next backward outside of it, or the update."""
+        """Accumulate in the block; the next backward outside, or the update, reduces."""
         engine = self._strategy.engine_of(module)
         return engine.no_sync() if enabled and engine is not None else nullcontext()

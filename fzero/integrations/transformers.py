@@ -42,7 +42,7 @@ def sharded(trainer: T, *, stage: int, coalesce: bool = False, **engine: Any) ->
         A class derived from `trainer`, of the same name.
 
     Raises:
-        LayoutError: for what is no such class. When a trainer is made: see `FzeroAccelerator`.
+        LayoutError: if `trainer` is no such class. For errors of instances see `FzeroAccelerator`.
 
     Example:
         >>> import transformers
@@ -58,13 +58,13 @@ def sharded(trainer: T, *, stage: int, coalesce: bool = False, **engine: Any) ->
             fix="pass transformers.Trainer, or a class derived from it.",
         )
     own = {"_fzero": {"stage": stage, "coalesce": coalesce, "engine": engine}}
-    made: Any = type(trainer.__name__, (_Sharded, trainer), own)
-    made.__module__, made.__doc__ = trainer.__module__, trainer.__doc__
-    return made
+    sharding: Any = type(trainer.__name__, (_Sharded, trainer), own)
+    sharding.__module__, sharding.__doc__ = trainer.__module__, trainer.__doc__
+    return sharding
 
 
 class _Sharded(Base):
-    """What a trainer does in another way when its model is sharded."""
+    """The methods of a trainer that differ for a sharded model."""
 
     _fzero: ClassVar[dict[str, Any]]
     accelerator: FzeroAccelerator
@@ -72,12 +72,12 @@ class _Sharded(Base):
     lr_scheduler: Any
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Put an accelerator with the same settings in the place of the trainer's."""
+        """Replace the trainer's accelerator by a `FzeroAccelerator` with the same settings."""
         super().create_accelerator_and_postprocess()
         self.accelerator = FzeroAccelerator.of(self.accelerator, **self._fzero)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save whole values on one rank. A collective, as it is for the trainer."""
+        """Save the full parameters on one rank. A collective, as for the trainer."""
         with self.accelerator.whole(self.model):
             super().save_model(output_dir, _internal_call)
 

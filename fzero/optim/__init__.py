@@ -17,6 +17,7 @@ from fzero.optim._make import lion as lion
 from fzero.optim._make import sgd as sgd
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
+from fzero.optim._pair import ShardOptimizer as ShardOptimizer
 from fzero.optim._pair import as_optimizer as as_optimizer
 from fzero.optim._piece import Piece as Piece
 from fzero.optim._precision import Precision as Precision

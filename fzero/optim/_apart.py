@@ -1,4 +1,4 @@
-"""Which leaves have counters of their own: those that have not taken each step of their group.
+"""Which leaves have counters of their own: those that missed an update of their group.
 
 Counters are numbered. Each group of leaves has one number, under which all that its leaves count
 is kept once. A leaf that an update leaves out goes on under another number, `apart`, with those
@@ -22,7 +22,7 @@ Row = TypeVar("Row", bound=Hashable)
 
 
 class Parted(NamedTuple):
-    """Who counts with whom in an update that leaves some leaves out, and after it."""
+    """Which leaves share counters during and after an update with unused leaves."""
 
     apart: Apart
     sources: tuple[int, ...]  # of each counter that is new, the number of that which it goes on
@@ -30,7 +30,7 @@ class Parted(NamedTuple):
 
 
 def parted(apart: Apart, unused: Collection[str], home: Home, size: int) -> Parted:
-    """Return who counts with whom when an update leaves `unused` leaves out.
+    """Return which leaves share counters in an update that leaves the `unused` leaves out.
 
     size: how many numbers are in use.
 
@@ -59,9 +59,9 @@ def parted(apart: Apart, unused: Collection[str], home: Home, size: int) -> Part
 
 
 def settled(rows: Mapping[str, Row], home: Home, size: int) -> tuple[Apart, dict[int, Row]]:
-    """Return (apart, what each number has) for leaves with these counters.
+    """Return (apart, {number: counters}), with equal counters of a group stored once.
 
-    Leaves of a group that have what most of it have count with the group.
+    Leaves with the counters of most leaves of their group share the group's number.
 
     Args:
         rows: path -> all that is counted for a leaf.

@@ -1,4 +1,4 @@
-"""What optimizers of a state have in common."""
+"""`Base`: the defaults of every optimizer of a train state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Base:
         return not self.elementwise
 
     def group_of(self, path: str) -> int:
-        """Return the number of the buffers that a leaf may be in: leaves of one share them."""
+        """Return the leaf's param group; -1: not stepped. A flat has leaves of one group only."""
         return 0
 
     def bind(self, params: Any) -> Self:
@@ -36,9 +36,9 @@ class Base:
         return self
 
     def slots(self, state: Any) -> Mapping[str, Sequence[Tensor]]:
-        """Return {name: flats} of what is kept by element, masters too; nothing of a foreign state.
+        """Return {name: flats} of the slots, masters too; {} for a foreign (init, update) pair.
 
-        Names are torch.optim's. A flat that has no such slot has an empty one.
+        Names are torch.optim's. A flat without this slot has an empty tensor in its place.
         """
         return {}
 
@@ -49,22 +49,22 @@ class Base:
 
     @property
     def counts_by_leaf(self) -> bool:
-        """Whether `counted` and `recounted` know what each leaf counts."""
+        """Whether each leaf has counters of its own, which `counted` and `recounted` know."""
         return False
 
     def counted(self, state: Any, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """Return {name: {path: what it counts of a leaf's updates}}, by torch.optim's names.
+        """Return the counters {name: {path: value}} of a state, by torch.optim's names.
 
-        Of the leaves at `paths`, those that it steps. A state's own tensors.
+        Only leaves at `paths` that this optimizer steps. The tensors are the state's own.
         """
         return {}
 
     def counters(self, state: Any, path: str) -> dict[str, Tensor]:
-        """Return `counted` of one leaf."""
+        """Return the counters {name: value} of the leaf at `path`."""
         return {name: some[path] for name, some in self.counted(state, [path]).items()}
 
     def shares(self, path: str, name: str) -> bool:
-        """Whether a counter of the leaf at `path` is one for its whole param group."""
+        """Whether counter `name` of the leaf at `path` is shared by its whole param group."""
         return False
 
     def recounted(
@@ -76,9 +76,9 @@ class Base:
         count: int | None = None,
         unstepped: Collection[str] = (),
     ) -> Any:
-        """Return the state with other counters: what `counted` gives for all leaves that learn.
+        """Return the state with `counters`, in the form in which `counted` returns them.
 
-        count: the number of updates; None: as it is. unstepped: leaves that took no step yet.
+        count: the number of updates; None: unchanged. unstepped: leaves that took no step yet.
         """
         return state
 
@@ -87,13 +87,13 @@ class Base:
         return ()
 
     def anew(self, state: Any, fresh: Any) -> Any:
-        """Return `fresh`, a state before its first step, with what a reset of it leaves."""
+        """Return `fresh`, a new state, with the parts of `state` that a reset keeps: here none."""
         return fresh
 
     def begun(self, state: Any, paths: Sequence[str], path: str) -> Any:
-        """Return the state in which what it keeps for the leaf at `path` is no first state."""
+        """Return the state in which the leaf at `path` counts as stepped."""
         return state
 
     def skips(self, params: Sequence[Tensor], state: Any) -> bool:
-        """Whether `advance` takes `found_inf` and `grad_scale`: for updates that may be skipped."""
+        """Whether `advance` takes `found_inf` and `grad_scale`, so that it can skip an update."""
         return False

@@ -1,4 +1,4 @@
-"""Leaves that a foreign update leaves out: the pair steps all, and what it kept is put back."""
+"""Unused leaves under a foreign pair: it steps all leaves, then their old values are restored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fzero.optim._whole import flats_in, with_flats
 
 
 class Left:
-    """What parameters and state have for some leaves, before an update.
+    """The values of unused leaves in parameters and state before an update, to be restored after.
 
     pieces: of all leaves. unused: the paths of those that the update leaves out.
     """
@@ -28,11 +28,11 @@ class Left:
         self._kept = [[_of(flats, piece).clone() for piece in self._pieces] for flats in held]
 
     def updates(self, updates: list[Tensor]) -> list[Tensor]:
-        """Return the updates, of those leaves nothing: to a -0.0, too."""
+        """Return the updates, -0.0 for unused leaves: p + -0.0 is p, also where p is -0.0."""
         return self._put([torch.tensor(-0.0)] * len(self._pieces), updates)
 
     def state(self, state: Any) -> Any:
-        """Return the state after, with what those leaves had before."""
+        """Return the state after the update, with the old slots of the unused leaves."""
         if not self._pieces:
             return state
         held = flats_in(state, self._params)

@@ -1,4 +1,4 @@
-"""What a factory of an optimizer is given: the parameters, in a list that knows their names."""
+"""The parameters that an optimizer factory receives: a list that knows their names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fzero.state.layout import learns
 
 
 class NamedParameters(list[nn.Parameter]):
-    """A list of parameters, and what a module has for them: `named_parameters`, `parameters`.
+    """A list of parameters that has a module's methods `named_parameters` and `parameters`.
 
     Example:
         >>> w, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))

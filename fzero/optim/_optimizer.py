@@ -58,7 +58,7 @@ class Optimizer(Base):
     ) -> OptimizerState:
         """Return the state for `params`: zero moments, fp32 masters of 16-bit leaves.
 
-        `place` takes each of these tensors, as soon as it is made, to where it is to live.
+        `place` moves each of these tensors, as soon as it is made, to where it is stored.
         """
         flats = optree.tree_leaves(params, namespace=NAMESPACE)
         if any(p.is_complex() for p in flats):
@@ -161,7 +161,7 @@ class Optimizer(Base):
 
     @property
     def counts_by_leaf(self) -> bool:
-        """Each leaf has the number of its updates."""
+        """Return True: each leaf has its own number of updates."""
         return True
 
     def counted(self, state: OptimizerState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
@@ -178,7 +178,7 @@ class Optimizer(Base):
         count: int | None = None,
         unstepped: Collection[str] = (),
     ) -> OptimizerState:
-        """Return the state whose leaves took so many updates; itself it made as many at least."""
+        """Return the state whose leaves took counters["step"][path] updates; see `with_steps`."""
         return with_steps(state, {p: int(counters["step"][p]) for p in paths}, count)
 
     def skips(self, params: Sequence[Tensor], state: OptimizerState) -> bool:
@@ -212,7 +212,7 @@ class Optimizer(Base):
     def _by_options(
         self, work: Sequence[Tensor], pieces: Sequence[Piece], count: Tensor, now: Parted
     ) -> list[Chosen]:
-        """Group what is to be updated by its options, and say by which counter each part is."""
+        """Return the spans to update, grouped by options, with the counter of each span."""
         if not (self.overrides and pieces) and not now.apart:
             everything = [(i, 0, w.numel()) for i, w in enumerate(work)]
             options = _at(dict(self.options), count)
@@ -229,9 +229,9 @@ class Optimizer(Base):
         return [Chosen(options[k], spans[k], counted_by[k]) for k in spans]
 
     def describe(self, leaves: Sequence[Leaf], step: Tensor | int | None = None) -> list[str]:
-        """What ranks compare: the options, and of each leaf that has other ones, those.
+        """Return the lines that ranks compare: the options, and those of leaves with other options.
 
-        Of a schedule they compare what it gives at `step`.
+        A schedule is compared by its value at `step`.
         """
         lines = [f"optimizer {self!r}"]
         for number, (_, changes) in enumerate(() if leaves else self.overrides):
@@ -249,7 +249,7 @@ class Optimizer(Base):
         return lines
 
     def saved_names(self, state: OptimizerState, leaves: Sequence[Leaf]) -> SavedNames:
-        """What a checkpoint calls the rule and its moments."""
+        """Return the names of the rule and of its moments in a checkpoint."""
         moments = enumerate(self.rule.moments)
         return SavedNames(rule=self.rule.name, parts={f"moments[{k}]": m for k, m in moments})
 
@@ -294,7 +294,7 @@ def _at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Say what `value` is, alike on every rank: no address of a schedule."""
+    """Return `value` as text that is equal on every rank: a function as its name, no address."""
     if is_dataclass(value):
         return repr(value)
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)

@@ -1,4 +1,4 @@
-"""What an optimizer of fzero carries, and how it counts the updates of its leaves."""
+"""The state of fzero's own optimizers, and the transitions of its counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fzero.state import record, static
 
 @record
 class OptimizerState:
-    """What an optimizer carries: as this rank holds it, parallel to the list it was made for."""
+    """The optimizer state of this rank, parallel to the list of flats that `init` was given."""
 
     count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates; never reset
     moments: tuple[tuple[Tensor, ...], ...]  # one tuple for each moment of the rule
@@ -25,7 +25,7 @@ class OptimizerState:
 
 
 def after_update(state: OptimizerState, now: Parted, found_inf: Tensor | None) -> OptimizerState:
-    """Return the state after an update, which `found_inf` may have skipped, by its counters."""
+    """Return the state with the counters after an update; one skipped by `found_inf` adds 0."""
     counts = [state.count, *state.steps]
     counts += [counts[source].clone() for source in now.sources]
     after = [x if k in now.still else counted(x, found_inf) for k, x in enumerate(counts)]
@@ -35,9 +35,9 @@ def after_update(state: OptimizerState, now: Parted, found_inf: Tensor | None) -
 def with_steps(
     state: OptimizerState, steps: Mapping[str, int], count: int | None
 ) -> OptimizerState:
-    """Return the state whose leaves took so many updates; itself it made as many at least.
+    """Return the state in which the leaf at each path took steps[path] updates.
 
-    count: the updates that it made; None: those of `state`.
+    count: the updates of the whole state; None: unchanged. It is raised to the largest of `steps`.
     """
     made = max([int(state.count) if count is None else count, *steps.values()])
     numbers: dict[int, int] = {}

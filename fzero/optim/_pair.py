@@ -45,9 +45,9 @@ class Pair(Base):
     def init(
         self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Place = stay
     ) -> Any:
-        """Return what the foreign `init` gives for the list of flats.
+        """Return the state that the foreign `init` returns for the list of flats.
 
-        Raises `LayoutError` if it is to live elsewhere: it could not be streamed.
+        Raises `LayoutError` for another `place` than the device: a pair cannot be streamed.
         """
         if place is not stay:
             raise LayoutError(
@@ -91,11 +91,11 @@ class Pair(Base):
         return f"pair({getattr(self.update, '__qualname__', type(self.update).__name__)})"
 
     def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
-        """What ranks compare: a foreign pair shows no options, at no `step`."""
+        """Return the line that ranks compare: the name, for a pair does not show its options."""
         return [f"optimizer {self!r}"]
 
     def saved_names(self, state: Any, leaves: Sequence[Leaf]) -> SavedNames:
-        """What a checkpoint calls it: its state has the names that its own form gives."""
+        """Return the name "pair"; the parts of its state are named by their places in its tree."""
         return SavedNames(rule="pair")
 
     def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
@@ -146,7 +146,7 @@ class Pair(Base):
     def _updates(
         self, grads: list[Tensor], state: Any, params: list[Tensor], pieces: Sequence[Piece]
     ) -> tuple[list[Tensor], Any]:
-        """Return what is to be added to each flat, and the state after."""
+        """Return (what to add to each flat, the new state)."""
         if self.elementwise:
             given, state = self._call(grads, state, params)
             return self._fitting(given, params), state
@@ -165,7 +165,7 @@ class Pair(Base):
         return self.update(grads, state, params, **keywords)
 
     def _fitting(self, updates: Any, params: Sequence[Tensor]) -> list[Tensor]:
-        """The updates in the dtypes of `params`, as optax applies them."""
+        """Return the updates in the dtypes of `params`, as optax does, checked to fit them."""
         if not isinstance(updates, list | tuple) or len(updates) != len(params):
             raise self._wrong(f"it gave a {type(updates).__name__}", "a list of updates")
         for u, p in zip(updates, params, strict=True):
@@ -182,12 +182,16 @@ class Pair(Base):
         )
 
 
-def as_optimizer(optimizer: Any) -> Optimizer | Pair | TorchOptimizer | NoOptimizer:
+ShardOptimizer = Optimizer | Pair | TorchOptimizer | NoOptimizer
+"""What `as_optimizer` returns: each is a `StatefulUpdate` that can be bound to parameters."""
+
+
+def as_optimizer(optimizer: Any) -> ShardOptimizer:
     """Return `optimizer` if it is fzero's, or wrap an (init, update) pair.
 
     Raises `LayoutError` for anything else, a `torch.optim.Optimizer` among it.
     """
-    if isinstance(optimizer, Optimizer | Pair | TorchOptimizer | NoOptimizer):
+    if isinstance(optimizer, ShardOptimizer):
         return optimizer
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.Optimizer):

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from fzero.state.layout import Leaf
-
-
-class Piece(NamedTuple):
-    """Elements `start` to `stop` of parameter `index`: a part with one set of options."""
-
-    index: int
-    leaf: Leaf
-    start: int
-    stop: int
-    first: int = 0  # the element of the leaf that is at `start`
+from fzero.state.stateful_update import Piece as Piece
 
 
 def pieces_in(pieces: Sequence[Piece], indices: Sequence[int]) -> list[Piece]:
@@ -23,6 +12,7 @@ def pieces_in(pieces: Sequence[Piece], indices: Sequence[int]) -> list[Piece]:
 
     Example:
         >>> import torch
+        >>> from fzero.state.layout import Leaf
         >>> leaf = Leaf(path="w", shape=(4,), dtype=torch.float32, trainable=True)
         >>> pieces_in([Piece(0, leaf, 0, 4), Piece(1, leaf, 0, 2)], [1])[0].index
         0

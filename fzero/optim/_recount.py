@@ -64,7 +64,7 @@ def recounted_as(
 
 
 def anew_of(bound: Bound, state: TorchState, fresh: TorchState) -> TorchState:
-    """Return a state before its first step, in which param groups have what they counted."""
+    """Return `fresh`, a new state, with the counters that `state` has for whole param groups."""
     counters = {
         name: tuple(
             state.counters[name][group] if name in shared.begin else some[group]
@@ -78,7 +78,7 @@ def anew_of(bound: Bound, state: TorchState, fresh: TorchState) -> TorchState:
 def _of_groups(
     bound: Bound, paths: Sequence[str], counters: Counted
 ) -> dict[str, dict[int, float]]:
-    """Return {name: {param group: what it counts}}. Raises `LayoutError` for two in a group."""
+    """Return {name: {param group: its counter}}; raise `LayoutError` if two leaves disagree."""
     found: dict[str, dict[int, float]] = {}
     for path in paths:
         group = bound.group_at[path]

@@ -1,4 +1,4 @@
-"""Rounding by chance: fp32 -> bf16, up or down, so that the mean is right.
+"""Stochastic rounding fp32 -> bf16: up or down at random, with the fp32 value as mean.
 
 The chance is a function of the update's number and of the element, so that an update is pure: the
 same at every stage and number of ranks, and again after a resume.

@@ -21,7 +21,7 @@ Begin = Callable[[Tensor], dict[str, Any]]
 
 
 class Ran(NamedTuple):
-    """What the steps of a small copy left."""
+    """A small copy after its steps: parameters, states, and what else the steps changed."""
 
     params: list[Tensor]
     states: list[dict[str, Any]]  # of each parameter

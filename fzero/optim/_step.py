@@ -1,4 +1,4 @@
-"""One step of a torch.optim optimizer on tensors that are lent to it for that time."""
+"""One step of a torch.optim optimizer on shards, which are its parameters for this step only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fzero.optim._trial import KeptState, as_kept, as_tensor, begin_state
 
 
 class Unit(NamedTuple):
-    """What torch.optim sees as one parameter: a flat, or a whole leaf of a flat."""
+    """One parameter of the optimizer during a step: a flat, or a whole leaf in a flat."""
 
     index: int  # of the flat; -1: of none, see `_idle`
     group: int  # the param group
@@ -44,7 +44,7 @@ class _Loan(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Who is stepped with whom in one update."""
+    """Which leaves are stepped together in one update, and which take their first step."""
 
     now: Parted
     first: bool = False  # the first update of a rule that makes its state in it
@@ -91,7 +91,7 @@ class Portions:
             return _taken(bound.instance, loans, portion.slots, self.counters)
 
     def _loans(self, units: Sequence[Unit], portion: Portion) -> list[_Loan]:
-        """What each unit lends; before the first step nothing of what a rule makes in it."""
+        """Return the parameter and state of each unit; no state that the first step is to make."""
         counters = _spread(units, self._before)
         loans = []
         for unit in units:
@@ -134,7 +134,7 @@ def skips(bound: Bound, work: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def _told(instance: Any, scaled: Scaled) -> Iterator[None]:
-    """The optimizer has the attributes that `torch.amp.GradScaler` would give it."""
+    """Set `found_inf` and `grad_scale` on the optimizer inside, as `torch.amp.GradScaler` does."""
     if scaled.found_inf is None:
         yield
         return
@@ -149,9 +149,9 @@ def _told(instance: Any, scaled: Scaled) -> Iterator[None]:
 def _lent(
     bound: Bound, loans: Sequence[_Loan], counters: Counters, *, fresh: bool
 ) -> Iterator[None]:
-    """The optimizer has the loans' parameters and state; afterwards all is as it was.
+    """Give the optimizer the loans' parameters and state inside the block; restore it afterwards.
 
-    Its param groups have the rule's own numbers among their options, too.
+    Counters that the rule keeps in its param groups are set there too.
     """
     instance, groups = bound.instance, bound.instance.param_groups
     lent: list[dict[str, Any]] = [{"params": []} for _ in groups]
@@ -190,7 +190,7 @@ def numbers_of_group(bound: Bound, counters: Counters, number: int) -> dict[str,
 def _taken(
     instance: Optimizer, loans: Sequence[_Loan], slots: Slots, counters: Counters
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Write what the step made anew into the tensors that hold it."""
+    """Copy parameters, slots and counters that the step replaced into the state's tensors."""
     held = {name: list(flats) for name, flats in slots.items()}
     counted: set[tuple[int, str]] = set()
     for unit, values, parameter, _ in loans:
@@ -221,7 +221,7 @@ def _slots_of(unit: Unit, slots: Slots) -> dict[str, Any]:
 
 
 def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, Iterator[Tensor]]]:
-    """A counter of its own for each unit, by name and number: rules count in place."""
+    """Return a copy of its counter for each unit, by name and number: rules count in place."""
     sizes = Counter(unit.number for unit in units)
     return {
         name: {k: iter(own[k].expand(n, *own[k].shape).clone().unbind()) for k, n in sizes.items()}
@@ -230,7 +230,7 @@ def _spread(units: Sequence[Unit], counters: Counters) -> dict[str, dict[int, It
 
 
 def _idle(bound: Bound, units: Sequence[Unit], now: Parted) -> list[Unit]:
-    """One element for each number whose counters no unit of this rank has: they go on too."""
+    """Return a unit of one element for each counter without a unit on this rank, to advance it."""
     here = {unit.number for unit in units}
     counting = {unit.number for unit in units if unit.kept.counters}
     apart = {bound.group_at[path]: set[int]() for path, _ in now.apart}

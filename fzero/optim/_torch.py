@@ -1,4 +1,4 @@
-"""A torch.optim optimizer steps this rank's flat shards of a state."""
+"""`TorchOptimizer`: a torch.optim optimizer that steps this rank's flat shards."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class TorchOptimizer(Base):
 
     @property
     def counts_by_leaf(self) -> bool:
-        """Each leaf has counters of its own, as in torch.optim."""
+        """Return True: each leaf has counters of its own, as in torch.optim."""
         return True
 
     def counted(self, state: TorchState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
@@ -247,7 +247,7 @@ class TorchOptimizer(Base):
         return {name: as_kept(kept.numbers, name, values[name]) for name in own}
 
     def give_numbers(self, state: TorchState) -> None:
-        """Write the numbers of its param groups into the instance, which goes on without fzero."""
+        """Write the counters of param groups into the instance, for use without fzero."""
         for number, group in enumerate(self.instance.param_groups):
             group.update(numbers_of_group(self._bound(), state.counters, number))
 

@@ -1,4 +1,4 @@
-"""What a torch.optim optimizer keeps for flat shards: its record, made before the first step."""
+"""`TorchState`: the state of a torch.optim optimizer on flat shards, and how it is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fzero.state import record, static
 
 @record
 class TorchState:
-    """What a torch.optim optimizer keeps for this rank's shards, parallel to the list of flats."""
+    """The state of a torch.optim optimizer on this rank, parallel to the list of flats."""
 
     count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates made
     slots: dict[str, tuple[Tensor, ...]]  # by name; of a flat that has no such slot, empty
@@ -37,7 +37,7 @@ class TorchState:
 
 
 def turn_of(bound: Bound, state: TorchState, unused: frozenset[str]) -> Turn:
-    """Return who is stepped with whom in an update that leaves `unused` leaves out."""
+    """Return which leaves are stepped together in an update that leaves `unused` leaves out."""
     left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
     size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
     now = parted(state.apart, left, lambda path: bound.group_at[path], size)
@@ -51,7 +51,7 @@ def turn_of(bound: Bound, state: TorchState, unused: frozenset[str]) -> Turn:
 
 
 def units_of(bound: Bound, pieces: Sequence[Piece], now: Parted) -> list[Unit]:
-    """Return what the optimizer steps as one parameter each: flats, or the leaves in them.
+    """Return the units of a step, each one parameter to the optimizer: a flat, or a leaf in it.
 
     A flat with leaves that count apart from each other, or are not stepped, is cut at them.
     """
@@ -90,7 +90,7 @@ def _cuts(pieces: Sequence[Piece], now: Parted) -> set[int]:
 def new_state(
     bound: Bound, params: Sequence[Tensor], pieces: Sequence[Piece], place: Place
 ) -> TorchState:
-    """Return the state for flats [l] before the first step; `place` takes each tensor home."""
+    """Return the state for flats [l] before the first step; `place` moves each tensor."""
     precision = bound.precision
     of_flat = {index: bound.kept_for(leaf) for index, leaf, *_ in pieces}  # alike in a flat
     flats = [(p, of_flat[i]) for i, p in enumerate(params)]

@@ -20,7 +20,7 @@ from fzero.optim._small import Begin, Ran, run_small
 
 
 class KeptState(NamedTuple):
-    """What a rule keeps for a parameter of one param group, one dtype and shape."""
+    """The slots and counters of a rule for parameters of one param group, dtype and shape."""
 
     slots: dict[str, Tensor]  # a tensor shaped as the parameter: the value that it begins with
     odd: tuple[str, ...]  # of another shape (row means), or a number that depends on the values
@@ -32,7 +32,7 @@ class KeptState(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """All names of what is kept."""
+        """The names of all slots and counters."""
         return {*self.slots, *self.odd, *self.counters}
 
 

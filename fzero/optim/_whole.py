@@ -1,4 +1,4 @@
-"""Whole leaves in flats, for a rule that needs their shapes: cut out, and put back."""
+"""Convert between flats and leaves in their own shapes, for rules that need these shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fzero.state import NAMESPACE
 
 
 def leaves_in(flats: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the leaves that are in flats, each in its own shape: views.
+    """Return each leaf as a view of its flat, in its own shape.
 
     Example:
         >>> import torch
@@ -29,9 +29,9 @@ def leaves_in(flats: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def as_flats(tree: Any, flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Any:
-    """Return a tree with flats, padding zero, for each list in it that has a tensor as each leaf.
+    """Return the tree with each list of tensors shaped as the leaves flattened, padded by zeros.
 
-    Each leaf has a flat of its own. flats: of the parameters; only their sizes count.
+    Every flat has one leaf. flats: those of the parameters, of which only the sizes are read.
     """
 
     def is_leaves(node: Any) -> bool:
@@ -58,13 +58,13 @@ def flats_in(tree: Any, flats: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def with_flats(tree: Any, flats: Sequence[Tensor], new: Sequence[Sequence[Tensor]]) -> Any:
-    """Return a tree with other lists in the place of those of `flats_in`, in their order."""
+    """Return the tree with `new` in place of the lists that `flats_in` returns, in their order."""
     own = iter(new)
     return _mapped(tree, _are_flats(flats), lambda node: type(node)(next(own)))
 
 
 def as_leaves(tree: Any, flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Any:
-    """Return what `as_flats` was given."""
+    """Return the tree with each list of flats as leaves in their own shapes: undo `as_flats`."""
     return _mapped(tree, _are_flats(flats), lambda node: type(node)(leaves_in(node, pieces)))
 
 

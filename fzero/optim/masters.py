@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,10 +10,8 @@ from torch import Tensor
 from fzero.optim._rules import Scaled
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.setup import MASTERS
+from fzero.state.stateful_update import Place as Place
 from fzero.state.train import TrainState
-
-Place = Callable[[Tensor], Tensor]
-"""Takes a new tensor to where it is to live."""
 
 
 def stay(x: Tensor) -> Tensor:

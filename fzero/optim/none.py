@@ -1,4 +1,4 @@
-"""The optimizer of a model that is read and differentiated, and not stepped."""
+"""`no_optimizer`: for a model that is evaluated and differentiated, but never updated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fzero.state.setup import ParamGroups, SavedNames
 
 @dataclass(frozen=True, slots=True)
 class NoOptimizer(Base):
-    """Has no state, and steps nothing: what `no_optimizer` returns."""
+    """An optimizer without state that updates nothing: what `no_optimizer` returns."""
 
     def init(
         self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Any = None
@@ -26,23 +26,23 @@ class NoOptimizer(Base):
         return ()
 
     def advance(
-        self, params: Sequence[Tensor], gradients: Any, state: Any, *args: Any, **options: Any
+        self, params: Sequence[Tensor], grads: Any, state: Any, *args: Any, **options: Any
     ) -> tuple[list[Tensor], Any]:
-        """Step nothing where nothing learns; raise `PhaseError` elsewhere."""
+        """Return ([], state) for no parameters; raise `PhaseError` if there are any."""
         if not params:
             return [], state
         raise without_optimizer()
 
     def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
-        """What ranks compare."""
+        """Return the line that ranks compare."""
         return ["no optimizer"]
 
     def saved_names(self, state: Any, leaves: Sequence[Leaf]) -> SavedNames:
-        """What a checkpoint calls it."""
+        """Return its name in a checkpoint."""
         return SavedNames(rule="no optimizer")
 
     def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
-        """Return no group."""
+        """Return no param group: no leaf is stepped."""
         return ParamGroups(of_leaf=(-1,) * len(leaves), options=())
 
     def __repr__(self) -> str:

@@ -12,7 +12,6 @@ from fzero.options._record import Option as Option
 from fzero.options._takes import OPTIONS as OPTIONS
 from fzero.options._takes import check_values as check_values
 from fzero.options._takes import documents as documents
-from fzero.options._takes import names_of as names_of
 from fzero.options._takes import taken_by as taken_by
 from fzero.options._takes import takes as takes
 from fzero.options._typed import Initializer as Initializer

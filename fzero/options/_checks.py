@@ -1,4 +1,4 @@
-"""What options of a kind may be."""
+"""The checks of values that several options share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ZERO = "zero_optimization."
 
 
 def one_of(*values: Any, wanted: str = "") -> ValueCheck:
-    """Return the check for one of these, and nothing that only equals one: 1 is not True."""
+    """Return a check that accepts these values only, compared with their type: 1 is not True."""
     good = {(type(value), value) for value in values}
 
     def is_one(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The options of one or two drivers, each with what serves in its place in the others."""
+"""The options that only some drivers take, each with its replacement in the others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ OF_DRIVERS = (
         name="initializer",
         type=Initializer | None,
         help="(path, leaf) -> values of that leaf, for `params` that have shapes and dtypes only "
-        "(tensors on the meta device): so that no rank ever holds the model. Rank 0's count.",
+        "(tensors on the meta device): so that no rank ever holds the model. The values of rank 0 "
+        "are used on every rank.",
         instead={
             "shard": "a step has no parameters: step.init(params, optimizer, initializer=)",
             "Engine": "a module makes its own: build it in `with fzero.adapter.sharded_init():`",
@@ -161,6 +162,7 @@ OF_DRIVERS = (
         name="stochastic_rounding",
         default=False,
         type=bool,
+        check=FLAG,
         help="of bf16 parameters without masters, as in `fzero.optim.adamw`.",
         instead=_of_rule("stochastic_rounding"),
     ),

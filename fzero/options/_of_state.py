@@ -65,8 +65,8 @@ OF_STATE = (
             *(True, False, "window"),
             wanted='True (gather again in backward), False (keep until then) or "window"',
         ),
-        help="True: the full values of a unit go when another unit is used, and are gathered again "
-        'in backward. False: they stay until the backward is over. "window": they stay over a '
+        help="True: the full values of a unit are freed when another unit is used, and gathered "
+        'again in backward. False: they are kept until the backward is over. "window": over a '
         "window (`coalesce`, `no_sync`).",
         stages=_UNITS,
         deepspeed=ZERO + "stage3_max_live_parameters",
@@ -129,9 +129,9 @@ OF_STATE = (
         type=bool,
         check=FLAG,
         help="for an optimizer that is not elementwise (Muon, LAMB): the parameters of such a "
-        "rule, by its param groups, are each whole on one rank. What ranks have of a bucket or "
-        "unit is padded to the most that one of them has; the default bucket grows to W of the "
-        "largest such parameter.",
+        "rule, by its param groups, are each whole on one rank. Each rank's part of a bucket "
+        "or unit is padded to the largest part; the default bucket grows to W of the largest such "
+        "parameter.",
         stages=_SHARDED,
     ),
     Option(
@@ -163,15 +163,15 @@ OF_STATE = (
         name="accumulate_dtype",
         type=torch.dtype | None,
         check=DTYPE,
-        help="in which gradients add up, and are held; default fp32 for 16-bit parameters, else "
-        "their own.",
+        help="dtype in which gradients are accumulated and stored; default fp32 for 16-bit "
+        "parameters, else their own.",
         deepspeed="data_types.grad_accum_dtype",
     ),
     Option(
         name="communication_dtype",
         type=torch.dtype | None,
         check=DTYPE,
-        help="in which gradients cross ranks; default the parameters'.",
+        help="dtype in which gradients cross ranks; default that of the parameters.",
         deepspeed="communication_data_type",
         axis="wires",
     ),
@@ -180,7 +180,7 @@ OF_STATE = (
         default="mean",
         type=ReduceOp,
         check=one_of("mean", "sum"),
-        help='"mean" or "sum": what is made of the ranks\' gradients.',
+        help='"mean" or "sum": how the gradients of the ranks are combined.',
         deepspeed="gradient_allreduce_op",
         axis="reductions",
     ),

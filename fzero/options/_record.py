@@ -1,4 +1,4 @@
-"""One option as a record: what is known of it."""
+"""The record of one option: its name, default, type, check and help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUIRED: Any = type("required", (), {"__repr__": lambda _: "required"})()
 
 
 class ValueCheck(NamedTuple):
-    """What an option may be."""
+    """Which values an option accepts: a predicate, its description, the usual cause of others."""
 
     good: Callable[[Any], bool]
     wanted: str
@@ -22,7 +22,7 @@ class ValueCheck(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Option:
-    """One option.
+    """One entry of the table of options.
 
     Attributes:
         check: of its value alone; None: whoever uses it first checks it.
@@ -44,7 +44,7 @@ class Option:
 
     @property
     def only(self) -> str:
-        """At which stages it counts, as the words before its help; "" for all."""
+        """The prefix of its help that names its stages, as "stages 1 to 3: "; "" for all four."""
         if len(self.stages) == 4:
             return ""
         first, last = self.stages[0], self.stages[-1]

@@ -1,4 +1,4 @@
-"""What a driver takes of the table: its signature, its docstring, its errors."""
+"""Build a driver's signature, docstring and errors from the table of options."""
 
 from __future__ import annotations
 
@@ -30,44 +30,40 @@ def taken_by(driver: str) -> list[Option]:
     """Return the options that a driver takes, in the order of the table.
 
     Example:
-        >>> [one.name for one in taken_by("init") if one.name not in names_of("Engine")]
+        >>> engine = taken_by("Engine")
+        >>> [option.name for option in taken_by("init") if option not in engine]
         ['trainable', 'initializer']
     """
-    return [one for one in OPTIONS.values() if driver not in one.instead]
-
-
-def names_of(driver: str) -> set[str]:
-    """Return the names of the options that a driver takes."""
-    return {one.name for one in taken_by(driver)}
+    return [option for option in OPTIONS.values() if driver not in option.instead]
 
 
 def check_values(*records: Any) -> None:
     """Raise `LayoutError`, naming the option, for a field with a value that it may not have.
 
-    What is no option is passed over; a field that is a record is looked into.
+    Fields that are no options are ignored; fields that are records are checked, too.
     """
     for record in records:
-        for one in fields(record):
-            value = getattr(record, one.name)
-            if one.name in OPTIONS:
-                OPTIONS[one.name].require(value)
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if field.name in OPTIONS:
+                OPTIONS[field.name].require(value)
             elif is_dataclass(value):
                 check_values(value)
 
 
 def renamed(function: str, given: Mapping[str, Any], older: Mapping[str, str]) -> dict[str, Any]:
-    """Return what was given, an older spelling under its name; raise `CallError` for both."""
-    made = dict(given)
+    """Return keywords with older spellings replaced; raise `CallError` if both are there."""
+    current = dict(given)
     for old, name in older.items():
-        if old in made and name in made:
+        if old in current and name in current:
             raise CallError(
                 f"{function} got {name}= and {old}=.",
                 cause="two spellings of one option.",
                 fix=f"give {name}= alone; {old}= is the older spelling.",
             )
-        if old in made:
-            made[name] = made.pop(old)
-    return made
+        if old in current:
+            current[name] = current.pop(old)
+    return current
 
 
 def takes(
@@ -83,8 +79,8 @@ def takes(
     Its signature lists them in the place of **options, and its docstring in that of "{options}".
     An option that it does not take is an error that names the nearest, or what serves instead.
 
-    older: {older spelling: name}, which are taken without a word. also: other keywords that it
-    takes. of_module: as in `called_as`.
+    older: {older spelling: name}, which are accepted without a warning. also: other keywords that
+    it takes. of_module: as in `called_as`.
     """
 
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:
@@ -97,10 +93,10 @@ def takes(
                 raise _not_taken(driver, min(set(given) - known), {*known, *(older or {})}, usage)
             return given
 
-        made: Any = called_as(usage, driver, of_module=of_module, prepare=prepare)(fn)
-        made.__signature__ = signature
-        made.__doc__ = with_options_described(fn.__doc__, signature.parameters)
-        return made
+        wrapped: Any = called_as(usage, driver, of_module=of_module, prepare=prepare)(fn)
+        wrapped.__signature__ = signature
+        wrapped.__doc__ = with_options_described(fn.__doc__, signature.parameters)
+        return wrapped
 
     return wrap
 

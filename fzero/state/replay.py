@@ -133,13 +133,13 @@ def _next_sync_point(replay: Replay) -> int | None:
 
 
 def _walk(replay: Replay, place: int) -> Next:
-    found: list[PlanEffect] = []
+    collected: list[PlanEffect] = []
     for at in range(replay.at + 1, place + 1):
         step = replay.plan.steps[at]
-        found += [FreeUnit(unit) for unit in step.frees]  # first: gradients take room
+        collected += [FreeUnit(unit) for unit in step.frees]  # first: gradients take room
         reduces = _rest(replay)
-        found += reduces
-        found += [GatherUnit(unit) for unit in (*step.gathers, *step.ahead)]
+        collected += reduces
+        collected += [GatherUnit(unit) for unit in (*step.gathers, *step.ahead)]
         replay, started = start_ready(
             replaced(
                 replay,
@@ -149,8 +149,8 @@ def _walk(replay: Replay, place: int) -> Next:
                 waits=step.unit == replay.sync_point,
             )
         )
-        found += started
-    return replay, tuple(found)
+        collected += started
+    return replay, tuple(collected)
 
 
 def _rest(replay: Replay) -> tuple[ReduceUnit, ...]:
@@ -163,9 +163,9 @@ def _ready_now(replay: Replay) -> tuple[ReduceUnit, ...]:
     """The next reductions of this step, up to the first one that is not ready."""
     if replay.waits:
         return ()
-    found = []
+    collected = []
     for effect in _rest(replay):
         if effect.unit not in replay.ready:
             break
-        found.append(effect)
-    return tuple(found)
+        collected.append(effect)
+    return tuple(collected)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT, Placement
-from fzero.state.layout import Layout, Leaf, Part
+from fzero.state.layout import Layout, Part
 from fzero.state.offload import Offload
 from fzero.state.schedule import Limits
+from fzero.state.stateful_update import ParamGroups as ParamGroups
+from fzero.state.stateful_update import SavedNames as SavedNames
+from fzero.state.stateful_update import StatefulUpdate as StatefulUpdate
 
 OptimizerOver = Literal["shard", "all"]
 """Which ranks of a mesh of two dims share masters and optimizer states: one replica's, or all."""
@@ -64,101 +67,8 @@ MASTERS = "masters"
 """The slot of an optimizer that has the fp32 copies of 16-bit parameters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedNames:
-    """What a checkpoint calls an update rule and the parts of its state.
-
-    Rules that keep the same numbers have the same names, torch.optim's, whatever their records are:
-    so training goes on with the other.
-    """
-
-    rule: str  # without options, which may change from run to run
-    parts: Mapping[str, str] = field(default_factory=dict)  # "moments[0]": "exp_avg"; else its own
-
-
 NO_OPTIONS = frozenset({"params", "param_names"})
 """What a param group of torch.optim has beside its options."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamGroups:
-    """Which leaves an optimizer steps with which options, under torch.optim's names."""
-
-    of_leaf: tuple[int, ...]  # the param group of each leaf; -1: it is not stepped
-    options: tuple[Mapping[str, Any], ...]  # of each group, as they are now
-    instance: Any = None  # the torch.optim optimizer that has them; None: they are fixed by code
-
-
-class StatefulUpdate(Protocol):
-    """What a state needs of an optimizer, on the list of this rank's flat shards."""
-
-    @property
-    def init(self) -> Callable[..., Any]:
-        """(params) -> optimizer state."""
-        ...
-
-    @property
-    def advance(self) -> Callable[..., tuple[list[Tensor], Any]]:
-        """(params, grads, optimizer state, pieces, ...) -> (params, optimizer state)."""
-        ...
-
-    @property
-    def describe(self) -> Callable[..., list[str]]:
-        """(leaves, step) -> lines that must be equal on every rank."""
-        ...
-
-    @property
-    def skips(self) -> Callable[[Sequence[Tensor], Any], bool]:
-        """(params, optimizer state) -> whether `advance` takes found_inf= and grad_scale=.
-
-        It then divides by the one, and changes nothing where the other is 1, without a host read.
-        """
-        ...
-
-    @property
-    def slots(self) -> Callable[[Any], Mapping[str, Sequence[Tensor]]]:
-        """(optimizer state) -> {name: flats} of what it keeps by element, masters too."""
-        ...
-
-    @property
-    def odd_slots(self) -> frozenset[str]:
-        """The slots that have another shape than their parameters."""
-        ...
-
-    @property
-    def counts_by_leaf(self) -> bool:
-        """Whether each leaf has counters of its own, which these three know."""
-        ...
-
-    @property
-    def counted(self) -> Callable[[Any, Sequence[str]], dict[str, dict[str, Tensor]]]:
-        """(optimizer state, paths) -> {name: {path: what counts the updates of a leaf}}."""
-        ...
-
-    @property
-    def recounted(self) -> Callable[..., Any]:
-        """(optimizer state, paths, counters, count=, unstepped=) -> it with other counters."""
-        ...
-
-    @property
-    def anew(self) -> Callable[[Any, Any], Any]:
-        """(optimizer state, a new one) -> the new one, with what a reset leaves."""
-        ...
-
-    @property
-    def unstepped(self) -> Callable[[Any], Sequence[str]]:
-        """(optimizer state) -> the paths of leaves that took no step yet."""
-        ...
-
-    @property
-    def saved_names(self) -> Callable[[Any, Sequence[Leaf]], SavedNames]:
-        """(optimizer state, leaves) -> what a checkpoint calls its parts."""
-        ...
-
-    @property
-    def param_groups(self) -> Callable[[Sequence[Leaf], int], ParamGroups]:
-        """(leaves, updates made) -> its param groups."""
-        ...
 
 
 Observer = Callable[[str, Any, Any], Any]

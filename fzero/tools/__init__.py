@@ -1,8 +1,8 @@
-"""Tools over the public API: what people look at a step with, and what no step needs to run.
+"""Tools over the public API, which inspect a step. No step needs them to run.
 
 trace, compile  the step as one graph of ops, and that graph compiled
-plan            what a step takes on each rank, of any number of ranks, without running it
-certify, diff   is it the step of one process; and where two runs part; `compare` is what they share
+plan            memory, traffic and time of a step on any number of ranks, without the hardware
+certify, diff   is a step that of one process; where do two runs differ first (`compare`: shared)
 plot            pictures of states, plans and traces
-doctor          what is wrong with this installation
+doctor          tests the collectives of this installation
 """

@@ -130,9 +130,9 @@ def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]
     return found
 
 
-def _gradients(state: TrainState, said: Agreed) -> Any:
+def _gradients(state: TrainState, agreed: Agreed) -> Any:
     setup, layout = state.setup, state.setup.layout
-    state = reduce_agreed(without_donation(state), said)
+    state = reduce_agreed(without_donation(state), agreed)
     held, mean = buffers.require_reduced(state.gradients), by_total(total_weight(state))
     here = [to_device(flat, state.device) for flat in held.flats]
     whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)

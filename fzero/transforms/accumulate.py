@@ -15,7 +15,7 @@ from fzero.errors import LayoutError
 from fzero.options import OPTIONS, takes
 from fzero.state import NAMESPACE, Policy, TrainState, progress
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
-from fzero.transforms.states import flatten_states, is_state, map_states
+from fzero.transforms.states import S, flatten_states, is_state, map_states
 
 
 @overload
@@ -27,7 +27,9 @@ def accumulate(fn: Callable[P, R], /, *, steps: int) -> Step[P, R]: ...
 @overload
 def accumulate(*, steps: int) -> Transform: ...
 @takes("accumulate", "accumulate(step, micro_batches=4)", older={"steps": "micro_batches"})
-def accumulate(fn: Callable[..., Any] | None = None, /, *, micro_batches: int) -> Any:
+def accumulate(
+    fn: Callable[..., Any] | None = None, /, *, micro_batches: int
+) -> Step[..., Any] | Transform:
     """Run `fn(state, *batch) -> (state, aux)` on each of `micro_batches` equal parts of the batch.
 
     g = (1/k) sum_i g(part_i): for a loss that is a mean over examples, the gradient of the whole
@@ -73,7 +75,9 @@ def accumulate(fn: Callable[..., Any] | None = None, /, *, micro_batches: int) -
     """
     OPTIONS["micro_batches"].require(micro_batches, "accumulate: ")
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         parts = _split((args, kwargs), micro_batches)
         states = flatten_states("accumulate", state)[0]
         before = [(one.setup.policy, one.progress.deferred) for one in states]
@@ -102,7 +106,7 @@ Before = tuple[Policy, bool]
 """The policy of a state before the first part, and whether an update of it waits."""
 
 
-def _each(state: Any, before: list[Before], fn: Callable[[TrainState, Before], TrainState]) -> Any:
+def _each(state: S, before: list[Before], fn: Callable[[TrainState, Before], TrainState]) -> S:
     rest = iter(before)
     return map_states("accumulate", lambda one: fn(one, next(rest)), state)
 

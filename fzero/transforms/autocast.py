@@ -42,7 +42,7 @@ def autocast(
     *,
     dtype: torch.dtype = torch.bfloat16,
     lower_precision_safe_modules: SafeModules | None = None,
-) -> Any:
+) -> Step[..., Any] | Transform:
     """Let every loss in `fn(state, *args)` run under torch.autocast(dtype); parameters stay fp32.
 
     Operators follow torch.autocast's own policy: a matrix product in `dtype`, a norm or a softmax
@@ -98,7 +98,9 @@ def autocast(
     def prepare(state: Any) -> Any:
         return map_states("autocast", lambda one: _scaled(one, computes), state)
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         state = prepare(state)
         states = flatten_states("autocast", state)[0]
         for one in states if computes else ():

@@ -15,7 +15,7 @@ def check_finite(fn: Callable[P, R], /) -> Step[P, R]: ...
 @overload
 def check_finite() -> Transform: ...
 @called_as("check_finite(step)")
-def check_finite(fn: Callable[..., Any] | None = None, /) -> Any:
+def check_finite(fn: Callable[..., Any] | None = None, /) -> Step[..., Any] | Transform:
     """Let `apply_gradients` raise if a loss L_r, or a gradient dL_r/dp, in `fn` is not finite.
 
     Where all of them are finite it is the identity, bit for bit. Else every rank raises the same
@@ -62,7 +62,9 @@ def check_finite(fn: Callable[..., Any] | None = None, /) -> Any:
         1 0 gradient w
     """
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         return under_policy("check_finite", inner, state, (args, kwargs), check_finite=True)
 
     return transform(

@@ -24,7 +24,7 @@ def clip(
     *,
     max_norm: float | None = None,
     max_value: float | None = None,
-) -> Any:
+) -> Step[..., Any] | Transform:
     """Let every `apply_gradients` in `fn(state, *args)` use g min(1, max_norm / (|g| + 1e-6)).
 
     |g| is the true norm (`fzero.global_norm`): over all shards, each element once. The factor is
@@ -62,7 +62,9 @@ def clip(
             wanted = "None to switch it off, else a positive bound"
             require(f"clip: {name}", bound, lambda x: x == inf or is_positive(x), wanted)
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         before = flatten_states("clip", state)[0][0].setup.policy
         smaller = {
             name: _smaller(getattr(before, name), None if bound == inf else bound)

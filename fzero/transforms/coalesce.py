@@ -12,7 +12,7 @@ from fzero.state import TrainState, window
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
-from fzero.transforms.states import flatten_states, map_states
+from fzero.transforms.states import S, flatten_states, map_states
 
 
 @overload
@@ -20,7 +20,7 @@ def coalesce(fn: Callable[P, R], /) -> Step[P, R]: ...
 @overload
 def coalesce() -> Transform: ...
 @called_as("coalesce(step)")
-def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
+def coalesce(fn: Callable[..., Any] | None = None, /) -> Step[..., Any] | Transform:
     """Run `fn(state, *args) -> (state, aux)` in a window: N gradients, one reduction.
 
     sum_i reduce(g_i) = reduce(sum_i g_i): the values are the same up to the rounding of one
@@ -58,7 +58,9 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Any:
         (tensor([3., 3.]), 1)
     """
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         state = map_states("coalesce", _open, state)
         state, aux = returned_pair("coalesce", inner, inner(state, *args, **kwargs))
         return _close(state), aux
@@ -78,11 +80,11 @@ def _open(state: TrainState) -> TrainState:
     return state.replace(window=window.open_window(state.window))
 
 
-def _close(tree: Any) -> Any:
-    """Reduce what waits on any rank, and close the windows.
+def _close(tree: S) -> S:
+    """Return the states with closed windows; gradients pending on any rank are reduced.
 
-    Nobody is asked after an update, which has left nothing on any rank. A rank that has gradients
-    since then asks, and the others make another call: all of them raise.
+    Right after an update nothing is pending on any rank, so no message is sent. If only some
+    ranks have gradients since then, the calls of the ranks differ, and all of them raise.
     """
     states, treespec = flatten_states("coalesce", tree)
     if not all(_is_settled(one.window) for one in states):
@@ -92,7 +94,8 @@ def _close(tree: Any) -> Any:
             for one, all_say in zip(states, said, strict=True)
         ]
     closed = [one.replace(window=window.close(one.window)) for one in states]
-    return optree.tree_unflatten(treespec, closed)
+    settled: Any = optree.tree_unflatten(treespec, closed)
+    return settled
 
 
 def _is_settled(one: window.Window) -> bool:

@@ -52,7 +52,9 @@ def tell_added(state: TrainState, flats: Sequence[Tensor], *, reduced: bool) -> 
 def observe(fn: Callable[..., Any], observers: Sequence[Observer]) -> Step[..., Any]:
     """Run `fn(state, *args) -> (state, aux)`; the i-th observer is told of the i-th state."""
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         rest = iter(observers)
         state = map_states("observe", lambda s: s.replace_policy(observer=next(rest)), state)
         state, aux = returned_pair("observe", inner, inner(state, *args, **kwargs))

@@ -44,7 +44,7 @@ def offload(
     gradients: Home = None,
     params: Home = None,
     folder: str | Path | None = None,
-) -> Any:
+) -> Step[..., Any] | Transform:
     """Let parts of the state of `fn(state, *args)` live in host memory ("cpu") or files ("disk").
 
     The numbers are the same. What is computed, is computed on the device: the update steps one
@@ -88,7 +88,9 @@ def offload(
     """
     record = Offload(optimizer=optimizer, gradients=gradients, params=params, folder=folder)
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         moved = map_states("offload", lambda one: _living(one, record), state)
         return inner(moved, *args, **kwargs)
 

@@ -143,8 +143,8 @@ def transform(
     init_of: Callable[[Any], Callable[..., Any]] | None = None,
     init_options: Mapping[str, Any] | None = None,
     prepare: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Return `around(fn)` as a step; without `fn`, the decorator that gives it.
+) -> Step[..., Any] | Transform:
+    """Return the step around(fn); without `fn`, a decorator that returns the step.
 
     never_around, right: see `require_order`. init_of: (fn) -> the init of the step.
     """

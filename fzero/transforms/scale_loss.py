@@ -18,7 +18,9 @@ def scale_loss(fn: Callable[P, R], /, scale: Scale = "dynamic") -> Step[P, R]: .
 @overload
 def scale_loss(*, scale: Scale = "dynamic") -> Transform: ...
 @called_as("scale_loss(step, 1024.0)")
-def scale_loss(fn: Callable[..., Any] | None = None, /, scale: Scale = "dynamic") -> Any:
+def scale_loss(
+    fn: Callable[..., Any] | None = None, /, scale: Scale = "dynamic"
+) -> Step[..., Any] | Transform:
     """Let `grad_and_reduce` in `fn(state, *args)` differentiate s L, and the update divide by s.
 
     g = (1 / s) d(s L)/dp: small gradients do not become zero in 16 bits. The value that
@@ -71,7 +73,9 @@ def scale_loss(fn: Callable[..., Any] | None = None, /, scale: Scale = "dynamic"
     def prepare(state: Any) -> Any:
         return map_states("scale_loss", lambda one: with_policy(one, policy), state)
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         return returned_pair("scale_loss", inner, inner(prepare(state), *args, **kwargs))
 
     return transform(

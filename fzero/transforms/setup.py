@@ -16,6 +16,7 @@ from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
 from fzero.machine.partition import named_leaves, plan_layout, unit_of
 from fzero.optim import (
+    ShardOptimizer,
     as_optimizer,
     require_elementwise,
     require_leafwise,
@@ -120,8 +121,13 @@ def _travels(axis: Axis, offload: Offload | None) -> bool:
     return axis.runtime is not Runtime.LOCAL or offloaded
 
 
-def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: bool) -> Any:
-    """The optimizer for these parameters: it must be one that may update `parts` of them."""
+def _bound(
+    optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: bool
+) -> ShardOptimizer:
+    """Return the optimizer bound to the parameters `named`, checked to work on their shards.
+
+    parts: whether a rank has parts of a leaf. whole: whether every leaf is on one rank.
+    """
     chosen = as_optimizer(optimizer).bind(named)
     require_real_views(chosen, named)
     if whole:
@@ -132,7 +138,11 @@ def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: b
 
 
 def _bucket(
-    named: Mapping[str, Tensor], stage: int, axis: Axis, options: SharedOptions, chosen: Any
+    named: Mapping[str, Tensor],
+    stage: int,
+    axis: Axis,
+    options: SharedOptions,
+    chosen: ShardOptimizer,
 ) -> int | None:
     """The size of a bucket; where leaves stay whole, by default one that ranks can share."""
     size = bucket_at(stage, options.bucket_bytes)
@@ -142,13 +152,13 @@ def _bucket(
     return max(size, axis.size * max(whole, default=0))
 
 
-def _whole_in(chosen: Any, axis: Axis, options: SharedOptions) -> Callable[[str], int]:
+def _whole_in(chosen: ShardOptimizer, axis: Axis, options: SharedOptions) -> Callable[[str], int]:
     """In how many parts the optimizer has a flat of leaves that may not be cut; of others 1."""
     parts = axis.shards.size if options.optimizer_over == "shard" else axis.size
     return lambda path: parts if chosen.needs_whole(path) else 1
 
 
-def _kinds(chosen: Any, named: Mapping[str, Tensor]) -> Callable[[str], tuple[int, int]]:
+def _kinds(chosen: ShardOptimizer, named: Mapping[str, Tensor]) -> Callable[[str], tuple[int, int]]:
     """Which leaves may be in one flat: those with as many dims, for rules that look at them."""
     return lambda p: (chosen.group_of(p), named[p].ndim if chosen.needs_whole(p) else 0)
 

@@ -43,7 +43,7 @@ def shard(  # noqa: D417 {options}
     stage: Stages,
     donate: bool = False,
     **options: Unpack[InitOptions],
-) -> Any:
+) -> Step[..., Any] | Transform:
     """Run `fn(state, *args) -> (state, aux)` on states partitioned as ZeRO `stage` says.
 
     `step.init(params, optimizer)` makes such a state. The arguments stay each rank's own. With
@@ -92,7 +92,9 @@ def shard(  # noqa: D417 {options}
         OPTIONS[name].require(value)
     check_shared(grouped(SharedOptions, options))
 
-    def around(inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         axis = axis_of(options.get("mesh"))
         states = flatten_states("shard", state)[0]
         for one, its_stage, where in stages_of(stage, state, states):

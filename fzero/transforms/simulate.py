@@ -28,7 +28,9 @@ def simulate(fn: Callable[P, R], /, *, world_size: int) -> Step[P, R]: ...
 @overload
 def simulate(*, world_size: int) -> Transform: ...
 @called_as("simulate(step, world_size=2)")
-def simulate(fn: Callable[..., Any] | None = None, /, *, world_size: int) -> Any:
+def simulate(
+    fn: Callable[..., Any] | None = None, /, *, world_size: int
+) -> Step[..., Any] | Transform:
     """Run `fn` on `world_size` virtual ranks: y[r] = fn(x[r]) with collectives between the r.
 
     Every tensor leaf of each argument and of the result has a leading dim of length W, the rank,

@@ -34,24 +34,28 @@ def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTre
     return leaves, treespec
 
 
-def map_states(name: str, fn: Callable[[TrainState], TrainState], tree: Any) -> Any:
-    """Apply `fn` to every state in `tree`."""
+def map_states(name: str, fn: Callable[[TrainState], TrainState], tree: S) -> S:
+    """Return the pytree `tree` with fn(state) in the place of each state."""
     states, treespec = flatten_states(name, tree)
-    return optree.tree_unflatten(treespec, [fn(state) for state in states])
+    mapped: Any = optree.tree_unflatten(treespec, [fn(state) for state in states])
+    return mapped
 
 
 def under_policy(
-    name: str, inner: Callable[..., Any], state: Any, arguments: Any, **asked: Any
+    name: str, inner: Callable[..., Any], state: Any, arguments: Any, **changes: Any
 ) -> tuple[Any, Any]:
-    """Call a step with some fields of its states' policies changed, and change them back."""
+    """Return inner(state, *args, **kwargs), called with `changes` to the states' policies.
+
+    arguments: (args, kwargs). The policies of the returned states are what they were before.
+    """
     args, kwargs = arguments
     policy = flatten_states(name, state)[0][0].setup.policy
-    before = {key: getattr(policy, key) for key in asked}
-    given = map_states(name, lambda one: one.replace_policy(**asked), state)
-    state, aux = returned_pair(name, inner, inner(given, *args, **kwargs))
+    before = {key: getattr(policy, key) for key in changes}
+    changed = map_states(name, lambda one: one.replace_policy(**changes), state)
+    state, aux = returned_pair(name, inner, inner(changed, *args, **kwargs))
     return map_states(name, lambda one: one.replace_policy(**before), state), aux
 
 
 def is_state(node: Any) -> bool:
-    """Whether a node of a pytree is a state: a leaf, where states are mapped over."""
+    """Whether a node of a pytree is a `TrainState`: `is_leaf` of maps over states."""
     return isinstance(node, TrainState)

@@ -1,4 +1,4 @@
-"""A DeepSpeed-style config, read as the options of an engine; and the names of DeepSpeed."""
+"""DeepSpeed's `initialize`, config and methods on an engine of fzero."""
 
 from fzero.integrations.deepspeed._engine import DeepSpeedEngine as DeepSpeedEngine
 from fzero.integrations.deepspeed._fragments import (

@@ -34,9 +34,9 @@ _FLOOR, _PEAK = "scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_l
 def with_autos(
     reading: Reading, model: nn.Module, *, skipped: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return what is given, with what "auto" stands for; and what it cannot stand for.
+    """Return the values of the config with each "auto" resolved, and a problem for each other one.
 
-    skipped: sections that are not read.
+    skipped: sections whose "auto" values are ignored.
 
     Example:
         >>> auto = Reading(autos=["bf16.enabled", "gradient_clipping"])
@@ -70,7 +70,7 @@ def _may_be_left_out(path: str, given: Mapping[str, Any]) -> bool:
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """The hidden size of a Hugging Face model, or of its text part."""
+    """Return the hidden size of a Hugging Face model, or of its text part."""
     config = getattr(model, "config", None)
     text = getattr(config, "text_config", None)
     return getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)

@@ -14,15 +14,15 @@ from fzero.ranks.mesh import Axis
 
 
 class Batch(NamedTuple):
-    """Samples of one update on all ranks, of one backward on one rank; backwards of one update."""
+    """train: samples of an update, on all ranks; micro: of a backward, on one; steps: backwards."""
 
     train: int | None
     micro: int | None
-    steps: int | None  # None: the config does not say, and it is 1
+    steps: int | None  # backwards of an update; None: the config does not say, and it is 1
 
 
 def batch_of(values: Mapping[str, Any], ranks: int) -> tuple[Batch, list[Problem]]:
-    """Return train = micro x steps x ranks, as far as the config says; and what does not fit.
+    """Return the batch sizes, train = micro x steps x ranks, and a problem for each that is wrong.
 
     Example:
         >>> batch_of({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 4)

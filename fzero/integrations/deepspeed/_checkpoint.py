@@ -1,4 +1,4 @@
-"""Checkpoints by DeepSpeed's calls: one folder for each tag, and a file that names the latest."""
+"""`save_checkpoint`, `load_checkpoint`: a folder for each tag, and a file with the latest tag."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LATEST = "latest"
 
 @dataclass
 class _Idle:
-    """An engine without the gradients that wait in it, which stay there."""
+    """A view of an engine that leaves out gradients that wait for an update."""
 
     module: nn.Module
     state: TrainState
@@ -150,7 +150,7 @@ def load(
 def _keep_optimizer(
     engine: Engine, before: Any, options: list[dict[str, Any]], counters: bool
 ) -> None:
-    """Take the optimizer back that the engine had; its masters follow the parameters."""
+    """Restore the optimizer state from before the load; masters are set to the parameters."""
     loaded = engine.state
     step = loaded.step if counters else before.step
     engine.state = loaded.replace(optimizer=before.optimizer, scale=before.scale, step=step)

@@ -1,4 +1,4 @@
-"""What the config of an engine says, by the names that DeepSpeed's engine has for it."""
+"""Properties of DeepSpeed's engine that return values of the config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fzero.integrations.deepspeed._precision import low_dtype
 
 
 class Configured(Engine):
-    """An engine that knows the config it was made by."""
+    """An engine that keeps the config from which it was created."""
 
     batch = Batch(None, None, 1)
     training_dataloader: Any = None
@@ -22,7 +22,7 @@ class Configured(Engine):
     _is_boundary: bool | None = None  # what the user says; None: every n-th call of step()
 
     def _follow_config(self, values: Mapping[str, Any], batch: Batch, loader: Any) -> None:
-        """Take what the config says, and an `Engine` has no option for."""
+        """Store the values of the config that are no options of `Engine`."""
         self.batch, self.training_dataloader = batch, loader
         self._low_dtype = low_dtype(values)
         self._managed = values["managed_gradient_accumulation"]

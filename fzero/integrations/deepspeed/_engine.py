@@ -19,10 +19,10 @@ from fzero.integrations.deepspeed._configured import Configured
 
 
 class DeepSpeedEngine(Configured):
-    """What `initialize` returns: `Engine`, and what DeepSpeed's users call beside it.
+    """An `Engine` with the methods and properties of DeepSpeed's engine; `initialize` returns it.
 
-    An update divides by gradient_accumulation_steps, whichever way the gradients came. What the
-    engine has no name for is looked up on the module, as in DeepSpeed.
+    An update divides by gradient_accumulation_steps, however many gradients came. Attributes that
+    the engine does not have are looked up on the module, as in DeepSpeed.
 
     Attributes:
         batch: the batch sizes of the config.
@@ -55,7 +55,7 @@ class DeepSpeedEngine(Configured):
     _was_due = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the module has by a name that the engine has not: generate, config, ..."""
+        """Return the attribute of the module, if the engine has none of this name: generate, ..."""
         module = self.__dict__.get("module")
         if module is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -113,15 +113,15 @@ class DeepSpeedEngine(Configured):
         return loss.detach() / count if scale_wrt_gas else loss.detach()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates."""
+        """Return whether the next `step()` updates."""
         if self._is_boundary is not None:
             return self._is_boundary
         return self.state.progress.calls + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next calls of `step()` update, on every rank alike.
+        """Set whether the next calls of `step()` update, with the same value on every rank.
 
-        It holds until it is said again; None goes back to every n-th call. An update divides by
+        It holds until the next call; None returns to every n-th `step()`. An update divides by
         gradient_accumulation_steps all the same.
         """
         if not self._managed:
@@ -130,7 +130,7 @@ class DeepSpeedEngine(Configured):
 
     @torch._disable_dynamo
     def step(self) -> bool:
-        """`Engine.step`, at a boundary; else it counts a micro-batch."""
+        """Call `Engine.step` at a boundary; count a micro-batch elsewhere."""
         count = self.gradient_accumulation_steps()
         every = {None: count, True: 1, False: sys.maxsize}[self._is_boundary]
         self._was_due, backwards = False, self.state.progress.backwards
@@ -143,7 +143,7 @@ class DeepSpeedEngine(Configured):
         return self._was_due
 
     def _go_on_from(self, global_steps: int, global_samples: int) -> None:
-        """Count from there."""
+        """Set the counters, those of a checkpoint."""
         self.global_steps, self.global_samples = global_steps, global_samples
 
     def was_step_applied(self) -> bool:
@@ -248,14 +248,14 @@ class DeepSpeedEngine(Configured):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move what the engine holds to host memory, until `reload_states`; not within a step.
+        """Move states of the engine to host memory, until `reload_states`; not within a step.
 
         Args:
             include: which of "lp_params", "lp_grads", "hp_params" (masters) and "optim_states";
                 default all.
             device: "cpu".
             pin_memory: whether that memory is pinned.
-            non_blocking: is taken, and the copies are waited for: their source is freed.
+            non_blocking: has no effect: copies are complete on return, as their source is freed.
         """
         if device != "cpu":  # DeepSpeed's enums are equal to their words
             raise LayoutError(
@@ -267,14 +267,14 @@ class DeepSpeedEngine(Configured):
         self._moved = self._moved + moving.to_host(self._driver, wanted, pin=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` has moved; also `non_blocking`, copies are waited for."""
+        """Undo `offload_states`. Copies are complete on return, also with `non_blocking`."""
         moving.to_device(self._driver, self._moved)
         self._moved = []
 
     def empty_partition_cache(self) -> None:
-        """Free the memory that torch keeps for reuse: between steps no unit stays gathered.
+        """Free the memory that torch's allocator caches.
 
-        Those below stage3_param_persistence_threshold do.
+        Between steps no unit is gathered but those below stage3_param_persistence_threshold.
         """
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

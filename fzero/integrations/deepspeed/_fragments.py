@@ -1,4 +1,4 @@
-"""DeepSpeed's functions that take a parameter object: what its engine holds of it.
+"""DeepSpeed's functions that read and write the values of one parameter of an engine.
 
 `full` functions are collectives, which every rank calls in one order; `local` ones are not. Unlike
 in DeepSpeed, gradients are what the update will use: without the loss scale, averaged over ranks
@@ -37,11 +37,10 @@ from fzero.state.buffers import SIXTEEN_BIT
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient, whole, in the dtype of accumulation; None of a frozen parameter.
+    """Return the full gradient, in the dtype of accumulation; None for a frozen parameter.
 
-    None as well if no rank has gradients. Inside of a window, as in DeepSpeed, this rank's own,
-    which is not reduced yet: what the window has brought so far. Raises `LayoutError` for a
-    parameter of no engine.
+    Also None if no rank has gradients. In an open window it is the local gradient that this rank
+    has accumulated, as in DeepSpeed. Raises `LayoutError` for a parameter of no engine.
 
     Example:
         >>> from fzero.adapter import deepspeed
@@ -62,7 +61,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def _pending(driver: Driver, number: int, index: int, position: int) -> Tensor | None:
-    """What this rank's own backwards in an open window have brought; None if they have not."""
+    """Return the local gradient accumulated in an open window; None without one."""
     driver.wait()
     state = driver.state
     if not state.window.pending.held:
@@ -72,28 +71,28 @@ def _pending(driver: Driver, number: int, index: int, position: int) -> Tensor |
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Make `value`, the same on every rank, the gradient."""
+    """Set the gradient to the full tensor `value`, which is the same on every rank."""
     driver, path, _ = _of(param)
     set_full_gradient(driver, path, value)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The parameter, whole, as the optimizer steps it: its master, if it has one.
+    """Return the full parameter in fp32: its master, if it has one.
 
-    None of a frozen parameter, which no optimizer steps.
+    None for a frozen parameter, which no optimizer steps.
     """
     driver, path, learns = _of(param)
     return _wide(full_parameter(driver, path)) if learns else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Make `value`, the same on every rank, the parameter and its master."""
+    """Set the parameter and its master to the full `value`, the same on every rank."""
     driver, path, _ = _of(param)
     set_full_parameter(driver, path, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """State `optim_state_key` ("exp_avg", ...), whole; None of a frozen parameter."""
+    """Return the full state `optim_state_key` ("exp_avg", ...); None for a frozen parameter."""
     driver, path, learns = _of(param)
     return _wide(full_optimizer_state(driver, path, optim_state_key)) if learns else None
 
@@ -101,37 +100,37 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(
     param: nn.Parameter, value: Tensor | float, optim_state_key: str
 ) -> None:
-    """Make `value`, the same on every rank, state `optim_state_key`."""
+    """Set state `optim_state_key` to the full `value`, the same on every rank."""
     driver, path, _ = _of(param)
     set_full_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's piece of the gradient, 1-D; None of a frozen parameter."""
+    """Return this rank's shard of the gradient, 1-D; None for a frozen parameter."""
     driver, path, learns = _of(param)
     return local_gradient(driver, path) if learns else None
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Make `value` this rank's piece of the gradient."""
+    """Set this rank's shard of the gradient to `value`."""
     driver, path, _ = _of(param)
     set_local_gradient(driver, path, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """This rank's piece of the parameter, as the optimizer steps it: 1-D."""
+    """Return this rank's shard of the parameter in fp32, 1-D: of its master, if it has one."""
     driver, path, _ = _of(param)
     return _wide(local_parameter(driver, path))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Make `value` this rank's piece of the parameter and its master. Stage 3."""
+    """Set this rank's shard of the parameter and of its master to `value`. Stage 3."""
     driver, path, _ = _of(param)
     set_local_parameter(driver, path, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's piece of state `optim_state_key`, 1-D; None of a frozen parameter."""
+    """Return this rank's shard of state `optim_state_key`, 1-D; None for a frozen parameter."""
     driver, path, learns = _of(param)
     return _wide(local_optimizer_state(driver, path, optim_state_key)) if learns else None
 
@@ -139,7 +138,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor | float, optim_state_key: str
 ) -> None:
-    """Make `value` this rank's piece of state `optim_state_key`."""
+    """Set this rank's shard of state `optim_state_key` to `value`."""
     driver, path, _ = _of(param)
     set_local_optimizer_state(driver, path, optim_state_key, value)
 
@@ -147,7 +146,7 @@ def safe_set_local_optimizer_state(
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Make update_func(gradient, parameter) the gradient of each that learns."""
+    """Set the gradient of each trainable parameter to update_func(gradient, parameter)."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -155,7 +154,7 @@ def safe_update_full_grad_vectorized(
 
 
 def _of(param: Any) -> tuple[Driver, str, bool]:
-    """The driver of the engine of a parameter, its path, and whether it learns."""
+    """Return the driver of a parameter's engine, the path, and whether it is trainable."""
     driver = OWNERS.get(id(param))
     named = {} if driver is None else dict(driver.module.named_parameters())
     path = next((path for path, p in named.items() if p is param), None)

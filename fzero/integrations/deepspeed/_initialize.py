@@ -169,12 +169,11 @@ def initialize(
 def _asked(
     config: Any, auto: Mapping[str, Any] | None, model: nn.Module, own: tuple[Any, Any], axis: Axis
 ) -> tuple[dict[str, Any], dict[str, Any], Batch, Any, Any]:
-    """Return the config's values, the engine's options, batch sizes, optimizer and scheduler.
+    """Return values of the config, options of the engine, batch sizes, optimizer and scheduler.
 
     Raises `LayoutError` with all keys that cannot be used.
 
-    own: the optimizer and the scheduler that the user gives. The sections of the config are then
-    not looked at.
+    own: the optimizer and the scheduler of the user, which replace those sections of the config.
     """
     optimizer, scheduler = own
     reading = read_config(config, auto)

@@ -1,4 +1,4 @@
-"""DeepSpeed's config as data: every key, its default there, and what becomes of it here.
+"""DeepSpeed's config as data: every key, its default in DeepSpeed, and what fzero does with it.
 
 Keys are dotted paths; those of `zero_optimization` are in `_zero_keys`. Each line is read by
 `_read`, and docs/deepspeed_config.md has them all.
@@ -13,13 +13,13 @@ from fzero.options import OPTIONS
 
 
 class KeyUse(Enum):
-    """What becomes of a key."""
+    """What fzero does with a key."""
 
-    OPTION = "sets"  # the option of `Engine` that `Key.says` names gets the value
-    READ = "read"  # `Key.says` tells what is made of it
-    HARMLESS = "harmless"  # any value: it changes nothing here, and `Key.says` tells why
-    REFUSED = "refused"  # unless it has DeepSpeed's default; `Key.says` tells what to do
-    SECTION = "section"  # as REFUSED, for all below it: `Key.default` is (switch, its off value)
+    OPTION = "sets"  # its value is that of the option `Key.says` of `Engine`
+    READ = "read"  # `initialize` uses it as `Key.says` tells
+    HARMLESS = "harmless"  # any value is accepted and has no effect, for the reason `Key.says`
+    REFUSED = "refused"  # unless it has DeepSpeed's default; `Key.says` is the fix
+    SECTION = "section"  # a section that must be off: `Key.default` is (switch, its off value)
 
 
 class Key(NamedTuple):
@@ -36,12 +36,12 @@ _OPTION_OF = {one.deepspeed.removeprefix("zero_optimization."): one for one in O
 
 
 def option(path: str, default: Any, kind: str) -> Key:
-    """Return a key that is an option of the engine, by the table; None leaves it to the engine."""
+    """Return a key that sets an option of the engine; None leaves the engine's default."""
     return Key(path, default, KeyUse.OPTION, _OPTION_OF[path].name, kind)
 
 
 def taken(path: str, default: Any, kind: str, what: str) -> Key:
-    """Return a key of which `initialize` makes something."""
+    """Return a key that `initialize` reads itself."""
     return Key(path, default, KeyUse.READ, what, kind)
 
 
@@ -61,12 +61,18 @@ def section(path: str, switch: str | None, off: Any, fix: str) -> Key:
 
 
 _LOG = "it prints, and nothing is printed here: use torch.profiler, engine.memory_report()"
-_MODEL = "leave it out, and do it in the model"
 _COMPILE = "leave it out, and call torch.compile on the model, or on parts of it"
-_LOADER = "leave it out, and do it in the data loader"
-_LOOP = "leave it out, and log in the training loop"
 _DATA_PARALLEL = "leave it out: there is data parallelism only"
+_NO_ZERO = (
+    "leave it out: it is no part of ZeRO; do it in the model, the data loader or the training loop"
+)
 _CHECKPOINTING = "leave it out, and use torch.utils.checkpoint in the model"
+
+_OUTSIDE_OF_ZERO = (
+    *("tensorboard", "wandb", "csv_monitor", "comet", "autotuning", "hybrid_engine", "eigenvalue"),
+    *("data_efficiency", "curriculum_learning", "progressive_layer_drop", "quantize_training"),
+)
+_OUTSIDE_WITHOUT_SWITCH = ("compression_training", "weight_quantization", "sparse_attention")
 
 TRAINING = (
     taken("train_batch_size", None, "count", "checked: micro-batch size x accumulation x ranks"),
@@ -163,26 +169,14 @@ AROUND = (
     refused("sequence_parallel_size", 1, _DATA_PARALLEL),
     section("flops_profiler", "enabled", False, "leave it out, and use torch.profiler"),
     section("comms_logger", "enabled", False, "leave it out, and use fzero.count_collectives"),
-    section("tensorboard", "enabled", False, _LOOP),
-    section("wandb", "enabled", False, _LOOP),
-    section("csv_monitor", "enabled", False, _LOOP),
-    section("comet", "enabled", False, _LOOP),
-    section("autotuning", "enabled", False, "leave it out: nothing is tuned"),
     section("elasticity", "enabled", False, "use fzero.checkpoint: it loads on any ranks"),
     section("nebula", "enabled", False, "use fzero.checkpoint.save_async"),
     section("datastates_ckpt", None, None, "use fzero.checkpoint.save_async"),
-    section("hybrid_engine", "enabled", False, "leave it out: there is no engine for inference"),
     refused("compile.deepcompile", False, _COMPILE),
     refused("compile.enabled", False, _COMPILE),
     section("pipeline", None, None, _DATA_PARALLEL),
     section("tensor_parallel", "autotp_size", 0, _DATA_PARALLEL),
     section("expert_parallel", "enabled", False, _DATA_PARALLEL),
-    section("data_efficiency", "enabled", False, _LOADER),
-    section("curriculum_learning", "enabled", False, _LOADER),
-    section("progressive_layer_drop", "enabled", False, _MODEL),
-    section("compression_training", None, None, _MODEL),
-    section("quantize_training", "enabled", False, _MODEL),
-    section("weight_quantization", None, None, _MODEL),
-    section("sparse_attention", None, None, _MODEL),
-    section("eigenvalue", "enabled", False, "leave it out: nothing here uses it"),
+    *(section(path, "enabled", False, _NO_ZERO) for path in _OUTSIDE_OF_ZERO),
+    *(section(path, None, None, _NO_ZERO) for path in _OUTSIDE_WITHOUT_SWITCH),
 )

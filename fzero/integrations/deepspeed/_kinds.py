@@ -1,6 +1,6 @@
-"""What a value of a config must be, how to say so, and what is made of it.
+"""Kinds of config values: how each is converted, and how an error describes it.
 
-As DeepSpeed takes them: 0 and 1 and "true" are bools, 5e8 (a float in JSON) and "500000000" are
+As in DeepSpeed: 0 and 1 and "true" are bools, 5e8 (a float in JSON) and "500000000" are
 ints, "1e-3" is a number.
 """
 
@@ -13,23 +13,23 @@ from typing import Any
 import torch
 
 Convert = Callable[[Any], Any]
-"""From what is written to what is meant; raises ValueError or TypeError for what cannot be."""
+"""Converts a value of JSON; raises ValueError or TypeError for one that is not of the kind."""
 
 
 def _which(good: Callable[[Any], bool], convert: Convert = lambda value: value) -> Convert:
-    """Return what converts a value, and takes it if it is `good`."""
+    """Return a converter that raises ValueError unless the converted value is `good`."""
 
     def checked(value: Any) -> Any:
-        made = convert(value)
-        if not good(made):
+        converted = convert(value)
+        if not good(converted):
             raise ValueError(value)
-        return made
+        return converted
 
     return checked
 
 
 def _one_of(words: Mapping[str, Any]) -> Convert:
-    """Return what takes a word, in upper or lower case, for what it means."""
+    """Return a converter from words, in upper or lower case, to their values."""
 
     def meant(value: Any) -> Any:
         if str(value).lower() not in words:
@@ -72,7 +72,7 @@ def as_int(value: Any) -> int:
 
 
 def same(value: Any, default: Any) -> bool:
-    """Whether `value` is `default`, which DeepSpeed would read it as."""
+    """Return whether DeepSpeed would read `value` as `default`."""
     convert = {bool: as_bool, int: as_number, float: as_number}.get(type(default), lambda x: x)
     try:
         return convert(value) == convert(default)
@@ -110,4 +110,4 @@ KINDS: dict[str, tuple[Convert, str]] = {
     "factor": (_which(lambda number: number > 0, as_number), "a number above 0"),
     "names": (_names, "a list of names"),
 }
-"""By name: what converts a value, and what to give instead of one that cannot be."""
+"""{name: (converter, what a valid value is, for errors)}."""

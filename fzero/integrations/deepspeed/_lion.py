@@ -39,7 +39,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update."""
+        """Do one update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""What an engine holds, moved to host memory for a while, and back: generation between two updates.
+"""`offload_states` and `reload_states`: states in host memory, as for generation between updates.
 
-Tensors stay the objects that they are and get other memory, so that the state, the gatherer and
-whoever holds one of them see the same. On the CPU there is nothing to move.
+Tensors keep their identity and get other memory, so that the state, the gatherer and all others
+who hold one see the same. On the CPU nothing is moved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Moved = list[tuple[Tensor, torch.device]]
 
 @torch.no_grad()
 def to_host(driver: Driver, kinds: Sequence[str], *, pin: bool) -> Moved:
-    """Move these kinds to host memory; return what was moved."""
+    """Move the tensors of these kinds to host memory; return those that were moved."""
     driver.require_no_window("offload_states()")
     driver.wait()
     moved: Moved = []
@@ -40,7 +40,7 @@ def to_host(driver: Driver, kinds: Sequence[str], *, pin: bool) -> Moved:
 
 @torch.no_grad()
 def to_device(driver: Driver, moved: Moved) -> None:
-    """Move it back."""
+    """Move the tensors that `to_host` returned back to the device."""
     driver.require_not_closed()
     for x, device in moved:
         x.data = x.to(device)
@@ -58,7 +58,7 @@ def _tensors(state: TrainState, kinds: Sequence[str]) -> Iterable[Tensor]:
 
 
 def _rebind(driver: Driver) -> None:
-    """Below stage 3 the module's parameters are views of the flats, which have other memory now."""
+    """Below stage 3, make the module's parameters views of the flats again, after those moved."""
     if not driver.state.setup.gathers_by_unit:
         layout = driver.state.setup.layout
         for index, flat in enumerate(driver.state.params.flats):

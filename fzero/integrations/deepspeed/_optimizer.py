@@ -22,7 +22,7 @@ _CLASSES = {
     "deepspeedcpulion": "lion",
     "deepspeedcpuadagrad": "adagrad",
 }
-"""DeepSpeed's classes of optimizers, which a config may name as well."""
+"""DeepSpeed's optimizer classes, which a config may also name."""
 
 _ONLY = {
     "bias_correction": (True, "leave it out: torch's Adam corrects the bias"),
@@ -30,11 +30,11 @@ _ONLY = {
     "set_grad_none": (True, "leave it out: gradients are never kept as zeros"),
     "fp32_optimizer_states": (True, "leave it out: see bf16.bf16_optimizer_states"),
 }
-"""Arguments of DeepSpeed's Adam that torch's has not, or has with another meaning."""
+"""Arguments of DeepSpeed's Adam that torch's lacks, or reads differently."""
 
 
 def described(values: Mapping[str, Any]) -> tuple[Factory | None, list[Problem]]:
-    """Return the factory that optimizer.type and optimizer.params describe, and what is wrong.
+    """Return the factory of optimizer.type with optimizer.params, and a problem for each error.
 
     None without the section.
     """
@@ -51,33 +51,33 @@ def described(values: Mapping[str, Any]) -> tuple[Factory | None, list[Problem]]
         for own, cls in vars(torch.optim).items()
         if isinstance(cls, type) and issubclass(cls, Optimizer)
     } | {"lion": Lion}
-    del classes["optimizer"], classes["muon"]  # DeepSpeed's Muon is another one
+    del classes["optimizer"], classes["muon"]  # DeepSpeed's Muon is another algorithm
     if kind not in classes:
         return None, [
             f"optimizer.type = {name!r}: not supported (near: {close_to(kind, classes)}); use one "
             "of torch.optim, or pass initialize(optimizer=...) a class or a factory."
         ]
-    made = f"torch.optim.{classes[kind].__name__}"
-    problems += unknown_params("optimizer", params, classes[kind], made)
+    full_name = f"torch.optim.{classes[kind].__name__}"
+    problems += unknown_params("optimizer", params, classes[kind], full_name)
     if problems:
         return None, problems
     factory: Factory = partial(classes[kind], **params)
     try:
         factory([nn.Parameter(torch.zeros(1))])
-    except Exception as error:  # whatever it is, it comes from these values
-        return None, [f"optimizer.params = {params}: {made} does not take it ({error})."]
+    except Exception as error:  # of any type, but caused by these values
+        return None, [f"optimizer.params = {params}: {full_name} does not take it ({error})."]
     return factory, []
 
 
 def made_of(optimizer: Any, parameters: Iterable[Tensor | Mapping[str, Any]] | None) -> Any:
-    """Return the optimizer of `parameters`; as it is if it is made, or for all that learn."""
+    """Return optimizer(parameters), without frozen ones; an instance is returned as it is."""
     if parameters is None or isinstance(optimizer, Optimizer) or not callable(optimizer):
         return optimizer
     return optimizer([p for p in parameters if not isinstance(p, Tensor) or p.requires_grad])
 
 
 def _adam(kind: str, params: dict[str, Any]) -> tuple[str, list[Problem]]:
-    """Return "adam" or "adamw" in DeepSpeed's meaning; drop what is not torch's from `params`."""
+    """Return torch's name of DeepSpeed's Adam; drop the keys that torch lacks from `params`."""
     plain = params.pop("torch_adam", False)
     decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
     problems: list[Problem] = []

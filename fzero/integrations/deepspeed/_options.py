@@ -1,4 +1,4 @@
-"""From the values of a config to the options of an engine."""
+"""Convert the values of a config to the options of `Engine`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ZERO = "zero_optimization."
 def engine_options(
     values: Mapping[str, Any], model: nn.Module, batch: Batch
 ) -> tuple[dict[str, Any], list[LayoutError]]:
-    """Return the options of `Engine`, and an error for each group of keys that contradict."""
+    """Return the options of `Engine`, and an error for each group of contradicting keys."""
     options = {
         **options_of(values),
         "stage": values[_ZERO + "stage"],
@@ -47,7 +47,7 @@ def engine_options(
 
 
 def _offload(values: Mapping[str, Any]) -> Offload:
-    """What lives elsewhere: with the optimizer's states, as in DeepSpeed, the gradients do."""
+    """Return what is offloaded: gradients go where the optimizer's states go, as in DeepSpeed."""
     sections = ("offload_optimizer", "offload_param")
     states, params = (values[f"{_ZERO}{name}.device"] for name in sections)
     if params is not None and values[_ZERO + "stage"] != 3:
@@ -72,7 +72,7 @@ def _offload(values: Mapping[str, Any]) -> Offload:
 
 
 def _accumulation(values: Mapping[str, Any], given: int | None) -> dict[str, Any]:
-    """How many micro-batches an update has; `given`: what the config says."""
+    """Return the options for micro-batches; `given`: gradient_accumulation_steps, if written."""
     managed = values["managed_gradient_accumulation"]
     count = given or 1
     return {
@@ -82,7 +82,7 @@ def _accumulation(values: Mapping[str, Any], given: int | None) -> dict[str, Any
 
 
 def _fits_whole(values: Mapping[str, Any], model: nn.Module) -> bool:
-    """Whether gathered parameters may stay for the backward: DeepSpeed's two bounds allow it.
+    """Return whether DeepSpeed's two bounds allow to keep gathered parameters for the backward.
 
     The first parameters are used again after a forward and a backward of all the others.
     """
@@ -92,7 +92,7 @@ def _fits_whole(values: Mapping[str, Any], model: nn.Module) -> bool:
 
 
 def _leaf_modules(values: Mapping[str, Any], model: nn.Module) -> LeafSpec:
-    """The leaves that the config names, and those that set_z3_leaf_modules has marked."""
+    """Return the leaf modules: named by the config, or marked by set_z3_leaf_modules."""
     marked = [name for name, part in model.named_modules() if getattr(part, "_z3_leaf", False)]
     classes = values[_ZERO + "leaf_module.classes"]
     if classes is None:

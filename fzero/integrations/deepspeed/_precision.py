@@ -16,7 +16,7 @@ from fzero.state.scale import StaticScale
 
 
 def low_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the 16-bit dtype that the parameters are to have; None for their own.
+    """Return the 16-bit dtype to which parameters are converted; None to keep their dtypes.
 
     Raises `LayoutError` if the config asks for two.
     """
@@ -32,7 +32,7 @@ def low_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def loss_scale(values: Mapping[str, Any]) -> StaticScale | DynamicScale | None:
-    """Return the scale of fp16; of bf16 1, by which an overflow is skipped; None without both.
+    """Return the loss scale: of fp16; 1 for bf16 that skips overflows; else None.
 
     Raises `LayoutError` for numbers out of range.
 
@@ -57,7 +57,7 @@ def loss_scale(values: Mapping[str, Any]) -> StaticScale | DynamicScale | None:
 
 
 def autocast_of(values: Mapping[str, Any]) -> Autocast | None:
-    """Return what torch_autocast asks for: bfloat16 unless it names a dtype.
+    """Return the autocast of section torch_autocast; its default dtype is bfloat16.
 
     Raises `LayoutError` beside fp16 or bf16.
 
@@ -84,7 +84,7 @@ def autocast_of(values: Mapping[str, Any]) -> Autocast | None:
 
 
 def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the engine's dtypes, and the size of its buckets in bytes.
+    """Return the options of `Engine` about dtypes, and its bucket size in bytes.
 
     Raises `LayoutError` for keys that contradict each other.
     """
@@ -107,7 +107,7 @@ def dtypes_of(values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _masters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without masters the 16-bit parameters are stepped, with fp32 states unless bf16 are asked."""
+    """Return the options about masters: without them, states are fp32 unless bf16 is set."""
     low_states = values["bf16.bf16_optimizer_states"]
     without = any(
         values[f"{name}.enabled"] and values[f"{name}.{name}_master_weights_and_grads"]
@@ -126,7 +126,7 @@ def _masters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _widest(model: nn.Module) -> torch.dtype:
-    """The dtype of the parameters that learn; the widest if there are several."""
+    """Return the widest dtype of the trainable parameters."""
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     return max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
@@ -135,7 +135,7 @@ def _widest(model: nn.Module) -> torch.dtype:
 def convert(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Convert parameters and buffers to the dtypes of the config; shared memory stays shared.
 
-    Returns the tensors that were converted, with the data that they had before.
+    Returns (converted tensor, its data before) pairs.
     """
     wanted: list[tuple[list[Tensor], torch.dtype | None]] = [
         (list(model.parameters()), low_dtype(values)),
@@ -143,18 +143,18 @@ def convert(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Tensor, T
     ]
     originals = []
     for tensors, dtype in wanted:
-        made: dict[Any, Tensor] = {}
+        converted: dict[Any, Tensor] = {}
         for x in tensors if dtype is not None else ():
             if x.is_floating_point() and x.dtype is not dtype:
                 originals.append((x, x.data))
                 x.grad = None
                 key = (x.data_ptr(), x.shape, x.stride())
-                x.data = made.setdefault(key, x.data.to(dtype))
+                x.data = converted.setdefault(key, x.data.to(dtype))
     return originals
 
 
 def require_convertible(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Raise `LayoutError` if the parameters are to have another dtype, and cannot."""
+    """Raise `LayoutError` if parameters must be converted, and are sharded already."""
     low = low_dtype(values)
     for path, p in model.named_parameters() if low is not None else ():
         if isinstance(p, LazyParam) and p.is_floating_point() and p.dtype is not low:

@@ -1,6 +1,6 @@
-"""A DeepSpeed-style config, a dict or JSON, as {dotted key: value}: checked, no tensors.
+"""Read a DeepSpeed-style config, a dict or JSON, to {dotted key: value}, and check it.
 
-What cannot be used is collected: a config is refused once, with all that is wrong in it.
+Problems are collected, so that one error lists all that is wrong in a config.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _SECTIONS = {
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """What a config says, on its way.
+    """A config while it is read.
 
-    given: {key: value} of the keys that are used. autos: those that are left as "auto".
-    instead: {key: value} for keys that say "auto", of the user's.
+    given: {key: value} of the keys that fzero uses.
+    autos: keys whose value is still "auto".
+    instead: the user's {key: value} for keys with "auto".
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Reading:
 
 
 def read_config(config: Config, auto: Mapping[str, Any] | None = None) -> Reading:
-    """Return what `config` gives, by dotted key; what is null is left out.
+    """Return the values of `config` by dotted key, without those that are null.
 
     auto: {dotted key: value} for keys that say "auto".
 
@@ -69,19 +70,19 @@ def read_config(config: Config, auto: Mapping[str, Any] | None = None) -> Readin
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given`, and DeepSpeed's defaults for what it leaves out."""
+    """Return `given`, completed with DeepSpeed's defaults."""
     used = (key for key in KEYS.values() if key.use in (KeyUse.OPTION, KeyUse.READ))
     return {key.path: key.default for key in used} | dict(given)
 
 
 def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an engine that keys set by themselves."""
+    """Return the options of `Engine` that one key each sets."""
     keys = [key for key in KEYS.values() if key.use is KeyUse.OPTION]
     return {key.says: values[key.path] for key in keys if values[key.path] is not None}
 
 
 def require_none(problems: Sequence[Problem], errors: Sequence[LayoutError] = ()) -> None:
-    """Raise `LayoutError` with all problems and what is in `errors`, if there are any."""
+    """Raise one `LayoutError` that lists all problems and errors, if there are any."""
     if len(errors) == 1 and not problems:
         raise errors[0]
     if problems or errors:
@@ -130,16 +131,16 @@ def _walk(section: Mapping[str, Any], at: str, reading: Reading) -> None:
 
 
 def _take(key: Key, said: str, value: Any, reading: Reading) -> None:
-    """Put one value where it belongs."""
+    """Convert and store the value of one key, or note a problem."""
     if key.use in (KeyUse.OPTION, KeyUse.READ):
         convert, wanted = KINDS[key.kind]
         try:
-            made = convert(value)
+            converted = convert(value)
         except (ValueError, TypeError, OverflowError):
             reading.problems.append(f"{said} = {value!r}: give {wanted}.")
             return
         opens = key.kind == "mapping"
-        reading.given[key.path] = _open(key.path, made, reading) if opens else made
+        reading.given[key.path] = _open(key.path, converted, reading) if opens else converted
     elif key.use is KeyUse.REFUSED and not same(value, key.default):
         reading.problems.append(f"{said} = {value!r}: {key.says}.")
     elif key.use is KeyUse.SECTION and not _is_empty(key, value):
@@ -150,8 +151,8 @@ def _take(key: Key, said: str, value: Any, reading: Reading) -> None:
 
 
 def _open(path: str, params: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
-    """Return params without those that are "auto" or null."""
-    found = {}
+    """Return `params` without those that are null, or "auto", which are noted."""
+    params_given = {}
     for name, value in params.items():
         at = f"{path}.{name}"
         if value == "auto":
@@ -159,12 +160,12 @@ def _open(path: str, params: Mapping[str, Any], reading: Reading) -> dict[str, A
         if value == "auto":
             reading.autos.append(at)
         elif value is not None:
-            found[str(name)] = value
-    return found
+            params_given[str(name)] = value
+    return params_given
 
 
 def _renamed(path: str, value: Any) -> tuple[str, Any]:
-    """The key of today, and its value, for an older or another name."""
+    """Return the current key for an older or another name, and the value converted to it."""
     new = RENAMED.get(path)
     if new is None:
         return path, value
@@ -174,7 +175,7 @@ def _renamed(path: str, value: Any) -> tuple[str, Any]:
 
 
 def _is_off(path: str, value: Mapping[str, Any]) -> bool:
-    """Whether a section is switched off: what else it says is for when it is on."""
+    """Return whether a section is switched off, so that its other keys are not read."""
     if path not in SWITCHES:
         return False
     switch, off = SWITCHES[path]
@@ -183,7 +184,7 @@ def _is_off(path: str, value: Mapping[str, Any]) -> bool:
 
 
 def _is_empty(key: Key, value: Any) -> bool:
-    """Whether a section that must be off is."""
+    """Return whether a refused section is empty or switched off."""
     switch, off = key.default
     if not isinstance(value, Mapping):
         return False
@@ -191,7 +192,7 @@ def _is_empty(key: Key, value: Any) -> bool:
 
 
 def near(path: str) -> list[str]:
-    """Known keys with a similar name, in whatever section; those of the same section first."""
+    """Return known keys with a similar name, of any section; those of the same section first."""
     section, _, last = path.rpartition(".")
     if last in NEAR:
         return [NEAR[last]]
@@ -202,19 +203,19 @@ def near(path: str) -> list[str]:
 
 
 def close_to(word: str, known: Iterable[str]) -> str:
-    """Return what a misspelt word may have been meant to be, in words; "nothing" else."""
+    """Return known words that are close to a misspelt one, as text; "nothing" without any."""
     return NEAR.get(word) or ", ".join(get_close_matches(word, known, n=3)) or "nothing"
 
 
 def without_type(section: str, values: Mapping[str, Any]) -> list[Problem]:
-    """Return what is wrong with a section (optimizer, scheduler) that has no type."""
+    """Return the problem of a section (optimizer, scheduler) with params but no type."""
     params = f"{section}.params"
     wrong = f"{params} without {section}.type: name the {section}."
     return [] if values[params] is None else [wrong]
 
 
 def without_switch(given: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each key of a section that does not say whether it is on."""
+    """Return a problem for each key of a section without its switch, such as "enabled"."""
     switches = {section: f"{section}.{switch}" for section, (switch, _) in SWITCHES.items()}
     return [
         f"{path} without {switches[section]}: set it to true, or leave {section} out."
@@ -224,10 +225,10 @@ def without_switch(given: Mapping[str, Any]) -> list[Problem]:
 
 
 def unknown_params(
-    section: str, params: Mapping[str, Any], made: Callable[..., Any], name: str
+    section: str, params: Mapping[str, Any], factory: Callable[..., Any], name: str
 ) -> list[Problem]:
-    """Return a problem for each of the params that `made`, called `name`, does not take."""
-    known = [x for x in inspect.signature(made).parameters if x not in ("params", "optimizer")]
+    """Return a problem for each of the params that `factory`, called `name`, does not take."""
+    known = [x for x in inspect.signature(factory).parameters if x not in ("params", "optimizer")]
     return [
         f"{section}.params.{key} = {value!r}: {name} does not have it "
         f"(near: {close_to(key, known)})."
@@ -237,7 +238,7 @@ def unknown_params(
 
 
 def _load(given: Any) -> Mapping[str, Any]:
-    """The JSON of a path, or of base64 that is none."""
+    """Return the JSON object in a file, or in a base64 text; raise `LayoutError` for others."""
     if not isinstance(given, str | os.PathLike):
         raise LayoutError(
             f"config is a {type(given).__name__}.",
@@ -257,7 +258,7 @@ def _load(given: Any) -> Mapping[str, Any]:
             cause="a path relative to another folder.",
             fix=f"give a path from here ({Path.cwd()}), or an absolute one.",
         ) from None
-    except ValueError as error:  # json's error is one, and so is that of wrong bytes
+    except ValueError as error:  # of json, and of bytes that are not UTF-8
         raise LayoutError(
             f"config file {str(given)!r:.200} is no JSON object: {error}.",
             cause="a comment, a trailing comma, or another file.",
@@ -267,7 +268,7 @@ def _load(given: Any) -> Mapping[str, Any]:
 
 
 def _decoded(given: Any) -> str | None:
-    """The text of a string that is the base64 of an object, as launchers pass it; else None."""
+    """Return the JSON text in a base64 string, as launchers pass it; None for other strings."""
     with suppress(TypeError, ValueError):
         text = base64.urlsafe_b64decode(given).decode()
         if text.lstrip().startswith("{"):

@@ -1,4 +1,4 @@
-"""The scheduler of a config, or of the user, on the way with an engine's updates."""
+"""The learning-rate scheduler of a config, or of the user, stepped after each update."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Schedule = AnySchedule | Callable[[Optimizer], AnySchedule]
 def described(
     values: Mapping[str, Any], optimizer: Any, autos: Collection[str] = ()
 ) -> tuple[Callable[[Optimizer], AnySchedule] | None, list[Problem]]:
-    """Return what makes the scheduler of scheduler.type and scheduler.params; what is wrong.
+    """Return the factory of scheduler.type with scheduler.params, and a problem for each error.
 
     None without the section. A name that is not DeepSpeed's is one of torch.optim.lr_scheduler.
-    autos: keys that are left as "auto", which is said already.
+    autos: keys whose value is "auto", for which there is a problem already.
     """
     name, params = values["scheduler.type"], dict(values["scheduler.params"] or {})
     if name is None:
@@ -42,31 +42,31 @@ def described(
             f"scheduler.type = {name!r}: not supported (near: {close_to(name, makers)}); pass "
             "initialize(lr_scheduler=...) a torch scheduler, or optimizer -> scheduler."
         ]
-    made: Any = makers[name]
-    if params.get("last_batch_iteration") == -1:  # from the beginning, as always here
+    make: Any = makers[name]
+    if params.get("last_batch_iteration") == -1:  # the default: start at the first update
         del params["last_batch_iteration"]
-    problems = unknown_params("scheduler", params, made, name)
-    needed = [f"scheduler.params.{x}" for x in _needed(made) if x not in params]
+    problems = unknown_params("scheduler", params, make, name)
+    needed = [f"scheduler.params.{x}" for x in _needed(make) if x not in params]
     problems += [f"{path}: {name} needs it." for path in needed if path not in autos]
     if problems or needed:
         return None, problems
 
     def factory(optimizer: Optimizer) -> AnySchedule:
-        found = made(optimizer, **params)
-        return ConfiguredSchedule(optimizer, found) if name in SCHEDULES else found
+        schedule = make(optimizer, **params)
+        return ConfiguredSchedule(optimizer, schedule) if name in SCHEDULES else schedule
 
     count = len(optimizer.param_groups) if isinstance(optimizer, Optimizer) else 1
     groups = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
     try:
         factory(Adam(groups, lr=0.5))
-    except Exception as error:  # whatever it is, it comes from these values
+    except Exception as error:  # of any type, but caused by these values
         return None, [f"scheduler.params = {params}: {name} does not take it ({error})."]
     return factory, []
 
 
-def _needed(made: Callable[..., Any]) -> list[str]:
-    """The params that have no default, beside the optimizer."""
-    parameters = list(inspect.signature(made).parameters.values())[1:]
+def _needed(factory: Callable[..., Any]) -> list[str]:
+    """Return the required parameters of a factory, besides the optimizer."""
+    parameters = list(inspect.signature(factory).parameters.values())[1:]
     return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
 
@@ -74,8 +74,9 @@ def check_schedule(given: Schedule | None, optimizer: Any) -> None:
     """Raise `LayoutError` for a scheduler that cannot be stepped after each update."""
     if given is None:
         return
-    made = isinstance(given, AnySchedule)
-    if isinstance(given, ReduceLROnPlateau) or not (made or callable(given)):
+    if isinstance(given, ReduceLROnPlateau) or not (
+        isinstance(given, AnySchedule) or callable(given)
+    ):
         raise LayoutError(
             f"lr_scheduler is a {type(given).__name__}.",
             cause="a scheduler that needs a metric, or that is none of torch's.",
@@ -98,14 +99,14 @@ def check_schedule(given: Schedule | None, optimizer: Any) -> None:
 
 
 def stepped(engine: Engine, given: Schedule) -> AnySchedule:
-    """Return the scheduler, which is stepped after each update of the engine."""
+    """Return the scheduler, after registering it to step with each update of the engine."""
     assert engine.optimizer is not None
     schedule: Any = given
     if not isinstance(given, AnySchedule):
         try:
             schedule = given(engine.optimizer)
         except BaseException:
-            engine.close()  # the model is as it was
+            engine.close()  # which restores the model
             raise
 
     def step(*_: Any) -> None:

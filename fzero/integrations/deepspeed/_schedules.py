@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules: formulas, and what writes them into an optimizer.
+"""DeepSpeed's learning-rate schedules: formulas, and a scheduler that applies them.
 
 `t` is the number of updates so far minus one: -1 before the first. `after(t)` is what the next
 update uses.
@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from fzero.integrations.deepspeed._kinds import as_bool, as_int, as_number
 
 Options = list[dict[str, Any]]
-"""What each param group gets."""
+"""For each param group, the options to set: lr, momentum, betas."""
 
 
 class ConfiguredSchedule:
-    """A schedule of DeepSpeed's, by the calls of a torch scheduler; the engine steps it.
+    """A schedule of DeepSpeed with the methods of a torch scheduler; the engine steps it.
 
     Args:
-        optimizer: whose param groups are written to.
+        optimizer: its param groups are written to.
         after: t -> the options of each param group.
     """
 
@@ -33,7 +33,7 @@ class ConfiguredSchedule:
         self._write()
 
     def step(self) -> None:
-        """Go on by one update."""
+        """Advance by one update, and set the options for the next one."""
         self.last_batch_iteration += 1
         self._write()
 
@@ -46,11 +46,11 @@ class ConfiguredSchedule:
         return self.get_last_lr()
 
     def state_dict(self) -> dict[str, int]:
-        """Return where it stands."""
+        """Return the number of updates so far, as DeepSpeed's schedulers do."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from the state of `state_dict()`."""
         self.last_batch_iteration = state["last_batch_iteration"]
         self._write()
 
@@ -59,14 +59,14 @@ class ConfiguredSchedule:
         for group, options in zip(self.optimizer.param_groups, after, strict=True):
             for name, value in options.items():
                 old = group.get(name)
-                if isinstance(old, Tensor):  # torch has it so for kernels that are captured
+                if isinstance(old, Tensor):  # as torch has it for captured CUDA graphs
                     old.fill_(value)
                 else:
                     group[name] = value
 
 
 def in_cycle(t: int, first: int, second: int, stairs: tuple[int, int]) -> float:
-    """Up from 0 to 1 in `first` updates, and down again in `second`; in stairs, if not 0.
+    """Rise from 0 to 1 in `first` updates, then fall to 0 in `second`; in steps if `stairs`.
 
     Example:
         >>> [in_cycle(t, 2, 4, (0, 0)) for t in (0, 1, 2, 3)], in_cycle(2, 2, 4, (0, 2))
@@ -82,7 +82,7 @@ def in_cycle(t: int, first: int, second: int, stairs: tuple[int, int]) -> float:
 
 
 def _each(value: Any, optimizer: Optimizer) -> list[float]:
-    """One number for all param groups, or one for each."""
+    """Return a number for each param group, from a list of them or from one for all."""
     count = len(optimizer.param_groups)
     values = list(value) if isinstance(value, list | tuple) else [value] * count
     if len(values) != count:
@@ -95,7 +95,7 @@ def _lrs(optimizer: Optimizer) -> list[float]:
 
 
 def _warm_up(num_steps: Any, kind: Any) -> tuple[int, Callable[[int], float]]:
-    """How many steps it has, and its share of the peak after t.
+    """Return the number of warm-up steps, and the function t -> fraction of the peak.
 
     log(t + 1) / log(steps), or t / steps; 0 before the first update, 1 from `steps` on.
     """

@@ -142,10 +142,10 @@ KEYS: Mapping[str, Key] = {key.path: key for key in (*TRAINING, *PRECISION, *ZER
 
 
 class Renamed(NamedTuple):
-    """What an older or another name stands for."""
+    """The current name of a key, for an older or another one."""
 
     path: str
-    values: Mapping[Any, Any] | None = None  # what its values stand for, if not for themselves
+    values: Mapping[Any, Any] | None = None  # {old value: current value}; None: the same
 
 
 _DEVICES = {True: "cpu", False: "none"}
@@ -169,14 +169,14 @@ RENAMED = {
         if path.startswith("zero_optimization.stage3_")
     },
 }
-"""Other names that DeepSpeed takes."""
+"""Other names of keys that DeepSpeed accepts."""
 
 NEAR = {
     "max_grad_norm": "gradient_clipping",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "lr_scheduler": "scheduler",
 }
-"""Names of other libraries, which are refused with the key that is meant."""
+"""{name in other libraries: the key to suggest in the error}."""
 
 SWITCHES = {
     "compile": ("deepcompile", False),
@@ -186,4 +186,4 @@ SWITCHES = {
     "zero_optimization.offload_param": ("device", "none"),
     "zero_optimization.offload_optimizer": ("device", "none"),
 }
-"""Sections whose other keys are not looked at if this key has this value."""
+"""{section: (key, value)}: with this value of its key a section is off, and not read further."""

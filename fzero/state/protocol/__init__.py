@@ -79,22 +79,22 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
     """
     if isinstance(event, Broke):
         return _broke(protocol, event), ()
-    found: list[Effect] = []
+    collected: list[Effect] = []
     if protocol.undone and not isinstance(event, Failed | GiveUp):
-        found += protocol.undone  # the other ranks have started these collectives
+        collected += protocol.undone  # the other ranks have started these collectives
         protocol = replaced(protocol, undone=())
     if isinstance(event, Answer | Told):
         waiting, *rest = protocol.agenda
         protocol, effects = _resume(replaced(protocol, agenda=tuple(rest)), waiting.task, event)
     else:
         protocol, effects = _STEPS[type(event)](protocol, event)
-    found += effects
+    collected += effects
     while protocol.agenda and not isinstance(protocol.agenda[0], Awaiting):
         task = protocol.agenda[0]
         step = _STEPS[type(task)]
         protocol, effects = step(replaced(protocol, agenda=protocol.agenda[1:]), task)
-        found += effects
-    return protocol, tuple(found)
+        collected += effects
+    return protocol, tuple(collected)
 
 
 def _resume(protocol: Protocol, task: Any, event: Answer | Told) -> Next:

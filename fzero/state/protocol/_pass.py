@@ -37,8 +37,8 @@ def leave(p: Protocol, event: e.Leave) -> Next:
 
 def begin(p: Protocol, event: e.Begin) -> Next:
     """Begin a forward or backward; announce it if it gathers or reduces anything."""
-    model, here = p.models[event.model], p.models[event.model].residency
-    reads = model.units.gathers and len(here.pinned) < len(model.units.numels)
+    model, resident = p.models[event.model], p.models[event.model].residency
+    reads = model.units.gathers and len(resident.pinned) < len(model.units.numels)
     if event.announcement.place[1] == FORWARD:
         p = replaced(p, known=False)  # an error of the pass before does not concern this one
         to = pass_state.begin_forward(model.phase, reads=reads, sums=event.sums)
@@ -51,8 +51,8 @@ def begin(p: Protocol, event: e.Begin) -> Next:
             dropped=event.dropped,
         )
     course = replaced(model.course, announcement=event.announcement)
-    here = replaced(here, stays=event.stays)
-    model = replaced(model, phase=to[0], course=course, residency=here, rounds=event.rounds)
+    resident = replaced(resident, stays=event.stays)
+    model = replaced(model, phase=to[0], course=course, residency=resident, rounds=event.rounds)
     return _crossing(p.put(event.model, model), event.model, to[1])
 
 
@@ -74,9 +74,9 @@ def end_forward(p: Protocol, event: e.EndForward) -> Next:
 def end_of_forward(p: Protocol, t: tasks.EndOfForward) -> Next:
     """Free what the forward gathered, unless it stays for the backward."""
     model = _after_forward(p.models[t.model])
-    here, frees = residency.release(replaced(model.residency, current=-1), t.model)
+    resident, frees = residency.release(replaced(model.residency, current=-1), t.model)
     course = replaced(model.course, place=None)
-    model = replaced(model, residency=here, course=course)
+    model = replaced(model, residency=resident, course=course)
     return p.put(t.model, model).without(t.model), frees
 
 
@@ -124,9 +124,9 @@ def end_of_pass(p: Protocol, t: tasks.EndOfPass) -> Next:
     """All ranks have ended the pass: free the units that were kept for it."""
     model, did = p.models[t.model], p.models[t.model].course.did
     course = replaced(model.course, did={}, place=None, asked=False, replay=None, left=())
-    here = replaced(model.residency, current=-1)
-    here, frees = residency.end_backward(here, t.model, model.units.persistent)
-    model = replaced(model, course=course, residency=here, rounds=False)
+    resident = replaced(model.residency, current=-1)
+    resident, frees = residency.end_backward(resident, t.model, model.units.persistent)
+    model = replaced(model, course=course, residency=resident, rounds=False)
     p = p.put(t.model, model).without(t.model)
     if not t.asked:
         return p, frees
@@ -143,8 +143,8 @@ def told(p: Protocol, t: tasks.EndOfPass, event: e.Told) -> Next:
 
 def _phases_of(number: int, values: tuple[Any, ...]) -> list[Phases]:
     """The program of each rank in a model's pass; None of a rank that was in no pass."""
-    found: list[Mapping[Any, Any]] = [did for one, did in filter(None, values) if one == number]
-    return found
+    programs: list[Mapping[Any, Any]] = [did for one, did in filter(None, values) if one == number]
+    return programs
 
 
 def failed(p: Protocol, event: e.Failed) -> Next:
@@ -162,9 +162,9 @@ def failed(p: Protocol, event: e.Failed) -> Next:
 def give_up(p: Protocol, event: e.GiveUp) -> Next:
     """Forget the pass."""
     model = p.models[event.model]
-    here = replaced(model.residency, current=-1)
-    here, frees = residency.release(here, event.model, pinned=True)
-    model = Model(units=model.units, phase=PassState(), course=Course(), residency=here)
+    resident = replaced(model.residency, current=-1)
+    resident, frees = residency.release(resident, event.model, pinned=True)
+    model = Model(units=model.units, phase=PassState(), course=Course(), residency=resident)
     p = replaced(p.put(event.model, model).without(event.model), undone=())
     p = replaced(p, open=None) if p.open == event.model else p
     return p, (Discard(event.model), *frees)
@@ -182,69 +182,69 @@ def enter(p: Protocol, event: e.Enter) -> Next:
 def drop_inexact(p: Protocol, t: tasks.DropInexact) -> Next:
     """Free those of these units whose gathered values are rounded."""
     model = p.models[t.model]
-    here, frees = residency.drop_inexact(model.residency, t.model, t.units)
-    return p.put(t.model, replaced(model, residency=here)), frees
+    resident, frees = residency.drop_inexact(model.residency, t.model, t.units)
+    return p.put(t.model, replaced(model, residency=resident)), frees
 
 
 def hold(p: Protocol, event: e.Hold) -> Next:
     """A block holds units: each is gathered on all ranks if any is missing on any of them."""
-    model, here = p.models[event.model], p.models[event.model].residency
-    found: list[Any] = []
+    model, resident = p.models[event.model], p.models[event.model].residency
+    collected: list[Any] = []
     for unit in event.units if event.missing else ():
-        if here.has(unit):
-            found.append(TakePart(event.model, unit, exact=True))
+        if resident.has(unit):
+            collected.append(TakePart(event.model, unit, exact=True))
             continue
-        here, starts = residency.start(here, event.model, unit, inexact=False)
-        here, waits = residency.wait(here, event.model, [unit])
-        found += [*starts, *waits]
-    here = residency.open_block(here, event.units)
-    return p.put(event.model, replaced(model, residency=here)), tuple(found)
+        resident, starts = residency.start(resident, event.model, unit, inexact=False)
+        resident, waits = residency.wait(resident, event.model, [unit])
+        collected += [*starts, *waits]
+    resident = residency.open_block(resident, event.units)
+    return p.put(event.model, replaced(model, residency=resident)), tuple(collected)
 
 
 def let_go(p: Protocol, event: e.LetGo) -> Next:
     """A block ends."""
     model = p.models[event.model]
-    here, frees = residency.close_block(model.residency, event.model, event.units)
-    return p.put(event.model, replaced(model, residency=here)), frees
+    resident, frees = residency.close_block(model.residency, event.model, event.units)
+    return p.put(event.model, replaced(model, residency=resident)), frees
 
 
 def adopt(p: Protocol, event: e.Adopt) -> Next:
     """Units come with a window."""
     model = p.models[event.model]
     inexact = model.units.rounds.intersection(event.units)
-    here = residency.adopt(model.residency, event.units, inexact=inexact)
-    return p.put(event.model, replaced(model, residency=here)), ()
+    resident = residency.adopt(model.residency, event.units, inexact=inexact)
+    return p.put(event.model, replaced(model, residency=resident)), ()
 
 
 def settle(p: Protocol, event: e.Settle) -> Next:
     """Wait for all that is pinned."""
     model = p.models[event.model]
-    here, waits = residency.wait(model.residency, event.model, sorted(model.residency.pinned))
-    return p.put(event.model, replaced(model, residency=here)), waits
+    resident, waits = residency.wait(model.residency, event.model, sorted(model.residency.pinned))
+    return p.put(event.model, replaced(model, residency=resident)), waits
 
 
 def changed(p: Protocol, event: e.Changed) -> Next:
     """Free all gathered units: the parameters changed."""
     model = p.models[event.model]
-    here, frees = residency.release(model.residency, event.model, pinned=True)
-    return p.put(event.model, replaced(model, residency=here)), frees
+    resident, frees = residency.release(model.residency, event.model, pinned=True)
+    return p.put(event.model, replaced(model, residency=resident)), frees
 
 
 def window_ended(p: Protocol, event: e.WindowEnded) -> Next:
     """Unpin the units that a window kept; free those that nothing else needs."""
     model = p.models[event.model]
-    here = replaced(model.residency, stays=False)
-    here, frees = residency.end_backward(here, event.model, model.units.persistent)
-    return p.put(event.model, replaced(model, residency=here)), frees
+    resident = replaced(model.residency, stays=False)
+    resident, frees = residency.end_backward(resident, event.model, model.units.persistent)
+    return p.put(event.model, replaced(model, residency=resident)), frees
 
 
 def pin(p: Protocol, t: tasks.Pin) -> Next:
     """Gather the missing persistent units, and pin all of them."""
-    model, here = p.models[t.model], p.models[t.model].residency
-    units, found = model.units.persistent, []
+    model, resident = p.models[t.model], p.models[t.model].residency
+    units, collected = model.units.persistent, []
     for unit in units:
-        here, more = started(model, here, t.model, unit)
-        found += more
-    here, waits = residency.wait(residency.pin(here, units), t.model, units)
-    here = replaced(here, seen=here.seen.union(units))
-    return p.put(t.model, replaced(model, residency=here)), (*found, *waits)
+        resident, more = started(model, resident, t.model, unit)
+        collected += more
+    resident, waits = residency.wait(residency.pin(resident, units), t.model, units)
+    resident = replaced(resident, seen=resident.seen.union(units))
+    return p.put(t.model, replaced(model, residency=resident)), (*collected, *waits)

@@ -22,8 +22,8 @@ SYNC = "a collective in a loss"
 
 def use(p: Protocol, e: Use) -> Next:
     """A kernel reads a unit."""
-    here = p.models[e.model].residency
-    if e.unit == here.current and e.unit in here.gathered:
+    resident = p.models[e.model].residency
+    if e.unit == resident.current and e.unit in resident.gathered:
         return p, ()
     there = tasks.Reach(e.model, e.unit)
     return (p.then(tasks.Learn(e.model), there), ()) if p.open == e.model else reach(p, there)
@@ -32,48 +32,48 @@ def use(p: Protocol, e: Use) -> Next:
 def reach(p: Protocol, t: tasks.Reach) -> Next:
     """Record the use of a unit, and go to it in the plan, which gathers it ahead of its use."""
     model, unit = p.models[t.model], t.unit
-    here, frees = model.residency, tuple[Effect, ...]()
+    resident, frees = model.residency, tuple[Effect, ...]()
     if not model.rounds:
-        here, frees = residency.drop_inexact(here, t.model, [unit])
-    held = unit in here.gathered
-    here, course = residency.touch(here, unit), model.course
-    if unit not in here.seen:
+        resident, frees = residency.drop_inexact(resident, t.model, [unit])
+    held = unit in resident.gathered
+    resident, course = residency.touch(resident, unit), model.course
+    if unit not in resident.seen:
         course = course.did_also(unit)
         if model.units.limits.keeps:
-            here = replaced(here, seen=here.seen | {unit})
+            resident = replaced(resident, seen=resident.seen | {unit})
     if course.replay is None or course.replay.waits:
-        p = p.put(t.model, replaced(model, residency=here, course=course))
+        p = p.put(t.model, replaced(model, residency=resident, course=course))
         return p.then(tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)), frees
     # What is complete may start behind what this use frees.
     ready = replay.complete(course.replay, course.due)
     there = replay.use(ready, unit, held=held)
-    if there is None and not here.has(unit):
+    if there is None and not resident.has(unit):
         # It is asked for at the next sync point, or at the end of the plan.
         course = replaced(course, replay=ready, due=(), asked=True)
-        p = p.put(t.model, replaced(model, residency=here, course=course))
+        p = p.put(t.model, replaced(model, residency=resident, course=course))
         after = tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)
         return p.then(tasks.Walk(t.model), *after), frees
     # The plan is followed: nobody has to be asked on the way.
     place, planned = there or (ready, ())
     place, starts = replay.start_ready(place)
     course = replaced(course, replay=place, due=())
-    here, course, effects = _done(model, t.model, here, course, (*planned, *starts))
-    here, waits = residency.wait(here, t.model, [unit])
-    p = p.put(t.model, replaced(model, residency=here, course=course))
+    resident, course, effects = _done(model, t.model, resident, course, (*planned, *starts))
+    resident, waits = residency.wait(resident, t.model, [unit])
+    p = p.put(t.model, replaced(model, residency=resident, course=course))
     return p, (*frees, *effects, *waits)
 
 
 def obtain(p: Protocol, t: tasks.Obtain) -> Next:
     """Wait for a unit; ask the other ranks for it first unless it is gathered or in flight."""
-    model, here = p.models[t.model], p.models[t.model].residency
-    if here.has(t.unit) or not model.course.asks:
-        here, waits = residency.wait(here, t.model, [t.unit])
-        return p.put(t.model, replaced(model, residency=here)), waits
+    model, resident = p.models[t.model], p.models[t.model].residency
+    if resident.has(t.unit) or not model.course.asks:
+        resident, waits = residency.wait(resident, t.model, [t.unit])
+        return p.put(t.model, replaced(model, residency=resident)), waits
     if model.course.replay is None:
-        loose = [unit for unit in here.gathered if unit not in here.pinned]
+        loose = [unit for unit in resident.gathered if unit not in resident.pinned]
         oldest = loose[: max(0, len(loose) - LIVE + 1)]
-        here, frees = residency.free(here, t.model, oldest)
-        p = p.put(t.model, replaced(model, residency=here))
+        resident, frees = residency.free(resident, t.model, oldest)
+        p = p.put(t.model, replaced(model, residency=resident))
     else:  # the rest of what is here belongs to the plan
         p, frees = go_on(p, t.model, replay.gather_beside(model.course.replay, t.unit))
     what = What.GATHER if model.rounds else What.GATHER_EXACT
@@ -156,8 +156,8 @@ def arrive(p: Protocol, t: tasks.Arrive) -> Next:
     model = p.models[t.model]
     course = model.course.did_also(len(model.units.numels))
     had_plan = course.replay is not None
-    here = replaced(model.residency, current=-1)
-    p = p.put(t.model, replaced(model, course=course, residency=here))
+    resident = replaced(model.residency, current=-1)
+    p = p.put(t.model, replaced(model, course=course, residency=resident))
     return p.then(
         tasks.Walk(t.model),
         tasks.ReduceDue(t.model),
@@ -180,35 +180,35 @@ def go_on(p: Protocol, number: int, to: tuple[Replay | None, Sequence[PlanEffect
     """Go to a place of the plan, and start the collectives that it has there."""
     model = p.models[number]
     course = replaced(model.course, replay=to[0])
-    here, course, effects = _done(model, number, model.residency, course, to[1])
-    return p.put(number, replaced(model, residency=here, course=course)), effects
+    resident, course, effects = _done(model, number, model.residency, course, to[1])
+    return p.put(number, replaced(model, residency=resident, course=course)), effects
 
 
 def _done(
-    model: Model, number: int, here: Residency, course: Course, planned: Sequence[PlanEffect]
+    model: Model, number: int, resident: Residency, course: Course, planned: Sequence[PlanEffect]
 ) -> tuple[Residency, Course, tuple[Effect, ...]]:
     """Translate the steps of a plan into a new residency and effects."""
-    found: list[Effect] = []
+    collected: list[Effect] = []
     for effect in planned:
         match effect:
             case GatherUnit(unit):
-                here, more = started(model, here, number, unit)
-                found += more
+                resident, more = started(model, resident, number, unit)
+                collected += more
             case FreeUnit(unit):
-                here, more = residency.free(here, number, [unit])
-                found += more
+                resident, more = residency.free(resident, number, [unit])
+                collected += more
             case ReduceUnit(unit):
                 if course.left:
                     left = tuple(x for x in course.left if x[0] != unit)
                     course = replaced(course, left=left)
-                found.append(Reduce(number, unit))
-    return here, course, tuple(found)
+                collected.append(Reduce(number, unit))
+    return resident, course, tuple(collected)
 
 
 def started(
-    model: Model, here: Residency, number: int, unit: int
+    model: Model, resident: Residency, number: int, unit: int
 ) -> tuple[Residency, tuple[Effect, ...]]:
     """Start to gather a unit, which is then pinned if what is gathered stays for the backward."""
     if model.units.limits.keeps:
-        here = residency.pin(here, [unit])
-    return residency.start(here, number, unit, inexact=model.is_inexact(unit))
+        resident = residency.pin(resident, [unit])
+    return residency.start(resident, number, unit, inexact=model.is_inexact(unit))

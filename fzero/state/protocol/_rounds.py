@@ -128,11 +128,11 @@ def ask_left(p: Protocol, t: tasks.AskLeft) -> Next:
 
 def serve(p: Protocol, said: Round, mine: frozenset[Asked] = frozenset()) -> Next:
     """Take part in every collective that a rank asks for, in one order."""
-    found: list[Effect] = []
+    collected: list[Effect] = []
     for one in said.asked:
         p, effects = _served(p, one, mine=one in mine)
-        found += effects
-    return p, tuple(found)
+        collected += effects
+    return p, tuple(collected)
 
 
 def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:

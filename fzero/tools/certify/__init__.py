@@ -1,4 +1,4 @@
-"""Is a sharded step the step of one process? A matrix of cells says where it is, and where not.
+"""Is a sharded step the step of one process? Checked in a matrix of cells, combinations of options.
 
 certify(model, loss, batches) --> Report
     .cells, .failures, .to_dict()     the data

@@ -1,4 +1,4 @@
-"""The axes of the matrix, as data: a value says how it configures an engine, and how a step.
+"""The axes of the matrix as data: each value has its options for an engine and for a step.
 
 A line in `AXES` adds a value, and with it a keyword of `fzero.certify` and of the command line.
 """
@@ -40,7 +40,7 @@ def _unchanged(step: Any, cell: Cell) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AxisValue:
-    """One value of an axis."""
+    """One value of an axis, with the options that it sets."""
 
     name: str
     fact: Any = None  # what its name alone does not say: a number, a `Precision`, a dtype
@@ -51,7 +51,7 @@ class AxisValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CertifyAxis:
-    """What a cell has one value of."""
+    """An axis of the matrix: a cell has one value on each."""
 
     name: str  # the keyword
     head: str  # of its column
@@ -59,7 +59,7 @@ class CertifyAxis:
     counts: bool = False  # any number from 1 on is a value, not only those that are listed
 
     def choose(self, given: Any) -> tuple[AxisValue, ...]:
-        """The values of these names, or of one name. Raises `LayoutError` for one it has not."""
+        """Return the values of these names, or of one. Raises `LayoutError` for unknown names."""
         names = [given] if isinstance(given, str | int) else list(given)
         chosen = tuple(self._value(str(name)) for name in names)
         if chosen and len(chosen) == len({value.name for value in chosen}):
@@ -88,12 +88,12 @@ class CertifyAxis:
 
 
 def number_value(number: int) -> AxisValue:
-    """A value that is a number: of ranks, of micro-batches."""
+    """Return the value for a number of ranks, or of micro-batches."""
     return AxisValue(name=str(number), fact=number)
 
 
 def _both(name: str, options: Options, fact: Any = None) -> AxisValue:
-    """A value that is the same keywords of Engine and of fzero.shard."""
+    """Return a value with the same keywords for Engine and fzero.shard."""
     return AxisValue(name=name, fact=fact, engine=options, shard=options)
 
 
@@ -102,19 +102,22 @@ def _stage(number: int) -> AxisValue:
 
 
 def _in_two_dims(cell: Cell) -> dict[str, Any]:
-    """Two replicas, or one on each rank where the ranks cannot be halved."""
+    """Return the options of a mesh: 2 replicas, or W replicas if W is odd."""
     world = cell.fact("worlds")
     return {"mesh": (world, 1) if world % 2 else (2, world // 2)}
 
 
 def _as_int8(cell: Cell) -> dict[str, Any]:
-    """Where it may be: stage 0 and a mesh of two dims do not have it."""
+    """Return the options of int8 gradients; none at stage 0 or on a mesh of two dims."""
     has_it = cell.fact("stages") > 0 and cell.at["meshes"] == "flat"
     return {"quantized_gradients": True} if has_it else {}
 
 
 def _on_disk(cell: Cell) -> dict[str, Any]:
-    """All that may be there. The files have no name once they are open: nothing is left."""
+    """Return the options to offload all that the stage allows to disk.
+
+    The files are unlinked once they are open, so that none is left.
+    """
     params = {"params": "disk"} if cell.fact("stages") == 3 else {}
     return {"optimizer": "disk", "gradients": "disk", "folder": tempfile.gettempdir(), **params}
 
@@ -244,7 +247,7 @@ AXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cell:
-    """One value of every axis."""
+    """A combination of options: one value on every axis."""
 
     values: tuple[AxisValue, ...]  # in the order of AXES
     max_norm: float | None = None  # None where nothing is clipped
@@ -274,7 +277,7 @@ class Cell:
 
 
 def restricted(given: Mapping[str, Any]) -> list[tuple[AxisValue, ...]]:
-    """The values of each axis, those of axes that are `given` by name restricted."""
+    """Return the values of each axis, restricted on those axes that `given` names."""
     known = [axis.name for axis in AXES]
     for name in given:
         if name not in known:

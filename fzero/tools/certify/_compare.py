@@ -1,4 +1,4 @@
-"""What the ranks have against what one process has: the first parameter that differs."""
+"""Compare the numbers of the ranks with those of one process; find the first difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STORED = 3.0  # times the spacing of numbers at the largest one of a parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellDifference:
-    """One number that is not that of the one-process step."""
+    """A number that differs from that of the one-process step by more than its bound."""
 
     update: int  # counted from 1
     rank: int
@@ -40,16 +40,16 @@ class CellDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One quantity of a cell, over all updates, ranks and parameters."""
+    """The result for one quantity of a cell, over all updates, ranks and parameters."""
 
     what: str  # "loss", "gradient", "norm" or "update"
-    compared: bool  # False where the driver does not tell it
+    compared: bool  # False if the driver does not report it
     bound: float  # the largest that was allowed, relative to the largest number; 0: bit for bit
     difference: CellDifference | None  # the first; None if all agree
 
 
 class _Number(NamedTuple):
-    """A number that a rank has, and the one of the one process; a parameter has many."""
+    """A value of a rank, and that of one process: a number, or a parameter."""
 
     rank: int
     path: str
@@ -61,12 +61,12 @@ class _Number(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """The updates of one process."""
+    """The expected updates, those of one process."""
 
     updates: Sequence[ExpectedUpdate]
 
     def check(self, what: str, ranks: Sequence[Sequence[Seen]]) -> Check:
-        """Compare the "loss", the "norm", or the parameters (under any other name)."""
+        """Compare "loss", "norm", or the parameters (any other name)."""
         numbers = {"loss": self._losses, "norm": self._norms}.get(what, self._params)
         first, top, compared = None, 0.0, False
         for k, update in enumerate(self.updates):
@@ -77,7 +77,7 @@ class Wanted:
         return Check(what=what, compared=compared, bound=top, difference=first)
 
     def _params(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
-        """The parameters after an update."""
+        """Yield the parameters of each rank with those expected, after an update."""
         size = largest([*update.params.values()])
         for path in update.params:
             for rank, seen in enumerate(ranks):
@@ -86,14 +86,14 @@ class Wanted:
                 yield _Number(rank, path, found, wanted, _bound(update, path, wanted), size)
 
     def _losses(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
-        """The mean loss of each rank."""
+        """Yield the mean loss of each rank with that expected."""
         size, bound = largest([update.losses]), update.losses_reach
         for rank, seen in enumerate(ranks):
             found = torch.stack(seen.losses).double().mean() if seen.losses else None
             yield _Number(rank, "", found, update.losses[rank].mean(), bound, size)
 
     def _norms(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
-        """The norms, where the driver tells them."""
+        """Yield the norms of the ranks whose driver reports them, with that expected."""
         for rank, seen in enumerate(ranks):
             if seen.norm is not None:
                 found, wanted = torch.tensor([seen.norm, update.norm], dtype=torch.float64)
@@ -101,14 +101,14 @@ class Wanted:
 
 
 def _bound(update: ExpectedUpdate, path: str, wanted: Tensor) -> Tensor | float:
-    """The reach of a parameter, and the rounding of what is added to it."""
+    """Return the bound of a parameter: its reach, and the rounding of the addition."""
     if path in update.exact or not wanted.numel():
         return 0.0
     return update.reach[path] + STORED * eps_of(wanted.dtype) * largest([wanted])
 
 
 def _of_dtype(update: ExpectedUpdate, path: str, found: Tensor | None) -> Tensor:
-    """The wanted parameter, or its master where that is what was found."""
+    """Return the expected parameter, or its master if `found` is in the dtype of a master."""
     params = update.params[path]
     if found is not None and found.dtype != params.dtype and path in update.masters:
         return update.masters[path]

@@ -1,4 +1,4 @@
-"""A few rows of a product in which every combination of `strength` values occurs."""
+"""Covering arrays: few rows of a product with every combination of `strength` values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def covering(sizes: Sequence[int], strength: int) -> list[tuple[int, ...]]:
 def _gain(
     row: dict[int, int], axis: int, value: int, strength: int, missing: dict[Combination, None]
 ) -> int:
-    """How many combinations of what the row has and this value are missing."""
+    """Return how many missing combinations this value adds to the row."""
     return sum(
         tuple(sorted([*((other, row[other]) for other in others), (axis, value)])) in missing
         for others in itertools.combinations(sorted(row), strength - 1)

@@ -1,4 +1,4 @@
-"""One cell on one rank: by a functional step, or by an engine."""
+"""Run one cell on one rank, by a functional step or by an engine."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ EngineOf = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a rank has after one update."""
+    """The results of one update on one rank."""
 
     losses: list[Tensor]  # of its micro-batches, as they were computed
-    norm: float | None  # as the driver tells it; None if it does not
+    norm: float | None  # as the driver reports it; None if it does not
     params: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
-    """What every rank of a cell is told."""
+    """The description of a cell, the same on every rank."""
 
     subject: Subject
     task: Task
@@ -103,7 +103,7 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
 
 
 def _made_step(job: Job, loss_fn: Callable[..., Tensor]) -> Any:
-    """The user's step, or fzero's, in the transforms of the cell, unless it has an `init`."""
+    """Return the user's step, or fzero's; one without `init` in the cell's transforms."""
     window = job.cell.at["windows"]
     if job.step is None:
         step = _plain_step(loss_fn, tells_norm=window != "accumulate")

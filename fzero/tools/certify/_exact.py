@@ -1,4 +1,4 @@
-"""When a sum has no rounding, whatever its order: read from the bits of its terms."""
+"""Decide from the bits of its terms whether a sum is exact in any order."""
 
 from __future__ import annotations
 

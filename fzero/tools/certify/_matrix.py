@@ -139,7 +139,7 @@ def certify(
 def _values(
     subject: Subject, step: StepOf | None, engine: EngineOf | None, axes: dict[str, Any]
 ) -> list[tuple[AxisValue, ...]]:
-    """The values of each axis; of the drivers, those that what is given is for."""
+    """Return the values of each axis; of the drivers, those of the given factories."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
     able = ["step", "engine"] if subject.is_module else ["step"]
     values = restricted({"drivers": given or able, **axes})
@@ -160,7 +160,7 @@ def _values(
 
 
 class _Matrix:
-    """One subject, and how it is run; references are made once."""
+    """One subject and the arguments of `certify`; one-process references are cached."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Matrix:
         self.max_norm = functools.cache(self._max_norm)
 
     def task(self, cell: Cell) -> Task:
-        """What the ranks of a cell compute."""
+        """Return the task of a cell: counts and precision."""
         precision = cell.fact("precisions")
         return Task(
             world=cell.fact("worlds"),
@@ -191,7 +191,7 @@ class _Matrix:
         )
 
     def result(self, cell: Cell) -> CellResult:
-        """Run one cell on its ranks, and compare."""
+        """Run one cell on its ranks, and compare with one process."""
         task = self.task(cell)
         if cell.at["clipping"] == "on":
             cell = replace(cell, max_norm=self.max_norm(task))
@@ -222,7 +222,7 @@ class _Matrix:
         return Wanted(updates=updates)
 
     def _max_norm(self, task: Task) -> float:
-        """A bound that acts: half the norm of the first update."""
+        """Return half the norm of the first update, so that clipping acts."""
         norm = self.wanted(task, self.optimizer, None).updates[0].norm
         if norm:
             return norm / 2
@@ -234,12 +234,12 @@ class _Matrix:
 
 
 def _first_update(job: Job) -> Job:
-    """The job up to its first update: what is left of that one is seen in the parameters."""
+    """Return the job with one update alone, to compare the gradient itself."""
     return replace(job, task=replace(job.task, updates=1))
 
 
 def _parted(ranks: Sequence[Sequence[Seen]]) -> str:
-    """Say which rank has other bits of a parameter than another one after an update, if one has."""
+    """Return a message if ranks have other bits of a parameter after an update; else ""."""
     for seen in zip(*ranks, strict=True):  # of one update
         told = [[(f"parameter {p}", digest(x)) for p, x in one.params.items()] for one in seen]
         if (error := unequal(told)) is not None:

@@ -1,7 +1,4 @@
-"""One process: a plain copy of the model, its losses and gradients, and its optimizer.
-
-And the same optimizer from other gradients: how far rounding carries.
-"""
+"""Train a plain copy of the model in one process, and again from perturbed values."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ Parts = dict[str, list[Tensor]]  # of each parameter, the gradients of all losse
 
 
 class Stepped:
-    """What an optimizer steps: parameters, or fp32 copies of those with 16 bits."""
+    """An optimizer and its parameters, 16-bit ones as fp32 masters."""
 
     def __init__(self, learning: Tensors, precision: RunDtypes, optimizer: OptimizerOf) -> None:
         masters = precision.masters
@@ -41,12 +38,12 @@ class Stepped:
         self.optimizer.step()
 
     def copied(self) -> dict[str, Tensor]:
-        """The masters as they are now."""
+        """Return clones of the masters."""
         return copied(self.masters)
 
 
 class Process:
-    """A model under training, in one process. `numbers` [W][N] are those of the batches.
+    """A model in training on one process. `numbers` [W][N] are the numbers of batches.
 
     whole_loss: autocast is around the loss, and not around the module's forward alone.
     """
@@ -59,7 +56,7 @@ class Process:
         self.used: set[str] = set()
 
     def backwards(self, numbers: Sequence[Sequence[int]]) -> tuple[Tensor, Parts]:
-        """The losses [W, N], and of each parameter the gradients by all of them, in float64.
+        """Return losses [W, N] and, for each parameter, the gradients of all losses, in float64.
 
         `used` are then the parameters that any of them has used.
         """
@@ -69,7 +66,7 @@ class Process:
     def displaced(
         self, numbers: Sequence[Sequence[int]], values: Tensors, reach: Tensors
     ) -> tuple[Tensor, Parts]:
-        """The same where each parameter is as far from its value as it may be, up or down."""
+        """Return the same at parameters that differ by their bounds, up or down."""
         source = torch.Generator().manual_seed(0)
         moved = {path: x + reach[path] * signs_like(x, source) for path, x in values.items()}
         self.twin = self.twin or _made(self.subject, self.precision)
@@ -78,7 +75,7 @@ class Process:
         return self._backwards(model, learning, numbers)
 
     def follow(self, masters: Tensors) -> None:
-        """Take these values for what learns."""
+        """Set the trainable parameters to these masters."""
         _copy_to(self.learning, masters)
 
     def loss(self, number: int) -> Tensor:
@@ -122,7 +119,7 @@ class Process:
 
 
 def require_repeatable(process: Process) -> None:
-    """Raise `LayoutError` for a loss that is another one when it is computed again."""
+    """Raise `LayoutError` if a loss differs when it is computed twice."""
     one, two = process.loss(0).detach(), process.loss(0).detach()
     if not torch.equal(one, two):
         raise LayoutError(
@@ -147,7 +144,7 @@ def _require_good(loss: Any, number: int) -> None:
 
 
 def _made(subject: Subject, precision: RunDtypes) -> tuple[Any, Tensors, Tensors]:
-    """A copy of the model, all its tensors, and those that learn."""
+    """Return a copy of the model, all its tensors, and the trainable ones."""
     model = subject.copy(precision.dtype)
     tensors = tensors_of(model)
     learning = {path: p for path, p in tensors.items() if learns(p)}
@@ -163,6 +160,6 @@ def _copy_to(learning: Tensors, values: Tensors) -> None:
 
 
 def _copy(p: Tensor, masters: bool) -> Tensor:
-    """A copy for the optimizer, of 16-bit parameters in fp32 if they have `masters`."""
+    """Return a copy for the optimizer; with `masters` in fp32 for a 16-bit parameter."""
     dtype = torch.float32 if masters and p.dtype in SIXTEEN_BIT else p.dtype
     return p.detach().to(dtype, copy=True)

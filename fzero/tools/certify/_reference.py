@@ -1,8 +1,8 @@
 """The one-process step: plain torch autograd and torch.optim on the batches of all ranks.
 
-Nothing of fzero's machine is used here. Beside each number stands what rounding may explain of it:
-the gradient's bound e, from the sizes of its terms, is carried through the optimizer element by
-element, g + e and g - e, and what that makes of the parameters through the next gradient.
+fzero's machine is not used. Each number has a bound of its rounding. The bound e of a gradient
+comes from the sizes of its terms; updates from g + e and g - e give, element by element, that of
+the parameters; the next gradient at such parameters carries it on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fzero.tools.compare import MARGIN, coarser, copied, eps_of, largest, shift
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is computed, by whatever means."""
+    """The computation of a cell, for one process and for the ranks."""
 
     world: int
     micro_batches: int
@@ -61,13 +61,13 @@ class Task:
         return [[self.batch_number(update, rank, n) for n in counts] for rank in ranks]
 
     def batch_number(self, update: int, rank: int, micro_batch: int) -> int:
-        """Which batch a rank takes: no two take the same."""
+        """Return the number of a rank's batch, which no other rank or micro-batch takes."""
         return (update * self.world + rank) * self.micro_batches + micro_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpectedUpdate:
-    """What one update must be, and how far from it rounding may carry."""
+    """The expected values after one update, and their bounds."""
 
     losses: Tensor  # [W, N] float64
     losses_reach: float  # 0: bit for bit
@@ -80,7 +80,7 @@ class ExpectedUpdate:
 
 
 class CopyGradient(torch.optim.Optimizer):
-    """p' = g: an optimizer that shows the gradient which it is given."""
+    """p' = g: an optimizer that writes the gradient into the parameter, to compare it."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -156,7 +156,7 @@ SIGNS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
 
 
 class _Passed:
-    """The losses and gradients of one update, and the same from parameters within their reach."""
+    """The losses and gradients of one update, and those from parameters within their bounds."""
 
     def __init__(
         self, process: Process, task: Task, update: int, values: Tensors, reach: Tensors
@@ -174,10 +174,10 @@ class _Passed:
         self.norm = _norm(self.mean)
 
     def exact(self, good: frozenset[str]) -> frozenset[str]:
-        """Which of the parameters `good` have a gradient that must be equal bit for bit.
+        """Return those of `good` whose gradient must be equal bit for bit.
 
-        Not one that the reach of the parameters moves, and not what is left where terms inside of
-        a loss cancel: it has few bits, too, and other ones in another order.
+        Excluded are gradients that change within the bounds of the parameters, and residues of
+        cancellation inside of a loss, which have few bits too, but other ones in another order.
         """
         found = frozenset(p for p in good if is_exact(self.parts[p], _divisor(self.task), self.low))
         if self.other is not None:
@@ -186,12 +186,12 @@ class _Passed:
         return frozenset(p for p in found if not self._is_residue(p, top))
 
     def _is_residue(self, path: str, top: float) -> bool:
-        """Whether an element may be what is left where terms of the size of `top` cancel."""
+        """Return whether an element may be a residue of cancelled terms of size `top`."""
         sizes = torch.stack(self.parts[path]).abs()
         return bool(((sizes > 0) & (sizes <= RESIDUE * eps_of(self.low) * top)).any())
 
     def error(self, good: frozenset[str], *, clips: bool) -> dict[str, Tensor]:
-        """What rounding may explain of each gradient; zero for those that are `good`."""
+        """Return the bound of each gradient; 0 for those of `good`."""
         sizes = {path: _size(terms, self.task.divisor) for path, terms in self.parts.items()}
         top, scale = max(sizes.values()), _rounding(self.task, self.low)
         gone = _norm({p: g - self.mean_of_other[p] for p, g in self.mean.items()})
@@ -210,13 +210,13 @@ class _Passed:
 
     @property
     def norm_reach(self) -> float:
-        """What rounding may explain of the norm."""
+        """The bound of the norm."""
         moved = MARGIN * abs(self.norm - _norm(self.mean_of_other))
         scale = 3 * _rounding(self.task, self.low) + _relative(self.task, self.low)
         return scale * self.norm + moved
 
     def losses_reach(self, same: bool) -> float:
-        """What rounding may explain of a loss; `same`: they are of equal parameters."""
+        """Return the bound of a loss; `same`: both losses are of equal parameters."""
         low = coarser(self.task.precision.low, self.process.coarsest)
         if same and is_exact([self.losses], _divisor(self.task), low):
             return 0.0
@@ -226,7 +226,7 @@ class _Passed:
 
 
 def _reach(centre: Stepped, corners: Sequence[Stepped]) -> dict[str, Tensor]:
-    """How far from its value each element of the masters may be."""
+    """Return the bound of each element of the masters."""
     found = {}
     for path, master in centre.masters.items():
         offs = [shift(master.detach(), corner.masters[path].detach()) for corner in corners]
@@ -256,7 +256,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _rounding(task: Task, low: torch.dtype) -> float:
-    """What another order of a sum may change, relative to the size of its terms."""
+    """Return the bound for another order of a sum, relative to the size of its terms."""
     if task.quantizes:  # twice the half of a level
         return 1 / 127
     if low not in SIXTEEN_BIT:  # each sum rounds
@@ -266,7 +266,7 @@ def _rounding(task: Task, low: torch.dtype) -> float:
 
 
 def _relative(task: Task, low: torch.dtype) -> float:
-    """The same of one number, a loss or a norm."""
+    """Return the relative bound of one number, a loss or a norm."""
     return eps_of(low) * (4 if low in SIXTEEN_BIT else 64 * task.summands)
 
 
@@ -277,7 +277,7 @@ def _size(terms: Sequence[Tensor], divisor: int) -> float:
 def _exact_params(
     process: Process, before: Tensors, masters: Tensors, good: frozenset[str], task: Task
 ) -> frozenset[str]:
-    """The parameters that must be equal bit for bit; what does not learn is always so."""
+    """Return the parameters that must be equal bit for bit, among them all frozen ones."""
     low = task.precision.low
     short = {path for path in good if is_exact([before[path], masters[path]], 1, low)}
     return frozenset(path for path in process.tensors if path not in masters or path in short)

@@ -1,4 +1,4 @@
-"""The result of a certification: every cell, what agrees in it, and what differs first."""
+"""The report of `certify`: for every cell, the checks, and the first difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKS = ("loss", "gradient", "norm", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """One cell: its value on each axis, and what was found in it.
+    """The result of one cell, with its value on each axis.
 
     It has `checks`, or an `error` (what a rank raised), or it is `unsupported` (the factory raised
     NotImplementedError: its message). With `checks`, the `error` says that ranks have other bits of
@@ -49,7 +49,7 @@ class CellResult:
         return found[what].difference is None if what in found else None
 
     def verdict(self, what: str) -> str:
-        """The check in a few characters: "=", the bound it is within, "DIFFERS" or "-"."""
+        """Return the check in a few characters: "=", its bound, "DIFFERS" or "-"."""
         check = {check.what: check for check in self.checks}.get(what)
         if check is not None and check.difference:
             return "DIFFERS"
@@ -60,7 +60,7 @@ class CellResult:
         return f"{check.bound:.0e}" if check.bound else "="
 
     def describe(self) -> str:
-        """The coordinates, and on a line each what differs or was raised."""
+        """Return the values on all axes, and a line for each difference or error."""
         lines = [", ".join(f"{name} {value}" for name, value in self.at.items())]
         lines += [f"  {c.what}: {c.difference}" for c in self.checks if c.difference]
         lines += ["  " + line for line in (self.error or self.unsupported).splitlines()]

@@ -1,7 +1,7 @@
-"""The random numbers of a loss: from a seed that its batch gives, whoever computes it.
+"""Seed the random numbers of a loss from its batch, the same on each rank and in one process.
 
-A rank draws the dropout masks of its batches, and the one process those of all: they are the same
-masks if a batch has its own.
+A rank draws the dropout masks of its batches, and the one process those of all batches. With a
+seed for each batch the masks are equal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def seeded(batch: Any) -> Iterator[None]:
 
 
 def seed_of(tensors: list[Tensor]) -> int:
-    """A number that the values of some tensors give."""
+    """Return a hash of the values of some tensors."""
     seed = torch.zeros((), dtype=torch.int64)
     for x in tensors:
         raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)

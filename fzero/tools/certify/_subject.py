@@ -1,4 +1,4 @@
-"""What is certified: a model, its loss and its batches, in any precision."""
+"""The model, loss and batches that `certify` runs, in any precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Subject:
         return type(self.model).__name__ if self.is_module else "a pytree of parameters"
 
     def copy(self, dtype: torch.dtype) -> Any:
-        """A model of its own, floating tensors in `dtype`; ties and frozen leaves as they are."""
+        """Return a copy with floating tensors in `dtype`; ties stay tied, frozen leaves frozen."""
         if isinstance(self.model, nn.Module):
             return copy.deepcopy(self.model).to(dtype)
         return copy_of_tree(self.model, dtype)
@@ -49,7 +49,7 @@ class Subject:
 
 
 def subject_of(model: Any, loss: Loss, batches: Any) -> Subject:
-    """Return the subject of what the user gave. Raises `LayoutError` for what is no model."""
+    """Return the subject of the user's arguments. Raises `LayoutError` for invalid ones."""
     if not callable(loss):
         raise LayoutError(
             f"certify: the loss is a {type(loss).__name__}.",
@@ -81,13 +81,13 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
     if isinstance(model, nn.Module):
         return dict(model.named_parameters())
     paths, tensors, _ = named_leaves(model)
-    found: dict[str, Tensor] = {}
+    tensor_at: dict[str, Tensor] = {}
     seen: set[int] = set()
     for path, tensor in zip(paths, tensors, strict=True):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found[path] = tensor
-    return found
+            tensor_at[path] = tensor
+    return tensor_at
 
 
 def _numbered(batches: Any) -> Callable[[int], Any]:

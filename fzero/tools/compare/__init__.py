@@ -1,9 +1,9 @@
-"""Are two runs the same run, but for rounding? What `fzero.certify` and `fzero.diff` share.
+"""Do two runs agree up to rounding? Shared by `fzero.certify` and `fzero.diff`.
 
-In come values: pytrees that are run in another dtype or disturbed, leaves as the ranks have them.
-Out go bounds, what another order of sums may change of a number, and the element of a leaf that is
-furthest over its bound. `fzero.certify` asks whether a cell is the step of one process, and
-`fzero.diff` where two runs part. Nothing here runs a step or communicates.
+In: values, as pytrees or as the copies of a leaf on all ranks. Out: pytrees in another dtype or
+perturbed; bounds, by how much another order of sums may change a number; and the element of a leaf
+that exceeds its bound most. `fzero.certify` asks whether a cell is the step of one process, and
+`fzero.diff` where two runs differ first. Nothing in this room runs a step or communicates.
 """
 
 from fzero.tools.compare._numbers import Copy as Copy

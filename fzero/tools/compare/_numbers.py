@@ -1,4 +1,4 @@
-"""A leaf as the ranks have it, and its first number that differs by more than is allowed."""
+"""The copies of a leaf on all ranks, and the element in which two leaves differ too much."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Copy(NamedTuple):
-    """What one rank has of a leaf: elements from `start` on, flat. rank -1: a sum over ranks."""
+    """One rank's part of a flat leaf, elements from `start` on. rank -1: a sum over ranks."""
 
     rank: int
     start: int
@@ -20,14 +20,14 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
-    """A leaf as the ranks have it."""
+    """A leaf: its shape, and the parts of all ranks."""
 
     shape: tuple[int, ...]
     copies: tuple[Copy, ...]
 
     @property
     def full(self) -> Tensor:
-        """The leaf, flat; of each element, the copy on the lowest rank. Zero where nobody has it.
+        """The flat leaf: each element from the lowest rank that has it, or 0 if none has.
 
         In its own dtype.
         """
@@ -40,12 +40,12 @@ class Spread:
 
 
 def whole_leaf(value: Tensor, rank: int = -1) -> Spread:
-    """A leaf that one rank has whole, or that is a sum over ranks."""
+    """Return the `Spread` of a full leaf, of one rank or summed over ranks."""
     return Spread(shape=tuple(value.shape), copies=(Copy(rank, 0, value.reshape(-1).cpu()),))
 
 
 def of_ranks(values: Sequence[float]) -> Spread:
-    """One number that each rank has."""
+    """Return the `Spread` of one number of each rank."""
     copies = [Copy(rank, 0, torch.tensor([float(x)]).double()) for rank, x in enumerate(values)]
     return Spread(shape=(1,), copies=tuple(copies))
 
@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 def first_apart(a: Spread, b: Spread, bound: Tensor | float) -> Found | None:
-    """The copies in b that are not what a has, or else those in a that are not what b has."""
+    """Return where copies in b differ from a, or else where copies in a differ from b."""
     found = _apart(a.full, b.copies, b.shape, bound)
     if found is not None:
         return found
@@ -70,16 +70,16 @@ def first_apart(a: Spread, b: Spread, bound: Tensor | float) -> Found | None:
 
 
 def replicas_apart(a: Spread) -> Found | None:
-    """The copies of one run that are not bit for bit those on its lowest rank."""
+    """Return where copies of one run differ in any bit from that on its lowest rank."""
     return _apart(a.full, a.copies, a.shape, 0.0)
 
 
 def furthest(
     mine: Tensor, wanted: Tensor, bound: Tensor | float, *, shape: Sequence[int], start: int = 0
 ) -> Found | None:
-    """The element that is furthest over its bound: `b` is mine, `a` what is wanted.
+    """Return the element that exceeds its bound most: `b` is mine, `a` what is wanted.
 
-    None if none is over. A NaN is, on either side.
+    None if none exceeds it. A NaN on either side does.
 
     Args:
         mine: [n] float64, elements from `start` on of a leaf.

@@ -1,4 +1,4 @@
-"""What rounding may explain: the model that `certify` and `diff` share.
+"""Bounds of rounding: the model that `certify` and `diff` share.
 
 A sum of n terms in any order is the exact sum of terms that are each changed by at most (n - 1) u
 of themselves (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). So:
@@ -35,35 +35,35 @@ CORNERS = ((1, 1), (1, -1), (-1, 1), (-1, -1))  # signs with which gradients and
 
 
 def shift(a: Tensor, twin: Tensor) -> Tensor:
-    """How far the disturbance has moved each element."""
+    """Return |twin - a|: by how much the perturbation changed each element."""
     return (a.double() - twin.double()).abs().nan_to_num(0.0, posinf=0.0)
 
 
 def disturbed_bound(a: Tensor, twin: Tensor) -> float:
-    """What the disturbance makes of the numbers of a leaf, with the margin."""
+    """Return the bound of a leaf: the margin times its largest change by the perturbation."""
     off = shift(a, twin)
     return MARGIN * float(off.max()) if off.numel() else 0.0
 
 
 def of_terms(sizes: Tensor | float, count: int, unit: float) -> Any:
-    """What another order of a sum may change: (n + 4) u sum(|terms|), `sizes` being the sum."""
+    """Return (n + 4) u sizes, the bound for another order of a sum; `sizes` is sum(|terms|)."""
     return (count + TERMS) * unit * sizes
 
 
 def signs_like(x: Tensor, source: torch.Generator) -> Tensor:
-    """+1 or -1 for each element, by chance, on the CPU."""
+    """Return +1 or -1 for each element, at random, on the CPU."""
     return torch.randint(0, 2, x.shape, generator=source).double() * 2 - 1
 
 
 def perturbed(x: Tensor, size: float, signs: Tensor) -> Tensor:
-    """The floating tensor with each element changed by `size` of itself."""
+    """Return x (1 + size signs), for a floating tensor."""
     if not x.is_floating_point():
         return x
     return (x.double() * (1 + size * signs.to(x.device))).to(x.dtype)
 
 
 def disturbed_tree(tree: Any, size: float, seed: int = 0) -> Any:
-    """A pytree with each element of its floating tensors changed by `size` of itself."""
+    """Return a pytree with each element of its floating tensors changed by `size` of itself."""
     source = torch.Generator().manual_seed(seed)
 
     def of(x: Any) -> Any:
@@ -75,12 +75,12 @@ def disturbed_tree(tree: Any, size: float, seed: int = 0) -> Any:
 
 
 def eps_of(dtype: torch.dtype) -> float:
-    """The spacing of numbers at 1; of what has no fractions, zero."""
+    """Return the spacing of numbers of a dtype at 1; 0 for integers."""
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 class Coarsest(TorchFunctionMode):
-    """Notes the coarsest floating dtype that the functions of torch return.
+    """Context that records the coarsest floating dtype that functions of torch return.
 
     of_parameters: look only at what requires grad. Constants are the same in each run.
     """
@@ -111,10 +111,10 @@ class Coarsest(TorchFunctionMode):
 
 
 def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """The one of two dtypes in which numbers are further apart."""
+    """Return the dtype with the larger eps."""
     return b if eps_of(b) > eps_of(a) else a
 
 
 def largest(tensors: Sequence[Tensor]) -> float:
-    """The largest size of any element."""
+    """Return the largest absolute value of any element."""
     return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)

@@ -1,4 +1,4 @@
-"""Pytrees in memory of their own, and in another dtype: what is run is never the user's."""
+"""Copies of pytrees, also in another dtype, so that the user's tensors are never changed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fzero.state.layout import learns
 
 
 def copied(tree: Any) -> Any:
-    """The same in memory of its own."""
+    """Return a pytree with its tensors cloned."""
     return optree.tree_map(
         lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE
     )
 
 
 def copy_of_tree(params: Any, dtype: torch.dtype) -> Any:
-    """A copy of a pytree, floating tensors in `dtype`; ties and frozen leaves as they are."""
+    """Return a copy with floating tensors in `dtype`; ties stay tied, frozen leaves frozen."""
     made: dict[int, Tensor] = {}
     for leaf in optree.tree_leaves(params, namespace=NAMESPACE):
         made.setdefault(id(leaf), _copy_of(leaf, dtype))
@@ -28,7 +28,7 @@ def copy_of_tree(params: Any, dtype: torch.dtype) -> Any:
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """A pytree with its floating tensors in `dtype`."""
+    """Convert the floating tensors of a pytree to `dtype`."""
     return optree.tree_map(lambda leaf: _cast(leaf, dtype), tree, namespace=NAMESPACE)
 
 

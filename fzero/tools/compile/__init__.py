@@ -1,13 +1,13 @@
-"""A step as a compiled program: its graph, in segments between collectives.
+"""A step as a compiled program: its graph, cut into segments at collectives.
 
 compile(step) --> a step that is called as `step` is
     trace/         step, arguments -> one graph
     _passes        graph -> graph: fewer collectives, started earlier; less kept for the backward
     _writes        graph -> graph: no op writes; then results go where they end
     _segments      graph -> what runs, in order: segments, starts and waits of collectives
-    _run           a graph with its passes; what goes in and comes out
-    _closure       what the functions of a step hold
-    _api           which graph is for which arguments
+    _run           graph -> callable, with its inputs and outputs
+    _closure       constants and tensors that the functions of a step read
+    _api           `compile`, and the cache of graphs by arguments
 """
 
 from fzero.tools.compile._api import compile as compile

@@ -1,4 +1,4 @@
-"""`compile`: a step whose graph runs in its place."""
+"""`compile`: a step that runs its compiled graph."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ _Graph = tuple[Any, Modes, Compiled]
 
 
 def _known(graphs: list[_Graph], key: Any) -> Compiled | None:
-    """The graph for this key whose modules are in the modes that they were recorded in."""
+    """Return the graph of this key whose modules are in the same modes as when recorded."""
     alike = ((modes, one) for known, modes, one in graphs if known == key)
     now = (one for modes, one in alike if all(x.modes() == before for x, before in modes))
     return next(now, None)
 
 
 def _key(arguments: Any) -> Any:
-    """What a graph is made for: the structure, the numbers, and what kind of tensors."""
+    """Return the cache key of arguments: structure, numbers, and metadata of tensors."""
     leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
     return treespec, [_kind(x) if isinstance(x, Tensor) else x for x in leaves]
 

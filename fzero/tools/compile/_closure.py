@@ -1,7 +1,7 @@
-"""What a step reads without being given it: numbers and tensors that its functions hold.
+"""Free variables of a step: numbers and tensors that its functions read, besides arguments.
 
-A graph has the numbers as constants, so they belong to what it is made for. Tensors are inputs of
-the graph, which sees what is written to them; another tensor in the place of one is another graph.
+A graph has the numbers as constants, so they are part of its cache key. Tensors are inputs of the
+graph, which therefore sees writes to them; another tensor in the same variable is another graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIBRARIES = ("torch.", "fzero.")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """A tensor: equal to itself, as long as it has this shape."""
+    """A tensor in a cache key, equal to the same tensor of the same shape."""
 
     tensor: Tensor
     shape: torch.Size
@@ -64,7 +64,7 @@ def _look(
     x: Any, names: frozenset[str], seen: dict[tuple[int, frozenset[str]], Any], found: list[Any]
 ) -> None:
     kind = type(x)
-    if kind is FunctionType:  # the usual kinds first: this runs in each call of a step
+    if kind is FunctionType:  # the most frequent types first, as this runs in each call of a step
         names = _names(x.__code__)
     elif kind in _USUAL or isinstance(x, _PLAIN):
         found.append(x)
@@ -76,13 +76,13 @@ def _look(
         names = x.names
     if (id(x), names) in seen:
         return
-    seen[id(x), names] = x  # kept, for the id of what is gone may be taken again
+    seen[id(x), names] = x  # a reference, so that the id is not used again
     for part in _parts(x, names):
         _look(part, names, seen, found)
 
 
 def _parts(x: Any, names: frozenset[str]) -> Iterator[Any]:
-    """What is behind an object: what it calls, and what the code that reads it names."""
+    """Yield the objects that `x` reads: its callees, and attributes in `names`."""
     if isinstance(x, FunctionType):
         yield from _of_function(x, names)
     elif isinstance(x, Step):
@@ -112,7 +112,7 @@ def _parts(x: Any, names: frozenset[str]) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Attributes:
-    """An object of which some attributes are read: those that a method names."""
+    """An object and the names of its attributes that a method reads."""
 
     owner: Any
     names: frozenset[str]
@@ -153,6 +153,6 @@ def _is_library(fn: FunctionType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> frozenset[str]:
-    """The globals and attributes that a function names, and those inside of it."""
+    """Return the names of globals and attributes in a function and its inner functions."""
     inside = (_names(x) for x in code.co_consts if isinstance(x, CodeType))
     return frozenset(code.co_names).union(*inside)

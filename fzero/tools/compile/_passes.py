@@ -1,4 +1,4 @@
-"""Passes over the graph of a step. Each says what it needs and what it keeps.
+"""Passes over the graph of a step: fewer collectives, started earlier, and fewer activations.
 
 A pass changes the graph in place. All of them are functions of the graph alone, which is the same
 on every rank but for the rank's own offsets: so all ranks still make the same collectives.
@@ -24,7 +24,7 @@ GATHER, SCATTER, REDUCE = (
 
 
 def wait_late(graph: fx.Graph) -> None:
-    """Move what depends on the sum of gradients behind what does not: nobody waits early.
+    """Move readers of reduced gradients behind other ops, so that waits are late.
 
     Needs: no op that writes to its arguments. Keeps: which collectives there are, and their order
     among reductions that do not depend on each other. Results of reductions wait longer.
@@ -43,11 +43,11 @@ def wait_late(graph: fx.Graph) -> None:
 
 
 def gather_early(graph: fx.Graph, *, most_bytes: int) -> None:
-    """Start each gather of parameters beside the one before it, as far as memory allows.
+    """Start each gather of parameters during the one before it, as far as memory allows.
 
     Needs: gathers of arguments of the step (stage 3), for which nothing has to be computed.
     Keeps: which collectives there are, what each gives, and the order of gathers. At most
-    `most_bytes` of full values are there before anything reads them.
+    `most_bytes` of full values are gathered before their first read.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     place = -1  # where the last gather that did not move stands
@@ -73,7 +73,7 @@ def gather_early(graph: fx.Graph, *, most_bytes: int) -> None:
 
 
 def merge_collectives(graph: fx.Graph, *, bucket_bytes: int) -> None:
-    """Make one collective of several small ones in a row: a collective costs its latency.
+    """Merge consecutive small collectives, as each costs a latency.
 
     Needs: collectives of one kind, axis and dtype, with nothing between them that reads one or that
     a later one reads. Keeps: the sum of each element over ranks, in the same order; the bytes on
@@ -95,7 +95,7 @@ def merge_collectives(graph: fx.Graph, *, bucket_bytes: int) -> None:
 
 
 def rematerialize(graph: fx.Graph) -> None:
-    """Compute cheap activations again where the backward reads them, instead of keeping them.
+    """Recompute cheap activations in the backward instead of keeping them.
 
     Needs: pointwise ops without randomness, of arguments of the step and of values that the
     backward keeps anyway. Keeps: every value, bit for bit, and the collectives. Takes these ops a
@@ -122,7 +122,7 @@ def rematerialize(graph: fx.Graph) -> None:
 
 
 def _again(graph: fx.Graph, node: fx.Node, kept: set[fx.Node]) -> fx.Node:
-    """A second node for a value, and for what it is made of, down to what is kept."""
+    """Return a copy of a node and of its inputs, up to kept ones."""
     if node in kept:
         return node
     made = {x: _again(graph, x, kept) for x in node.all_input_nodes}
@@ -130,20 +130,20 @@ def _again(graph: fx.Graph, node: fx.Node, kept: set[fx.Node]) -> fx.Node:
 
 
 def _items(node: fx.Node) -> Sequence[fx.Node]:
-    """The buffers that a collective is given."""
+    """Return the input buffers of a collective."""
     items: Any = node.args[0]
     return items
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The collective that gives a value, if one does."""
+    """Return the collective that a value is a result of, or None."""
     return node.args[0] if is_item(node) else node  # type: ignore
 
 
 def _chain(node: fx.Node) -> list[fx.Node] | None:
-    """The ops that make a value of one argument of the step (views, a rounded copy), in order.
+    """Return the ops (views, a cast) from an argument of the step to this value, in order.
 
-    None if it is made of something else.
+    None if there are other ops between them.
     """
     if node.op == "placeholder":
         return []
@@ -154,7 +154,7 @@ def _chain(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Bytes of the full buffers of a collective."""
+    """Return the bytes of the full buffers of a collective."""
     return max(_nbytes(x.meta["val"] for x in _items(node)), _nbytes(node.meta["val"]))
 
 
@@ -172,7 +172,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """A new node, with the shape that it gives."""
+    """Add a node, with the shape of its result."""
     node = graph.call_function(target, args)
     node.meta["val"] = target(*fx.map_arg(args, lambda x: x.meta["val"]))
     return node

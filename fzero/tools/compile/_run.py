@@ -1,4 +1,4 @@
-"""A graph as what runs, and what stands around it."""
+"""From a recorded step to a callable: passes, actions, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Returns = Callable[[Any, list[Tensor]], Any]
 
 
 def checked_sizes(name: str, **sizes: int) -> dict[str, int]:
-    """Return the sizes. Raises `LayoutError` for what is none. `name`: of the call."""
+    """Return the sizes. Raises `LayoutError` for other values. `name`: of the call, for errors."""
     bad = [f"{key}={x!r}" for key, x in sizes.items() if not is_count(x, 0)]
     if bad:
         raise LayoutError(
@@ -47,14 +47,14 @@ def checked_sizes(name: str, **sizes: int) -> dict[str, int]:
 
 
 def step_donates(fn: Any) -> bool:
-    """Whether the state that a step is given is used up by it: what `shard` says."""
+    """Return whether a step donates its state, as in `shard(donate=True)`."""
     if not isinstance(fn, Step):
         return False
     return fn.options.get("donate", False) if fn.name == "shard" else step_donates(fn.inner)
 
 
 def axis_of_states(name: str, arguments: Any) -> Axis:
-    """Return the one axis of the states, whose optimizers a graph can hold.
+    """Return the common axis of the states, after checking that a graph can hold their optimizers.
 
     Raises `LayoutError` for several axes, and for a torch.optim instance. `name`: of the call.
     """
@@ -99,7 +99,7 @@ def recorded(
 
 
 def same_places(program: RecordedStep) -> list[tuple[int, int]]:
-    """Which input and which output are the same buffer of a state, before and after the step."""
+    """Return (input, output) pairs of the same buffer of a state, before and after the step."""
     where = {path: i for i, path in enumerate(program.inputs) if path.startswith("state")}
     pairs = ((where.get(path), i) for i, path in enumerate(program.outputs))
     return [(i, k) for i, k in pairs if i is not None]
@@ -107,19 +107,19 @@ def same_places(program: RecordedStep) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A graph as actions."""
+    """A compiled graph: a list of actions."""
 
     actions: tuple[Action, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     returns: Returns
     axis: Axis
-    held: dict[str, Tensor]  # what the functions of the step hold, by name
-    said: str  # what ranks must have in common to run it together
+    held: dict[str, Tensor]  # tensors that the functions of the step read, by name
+    said: str  # compared between ranks, which must run the same graph
     donate: bool
 
     def __call__(self, arguments: Any) -> Any:
-        """Run it on real tensors."""
+        """Run the actions on the tensors of the arguments; return the result of the step."""
         performer = performer_of(self.axis)
         if performer is not None:
             performer.call(self.said)
@@ -147,10 +147,10 @@ def compiled(
     backend: Backend,
     donated: Sequence[tuple[int, int]] | None,
 ) -> Compiled:
-    """Return what runs a graph on the ranks of an axis.
+    """Return the callable that runs a graph on the ranks of an axis.
 
-    donated: inputs that are given up, and the outputs in their places; None for a step that does
-    not donate.
+    donated: pairs of an input and the output that replaces it; None for a step that does not
+    donate.
     """
     if donated is not None:
         write_back(graph.graph, donated)
@@ -172,7 +172,7 @@ def compiled(
 
 
 def returned_by(program: RecordedStep, axis: Axis) -> Returns:
-    """Return what makes the result of a recorded step, its states on the ranks that run it."""
+    """Return a function from outputs to the result of the step, with states on these ranks."""
     leaves: Any = [0] * program.result.num_leaves
     tree: Any = optree.tree_unflatten(program.result, leaves)
 

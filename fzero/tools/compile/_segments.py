@@ -1,7 +1,7 @@
-"""From a graph to what runs, in its order: segments of ops, and starts and waits of collectives.
+"""From a graph to actions: compiled segments of ops, and starts and waits of collectives.
 
-A segment is what lies between two collectives, compiled as one. A collective is started where it
-stands in the graph and waited for where its result is read first: what lies between runs beside it.
+A segment has the ops between two collectives, compiled together. A collective starts at its place
+in the graph and is awaited at the first read of its result; the ops between overlap with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True)
 class FusedOps:
-    """Ops that run as one."""
+    """A compiled segment."""
 
     run: Callable[..., Any]
     reads: tuple[str, ...]
@@ -52,13 +52,13 @@ class FusedOps:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective begins."""
+    """Start a collective."""
 
     op: str
     axis: Axis
     ordered: bool
     reads: tuple[str, ...]
-    gives: tuple[str]  # what is waited for
+    gives: tuple[str]  # the handles to wait for
 
     def __call__(self, env: Env) -> None:
         """Start it."""
@@ -76,7 +76,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class StartInPlace:
-    """A gather begins that ends in the memory of arguments of the step, which are given up."""
+    """Start a gather into the memory of donated arguments of the step."""
 
     axis: Axis
     shards: tuple[str, ...]
@@ -101,7 +101,7 @@ class StartInPlace:
 
 @dataclass(frozen=True, slots=True)
 class AwaitCollective:
-    """A collective must be over."""
+    """Wait for a collective."""
 
     reads: tuple[str]
     gives: dict[str, int]  # name -> its place among the results
@@ -115,7 +115,7 @@ class AwaitCollective:
 
 @dataclass(frozen=True, slots=True)
 class UpdateKernel:
-    """The kernel of an optimizer, in the memory of those arguments that are given up."""
+    """The kernel of an optimizer, in place in donated arguments."""
 
     rule: str
     options: str
@@ -147,7 +147,7 @@ class UpdateKernel:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The number that a schedule gives after so many updates."""
+    """The value of a schedule of `fzero.optim` after this many updates."""
 
     schedule: Callable[[int], float]
     reads: tuple[str, ...]
@@ -161,7 +161,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class DropValues:
-    """Values that nobody reads any more."""
+    """Free values after their last reader."""
 
     reads: tuple[str, ...]
     gives: tuple[str, ...] = ()
@@ -178,7 +178,7 @@ Action = FusedOps | Start | StartInPlace | AwaitCollective | UpdateKernel | Rate
 def actions_of(
     graph: fx.GraphModule, axes: dict[str, Axis], compiler: Compiler
 ) -> tuple[Action, ...]:
-    """Return what runs, for a graph whose collectives go over these axes, by name."""
+    """Return the actions of a graph; `axes` has the axes of its collectives by name."""
     own_buffers(graph.graph)
     held = held_in(graph)
     actions: list[Action] = []
@@ -219,10 +219,10 @@ def actions_of(
 
 
 def held_in(graph: fx.GraphModule) -> dict[str, Tensor]:
-    """Return the tensors that the step holds, by the names of their nodes: they are inputs.
+    """Return the tensors that the step reads as free variables, by name of node, as inputs.
 
-    A compiler would make constants of them, and not see what is written to them later. What the
-    step itself has made of numbers is a constant, and copied before it is used.
+    As constants of a compiler they would not follow later writes. Tensors that the step creates
+    from numbers stay constants, and are copied before use.
     """
     lift = torch.ops.aten.lift_fresh_copy.default
     nodes = [node for node in graph.graph.nodes if node.op == "get_attr"]
@@ -232,12 +232,12 @@ def held_in(graph: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def _is_apart(node: fx.Node) -> bool:
-    """Whether a node is no part of a segment."""
+    """Return whether a node is outside of segments."""
     return is_collective(node) or node.target in (UPDATE, RATE)
 
 
 def _items(node: fx.Node) -> dict[str, int]:
-    """The name of each result of a node that is read, and its place among the results."""
+    """Return {name: position} of the results of a node that are read."""
     return {user.name: int(user.args[1]) for user in node.users}  # type: ignore
 
 
@@ -307,7 +307,7 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def _with_drops(actions: Sequence[Action], results: set[str]) -> tuple[Action, ...]:
-    """Let each value go behind its last reader."""
+    """Insert actions that free each value after its last reader."""
     needed, made = set(results), list[Action]()
     for action in reversed(actions):
         gone = [name for name in (*action.reads, *action.gives) if name not in needed]

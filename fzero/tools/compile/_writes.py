@@ -1,6 +1,6 @@
-"""Passes about memory: no op writes, so that ops may move; then results go where they end.
+"""Passes about memory: functionalization, so that ops can move; later, writes into donated inputs.
 
-See `_passes` for what all passes have in common.
+See `_passes` for the rules of all passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INTO = "into"
 
 
 def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
-    """Put ops that make new values in the place of ops that write: the passes may then move ops.
+    """Replace in-place ops by out-of-place ones, so that the passes may move ops.
 
     Needs: no write into an argument of the step. Keeps: every value. A compiler writes in place
     again where it can. Raises `LayoutError` where an argument is written to.
@@ -56,9 +56,9 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 class _InMemoryOrder(fx.Interpreter):
-    """Draws random numbers in the order of the memory that they were written to.
+    """Draws random numbers in the memory order of the tensor that they were written to.
 
-    A new tensor is contiguous: without this a transposed one would have other numbers in it.
+    A new tensor is contiguous: without this, a transposed one would get other numbers.
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -76,11 +76,10 @@ def _writes(node: fx.Node) -> bool:
 
 
 def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
-    """Write output k into the memory of input i, for each (i, k), as soon as nobody reads that.
+    """Write output k into the memory of input i, for each (i, k), after the last read of i.
 
-    Needs: inputs that the caller gives up. Keeps: every value. Spares new memory for the new state:
-    the kernel of an update writes where its arguments are, a gather fills them, other values are
-    copied.
+    Needs: donated inputs. Keeps: every value. The new state needs no new memory: the kernel of an
+    update works in place, a gather fills its input, other values are copied.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = inputs_of(list(graph.nodes))
@@ -110,7 +109,7 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
 def _gather_in_place(
     graph: fx.Graph, places: Mapping[fx.Node, fx.Node], order: dict[fx.Node, int]
 ) -> None:
-    """Let gathers end where their results belong, if nobody reads what is there any more."""
+    """Let gathers write into the donated inputs of their results, if these have no later reader."""
     for node in graph.nodes:
         if node.target is GATHER:
             into = {item.args[1]: places.get(item) for item in node.users}
@@ -120,19 +119,19 @@ def _gather_in_place(
 
 
 def _are_alike(old: fx.Node, new: fx.Node) -> bool:
-    """Whether a value is another one than an input, and fits in its memory."""
+    """Return whether a value is not this input, and has its shape and dtype."""
     x, y = old.meta["val"], new.meta["val"]
     return old is not new and x.shape == y.shape and x.dtype == y.dtype
 
 
 def made_by_update(update: fx.Node) -> list[fx.Node]:
-    """What an update makes anew: the parameters, and each moment of all of them."""
+    """Return the outputs of an update: the parameters, and each moment of all of them."""
     params, moments = update.args[2], update.args[4]
     return [*params, *moments]  # type: ignore
 
 
 def is_made_in(node: fx.Node, old: fx.Node) -> bool:
-    """Whether a value is made in the memory of an input, by an update or a gather."""
+    """Return whether an update or a gather writes this value into the memory of an input."""
     if not is_item(node):
         return False
     made: Any = node.args
@@ -143,16 +142,16 @@ def is_made_in(node: fx.Node, old: fx.Node) -> bool:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value that a node is a view of."""
+    """Return the value that a node is a view of."""
     while getattr(node.target, "is_view", False) or node.target is aten.detach.default:
         node = node.all_input_nodes[0]
     return node
 
 
 def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Where the memory of a value is read last: for a collective, where its result is waited for.
+    """Return the position of the last read of a value's memory.
 
-    What the step returns is read at the end.
+    A collective reads until it is awaited; the end of the step reads the outputs.
     """
     found, last = [_root(node)], 0
     for one in found:
@@ -168,9 +167,9 @@ def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
 
 
 def own_buffers(graph: fx.Graph) -> None:
-    """Let each all-reduce have memory of its own, which it may write to.
+    """Clone the input of each all-reduce, which overwrites it, unless it was created for it alone.
 
-    The clone of what a pointwise op makes is a part of that op's kernel.
+    A compiler fuses the clone with a pointwise op before it.
     """
     for node in graph.find_nodes(op="call_function", target=REDUCE):
         for x in node.all_input_nodes:
@@ -182,7 +181,7 @@ def own_buffers(graph: fx.Graph) -> None:
 
 
 def _is_alone(node: fx.Node) -> bool:
-    """Whether a buffer was made for its only reader, which may see it through views."""
+    """Return whether an op created this buffer for its only reader, directly or through views."""
     packet, alone = getattr(node.target, "overloadpacket", None), len(node.users) == 1
     return alone and (
         packet in _MAKERS or (packet in _VIEWS and _is_alone(node.all_input_nodes[0]))

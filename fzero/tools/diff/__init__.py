@@ -1,4 +1,4 @@
-"""Where do two runs first differ by more than rounding: the operation, parameter and rank.
+"""Find the first difference of two runs beyond rounding: the operation, parameter and rank.
 
 diff(Run(...), Run(...)) --> Difference, or None
 """

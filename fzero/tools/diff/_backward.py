@@ -1,4 +1,4 @@
-"""A forward and a backward of both runs: what losses read, the losses, the ranks' gradients."""
+"""Compare a forward and a backward of two runs: gathered values, losses, gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fzero.tools.diff._side import Apart, Side, summed
 
 
 def gathers(pair: SidePair) -> Iterator[Apart]:
-    """Full values that a rank gathered, and those that the ranks of the same run hold."""
+    """Compare the full values that a rank gathered with the shards of the same run."""
     for side in (pair.b, pair.a):
         for apart in _gathers(side, pair.units.passes):
             found = apart.found
@@ -43,7 +43,7 @@ def _gathers(side: Side, unit: float) -> Iterator[Apart]:
 
 
 def losses(pair: SidePair) -> Iterator[Apart]:
-    """The sum of the losses that are differentiated."""
+    """Compare the sums of the losses that are differentiated."""
     made = [one for side in (pair.a, pair.b) for seen in side.seen for one in seen.backwards]
     if any(one.loss is None for one in made):  # gradients by hand: they are compared alone
         return
@@ -57,7 +57,7 @@ def losses(pair: SidePair) -> Iterator[Apart]:
 
 
 def summed_gradients(pair: SidePair) -> Iterator[Apart]:
-    """The sum of the ranks' own gradients, leaf by leaf."""
+    """Compare the sums of the ranks' local gradients, leaf by leaf."""
     mine, other, twin = (side.gradient_terms for side in pair.sides)
     for path, shape in pair.learning().items():
         numel = torch.Size(shape).numel()
@@ -69,7 +69,7 @@ def summed_gradients(pair: SidePair) -> Iterator[Apart]:
 
 
 def _blamed(pair: SidePair, operation: str, path: str, found: Found) -> Apart:
-    """Name the module, the backward and the ranks, where both runs have the same ones."""
+    """Return the difference with module, backward and ranks, if both runs have the same ones."""
     apart = _on_ranks(pair, operation, path, found)
     return _module(pair, apart) or apart
 
@@ -96,7 +96,7 @@ def _on_ranks(pair: SidePair, operation: str, path: str, found: Found) -> Apart:
 
 
 def _module(pair: SidePair, apart: Apart) -> Apart | None:
-    """The first module whose output differs, where a loss or a gradient does."""
+    """Return the first module whose output differs, if a loss or a gradient differs."""
     number = apart.backward
     if number is None:
         return None
@@ -116,7 +116,7 @@ def _module(pair: SidePair, apart: Apart) -> Apart | None:
 
 
 def _terms_at(side: Side, path: str, backward: int) -> list[Tensor]:
-    """One term of each rank: of the loss, or of the gradient of a leaf; zero where it has none."""
+    """Return each rank's term of the loss, or of a leaf's gradient; 0 if it has none."""
     layout = side.setup.layout
     leaf = leaf_names(layout).index(path) if path else -1
     zeros = torch.zeros(layout.leaves[leaf].stored_shape if path else (), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""One call of both steps, update by update: the first operation, parameter and rank that differ."""
+"""Compare one call of two steps, update by update."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Rows = Sequence[Sequence[TrainState]]  # each state of a tree of them, as each r
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Called:
-    """One call of a step: its states before it, what was seen, and those that came back."""
+    """One call of a step: the states before it, the recorded updates, the states after it."""
 
     before: Rows
     seen: Recording
     after: Rows
 
     def sides(self, state: int) -> list[Side]:
-        """The updates of a state, and last what came after them."""
+        """Return the updates of a state, and last the part after them."""
         rows = self.before[state]
         by_rank = self.seen.updates(state, len(rows))
         averages = rows[0].setup.reduction.reduce_op == "mean"
@@ -39,12 +39,12 @@ class Called:
         return found
 
     def leads(self) -> list[list[Lead | None]]:
-        """What another run goes on from: of each state, of each update that all ranks make."""
+        """Return the `Lead` of each update that all ranks make, for each state."""
         return [[lead_of(side) for side in self.sides(i)] for i in range(len(self.before))]
 
 
 def lead_of(side: Side) -> Lead | None:
-    """What an update was given and made; None if a rank makes none."""
+    """Return the gradients and results of an update; None if some rank makes none."""
     if len(side.after) < len(side.seen):
         return None
     gradients = {path: one.full for path, one in side.gradients(True).items()}
@@ -54,7 +54,7 @@ def lead_of(side: Side) -> Lead | None:
 def compare(
     a: Called, b: Called, twin: Called, state: int, units: Spacing
 ) -> tuple[int, Apart] | None:
-    """The first difference in a state, and in which update (counted from 1) it is."""
+    """Return the first difference in a state, and the number of its update, from 1."""
     runs = (a, b, twin)
     columns = [run.sides(state) for run in runs]
     ends = [replace(sides[-1], seen=[RankUpdate() for _ in sides[-1].seen]) for sides in columns]

@@ -1,4 +1,4 @@
-"""`diff`: two runs, call by call from the same values, until they differ by more than rounding."""
+"""`diff`: run two steps, call by call from the same values, until they differ beyond rounding."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _compared(run_a: Run, run_b: Run, wide: torch.dtype | None) -> Difference | 
 
 @contextmanager
 def _made_in(default: torch.dtype) -> Iterator[None]:
-    """New tensors have this dtype by default; the caller's random state stays as it was."""
+    """Context with this default dtype, in which the caller's random state is not changed."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):
         torch.set_default_dtype(default)
@@ -135,7 +135,7 @@ def _made_in(default: torch.dtype) -> Iterator[None]:
 
 
 def _paths(a: RunUnderWay, b: RunUnderWay) -> list[str]:
-    """Where each state is in the tree of states. Raises `LayoutError` for other parameters."""
+    """Return the path of each state. Raises `LayoutError` if parameters of a and b differ."""
     names, leaves = [], []
     for run in (a, b):
         paths, states, _ = optree.tree_flatten_with_path(
@@ -172,7 +172,7 @@ def _starts(a: Sequence[Values], b: Sequence[Values]) -> tuple[int, Moment, Apar
 
 
 class _Trusted(NamedTuple):
-    """A call of run a from b's values, the same disturbed, and the units by which they round."""
+    """A call of run a from b's values, its perturbed twin, and their units of rounding."""
 
     called: Called
     twin: Called
@@ -180,7 +180,7 @@ class _Trusted(NamedTuple):
 
 
 def _call(a: RunUnderWay, b: RunUnderWay, number: int) -> tuple[int, Moment, Apart] | None:
-    """Make one call of both from b's values; b goes on by itself, so that nothing of it is lost."""
+    """Call both steps from b's values. b continues with its own state."""
     start, rng = b.values(), torch.get_rng_state()
     called = b.go_on(number, b.state)
     rng_after = torch.get_rng_state()
@@ -203,9 +203,9 @@ def _call(a: RunUnderWay, b: RunUnderWay, number: int) -> tuple[int, Moment, Apa
 def _beside(
     a: RunUnderWay, b: RunUnderWay, start: list[Values], leads: Leads, number: int, rng: Tensor
 ) -> _Trusted:
-    """Make a call of run a, and the same disturbed, from what b began it with.
+    """Call run a, and its perturbed twin, from the values with which b began.
 
-    After each update it goes on from what b has then.
+    After each update it continues from the values that b has then.
     """
     began = a.state_at(start, a.state)
     torch.set_rng_state(rng)
@@ -229,7 +229,7 @@ def _is_sum(apart: Apart) -> bool:
 def _named(
     a: RunUnderWay, b: RunUnderWay, start: list[Values], leads: Leads, number: int, rng: Tensor
 ) -> _Trusted | None:
-    """The same by a's step on the ranks of b: it says which rank of b has another term."""
+    """Call a's step on the ranks of b, to find which rank of b has another term."""
     if a.run.world_size == b.run.world_size:
         return None
     there = replace(a.run, batches=b.run.batches, world_size=b.run.world_size)

@@ -1,4 +1,4 @@
-"""What `diff` found: the record, and its text."""
+"""`Difference`, the result of `diff`, and its text."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ OPERATIONS = {
 
 
 def operation_of(operation: str) -> str:
-    """The operation, without the name of a slot, counter or module."""
+    """Return the operation without the name of a slot, counter or module."""
     return max((kind for kind in OPERATIONS if operation.startswith(kind)), key=len)
 
 
 class Moment(NamedTuple):
-    """When: all counted from 1."""
+    """The call, update and backward of a difference, counted from 1."""
 
     step: int  # which call of the step
     update: int  # which update in it

@@ -1,8 +1,8 @@
-"""What one update of run b was given and made: run a goes on from it, and so does not part.
+"""The gradients and results of an update of run b, from which run a continues.
 
-Run a's optimizer is given the gradients that b's was given: then an update differs by the rounding
-of the optimizer alone, also where Adam divides by what is nearly zero and where Lion takes the sign
-of it. After the update a has the values that b has.
+Run a's optimizer gets the gradients of b. An update then differs by the rounding of the optimizer
+alone, also where Adam divides by nearly zero, or Lion takes the sign of it. After the update a
+has the values of b.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Flats = Sequence[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lead:
-    """One update of run b, whole."""
+    """The full values of one update of run b."""
 
     gradients: Mapping[str, Tensor]  # that the optimizer was given, flat
     after: Values
 
     def disturbed(self, size: float, seed: int) -> Lead:
-        """The same, with other values after the update."""
+        """Return the lead with perturbed values after the update."""
         return replace(self, after=disturbed(self.after, size, seed))
 
     def given(self, state: TrainState, rank: int, ready: Any) -> Any:
-        """What the update of this rank is to begin with: `ready` with the gradients of b."""
+        """Return `ready`, the state before this rank's update, with the gradients of b."""
         setup = state.setup
         scale = 1.0 if ready.grad_scale is None else ready.grad_scale.double().cpu()
 
@@ -53,21 +53,21 @@ class Lead:
         return ready._replace(gradients=held)
 
     def onward(self, state: TrainState, rank: int) -> TrainState:
-        """The state that this rank goes on from."""
+        """Return the state from which this rank continues."""
         return with_whole(state, rank, self.after)
 
 
 class Corner(NamedTuple):
-    """What an update of this rank makes of gradients and slots that are changed by rounding."""
+    """The result of this rank's update from perturbed gradients and slots."""
 
     moved: list[Tensor]  # p' - p of each trainable group
     slots: dict[tuple[str, int], Tensor]  # (name, group); of masters, what is added
 
 
 def corners(state: TrainState, gradients: Flats, unit: float) -> list[Corner]:
-    """Make the update of this rank from gradients and slots changed by 4 u of themselves.
+    """Return this rank's updates from gradients and slots changed by 4 u of themselves.
 
-    No rank is asked: the optimizer runs on what is here. gradients: without a loss scale.
+    Not a collective: the optimizer runs on the local shards. gradients: unscaled.
     """
     setup = state.setup
     fulls = [state.params.flats[i] for i in setup.layout.trainable]

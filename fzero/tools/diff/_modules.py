@@ -1,4 +1,4 @@
-"""What each module of a forward is given and returns, and where two forwards part.
+"""Record inputs and outputs of each module of a forward, and find where two forwards differ.
 
 A forward is a sequence of events, "a module is entered" and "a module returns", with tensors. The
 first event at which two forwards differ says where the difference was made: in the module that
@@ -26,7 +26,7 @@ from fzero.tools.compare import TERMS, Found, disturbed_bound, first_apart, larg
 
 
 class EventKey(NamedTuple):
-    """Which event of a forward: the same in all runs."""
+    """The identity of an event of a forward, the same in all runs."""
 
     path: str  # of the module that is entered, or returns
     number: int  # how often it was entered before
@@ -34,7 +34,7 @@ class EventKey(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a module is given, or returns."""
+    """The inputs or the outputs of a module call."""
 
     caller: str | None  # the path of the module that calls it; None: it is the outermost
     tensors: list[Tensor | None]  # None: a parameter that is not here
@@ -42,14 +42,14 @@ class Event(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Trail:
-    """The events of what runs before a loss, in their order."""
+    """The events of one forward, in order."""
 
     events: dict[EventKey, Event] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class _Entered:
-    """A module that has not returned."""
+    """A module call that has not returned."""
 
     module: nn.Module
     key: EventKey
@@ -57,7 +57,7 @@ class _Entered:
 
 
 class Trails:
-    """Notes the events of all ranks. Copies what it keeps."""
+    """Records the events of all ranks, with copies of the tensors."""
 
     def __init__(self) -> None:
         self._open: dict[int, list[_Entered]] = {}
@@ -66,7 +66,7 @@ class Trails:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note what is called inside."""
+        """Context in which module calls are recorded."""
         hooks = (
             register_module_forward_pre_hook(self._enters),
             register_module_forward_hook(self._returns, with_kwargs=True),
@@ -114,7 +114,7 @@ class Trails:
 
 
 class Divergence(NamedTuple):
-    """Where two forwards part."""
+    """The event in which two forwards differ first."""
 
     path: str  # of the module that made the difference
     into: str | None  # the module inside of it that is given it; None: it returns it
@@ -123,9 +123,9 @@ class Divergence(NamedTuple):
 
 
 def first_difference(a: Trail, b: Trail, twin: Trail, unit: float) -> Divergence | None:
-    """The first event of two forwards that differs; `twin` is a, disturbed.
+    """Return the first event in which two forwards differ; `twin` is a, perturbed.
 
-    None where the outermost module is given something else: the difference is older.
+    None if the input of the outermost module differs: the difference is older.
     """
     for place, (key, event) in enumerate(a.events.items()):
         if key not in b.events or key not in twin.events:
@@ -151,7 +151,7 @@ def _apart(x: Tensor | None, y: Tensor | None, z: Tensor | None, unit: float) ->
 
 
 def _copied(given: Any) -> list[Tensor | None]:
-    """The tensors in arguments or a result, in their order."""
+    """Return copies of the tensors in arguments or a result, in order."""
     if isinstance(given, Tensor):
         stands = type(given) in (Tensor, nn.Parameter)
         return [as_real(given.detach()).clone() if stands else None]
@@ -163,11 +163,11 @@ def _copied(given: Any) -> list[Tensor | None]:
 
 
 def _is_apart() -> bool:
-    """Whether a forward runs for a backward, or has no values."""
+    """Return whether this forward is a recomputation in a backward, or has no values."""
     return torch._C._current_graph_task_id() != -1 or in_transform()
 
 
 def rank_here() -> int:
-    """The virtual rank that runs now."""
+    """Return the number of the running virtual rank."""
     here = current_ranks()
     return here.rank if here else 0

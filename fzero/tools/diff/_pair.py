@@ -1,4 +1,4 @@
-"""Both runs up to one update, and what rounding may explain there."""
+"""Two runs up to one update, and the bounds of their differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Spacing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SidePair:
-    """Two runs up to one update of one state; `twin` is run a, disturbed."""
+    """Two runs up to one update of one state; `twin` is run a, perturbed."""
 
     a: Side
     b: Side
@@ -36,7 +36,7 @@ class SidePair:
         return self.a, self.b, self.twin
 
     def learning(self) -> Mapping[str, tuple[int, ...]]:
-        """The leaves that learn in either run, with their shapes."""
+        """The leaves that are trainable in either run, with their shapes."""
         found: dict[str, tuple[int, ...]] = {}
         for side in (self.a, self.b):
             layout = side.setup.layout
@@ -46,12 +46,12 @@ class SidePair:
         return found
 
     def of_terms(self, terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """What another order of a sum may change: (n + 4) u sum(|terms|)."""
+        """Return (n + 4) u sum(|terms|), the bound for another order of a sum."""
         sizes = summed([term.abs() for term in terms], shape)
         return of_terms(sizes, len(terms), self.units.passes)
 
     def of_sum(self, path: str, shape: Sequence[int]) -> Tensor:
-        """The same of the gradient of a leaf, flat, in both runs."""
+        """Return this bound for the gradient of a leaf, flat, in both runs."""
         terms = [x for side in (self.a, self.b) for x in side.gradient_terms.get(path, [])]
         bound = self.of_terms(terms, shape).reshape(-1)
         quantized = any(side.setup.quantizes_gradients for side in (self.a, self.b))
@@ -65,7 +65,7 @@ class SidePair:
 def of_leaf(
     operation: str, path: str, a: Spread, b: Spread, bound: Tensor | float
 ) -> Iterator[Apart]:
-    """Where a leaf of two runs differs; and then where the replicas of one run do."""
+    """Return where a leaf differs between the runs, or else between replicas of one run."""
     found = first_apart(a, b, bound)
     if found is not None:
         yield Apart(operation, path, found)

@@ -1,4 +1,4 @@
-"""What every rank's step is seen to make, update by update."""
+"""Record losses, gradients and updates of a step on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Backward:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankUpdate:
-    """What one rank made between two updates of a state, and the update."""
+    """The backwards of one rank since the last update of a state, and the update."""
 
     backwards: list[Backward] = field(default_factory=list)
     gathered: list[tuple[int, int, Tensor]] = field(default_factory=list)  # (backward, group, flat)
@@ -48,7 +48,7 @@ class RankUpdate:
 
 
 class Recording:
-    """All that the states of one call of a step show, for each state and rank.
+    """The record of one call of a step, for each state and rank.
 
     `unit` is the relative spacing of numbers in the coarsest dtype that the states ask for, and
     `optimizer_unit` that of what the optimizer works with. leads: for each state the updates of
@@ -66,11 +66,11 @@ class Recording:
         self.unit, self.optimizer_unit = 0.0, optimizer_unit
 
     def watching(self) -> CoarsestOfPasses:
-        """The mode that notes in which dtypes losses and gradients are computed."""
+        """Return the mode that records the dtypes of losses and gradients."""
         return self._coarsest
 
     def observers(self) -> list[Any]:
-        """One function for each state: see fzero/transforms/observe.py."""
+        """Return an observer for each state: see fzero/transforms/observe.py."""
 
         def of(number: int) -> Any:
             return lambda what, state, value: self._told(number, what, state, value)
@@ -78,7 +78,7 @@ class Recording:
         return [of(number) for number in range(len(self._seen))]
 
     def updates(self, state: int, ranks: int) -> list[list[RankUpdate]]:
-        """For each rank, what it made up to each of its updates, and after the last one."""
+        """Return each rank's updates, and last the part after them."""
         return [self._seen[state][rank] for rank in range(ranks)]
 
     def _told(self, number: int, what: str, state: TrainState, value: Any) -> Any:
@@ -162,19 +162,19 @@ class Recording:
 
 
 class CoarsestOfPasses(Coarsest):
-    """The coarsest dtype of what is computed outside of updates."""
+    """Records the coarsest dtype of functions of torch outside of updates."""
 
     def __init__(self) -> None:
         super().__init__()
         self.updating: set[int] = set()  # ranks
 
     def looks(self) -> bool:
-        """Whether this rank makes no update now."""
+        """Whether this rank is outside of an update."""
         return not self.updating or rank_here() not in self.updating
 
 
 def spacing_of(state: TrainState) -> float:
-    """The relative spacing of numbers in the coarsest dtype that a state asks for."""
+    """Return eps of the coarsest dtype in the options of a state."""
     setup = state.setup
     dtypes = {setup.layout.groups[i].dtype for i in setup.layout.trainable}
     autocast = setup.policy.autocast
@@ -193,7 +193,7 @@ def spacing_of(state: TrainState) -> float:
 
 
 def optimizer_unit_of(state: TrainState, gradients: Flats) -> float:
-    """The relative spacing of numbers in the coarsest dtype that the optimizer works with."""
+    """Return eps of the coarsest dtype of the optimizer."""
     layout, slots = state.setup.layout, slots_of(state)
     mastered = {slot.group for slot in slots if slot.name == MASTERS}
     dtypes = {slot.flat.dtype for slot in slots} | {flat.dtype for flat in gradients}

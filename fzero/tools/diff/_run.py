@@ -1,4 +1,4 @@
-"""A run as `diff` is given it, and as it drives it: call by call, on virtual ranks."""
+"""`Run`, an argument of `diff`, and its execution, call by call, on virtual ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fzero.transforms.states import flatten_states, is_state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """A sharded step, what its state is made of, and its batches.
+    """A sharded step, the parameters and optimizer of its state, and its batches.
 
     Args:
         step: step(state, batch) -> (state, aux), as `fzero.shard` returns it. It is called several
@@ -46,7 +46,7 @@ class Run:
 
 
 def require_runs(a: Run, b: Run) -> None:
-    """Raise `LayoutError` for what `diff` cannot compare."""
+    """Raise `LayoutError` for an argument that `diff` cannot compare."""
     for name, run in (("run_a", a), ("run_b", b)):
         if not isinstance(run, Run) or not isinstance(run.step, Step) or not run.step.find_init():
             got = run.step if isinstance(run, Run) else run
@@ -71,13 +71,13 @@ def require_runs(a: Run, b: Run) -> None:
 
 
 def start_dtypes(run: Run) -> set[torch.dtype]:
-    """The floating dtypes of the parameters that a run starts from."""
+    """Return the floating dtypes of the initial parameters of a run."""
     leaves = optree.tree_leaves(run.params, namespace=NAMESPACE)
     return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 class RunUnderWay:
-    """A run under way: its state, and one call after another."""
+    """A run in execution: its state, which each call replaces."""
 
     def __init__(self, run: Run, wide: torch.dtype | None) -> None:
         self.run, self.wide = run, wide
@@ -89,18 +89,18 @@ class RunUnderWay:
         self.coarsest = 0.0  # that any call computed with
 
     def rows(self, state: Any) -> list[list[TrainState]]:
-        """Each state of a stacked tree of them, as each rank has it."""
+        """Return each state of a stacked tree, as a list over ranks."""
         stacks = flatten_states("diff", state)[0]
         return [
             [state_of_rank(stack, rank) for rank in range(self.run.world_size)] for stack in stacks
         ]
 
     def values(self) -> list[Values]:
-        """The whole values of each state."""
+        """Return the full values of each state."""
         return [values_of(rows) for rows in self.rows(self.state)]
 
     def state_at(self, values: Sequence[Values], state: Any) -> Any:
-        """A stack of states with other values."""
+        """Return the stacked states with these values in them."""
         made = [
             stack_of([with_whole(row, rank, other) for rank, row in enumerate(rows)])
             for rows, other in zip(self.rows(state), values, strict=True)
@@ -109,7 +109,7 @@ class RunUnderWay:
         return optree.tree_unflatten(treespec, made)
 
     def go_on(self, number: int, state: Any, **options: Any) -> Called:
-        """Make one call from a state, see `call`, and go on from what comes of it."""
+        """Do one call from the current state (see `call`), and keep the new state."""
         self.state, called = self.call(number, state, **options)
         return called
 
@@ -122,7 +122,7 @@ class RunUnderWay:
         optimizer_unit: float = 0.0,
         disturbance: float = 0.0,
     ) -> tuple[Any, Called]:
-        """Make one call from a state: (the new one, what it showed).
+        """Do one call from a state; return the new state and the record of the call.
 
         `leads`: the updates of another run, from which this one goes on; its `optimizer_unit`.
         `disturbance`: change each floating element of the batch by so much of itself.

@@ -1,4 +1,4 @@
-"""What one run made up to one update; and a number that every rank has, or a leaf, as copies."""
+"""One run up to one update: losses, gradients, parameters and slots of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fzero.tools.diff._values import params_of, slots_of_ranks, spread
 
 
 class Apart(NamedTuple):
-    """What differs, of one update of one state."""
+    """A difference in one update of one state."""
 
     operation: str
     path: str
@@ -28,13 +28,13 @@ class Apart(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The operation, without the name of a slot, counter or module."""
+        """The operation without the name of a slot, counter or module."""
         return operation_of(self.operation)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is derived is kept
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots, for cached properties
 class Side:
-    """What one run made up to one update of one state: the state before it, and each rank's."""
+    """One run up to one update of one state: the state before, and the record of each rank."""
 
     before: Sequence[TrainState]
     seen: Sequence[RankUpdate]
@@ -42,16 +42,16 @@ class Side:
 
     @property
     def setup(self) -> Setup:
-        """Of the state."""
+        """The setup of the state."""
         return self.before[0].setup
 
     @property
     def divisor(self) -> int:
-        """What a sum over ranks is divided by."""
+        """The divisor of a sum over ranks."""
         return len(self.seen) if self.averages else 1
 
     def loss_terms(self) -> list[Tensor]:
-        """The losses of all ranks and backwards, as they add up to what is differentiated."""
+        """Return the terms of the differentiated loss: of all ranks and backwards, weighted."""
         return [
             one.loss.double() * one.weight / self.divisor
             for seen in self.seen
@@ -61,7 +61,7 @@ class Side:
 
     @cached_property
     def gradient_terms(self) -> dict[str, list[Tensor]]:
-        """Of each leaf, the gradients of all ranks and backwards, flat: what is added up."""
+        """For each leaf, the flat terms of its gradient: of all ranks and backwards."""
         names = leaf_names(self.setup.layout)
         found: dict[str, list[Tensor]] = {}
         for seen in self.seen:
@@ -71,7 +71,7 @@ class Side:
         return found
 
     def gradients(self, given: bool) -> dict[str, Spread]:
-        """The gradients of the update: as they were reduced, or as the optimizer was given them."""
+        """Return the gradients of the update: as reduced, or if `given` as the optimizer got it."""
         setup = self.setup
         flats = [seen.given if given else seen.reduced for seen in self.seen]
         return spread(setup, setup.layout.trainable, flats, setup.gradients)
@@ -83,7 +83,7 @@ class Side:
 
     @cached_property
     def corners(self) -> list[tuple[dict[str, Spread], dict[tuple[str, str], Spread]]]:
-        """The update from gradients and slots that are disturbed: what is added, and slots."""
+        """For each perturbation of gradients and slots: the added values, and the new slots."""
         setup, by_rank = self.setup, [seen.corners for seen in self.seen]
         placement, found = setup.optimizer_state, []
         for same in zip(*by_rank, strict=True):
@@ -108,7 +108,7 @@ class Side:
 
 
 def summed(terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The sum in float64; zeros of the shape if there is no term."""
+    """Return the sum in float64; zeros of `shape` if there is no term."""
     if not terms:
         return torch.zeros(tuple(shape), dtype=torch.float64)
     return torch.stack([term.double() for term in terms]).sum(0)

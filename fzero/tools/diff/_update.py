@@ -1,4 +1,4 @@
-"""An update of both runs: the reduced gradient, clipping, the optimizer, what is counted."""
+"""Compare an update of two runs: reduced gradient, clipping, optimizer, counters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Parts = Sequence[Mapping[Any, Spread]]  # of a, of b, and of a disturbed
 
 
 def updates(pair: SidePair) -> Iterator[Apart]:
-    """All of an update that both runs make on every rank; or else who makes none."""
+    """Compare an update that all ranks of both runs make; else report who makes none."""
     made = [[float(seen.after is not None) for seen in side.seen] for side in (pair.a, pair.b)]
     if {*made[0], *made[1]} == {1.0}:
         yield from _gradients(pair, REDUCTION, given=False)
@@ -50,7 +50,7 @@ def updates(pair: SidePair) -> Iterator[Apart]:
 
 
 def returned(pair: SidePair, rows: Sequence[Sequence[TrainState]]) -> Iterator[Apart]:
-    """Where what a step makes of the state after its last update differs.
+    """Compare the states that the step returns, after its last update.
 
     pair: of the states after that update. rows: what each of the three returned.
     """
@@ -92,7 +92,7 @@ def _norm(side: Side) -> Spread:
 
 
 def _slots(pair: SidePair) -> Iterator[Apart]:
-    """What the optimizer keeps, after the update; of the slots that both runs have."""
+    """Compare the slots that both optimizers have, after the update."""
     before, after = pair.a.slots[0], [side.slots[1] for side in pair.sides]
     for name, path in after[0]:
         if name == MASTERS or any((name, path) not in found for found in after):
@@ -104,7 +104,7 @@ def _slots(pair: SidePair) -> Iterator[Apart]:
 
 
 def _params(pair: SidePair) -> Iterator[Apart]:
-    """What the update adds: to the parameters, then to their masters."""
+    """Compare the values that the update adds to the parameters, then to their masters."""
     befores, afters = ([side.params[k] for side in pair.sides] for k in (0, 1))
     for path in befores[0]:
         parts = _at(befores, path), _at(afters, path)
@@ -117,9 +117,9 @@ def _params(pair: SidePair) -> Iterator[Apart]:
 
 
 def _reach(pair: SidePair, a: Tensor, key: Any) -> Tensor:
-    """How far rounding inside of the optimizer carries each element, with the margin.
+    """Return the bound of each element for rounding inside of the optimizer.
 
-    key: (name, path) of a slot; a path of what an update adds to a parameter.
+    key: (name, path) of a slot; or the path of a parameter, for its change.
     """
     found = torch.zeros(a.shape, dtype=torch.float64)
     for moved, slots in pair.a.corners:
@@ -137,7 +137,7 @@ def _moved(
     after: Sequence[Spread],
     key: Any = None,
 ) -> Iterator[Apart]:
-    """What was added to a leaf: by a, by b, and by a disturbed; by an update if it has a `key`."""
+    """Compare the changes of a leaf in a and b; with a `key` they are changes by an update."""
     a, b, c = (_minus(y, x) for x, y in zip(before, after, strict=True))
     moved = a.full
     if not moved.numel():
@@ -171,7 +171,7 @@ def _counters(pair: SidePair) -> Iterator[Apart]:
 def _of_counters(
     operation: str, mine: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]
 ) -> Iterator[Apart]:
-    """Counters of the ranks of both runs; of those that both have."""
+    """Compare the counters that both runs have."""
     for name in mine[0]:
         if name in other[0]:
             a, b = (of_ranks([x[name] for x in some]) for some in (mine, other))
@@ -181,7 +181,7 @@ def _of_counters(
 
 
 def _added(before: Sequence[TrainState], after: Sequence[TrainState]) -> list[dict[str, float]]:
-    """What was added to the counters of each rank; whether gradients wait is a counter, too."""
+    """Return the change of each counter on each rank; "gradients wait" is a counter, too."""
     pairs = [(counters(x), counters(y)) for x, y in zip(before, after, strict=True)]
     return [{name: y[name] - x.get(name, 0.0) for name in y} for x, y in pairs]
 

@@ -1,4 +1,4 @@
-"""The whole values of a state, from what each rank holds; and a state that has other ones."""
+"""Full values of a state from the shards of all ranks, and a state with other full values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Slots = dict[tuple[str, str], Tensor]  # (name of the slot, path)
 def spread(
     setup: Setup, groups: Sequence[int], flats: Sequence[Sequence[Tensor]], placement: Placement
 ) -> dict[str, Spread]:
-    """Cut what each rank has of some groups, flats[rank][k], into leaves: {path: its copies}."""
+    """Split the ranks' parts of some groups, flats[rank][k], into leaves: {path: copies}."""
     layout, names = setup.layout, leaf_names(setup.layout)
     copies: dict[int, list[Copy]] = {}
     for k, index in enumerate(groups):
@@ -37,14 +37,14 @@ def spread(
 
 
 def params_of(states: Sequence[TrainState]) -> dict[str, Spread]:
-    """The parameters that the ranks of a state hold."""
+    """Return the parameters of a state, from all of its ranks."""
     setup = states[0].setup
     flats = [state.params.flats for state in states]
     return spread(setup, range(len(setup.layout.groups)), flats, setup.params)
 
 
 def slots_of_ranks(states: Sequence[TrainState]) -> dict[tuple[str, str], Spread]:
-    """The slots of the optimizer that the ranks of a state hold, masters among them."""
+    """Return the optimizer's slots, masters among them, from all ranks of a state."""
     setup = states[0].setup
     found: dict[tuple[str, str], Spread] = {}
     for name, group, flats in slots_across(states):
@@ -54,7 +54,7 @@ def slots_of_ranks(states: Sequence[TrainState]) -> dict[tuple[str, str], Spread
 
 
 def counters(state: TrainState) -> dict[str, float]:
-    """What a state of one rank counts."""
+    """Return the counters of one rank's state."""
     own: dict[str, float] = {}
     for name, value in counters_of(state).items():
         by_leaf = value if isinstance(value, dict) else {"": value}
@@ -65,7 +65,7 @@ def counters(state: TrainState) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Values:
-    """The whole values of a state; what a run of other ranks can go on from."""
+    """The full values of a state, from which a run on any number of ranks can continue."""
 
     params: dict[str, Tensor]
     slots: Slots
@@ -73,7 +73,7 @@ class Values:
 
 
 def values_of(states: Sequence[TrainState]) -> Values:
-    """The whole values of the states of all ranks."""
+    """Return the full values of a state, from the states of all ranks."""
     return Values(
         params={path: one.full.view(one.shape) for path, one in params_of(states).items()},
         slots={key: one.full.view(one.shape) for key, one in slots_of_ranks(states).items()},
@@ -82,7 +82,7 @@ def values_of(states: Sequence[TrainState]) -> Values:
 
 
 def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
-    """Return the state of a rank with other values; slots that they do not have stay."""
+    """Return a rank's state with these values; slots that they lack are unchanged."""
     setup = state.setup
     params = [
         flat_of(setup, i, setup.params, rank, lambda path, old: _param(values, path, old), flat)
@@ -113,7 +113,7 @@ def _same_policy(a: TrainState, b: TrainState) -> bool:
 
 
 def _param(values: Values, path: str, old: Tensor) -> Tensor:
-    """A parameter in the dtype of the old one: from its master, where that is more exact."""
+    """Return a parameter in the dtype of `old`, from its master if that is more exact."""
     found = values.params[path]
     master = values.slots.get((MASTERS, path))
     if master is not None and old.dtype != found.dtype:
@@ -124,7 +124,7 @@ def _param(values: Values, path: str, old: Tensor) -> Tensor:
 def flat_of(
     setup: Setup, index: int, placement: Placement, rank: int, of: Any, like: Tensor
 ) -> Tensor:
-    """A rank's part of a group whose leaves are of(path, a tensor of the dtype)."""
+    """Return a rank's part of a flat with leaves of(path, old); `like` if one returns `old`."""
     layout, names = setup.layout, leaf_names(setup.layout)
     group = layout.groups[index]
     old = like.new_empty(0)
@@ -136,7 +136,7 @@ def flat_of(
 
 
 def disturbed(values: Values, size: float, seed: int) -> Values:
-    """The values with each element changed by `size` of itself, up or down; masters alike."""
+    """Return the values with each element changed by `size` of itself; masters alike."""
     source = torch.Generator().manual_seed(seed)
     signs = {path: signs_like(p, source) for path, p in values.params.items()}
     params = {path: perturbed(p, size, signs[path]) for path, p in values.params.items()}

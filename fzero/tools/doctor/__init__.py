@@ -1,4 +1,4 @@
-"""`python -m fzero doctor`: are the collectives of this installation right, and their gradients?
+"""`python -m fzero doctor`: are collectives and their gradients right in this installation?
 
     cells    collective x transform x dtype, on 2 ranks of gloo, which are started for it
     verdict  right: equal bit for bit to a formula of one process, on whole numbers that are exact

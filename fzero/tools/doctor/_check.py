@@ -1,4 +1,4 @@
-"""One cell of the matrix: what a rank gets, beside what the formula gives."""
+"""Run one cell of the matrix: compare the result of a rank with the formula."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CollectiveCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What came of a check: one of `VERDICTS`, and for all but "right" what was seen."""
+    """The result of a check: one of `VERDICTS`, and unless it is "right" a description."""
 
     verdict: str
     seen: str = ""
@@ -35,7 +35,7 @@ class Finding:
 def run_check(check: CollectiveCheck, rank: int, world: int) -> Finding:
     """Run a check on this rank. A collective: every rank runs it.
 
-    What is raised is found, not passed on. Numbers are compared bit for bit: all of them are exact.
+    Exceptions become findings. Numbers are compared bit for bit: all of them are exact.
     """
     subject = check.subject
     stacked = inputs(formula(subject.kind, subject.op), world)
@@ -55,7 +55,7 @@ def run_check(check: CollectiveCheck, rank: int, world: int) -> Finding:
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
-    """Return what counts of the findings of all ranks."""
+    """Return the worst finding of all ranks."""
     return max(findings, key=lambda finding: VERDICTS.index(finding.verdict))
 
 
@@ -64,7 +64,7 @@ def _expected(check: CollectiveCheck, stacked: Inputs, op: str) -> Tensor:
 
 
 def _same(got: Tensor, want: Tensor, check: CollectiveCheck) -> bool:
-    """Whether the bits are those of `want`, in the dtype that was asked for."""
+    """Return whether `got` equals `want` bit for bit, in the dtype of the check."""
     dtype = DTYPES[check.dtype]
     return got.dtype == dtype and got.shape == want.shape and torch.equal(got, want.to(dtype))
 
@@ -72,7 +72,7 @@ def _same(got: Tensor, want: Tensor, check: CollectiveCheck) -> bool:
 def _resembles(
     got: Tensor, check: CollectiveCheck, stacked: Inputs, rank: int, want: Tensor
 ) -> str:
-    """Say which fault gives these numbers, if a common one does."""
+    """Return the name of a common fault that gives these numbers, if there is one."""
     if got.dtype != DTYPES[check.dtype]:
         return f"; its dtype is {str(got.dtype).removeprefix('torch.')}"
     for factor in (len(stacked.x), 1 / len(stacked.x)):

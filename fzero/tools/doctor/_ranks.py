@@ -1,4 +1,4 @@
-"""Ranks on this machine that run checks: processes of their own, which may crash or hang."""
+"""Run checks on ranks in separate processes of this machine, which may crash or hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_S = 600.0  # to import torch, and to find each other
 
 
 class _Ended(Exception):
-    """A rank gave no answer; the finding says how."""
+    """A rank ended without an answer; the finding tells how."""
 
 
 class _Rank(NamedTuple):
@@ -35,7 +35,7 @@ class _Rank(NamedTuple):
 def findings(
     checks: Sequence[CollectiveCheck], *, world: int, timeout_s: float
 ) -> Iterator[Finding]:
-    """Yield what comes of each check, in their order.
+    """Yield the finding of each check, in order.
 
     Where a rank crashes, or gives no answer in `timeout_s` seconds, that is the finding, and the
     checks that follow run on new ranks.
@@ -71,7 +71,7 @@ class _Ranks:
                 args = (rank, self._world, f"{folder}/store", self._timeout_s, theirs)
                 process = context.Process(target=_serve, args=args, daemon=True)
                 process.start()
-                theirs.close()  # so that the end of the process is the end of the pipe
+                theirs.close()  # so that the pipe closes with the process
                 self._ranks.append(_Rank(process, ours))
                 self._stack.callback(_end, self._ranks[-1])
             self._started()

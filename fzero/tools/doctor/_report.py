@@ -1,4 +1,4 @@
-"""The matrix: which checks it has, what came of them, as tables and as plain values."""
+"""The matrix of checks, and the report of their results, as tables and as plain values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORLD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Collectives that are examined in the same way."""
+    """A section of the matrix: collectives with the same transforms and dtypes."""
 
     title: str
     subjects: tuple[CollectiveSubject, ...]
@@ -73,7 +73,7 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """A check, the section that it belongs to, and what came of it."""
+    """A check, its section, and its finding."""
 
     section: str
     check: CollectiveCheck
@@ -82,7 +82,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport:
-    """What was found; true if no cell is a fault of this installation. `text()` has the tables."""
+    """The results; true if no cell is a fault of this installation. `text()` has the tables."""
 
     sections: Mapping[str, Section]
     cells: tuple[CheckResult, ...]
@@ -159,7 +159,7 @@ def examine(sections: Mapping[str, Section] = SECTIONS, *, timeout_s: float = 60
 
 
 def _described(word: str, cells: Sequence[CheckResult]) -> list[str]:
-    """Name the cells and what was seen in them; dtypes in which the same was seen share a line."""
+    """Return lines with the cells and their findings; dtypes with equal findings share a line."""
     found: dict[tuple[str, str, Finding], list[str]] = {}
     for cell in cells:
         at = cell.check

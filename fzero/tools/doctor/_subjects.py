@@ -1,4 +1,4 @@
-"""What is examined: collectives, each with the formula of what it must give over all ranks."""
+"""The collectives to examine, each with the formula of its result over all ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def formula(kind: str, op: str) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSubject:
-    """One collective: `run` on one rank must be row r of `formula(kind, op)` on all of them.
+    """A collective: `run` on rank r must return row r of `formula(kind, op)` of all inputs.
 
     `run` is found by name in the process of each rank, so it is a function of a module, or a
     `functools.partial` of one.

@@ -1,4 +1,4 @@
-"""The ways of using a collective. The same code gives what is right and what a rank gets."""
+"""Transforms of a collective. The same code runs on the formula and on each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m fzero doctor`: examine, and print what was found."""
+"""`python -m fzero doctor`: examine the installation, and print the report."""
 
 from __future__ import annotations
 

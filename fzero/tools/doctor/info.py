@@ -1,4 +1,4 @@
-"""What this machine has: versions, backends, devices, and what a launcher or a user has set."""
+"""Facts about this machine: versions, backends, devices, environment variables."""
 
 from __future__ import annotations
 

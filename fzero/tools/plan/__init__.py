@@ -1,4 +1,4 @@
-"""What a step takes on any number of ranks: bytes, collectives, the peak, an estimate of its time.
+"""Bytes, collectives, peak memory and estimated time of a step, for any number of ranks.
 
 plan(model, batch, stage=3, world=1024) --> Plan
     .bytes, .peak, .collectives, .wire_bytes, .ranks, .time     the data
@@ -7,7 +7,7 @@ plan.of_step(step, params, optimizer, *args, world=1024)        the same of a st
 plan.compare(model, batch, world=1024) --> Comparison           of stages
 plan.smallest_world(model, batch, stage=3, fits_bytes=80e9) --> Plan
 
-The step is run, on one rank whose peers are taken to do the same, on tensors without values.
+The step runs on one rank, on tensors without values; the other ranks are assumed to do the same.
 """
 
 from fzero.tools.plan._api import Planner as Planner

@@ -29,7 +29,7 @@ from fzero.transforms.pipeline import names_inside
 
 
 class Planner:
-    """What `fzero.plan` is: a function of a model, with methods that make several plans."""
+    """The type of `fzero.plan`: a function of a model, with methods that return several plans."""
 
     Rates = Rates
 

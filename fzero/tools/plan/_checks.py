@@ -1,4 +1,4 @@
-"""What `fzero.plan` is given, checked before anything runs."""
+"""Checks of the arguments of `fzero.plan`, before anything runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def size_of(world: Any) -> int:
 
 
 def module_of(model: Any) -> nn.Module:
-    """Return the module that is planned, or that of a config; raise `LayoutError` for others."""
+    """Return the module to plan, built from a config if need be; `LayoutError` for other types."""
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, str | os.PathLike | dict) or hasattr(model, "model_type"):
@@ -54,7 +54,7 @@ def check_rank(rank: Any, size: int) -> None:
 
 
 def too_large(plan: Plan, fits_bytes: float) -> LayoutError:
-    """Return the error for a world that is large enough, and not found."""
+    """Return the error of a search in which no world was large enough."""
     seen = "a peak that is not known"
     if plan.peak_bytes is not None:
         seen = f"a peak of {plan.peak_bytes:,} bytes"

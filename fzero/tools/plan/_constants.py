@@ -1,7 +1,7 @@
-"""Small tensors that a forward computes from sizes alone keep their values beside their shapes.
+"""Constant propagation on meta tensors: small tensors that depend only on sizes keep their values.
 
-So a model may decide by them: those of Hugging Face look whether positions, `torch.arange(t)`, are
-of one sequence or of several that were packed; `nn.TransformerEncoder` whether a mask is causal.
+A model may then branch on them: Hugging Face's models test whether positions, `torch.arange(t)`,
+are of one sequence or of several packed ones; `nn.TransformerEncoder` whether a mask is causal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fzero.context.here import unseen
 _MOST = 2**22  # elements: a mask of 2048 tokens
 _KNOWN = "known_values"
 _RANDOM = ("rand", "empty", "new_empty", "bernoulli", "dropout", "normal", "uniform")
-"""How the names of functions begin whose results are other ones each time."""
+"""Prefixes of the names of functions whose results are not a function of their arguments."""
 
 _READS = (
     Tensor.__bool__,
@@ -32,44 +32,44 @@ _READS = (
 
 
 def call_abstractly(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch: on tensors without values, and on the values that are known."""
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    known = all(map(is_known, given))
+    """Call a function of torch on meta tensors, and on their known values if all are known."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    known = all(map(is_known, tensors))
     if func in _READS and known:
         return func(*_values((args, kwargs))[0], **_values((args, kwargs))[1])
     out = func(*args, **kwargs)
     name = getattr(func, "__name__", "")
-    writes = bool(given) and (out is given[0] or name == "__setitem__")
-    target = given[0] if writes else out
-    known = known and (bool(given) or func in _device_constructors())
+    writes = bool(tensors) and (out is tensors[0] or name == "__setitem__")
+    target = tensors[0] if writes else out
+    known = known and (bool(tensors) or func in _device_constructors())
     if known and _is_small(target) and not name.startswith(_RANDOM):
         with unseen():
             arguments, keywords = _values((args, kwargs))
-            found = func(*arguments, **keywords)
-        vars(target)[_KNOWN] = arguments[0] if found is None else found
+            value = func(*arguments, **keywords)
+            vars(target)[_KNOWN] = arguments[0] if value is None else value
     elif writes:
         vars(target).pop(_KNOWN, None)
     return out
 
 
 def remember(made: Tensor, x: Tensor) -> None:
-    """Note the values of a small tensor, that are read, with the one in its place."""
+    """Attach the values of a small tensor `x` to `made`, the meta tensor that replaces it."""
     if _is_small(made) and not x.is_meta and type(x) is Tensor and not x.requires_grad:
         vars(made)[_KNOWN] = x.detach().cpu().clone()
 
 
 def _is_small(x: Any) -> bool:
-    """Whether it is worth to keep: of the model, and not many numbers."""
+    """Return whether values are kept for `x`: a plain meta tensor with few elements."""
     return type(x) is Tensor and x.is_meta and x.numel() <= _MOST
 
 
 def is_known(x: Tensor) -> bool:
-    """Whether the values of a tensor are there, or known."""
+    """Return whether a tensor has values, or known ones are attached to it."""
     return _KNOWN in vars(x) or (not x.is_meta and type(x) is Tensor)
 
 
 def _values(tree: Any) -> Any:
-    """The same arguments with the values that are known."""
+    """Replace meta tensors in a pytree by their known values."""
 
     def of(x: Any) -> Any:
         if isinstance(x, Tensor):

@@ -1,8 +1,8 @@
-"""What torch does otherwise with tensors on the meta device than with those that they stand for.
+"""Make meta tensors take the code path, and so the memory, of tensors on a real device.
 
-Of meta tensors, torch takes the unfused formula of attention, which makes every score at once,
-[batch, heads, queries, keys]. And what a loss makes without saying where (`torch.arange(n)`) must
-be with its other tensors.
+On the meta device torch computes attention without fusion, with all scores in memory, [batch,
+heads, queries, keys]. And tensors that a loss creates without a device (`torch.arange(n)`) must be
+on the meta device, too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fzero.tools.trace.program import reads_values
 
 
 class AsOn(TorchFunctionMode):
-    """In this block, and in what it recomputes in a backward, meta tensors are as on `device`.
+    """Context in which meta tensors behave as on `device`, also in recomputation by a backward.
 
-    New tensors are meta tensors, and `scaled_dot_product_attention` takes the memory of a fused
-    kernel where torch has one on that device: that of the result, and one number for each query.
+    New tensors are meta tensors, and `scaled_dot_product_attention` has the memory of a fused
+    kernel where torch has one on that device: the result, and one number for each query.
     """
 
     def __init__(self, device: str) -> None:
-        """Take the kind of device that meta tensors stand for."""
+        """Set the type of device, "cpu" or "cuda", that meta tensors imitate."""
         super().__init__()
         self._device = device
 
@@ -41,7 +41,7 @@ class AsOn(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, or what it would be on the device."""
+        """Call `func`, or its equivalent on the device."""
         kwargs = dict(kwargs or {})
         if (composed := _without_dispatch(func)) is not None:
             with self:
@@ -67,12 +67,12 @@ class AsOn(TorchFunctionMode):
 
 @functools.cache
 def _without_dispatch(func: Any) -> Callable[..., Any] | None:
-    """Return a function of torch that is written in Python, so that a mode sees what it calls.
+    """Return a copy of a Python function of torch that does not dispatch; None for others.
 
-    Such a function asks whether somebody overrides it, hands itself to the mode, and runs without
-    the mode: attention inside of `nn.MultiheadAttention`, what a checkpoint computes in a backward.
-    The copy does not ask. None: it is no such function. (A method is none: it may call that of its
-    base class, which hands itself to the mode under the same name.)
+    Such a function hands itself to the mode and then runs without it, so that the mode does not
+    see its calls: attention in `nn.MultiheadAttention`, recomputation of a checkpoint. The copy
+    runs in the mode. (Methods are excluded: one may call that of its base class, which hands
+    itself to the mode under the same name.)
     """
     if not isinstance(func, FunctionType) or func.__qualname__ != func.__name__:
         return None
@@ -90,7 +90,7 @@ _ASKS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_v
 def _fused(given: Mapping[str, Any]) -> Tensor:
     query, mask = given["query"], given.get("attn_mask")
     if isinstance(mask, Tensor) and mask.dtype is torch.bool:
-        mask = torch.empty_like(mask, dtype=query.dtype)  # it is turned into what is added
+        mask = torch.empty_like(mask, dtype=query.dtype)  # as torch makes a mask to add
     out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query,
         given["key"],

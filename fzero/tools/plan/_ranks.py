@@ -1,4 +1,4 @@
-"""What each rank has of the flats: elements of parameters, and padding. From the layout alone."""
+"""Elements of parameters, and of padding, in each rank's shards, computed from the layout."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class RankShare(NamedTuple):
     rank: int
     params: int  # elements of parameters
     params_padding: int
-    updated: int  # of those that learn: what it has the gradients and the optimizer's states of
+    updated: int  # of trainable ones, for which it has gradients and optimizer states
     updated_padding: int
 
     @property
     def is_empty(self) -> bool:
-        """Whether it updates nothing: all that it holds of what learns is padding."""
+        """Whether this rank updates nothing: its trainable part is all padding."""
         return self.updated == 0
 
 
 def shares_of(setups: Sequence[Setup]) -> tuple[RankShare, ...]:
-    """Return what each rank holds, in the order of ranks; of several states, the sum."""
+    """Return the share of each rank, in rank order, summed over several states."""
     world = setups[0].axis.size
     held = torch.zeros(4, world, dtype=torch.int64, device="cpu")
     for setup in setups:
@@ -39,7 +39,7 @@ def shares_of(setups: Sequence[Setup]) -> tuple[RankShare, ...]:
 
 
 def _of(setup: Setup, groups: Sequence[int], placement: Placement) -> Tensor:
-    """[2, W]: elements of parameters, and of padding, that ranks have of some groups."""
+    """Return [2, W]: elements of parameters, and of padding, in each rank's part of some groups."""
     parts = [setup.part(placement, rank).index for rank in range(setup.axis.size)]
     index = torch.tensor(parts, dtype=torch.int64, device="cpu")
     real = torch.zeros(setup.axis.size, dtype=torch.int64, device="cpu")

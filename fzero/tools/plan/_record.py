@@ -1,4 +1,4 @@
-"""What a plan is: records of numbers, and their text in columns."""
+"""`Plan` and `Comparison`: records of numbers, and their text in columns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Plan:
     """What one step takes on each rank. `print(plan)` is a table; so is it in a notebook.
 
     Shards are padded to one length, so all ranks hold and send the same number of bytes; `ranks`
-    says what of it is padding on each.
+    tells how many of them are padding on each rank.
     """
 
     name: str  # of the model
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[RankShare, ...]:
-        """What of its parts is padding, for each of the W ranks."""
+        """Elements and padding of each of the W ranks."""
         return shares_of(self.setups)
 
     def fits(self, nbytes: float) -> bool:
@@ -137,7 +137,7 @@ def of_comparison(plans: Sequence[Plan], *, bold: bool = False) -> str:
 
 
 def _padding(plan: Plan) -> dict[str, int]:
-    """A summary of `plan.ranks`."""
+    """Return a summary of `plan.ranks`."""
     ranks = plan.ranks
     return {
         "ranks": len(ranks),
@@ -147,7 +147,7 @@ def _padding(plan: Plan) -> dict[str, int]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What is to be read with the tables."""
+    """Return the notes below the tables."""
     found = _padding(plan)
     notes = [
         f"Each of {found['ranks']:,} ranks holds as many bytes.",

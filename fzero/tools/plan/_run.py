@@ -1,4 +1,4 @@
-"""A step, run by one abstract rank without values: what it holds, sends and computes."""
+"""Run a step on one abstract rank without values, and measure what it holds, sends and computes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def plan_step(
 ) -> Plan:
     """Return the plan of a subject, whose parameters and arguments have no values.
 
-    The first step is not looked at: at stage 3 it records in which order units are gathered, and
-    some optimizers make their states in it.
+    The second step is measured: at stage 3 the first one records the schedule, and some optimizers
+    create their states in it.
     """
     check_rank(rank, world)
     wanted = '"cpu" (with gloo) or "cuda" (with nccl)'
@@ -49,7 +49,7 @@ def plan_step(
                 subject.params, optimizer, initializer=lambda _, leaf: torch.empty_like(leaf)
             )
             watch, log = MemoryWatch(device), CollectiveLog()
-            # What the step itself makes without saying where is with its arguments, too.
+            # Tensors that the step creates without a device go to that of its arguments, too.
             fake = optree.tree_leaves(subject.params, namespace=NAMESPACE)[0]
             with nullcontext() if isinstance(fake, FakeTensor) else AsOn(device):
                 with NoValues():
@@ -107,20 +107,20 @@ def _plan(
 
 
 def _bytes(state: TrainState) -> dict[str, int]:
-    """What a rank holds by kind; gradients, which go at the update, as its setup places them."""
-    found = state_bytes(state)
+    """Return a rank's bytes by kind; gradients, which the update frees, by size from the setup."""
+    sizes = state_bytes(state)
     masters = _tensor_bytes(list(masters_of(state)))
-    places = {place: found[place] for place in _PLACES if place in found}
+    places = {place: sizes[place] for place in _PLACES if place in sizes}
     gradients = gradient_bytes(state.setup)
     home = state.setup.offload.gradients
     if places:
         places[{None: _PLACES[0], "cpu": _PLACES[1], "disk": _PLACES[2]}[home]] += gradients
     return {
-        "parameters": found["parameters"],
+        "parameters": sizes["parameters"],
         "gradients": gradients,
-        "optimizer": found["optimizer"] - masters,
+        "optimizer": sizes["optimizer"] - masters,
         "masters": masters,
-        "window": found["window"],
+        "window": sizes["window"],
         **places,
     }
 

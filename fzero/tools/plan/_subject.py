@@ -1,4 +1,4 @@
-"""What is planned: a model on the meta device, and the step that is run with it."""
+"""The model on the meta device, and the training step that a plan runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Make = Callable[[Tensor], Tensor]
 
 
 class PlannedStep(NamedTuple):
-    """A step, what its state is made of, and what it is called with; without values."""
+    """A step, the parameters of its state, and its arguments, all tensors without values."""
 
     name: str
     step: Any
@@ -63,7 +63,7 @@ def planned_step_of(
     away: Offload | None,
     options: Mapping[str, Any],
 ) -> PlannedStep:
-    """Return the step of a training loop: forward, backward, update, with what was asked for."""
+    """Return the step of a training loop, forward, backward and update, with these options."""
     compute, make = loss or mean_output, maker(autocasts=lowered is not None)
     with nullcontext() if lowered else AsOn("cpu"):  # which keeps what is known of buffers
         apply, params = _functionalized(emptied(model, make))
@@ -92,7 +92,7 @@ def planned_step_of(
 
 
 def _functionalized(model: nn.Module) -> tuple[Callable[..., Any], Any]:
-    """(apply, params) of a module; running statistics are given to each call as they are now."""
+    """Return (apply, params) of a module; each call gets the running statistics as they are now."""
     if not any(tracks(part) and part.training for part in model.modules()):
         return functionalize(model)
     apply, params, buffers = functionalize(model, buffers=True)
@@ -100,9 +100,9 @@ def _functionalized(model: nn.Module) -> tuple[Callable[..., Any], Any]:
 
 
 def mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
-    """The loss that is planned where none is given: `.loss` of what the model returns, or a mean.
+    """The default loss: `.loss` of the model's output, or the mean of the output.
 
-    A batch that is a dict is given by name, a tuple or list by position.
+    A dict is passed by name, a tuple or list by position.
     """
     if isinstance(batch, dict):
         out = model(**batch)
@@ -123,7 +123,7 @@ def mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
 
 
 class _Emptying(TorchFunctionMode):
-    """Inside, a copy of a tensor has no values; those of a small buffer are noted."""
+    """Context in which copies of tensors have no values; those of small buffers are kept aside."""
 
     def __init__(self, make: Make) -> None:
         super().__init__()
@@ -140,14 +140,14 @@ class _Emptying(TorchFunctionMode):
 
 
 def emptied(model: nn.Module, make: Make) -> nn.Module:
-    """Return a copy of a module without values. Nothing of the size of the module is allocated."""
+    """Return a copy of a module whose tensors have no values, without allocating its size."""
     memo: dict[int, Any] = {id(p): _parameter(p, make) for p in model.parameters()}
     with _Emptying(make):
         return copy.deepcopy(model, memo)
 
 
 def tree_emptied(tree: Any, make: Make) -> Any:
-    """Return a pytree with tensors without values in the place of its tensors, tied as they are."""
+    """Replace the tensors of a pytree by tensors without values; ties are kept."""
     memo: dict[int, Tensor] = {}
 
     def moved(x: Any) -> Any:
@@ -159,7 +159,7 @@ def tree_emptied(tree: Any, make: Make) -> Any:
 
 
 def _parameter(x: Tensor, make: Make) -> Tensor:
-    """Without values; a parameter if it is one, and with what is noted of it."""
+    """Return `x` without values: a parameter if it is one, with its notes."""
     made = make(x.detach())
     if isinstance(x, nn.Parameter):
         made = nn.Parameter(made, requires_grad=x.requires_grad)
@@ -170,9 +170,9 @@ def _parameter(x: Tensor, make: Make) -> Tensor:
 
 
 def maker(*, autocasts: bool) -> Make:
-    """Return what makes tensors without values: on the meta device, where operations are fastest.
+    """Return a converter to tensors without values: on the meta device, where ops are fastest.
 
-    Autocast does nothing there; it does with fake tensors of a CPU, which take longer.
+    Autocast has no effect there, so with `autocasts` they are fake CPU tensors, which are slower.
     """
     if not autocasts:
         return lambda x: torch.empty_like(x, device="meta")
@@ -182,7 +182,7 @@ def maker(*, autocasts: bool) -> Make:
 
 
 def device_of(tree: Any) -> str:
-    """Return the kind of device that parameters are on; of meta ones "cuda"."""
+    """Return the device type of the parameters; "cuda" for those on the meta device."""
     leaves = tree.parameters() if isinstance(tree, nn.Module) else _leaves(tree)
     kinds = {x.device.type for x in leaves if isinstance(x, Tensor)} - {"meta"}
     return kinds.pop() if len(kinds) == 1 else "cuda"

@@ -1,4 +1,4 @@
-"""How long a step takes, from what is done in it and rates that somebody states."""
+"""Estimate the time of a step from its operations, its collectives and stated rates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fzero.errors.check import is_positive, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one device and its link can do. The defaults are round numbers, and measured nowhere.
+    """Rates of one device and its link. The defaults are round numbers, not measured.
 
     link_bytes_per_s: that one rank sends.
     memory_bytes_per_s: read and written by the device.
@@ -27,7 +27,7 @@ class Rates:
     latency_s: float = 20e-6
 
     def __post_init__(self) -> None:
-        """Check it."""
+        """Check that each rate is a positive number."""
         for field in fields(self):
             require(field.name, getattr(self, field.name), is_positive, "a number: 50e9")
 
@@ -40,7 +40,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """The seconds of one step, by what they are spent on, each as if it were alone.
+    """The seconds of one step by term, each as if it ran alone.
 
     compute: operations that take longer to compute than to read and write.
     memory: all others.
@@ -72,12 +72,12 @@ class Time:
 
     @property
     def serial_s(self) -> float:
-        """If nothing runs beside anything else: the sum of all terms."""
+        """Without any overlap: the sum of all terms."""
         return sum(self.terms.values())
 
     @property
     def overlapped_s(self) -> float:
-        """If communication runs beside the device's work as far as it can: the longer of both."""
+        """With full overlap of communication and computation: the longer of both."""
         return max(self.compute_s + self.memory_s, self.link_s + self.latency_s)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The clear error for what has no answer without values, at the operation that asks for it."""
+"""Raise a clear error at an operation that needs the values of tensors without values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fzero.context.here import has_no_values
 from fzero.tools.trace.program import reads_values
 
 ASKED_OF_FAKE = (DataDependentOutputException, DynamicOutputShapeException)
-"""What fake tensors raise in the place of values. Meta tensors raise whatever their kernels do."""
+"""Errors of fake tensors where values are needed. Meta tensors raise errors of any type."""
 
 READERS = {torch.Tensor.numpy, torch.Tensor.__array__}
-"""Functions that read values and call no operation for it."""
+"""Functions that read values without calling an ATen op."""
 
 _aten = torch.ops.aten
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -26,7 +26,7 @@ _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten.copy.default)
 
 
 class NoValues(TorchDispatchMode):
-    """In this block an operation that needs the values of meta tensors raises `PhaseError`."""
+    """Context in which an operation that needs the values of meta tensors raises `PhaseError`."""
 
     def __torch_dispatch__(
         self,
@@ -35,7 +35,7 @@ class NoValues(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, or say that there are no values for it."""
+        """Call `func`; raise `PhaseError` if it needs values."""
         kwargs = kwargs or {}
         if func in _COPIES or func is _aten.equal.default or not _TAGS.isdisjoint(func.tags):
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -54,4 +54,4 @@ def _needs_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     if func is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    return not func._can_decompose()  # what it is made of is asked in its place
+    return not func._can_decompose()  # a composite op is checked at its parts

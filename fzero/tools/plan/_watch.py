@@ -1,4 +1,4 @@
-"""What a step that runs without values takes: bytes alive, by kind, operations and their FLOPs."""
+"""Measure a step that runs without values: live bytes by kind, operations and their FLOPs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GATHER = torch.ops.fzero.all_gather.default
 
 
 class Memory:
-    """One storage: how many bytes it has, of which kind, and whether it is on the device."""
+    """One storage: its bytes, its kind, and whether it is on the device."""
 
     __slots__ = ("kind", "nbytes", "on_device")
 
@@ -33,19 +33,19 @@ class Memory:
         self.nbytes, self.kind, self.on_device = nbytes, kind, on_device
 
     def rename(self, kind: str) -> None:
-        """It is of this kind."""
+        """Set the kind of the storage."""
         self.kind = kind
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Follows the storages of meta tensors while it is entered, and counts what operations do.
+    """Context that tracks the storages of meta tensors, and counts FLOPs and bytes of operations.
 
-    A storage is followed by a weak reference, so that what only autograd holds counts, too. What
-    was there before is told by `mark`.
+    A storage is tracked by a weak reference until it is freed, so that tensors that only autograd
+    holds count, too. `mark` adds storages from before the context.
     """
 
     def __init__(self, device: str) -> None:
-        """Start with nothing seen; `device` is the kind that meta tensors stand for."""
+        """Track nothing yet; `device` is the device type that meta tensors imitate."""
         super().__init__()
         self._here = (None, "cpu") if device == "cpu" else (None,)  # homes that are on the device
         self._refs: dict[int, Any] = {}
@@ -55,14 +55,14 @@ class MemoryWatch(TorchDispatchMode):
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes on the device by kind, at the moment when they were most."""
-        found: Counter[str] = Counter()
+        """Bytes on the device by kind, at the moment of the largest sum."""
+        sizes: Counter[str] = Counter()
         for memory, change in self._tape[: self._peak_at]:
-            found[memory.kind] += change
-        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+            sizes[memory.kind] += change
+        return {kind: nbytes for kind, nbytes in sizes.items() if nbytes}
 
     def mark(self, kind: str, tree: Any) -> None:
-        """The tensors of a pytree of records are there already, and of that kind."""
+        """Track the tensors of a pytree that exist already, as of this kind."""
         for x in optree.tree_leaves(tree, namespace=NAMESPACE):
             if isinstance(x, Tensor) and has_no_values(x):
                 self._memory(x.untyped_storage(), kind).rename(kind)
@@ -74,27 +74,27 @@ class MemoryWatch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, then look at what it made."""
+        """Call `func`, then track its new storages and count its work."""
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a placeholder goes first; what it runs comes back here
+            return NotImplemented  # a placeholder handles it first; the ops it calls come back
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        made = list(_tensors(out))
-        given = list(_tensors((args, kwargs)))
-        self._follow(func, given, made)
-        if not (func.is_view or func.namespace == "prim"):  # which asks where a fake tensor is
-            nbytes = sum(x.numel() * x.element_size() for x in (*given, *made))
+        outputs = list(_tensors(out))
+        inputs = list(_tensors((args, kwargs)))
+        self._follow(func, inputs, outputs)
+        if not (func.is_view or func.namespace == "prim"):  # prim.device of fake tensors
+            nbytes = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
             self.work[flops_of(func, args, kwargs, out), nbytes] += 1
         return out
 
-    def _follow(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        fresh = [x.untyped_storage() for x in made if has_no_values(x)]
+    def _follow(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        fresh = [x.untyped_storage() for x in outputs if has_no_values(x)]
         fresh = [storage for storage in fresh if not hasattr(storage, "memory")]
         if not fresh:
             return
-        before = {x.untyped_storage()._cdata for x in given}
+        before = {x.untyped_storage()._cdata for x in inputs}
         for storage in fresh:
-            if storage._cdata not in before:  # else it is a constant, which nobody has told of
+            if storage._cdata not in before:  # an unmarked input is a constant
                 self._memory(storage, GATHERED if func is _GATHER else REST)
 
     def _memory(self, storage: Any, kind: str) -> Memory:
@@ -123,7 +123,7 @@ class MemoryWatch(TorchDispatchMode):
 
 
 def rename(kind: str, tree: Any) -> None:
-    """The tensors of a pytree of records are of that kind, if a `Watch` follows them."""
+    """Set the kind of those tensors of a pytree that a `MemoryWatch` tracks."""
     for x in optree.tree_leaves(tree, namespace=NAMESPACE):
         memory = getattr(x.untyped_storage(), "memory", None) if isinstance(x, Tensor) else None
         if memory is not None:
@@ -131,7 +131,7 @@ def rename(kind: str, tree: Any) -> None:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of arguments, or of results: faster than a general walk of a pytree."""
+    """Yield the tensors in lists, tuples and dicts: faster than a general walk of a pytree."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):

@@ -1,4 +1,4 @@
-"""`python -m fzero plan`: what a step takes, of a Hugging Face config or a number of parameters."""
+"""`python -m fzero plan`: plan a step of a Hugging Face config, or of a number of parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: dict[str, Any]) -> int:
-    """Plan what was asked for, and print it."""
+    """Print the plan of the parsed arguments."""
     _require_one(given)
     made = _of_params(given) if "params" in given else _of_config(given)
     if given.get("json"):
@@ -66,7 +66,7 @@ def run(given: dict[str, Any]) -> int:
 
 
 def _of_params(given: dict[str, Any]) -> Plan | Comparison:
-    """A model of one parameter: all that is not activations is that of any other of its size."""
+    """Plan a model of one parameter, which has the bytes, but for activations, of any other."""
     only = [name for name in _OF_MODELS if name in given]
     if only:
         raise _wrong(
@@ -91,7 +91,7 @@ class _OneParameter(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
 
     def forward(self) -> torch.Tensor:
-        """Use it in the forward and in the backward, as a layer does."""
+        """Read the parameter in the forward and in the backward, as a layer does."""
         return (self.weight * self.weight).sum()
 
 

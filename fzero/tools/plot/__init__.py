@@ -1,11 +1,11 @@
-"""Pictures and tables of train states, hooks and traces. Plain data first; matplotlib to draw it.
+"""Pictures and tables of train states, hooks and traces: plain data, which matplotlib can draw.
 
 partition_map(state) --> PartitionMap: which rank holds which elements of which leaf
     .segments, .to_dict()     the data
     .table(), _repr_html_()   as text and as HTML, without matplotlib
     .draw(ax), side_by_side   as a figure, with the extra `plots`
 shard_table(state) --> ShardTable: every rank's shards, gradients, moments and counters, by value
-hook_timeline(events) --> HookTimeline: what the hook record went through in a backward
+hook_timeline(events) --> HookTimeline: the hook record, event by event, in a backward
     .table(), _repr_html_(), .draw(ax)
 
 Of a trace, which `fzero.trace(step)(state, *args)` gives:

@@ -1,4 +1,4 @@
-"""Which leaves have one colour: a legend of few entries has every leaf, in one of them."""
+"""Group leaves into few legend entries, one for each colour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fzero.tools.plot._palette import COLOURS
 
 
 class Entries(NamedTuple):
-    """An entry of a legend for each colour, and the number of its entry for each leaf."""
+    """The labels of a legend, one for each colour, and the entry number of each leaf."""
 
     labels: tuple[str, ...]
     of_leaf: tuple[int, ...]
@@ -19,10 +19,10 @@ class Entries(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def entries_of(leaves: tuple[str, ...]) -> Entries:
-    """Give each leaf a colour of its own; of more leaves than colours, neighbours share one.
+    """Return a colour for each leaf; with more leaves than colours, neighbours share one.
 
-    Neighbours are those that begin with the same parts of a path, the fewest that is enough: the
-    parameters of a module, of a block, of several blocks one behind the other.
+    Neighbours have paths that begin with the same parts, as many as the colours allow: the
+    parameters of a module, of a block, or of several consecutive blocks.
 
     Example:
         >>> entries_of(("embed.w", "head.w")).labels
@@ -59,7 +59,7 @@ def entries_of(leaves: tuple[str, ...]) -> Entries:
 
 
 def _runs(numbers: Sequence[int], parts: Sequence[tuple[str, ...]], depth: int) -> list[list[int]]:
-    """Cut leaves into neighbours whose paths begin with the same `depth` parts."""
+    """Split leaves into consecutive ones whose paths begin with the same `depth` parts."""
     return [list(some) for _, some in groupby(numbers, key=lambda leaf: parts[leaf][:depth])]
 
 
@@ -69,7 +69,7 @@ def _label(
     parts: Sequence[tuple[str, ...]],
     depth: int,
 ) -> str:
-    """What the leaves of an entry are called."""
+    """Return the label of the leaves of an entry."""
     first, last = runs[0][0], runs[-1][-1]
     if first == last:
         return leaves[first]

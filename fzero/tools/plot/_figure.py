@@ -1,4 +1,4 @@
-"""What all pictures share: figures without pyplot, legends, texts and the room that they need."""
+"""Shared by all pictures: figures without pyplot, legends, and sizes of texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_LETTERS = 400  # that a text in a picture is looked at
 
 
 class MissingExtraError(FzeroError, ImportError):
-    """An optional dependency is not installed; the tables work without it."""
+    """matplotlib, an optional dependency, is not installed. The tables work without it."""
 
 
 def new_figure(inches: tuple[float, float]) -> Figure:
@@ -78,12 +78,12 @@ def text_points(text: str, size: float) -> float:
 
 
 def fitting(names: Sequence[str], size: float, room: float) -> str:
-    """Return the first name that there is room for, with a little around it; "" if none is."""
+    """Return the first name that fits into `room` points with a margin; "" if none does."""
     return next((name for name in names if text_points(name, size) + 4.0 <= room), "")
 
 
 def shortened(text: str, size: float, room: float) -> str:
-    """Return as much of a text as there is room for, in points; "..." stands for the rest."""
+    """Return a text cut to `room` points, with "..." for the rest."""
     if text_points(text[:MOST_LETTERS], size) <= room and len(text) <= MOST_LETTERS:
         return text
     fits = range(1, min(len(text), MOST_LETTERS))
@@ -92,12 +92,12 @@ def shortened(text: str, size: float, room: float) -> str:
 
 
 def verbatim(name: str) -> str:
-    """Keep matplotlib from reading `$` as mathematics, and `_` in front as "not in the legend"."""
+    """Return a name that matplotlib shows as it is, also with `$` or a leading `_`."""
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def ends_of(name: str, least: int = 1) -> list[str]:
-    """Return a path, and the ends of it of at least so many parts: "a.b.c", "b.c", "c"."""
+    """Return a path and its ends of at least `least` parts: "a.b.c", "b.c", "c"."""
     parts = name.split(".")
     return [name, *(".".join(parts[i:]) for i in range(1, len(parts) - least + 1))]
 

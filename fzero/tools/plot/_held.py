@@ -1,4 +1,4 @@
-"""What a state holds, buffer by buffer: the one place that plots read states at."""
+"""Read the buffers of a state, for all plots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fzero.state.view import require_state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BufferKind:
-    """One kind of buffer. `flats[i]` belongs to group `groups[i]`; None: this kind is not held.
+    """The buffers of one kind. `flats[i]` is of group `groups[i]`; None: the state has none.
 
     The optimizer's own record has no flats here: only where its tensors live is known.
     """
@@ -28,7 +28,7 @@ class BufferKind:
 
 
 def buffers_held(state: Any) -> list[BufferKind]:
-    """Return what `state` holds: parameters, gradients and optimizer always, the rest if held.
+    """Return the buffers of `state`: parameters, gradients and optimizer; others if it has them.
 
     Raises `LayoutError` for anything but one `TrainState`, `DonatedError` for a used-up one.
     """
@@ -51,7 +51,7 @@ def buffers_held(state: Any) -> list[BufferKind]:
 
 
 def ranks_of(state: TrainState) -> tuple[int, ...]:
-    """Return the ranks that `state` shows: all of a stacked one (`fzero.simulate`), else its own.
+    """Return the ranks of `state`: all for a stacked one (`fzero.simulate`), else the calling rank.
 
     Raises `AxisError` for one virtual rank's state outside of `fzero.simulate`.
     """
@@ -66,7 +66,7 @@ def is_stacked(state: TrainState) -> bool:
 
 
 def rank_view(state: TrainState, tensor: Tensor, rank: int) -> Tensor:
-    """Return what `rank` holds of a tensor of the state."""
+    """Return the part of `rank` of a tensor of the state."""
     return tensor[rank] if is_stacked(state) else tensor
 
 

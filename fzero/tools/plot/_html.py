@@ -1,4 +1,4 @@
-"""A table as text and as HTML. No matplotlib."""
+"""Tables as text and as HTML, without matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of a step in two lanes, and the names that fit into or beside their bars."""
+"""Events of a step, and the placement of their names in or beside their bars."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class StepEvent:
 
     @property
     def end_s(self) -> float:
-        """When it is over."""
+        """The end of the event."""
         return self.start_s + self.duration_s
 
 
 @dataclass(slots=True)
 class NamedEvents:
-    """Events that have one name together; a single one, as a rule."""
+    """Neighbouring events that share one name; mostly a single event."""
 
     events: list[StepEvent]
 
     def take(self, later: NamedEvents) -> None:
-        """Have the events of the next one, too."""
+        """Append the events of `later`."""
         self.events += later.events
 
     @property
@@ -58,7 +58,7 @@ class NamedEvents:
         return (self.start + self.end) / 2
 
     def names(self) -> list[str]:
-        """What may be written, the longest first."""
+        """The possible names, the longest first."""
         first, count = self.events[0], len(self.events)
         if count == 1:
             return list(dict.fromkeys([_about(first), first.name]))
@@ -94,7 +94,7 @@ def _too_near(a: NamedEvents, b: NamedEvents, points_per_s: float) -> bool:
 
 
 def _inside(some: NamedEvents, points_per_s: float) -> str:
-    """The longest name that fits into the bar: never into several bars."""
+    """Return the longest name that fits into the bar of one event; "" for several events."""
     if len(some.events) > 1:
         return ""
     room = (some.end - some.start) * points_per_s
@@ -102,7 +102,7 @@ def _inside(some: NamedEvents, points_per_s: float) -> str:
 
 
 def _about(event: StepEvent) -> str:
-    """The name of an event, and the first parameter that it is about."""
+    """Return the name of an event with its first parameter."""
     words = axis_and_parameters(event.detail, 1).partition(": ")[2]
     return f"{event.name} {words}" if words else event.name
 

@@ -34,7 +34,7 @@ Places = dict[tuple[int, str], float]  # (rank, kind) -> y of its bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A group's place [start, stop) on the axis of all elements, padding included."""
+    """The range [start, stop) of a group on the axis of all elements, padding included."""
 
     name: str
     start: int
@@ -181,7 +181,7 @@ def _bar_inches(partition: PartitionMap) -> float:
 
 
 def _some(words: Sequence[str]) -> str:
-    """As many words as a row has room for, and how many more there are."""
+    """Return as many words as fit into a row, and the number of the others."""
     ends = [*accumulate(len(word) + 1 for word in words)]
     shown = max(bisect_right(ends, WORDS), 1)
     return " ".join([*words[:shown], *([f"+{len(words) - shown}"] if shown < len(words) else [])])
@@ -241,7 +241,7 @@ def _name_groups(ax: Axes, partition: PartitionMap) -> None:
 
 
 def _write(ax: Axes, names: Sequence[str], start: int, stop: int, **look: Any) -> None:
-    """Write the first name that fits above or into the elements from `start` to `stop`, if any."""
+    """Write the first name that fits between elements `start` and `stop`, if any does."""
     room = (stop - start) / ax.get_xlim()[1] * _figure.points_wide(ax)
     if name := _figure.fitting(names, FONT_POINTS, room):
         words = {"s": _figure.verbatim(name), "ha": "center", "fontsize": FONT_POINTS}
@@ -266,7 +266,7 @@ def _draw_segment(
 
 
 def _legend(maps: Sequence[PartitionMap]) -> list[Any]:
-    """Return what the colours mean."""
+    """Return the handles of the legend."""
     from matplotlib.patches import Patch
 
     handles = [

@@ -1,4 +1,4 @@
-"""What a step did, by torch's profiler: a measured timeline."""
+"""Measure the timeline of a step by torch's profiler."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _named(step: Any) -> str:
 
 
 def profiled(events: list[Any], title: str) -> StepTimeline:
-    """Return what ran when, of the events of torch's profiler."""
+    """Return the timeline of the events of torch's profiler."""
     mark = next(e for e in events if e.name == MARK and e.device_type == DeviceType.CPU)
     found = list(_on_device(events)) or list(_on_host(events, mark.thread))
     found += list(_of_backend(events))
@@ -112,9 +112,9 @@ def profiled(events: list[Any], title: str) -> StepTimeline:
 
 
 def _phases(events: Iterable[Any], main: int) -> dict[int, str]:
-    """The phase of each event of the host, by its number; a kernel has that of what launched it.
+    """Return {event id: phase} of host events; a kernel has the phase of the op that launched it.
 
-    Backward is what autograd runs; behind the last op of it is the update, all else is the forward.
+    Ops that autograd runs are backward, those after the last of them update, all others forward.
     """
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
     run_by_autograd = {event.id for event in on_host if _is_in_autograd(event)}
@@ -139,14 +139,14 @@ def _is_in_autograd(event: Any) -> bool:
 
 
 def _of_backend(events: Iterable[Any]) -> Iterator[tuple[Lane, str, Any]]:
-    """The collectives of a backend that runs on the host."""
+    """Return the collectives of a backend on the host, such as gloo."""
     for event in events:
         if found := _BACKEND.fullmatch(event.name):
             yield "collectives", found[2], event
 
 
 def _on_device(events: Iterable[Any]) -> Iterator[tuple[Lane, str, Any]]:
-    """The kernels of a GPU."""
+    """Return the kernels of a GPU."""
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             name = event.name
@@ -155,7 +155,7 @@ def _on_device(events: Iterable[Any]) -> Iterator[tuple[Lane, str, Any]]:
 
 
 def _short(kernel: str) -> str:
-    """Return the name of a function: no type, namespace, template, argument.
+    """Return the bare name of a C++ function: no type, namespace, template or arguments.
 
     Example:
         >>> _short("void at::native::elementwise_kernel<4, at::native::Add>(int)")
@@ -166,7 +166,7 @@ def _short(kernel: str) -> str:
 
 
 def _on_host(events: Iterable[Any], main: int) -> Iterator[tuple[Lane, str, Any]]:
-    """The ATen ops of this thread and of autograd's: the outermost ones that wait for nothing."""
+    """Return the outermost ATen ops of this thread and autograd's, without those that wait."""
     every = list(events)
     threads = {main} | {event.thread for event in every if event.name.startswith(_AUTOGRAD)}
     left = [event for event in every if event.cpu_parent is None and event.thread in threads]

@@ -1,4 +1,4 @@
-"""Memory over the step, by what it is for: data, table and picture of a trace's live bytes."""
+"""Live bytes of a trace over the step, by kind: data, table and picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PHASES = ("forward", "backward", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """What is alive while op number `number` of the trace runs: {kind: bytes}."""
+    """The live bytes while op `number` of the trace runs, {kind: bytes}."""
 
     number: int
     name: str
@@ -55,12 +55,12 @@ class MemoryTimeline(Table):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of which there is anything, in the order in which they are drawn."""
+        """The kinds with any bytes, in drawing order."""
         return tuple(kind for kind in COLOURS if any(row.alive[kind] for row in self.rows))
 
     @property
     def peak(self) -> MemoryRow:
-        """The first op at which the most is alive."""
+        """The first op with the most live bytes."""
         return max(self.rows, key=lambda row: row.total)
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class MemoryTimeline(Table):
         return [self.title]
 
     def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """The most of each phase, by kind, and where that is."""
+        """Return a row for the peak of each phase, by kind."""
         rows = []
         for phase in PHASES:
             some = [row for row in self.rows if row.phase == phase]
@@ -92,7 +92,7 @@ class MemoryTimeline(Table):
 
 
 def memory_timeline(trace: Trace) -> MemoryTimeline:
-    """Return the bytes that are alive at each op of a step, by what they are for.
+    """Return the live bytes at each op of a step, by kind.
 
     The sum over kinds at op i is `trace.live_bytes[i]`. The state that goes in is alive to the end,
     as is the batch: the step is pure. `shard(donate=True)` gives memory back that this counts.
@@ -130,7 +130,7 @@ def memory_timeline(trace: Trace) -> MemoryTimeline:
 
 
 def ops_of_trace(trace: Trace, who: str) -> tuple[Op, ...]:
-    """Return the ops of a trace. Raises `LayoutError` for what is none."""
+    """Return the ops of a trace. Raises `LayoutError` for another type. `who`: the caller."""
     if not isinstance(trace, Trace):
         raise LayoutError(
             f"{who} was given a {type(trace).__name__}.",
@@ -177,7 +177,7 @@ def _name_peak(ax: Axes, memory: MemoryTimeline) -> None:
 
 
 def _name_phases(ax: Axes, memory: MemoryTimeline) -> None:
-    """Write each phase above its ops: upright where there is no room."""
+    """Write the name of each phase above its ops, vertically where it does not fit."""
     points = _figure.points_wide(ax) / len(memory.rows)
     for start, stop, phase in _figure.stretches([row.phase for row in memory.rows]):
         if start:

@@ -67,7 +67,7 @@ def _spans(layout: Layout) -> tuple[Span, ...]:
 def _segments(
     setup: Setup, groups: tuple[Span, ...], held: BufferKind, rank: int
 ) -> Iterator[Segment]:
-    """Cut the leaves and the padding of each group down to the part that `rank` holds."""
+    """Return the segments of leaves and padding in the part of each group that `rank` holds."""
     layout = setup.layout
     for index in held.groups:
         assert held.placement is not None

@@ -1,4 +1,4 @@
-"""The time that the ops of a trace take at stated rates: a planned timeline."""
+"""Compute a timeline from the ops of a trace and stated rates."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def step_timeline(
         else:
             seconds = max(kernel.flops / flops_per_s, kernel.nbytes / memory_bytes_per_s)
         read = (ready.get(name, 0.0) for name in kernel.reads)
-        # The host is where the kernels are: a collective is issued behind those before it.
+        # A collective is issued after the kernels before it.
         start = max(free[lane], free["compute"], *read)
         free[lane] = start + seconds
         ready.update((value.name, free[lane]) for value in kernel.gives)

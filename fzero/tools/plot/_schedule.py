@@ -34,7 +34,7 @@ FEW = 2  # equal rows that are drawn at each end of a long stretch of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRow:
-    """A collective of either trace, or one of each: equal, or of one kind and phase at least."""
+    """A collective of one trace, or a pair: equal, or at least of the same kind and phase."""
 
     a: Op | None
     b: Op | None
@@ -173,7 +173,7 @@ def _rows(a: Sequence[Op], b: Sequence[Op]) -> Iterator[ScheduleRow]:
 
 
 def _alone(a: Sequence[Op], b: Sequence[Op]) -> list[ScheduleRow]:
-    """Rows of one op each, those of an earlier phase first; each of both in its order."""
+    """Return rows of one op each, ordered by phase, and in a phase by their traces."""
     rows = [*(ScheduleRow(a=op, b=None) for op in a), *(ScheduleRow(a=None, b=op) for op in b)]
     return sorted(rows, key=lambda row: PHASES.index(row.phase))
 
@@ -181,7 +181,7 @@ def _alone(a: Sequence[Op], b: Sequence[Op]) -> list[ScheduleRow]:
 def _aligned(
     a: Sequence[Op], b: Sequence[Op], keys_a: Sequence[Any], keys_b: Sequence[Any]
 ) -> Iterator[tuple[bool, Sequence[Op], Sequence[Op]]]:
-    """Cut both into stretches, and say of each whether the keys are equal."""
+    """Yield stretches of both, and whether their keys are equal."""
     for tag, i, j, k, m in SequenceMatcher(None, keys_a, keys_b, autojunk=False).get_opcodes():
         yield tag == "equal", a[i:j], b[k:m]
 
@@ -192,7 +192,7 @@ def _key(op: Op) -> tuple[Any, ...]:
 
 
 def _said(op: Op | None, most: int | None = None, after: int = 0) -> str:
-    """A collective in words, with at most so many parameters and shapes."""
+    """Return a collective as text, with at most `most` parameters and shapes."""
     if op is None:
         return ""
     gives = list(map(str, op.gives))
@@ -203,7 +203,7 @@ def _said(op: Op | None, most: int | None = None, after: int = 0) -> str:
 
 
 def _common(a: Op | None, b: Op | None) -> int:
-    """How many of the first parameters of two collectives are the same, if not all of both are."""
+    """Return the number of equal first parameters of two collectives; 0 if all are equal."""
     if a is None or b is None or a.detail == b.detail:
         return 0
     names = [op.detail.partition(": ")[2].split(", ") for op in (a, b)]
@@ -242,7 +242,7 @@ def _draw(found: ScheduleDiff, ax: Axes | None) -> Axes:
 
 
 def _few(rows: Sequence[ScheduleRow]) -> Iterator[ScheduleRow | int]:
-    """The rows; in a long stretch of equal ones a number stands for those in the middle."""
+    """Return the rows, with a number in place of the middle of a long stretch of equal ones."""
     for same, some in groupby(rows, key=lambda row: row.mark == "same"):
         stretch = list(some)
         if same and len(stretch) > 2 * FEW + 1:

@@ -1,4 +1,4 @@
-"""The time of a step in two lanes, compute and collectives: data, table, picture, trace file."""
+"""The timeline of a step in two lanes, compute and collectives: data, table, picture, file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COLLECTIVE = BASE[6]
 class StepTimeline(Table):
     """The events of one step on one rank, planned or measured. Plain data.
 
-    total_s: how long the step takes, what the events leave free included.
+    total_s: the duration of the step, with idle time.
     """
 
     title: str
@@ -175,7 +175,7 @@ def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
 
 
 def _busy_s(events: Iterable[StepEvent]) -> float:
-    """Return in how many seconds there is an event."""
+    """Return the seconds that the union of the events covers."""
     found: list[tuple[float, float]] = []
     for start, end in sorted((event.start_s, event.end_s) for event in events):
         if found and start <= found[-1][1]:
@@ -216,18 +216,18 @@ def _points_high(ax: Axes) -> float:
 
 
 def _points_wanted(ax: Axes, timeline: StepTimeline) -> float:
-    """How high the axes must be for their upright names."""
+    """Return the height of the axes, in points, that vertical names need."""
     return 2 * BAR + GAP + sum(_beside(names) for names in _names(ax, timeline))
 
 
 def _names(ax: Axes, timeline: StepTimeline) -> list[list[tuple[NamedEvents, str]]]:
-    """The names of each lane."""
+    """Return the names of each lane."""
     points_per_s = _figure.points_wide(ax) / ax.get_xlim()[1]
     return [named(timeline._of(lane), points_per_s) for lane in LANES]
 
 
 def _beside(names: Sequence[tuple[NamedEvents, str]]) -> float:
-    """How many points the names beside the bars of a lane are high, with what is around them."""
+    """Return the height of the names beside the bars of a lane, in points, with margins."""
     texts = (some.names()[0] for some, inside in names if not inside)
     points = (_figure.text_points(text, FONT_POINTS) for text in texts)
     return 16.0 + min(max(points, default=0.0), MOST_POINTS)

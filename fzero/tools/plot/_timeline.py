@@ -1,4 +1,4 @@
-"""What the hook record went through in a backward, event by event: data, table and picture."""
+"""The hook record, event by event, in a backward: data, table and picture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EFFECTS: dict[type, tuple[str, str, str, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookEvent:
-    """One event of the hook record: the state before and after it, and what was asked for.
+    """One event of the hook record: the states before and after it, and its effects.
 
     `name` is any words. `parameter` names the parameter whose gradient hook fired, and is None
     for every other event; `graph_task` is the autograd engine's task that was running, None for
@@ -72,7 +72,7 @@ class HookEvent:
 
     @property
     def counted(self) -> bool:
-        """Whether a hook fired here that belongs to the user's backward."""
+        """Whether a hook of the user's backward fired at this event."""
         fired = self.after.hooks_fired_this_backward
         return self.parameter is not None and fired > self.before.hooks_fired_this_backward
 
@@ -114,7 +114,7 @@ class HookTimeline(Table):
 
 
 def hook_timeline(events: Sequence[HookEvent]) -> HookTimeline:
-    """Return what one hook record went through, for a table or a picture.
+    """Return the timeline of one hook record, for a table or a picture.
 
     Raises `LayoutError` for no events, and for events that do not follow one another: each must
     begin with the state that the one before it ended with.
@@ -220,7 +220,7 @@ def _frame(ax: Axes, events: Sequence[HookEvent], top: float) -> None:
 
 
 def _legend(ax: Axes) -> int:
-    """Put what the marks mean above the axes; return in how many lines."""
+    """Draw the legend of the marks above the axes; return its number of lines."""
     names = ax.get_legend_handles_labels()[1]
     size = FONT_POINTS + 0.5
     points = sum(_figure.text_points(name, size) + 5 * size for name in names)

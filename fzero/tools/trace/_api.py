@@ -96,7 +96,7 @@ def program_of(
 def _of_one_rank(
     step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None
 ) -> tuple[Callable[..., Any], Any, Axis, int]:
-    """Return (step, arguments, axis, rank) of one rank: of virtual ranks, what it is given.
+    """Return (step, arguments, axis, rank) of one rank, unstacked if ranks are virtual.
 
     rank: default this process's, or virtual rank 0.
     """
@@ -126,7 +126,7 @@ def _checked(rank: int, axis: Axis) -> int:
 
 
 def _of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
-    """What virtual rank `rank` is given of stacked arguments."""
+    """Return the part of virtual rank `rank` of stacked arguments."""
 
     def mine(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -138,7 +138,7 @@ def _of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
                 cause="one batch in the place of one for each rank.",
                 fix="give what the simulated step is given.",
             )
-        # In memory of its own: what is counted is what one rank holds.
+        # A copy, so that bytes of one rank are counted and not of the whole stack.
         return torch.empty_like(x[rank], requires_grad=x.requires_grad)
 
     return optree.tree_map(mine, arguments, namespace=NAMESPACE)

@@ -1,4 +1,4 @@
-"""Where two traces do something else: two ranks, two stages, with and without a transform."""
+"""Compare two traces op by op: of two ranks, two stages, with and without a transform."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fzero.tools.trace._text import runs
 
 @dataclass(frozen=True, slots=True)
 class TraceDiff:
-    """What two programs do otherwise. Empty, and false, if they do the same.
+    """The ops in which two programs differ. Empty, and false, if they do the same.
 
     Each line is an op with the shapes that it gives, as in a unified diff: "- " for the first
     program alone, "+ " for the second one alone.
     """
 
     lines: tuple[str, ...]
-    first: tuple[Op | None, Op | None]  # the first op that differs, of either; None: it ends there
+    first: tuple[Op | None, Op | None]  # that differ; None: the program ends there
 
     @property
     def equal(self) -> bool:
@@ -37,7 +37,7 @@ class TraceDiff:
 
 
 def compare_ops(a: tuple[str, Sequence[Op]], b: tuple[str, Sequence[Op]]) -> TraceDiff:
-    """Compare two (title, ops), by what each op is and gives; views are left out."""
+    """Compare two (title, ops), by names and result shapes of ops; views are left out."""
     ops = [list(runs([op for op in some if op.kind != "view"])) for _, some in (a, b)]
     lines = [list(map(_shown, some)) for some in ops]
     if lines[0] == lines[1]:

@@ -1,4 +1,4 @@
-"""In which module each op is: in its forward, or in the backward of what it computed there."""
+"""Track which module each op belongs to, in the forward and in its backward."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class Modules:
-    """The modules that are in their forward, by thread; and those of the nodes of autograd.
+    """Stacks of modules in their forward, by thread, and the module of each autograd node.
 
-    autograd numbers its nodes as they are made, before the op of the forward runs; in a backward
-    the node that runs says its number.
+    autograd numbers its nodes as they are created, before the op of the forward runs; in a
+    backward the running node has that number.
     """
 
     def __init__(self) -> None:
         self._inside: dict[int, list[str]] = defaultdict(list)
         self._names: dict[int, str] = {}
-        self._roots: list[nn.Module] = []  # they stay, so that no other one has their ids
+        self._roots: list[nn.Module] = []  # references, so that their ids are not used again
         self._of_node: dict[int, str] = {}
 
     def enter(self, module: nn.Module) -> None:
-        """A module begins its forward. Names are paths in the outermost one."""
+        """Push a module that begins its forward. Names are paths in the outermost one."""
         inside = self._inside[get_ident()]
-        if not inside and id(module) not in self._names:  # else a checkpoint runs it once more
+        if not inside and id(module) not in self._names:  # False in a recomputation of a checkpoint
             self._roots.append(module)
             self._names.update((id(part), name) for name, part in module.named_modules())
         inside.append(self._names.get(id(module)) or type(module).__name__)
 
     def leave(self) -> None:
-        """A module ends its forward."""
+        """Pop a module that ends its forward."""
         inside = self._inside[get_ident()]
         if inside:
             inside.pop()
 
     def here(self) -> str:
-        """Return the module of the op that is about to run; "" if it is in none."""
+        """Return the name of the module of the next op; "" outside of all modules."""
         inside = self._inside[get_ident()]
         node: Any = torch._C._current_autograd_node()
         if not inside and node is not None:
@@ -53,7 +53,7 @@ class Modules:
 
 @contextmanager
 def followed_modules() -> Iterator[Modules]:
-    """Follow the modules that are called in this block."""
+    """Yield `Modules` that track the module calls in this block."""
     modules = Modules()
     with ExitStack() as stack:
         before = register_module_forward_pre_hook(lambda module, _: modules.enter(module))

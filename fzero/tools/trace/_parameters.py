@@ -1,4 +1,4 @@
-"""Which parameter a value of a graph is, and which part of another value a view is."""
+"""Map values of a graph to parameters, and views to indices of the values they view."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Flat(NamedTuple):
-    """The buffer of a group, whole or a shard of it."""
+    """The flat buffer of a group, full or a shard."""
 
     layout: Layout
     index: int
@@ -44,7 +44,7 @@ class Flat(NamedTuple):
 def flats_of(
     program: RecordedStep, events: Mapping[fx.Node, Sequence[CollectiveEvent]]
 ) -> dict[int, Flat]:
-    """Return the buffers of parameters by the key of their storage: of the state, and gathered.
+    """Return the flat buffers of parameters, of the state and gathered, by storage key.
 
     events: of each collective, one for each buffer.
     """
@@ -85,7 +85,7 @@ def _note(found: dict[int, Flat], x: Tensor, layout: Layout, index: int, *, is_w
 
 
 def index_of_view(node: fx.Node) -> str:
-    """Return which part of what it reads a view is, as an index: "[:, 2]"; "" for all of it.
+    """Return a view as an index of its input, such as "[:, 2]"; "" for all of it.
 
     Several views, of a split, are told apart by their numbers.
     """

@@ -69,7 +69,7 @@ _WHAT = ("the collectives of the step", "the calls of the step")
 
 
 class _Schedule(NamedTuple):
-    """What one rank does together with others, a line each; of a call, one for each option."""
+    """The collectives and calls of one rank, a line each; calls have a line for each option."""
 
     collectives: tuple[str, ...]
     calls: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A trace as text, in the manner of a jaxpr: short, with collectives that stand out."""
+"""Print a trace like a jaxpr, with a mark at collectives."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import groupby, takewhile
 from fzero.tools.trace._record import Kernel, Op, Value
 
 _PHASES = ("forward", "backward", "update")
-_COLUMN = 68  # in which the modules begin
+_COLUMN = 68  # of the module names
 _MANY = 4
 """From how many pointwise ops in a row they are one line: a compiler makes one kernel of them."""
 
 
 def text(title: str, inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Value]) -> str:
-    """Return the lines of what computes or communicates, each with its module behind "#".
+    """Return a line for each kernel and collective, with its module behind "#".
 
-    Who reads a parameter is shown to read it by its path, whatever buffer it lies in; who reads
-    another view, that part of the value: "x[1]". There are no lines of views, of constants that are
-    filled with one number, of empty buffers, and of what the step hands on as it was.
+    Parameters are shown by their paths, whatever buffer they are in, and other views as parts of a
+    value, "x[1]". Omitted are views, constants filled with one number, empty buffers, and inputs
+    that the step returns unchanged.
     """
     names, hidden = _shown(inputs, ops)
     bases, every = _bases(ops), kernels(inputs, ops, outputs)
@@ -36,7 +36,7 @@ def text(title: str, inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequen
 
 
 def _listed(inputs: Sequence[Value]) -> list[str]:
-    """A line for each input; one for all buffers of a kind, but those of parameters."""
+    """Return a line for each input, and one for all buffers of a kind except parameters."""
     lines = []
     for path, group in groupby(inputs, key=lambda value: value.path.rsplit("[", 1)[0]):
         some = list(group)
@@ -53,7 +53,7 @@ def _listed(inputs: Sequence[Value]) -> list[str]:
 def _shown(
     inputs: Sequence[Value], ops: Sequence[Op]
 ) -> tuple[dict[str, str], Callable[[Kernel], bool]]:
-    """What is written for a value that is not made by a line; and which kernels have no line."""
+    """Return the texts of values that no line computes, and the kernels that have no line."""
     shown = {value.name: value.parameter for value in inputs if value.parameter}
     written = {name for op in ops if op.name.endswith("_") for name in op.reads[:1]}
     hidden: set[int] = set()
@@ -90,7 +90,7 @@ def _some(paths: Sequence[str], most: int = 4) -> str:
 
 
 def _bases(ops: Sequence[Op]) -> dict[str, str]:
-    """By the name of a view, the value that it is a view of."""
+    """Return {name of a view: name of the viewed value}."""
     base: dict[str, str] = {}
     for op in ops:
         if op.kind == "view" and op.reads:
@@ -100,7 +100,7 @@ def _bases(ops: Sequence[Op]) -> dict[str, str]:
 
 
 def runs(ops: Sequence[Op]) -> Iterator[list[Op]]:
-    """The ops of each line: a run of many pointwise ones, or one op."""
+    """Return the ops of each line: consecutive pointwise ops together, others alone."""
     for pointwise, some in groupby(ops, key=lambda op: op.kind == "pointwise"):
         run = list(some)
         if pointwise and len(run) >= _MANY:
@@ -112,7 +112,7 @@ def runs(ops: Sequence[Op]) -> Iterator[list[Op]]:
 def kernels(
     inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Value]
 ) -> tuple[Kernel, ...]:
-    """Return what runs at once, in the order of the program; no views."""
+    """Return the kernels of a program in its order, without views."""
     seen = _bases(ops)
     shown = [op for op in ops if op.kind != "view"]
     phases = [list(some) for _, some in groupby(shown, key=lambda op: op.phase)]
@@ -159,7 +159,7 @@ def _line(kernel: Kernel, names: Mapping[str, str], bases: Mapping[str, str]) ->
 
 
 def _common(modules: Sequence[str]) -> str:
-    """The module that all ops are in, or the one around those that they are in."""
+    """Return the innermost module that contains all of these modules."""
     parts = [module.split(".") for module in dict.fromkeys(modules)]
     same = takewhile(lambda some: len(set(some)) == 1, zip(*parts, strict=False))
     return ".".join(some[0] for some in same)

@@ -1,4 +1,4 @@
-"""`Trace`: what one rank does in a step, to be printed, counted and compared."""
+"""`Trace`: the program of one rank in a step, printable, countable, comparable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fzero.tools.trace._text import kernels, text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What one rank does in one step, in order.
+    """The program of one rank in one step.
 
     `graph` is the same as a torch.fx.GraphModule, from the tensors of the arguments to those of the
     result. `title` says of which step, on which rank.
@@ -32,7 +32,7 @@ class Trace:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What runs at once, in the order of the program: the lines of the text, and fills."""
+        """The kernels in the order of the program: the lines of the text, and fills."""
         return kernels(self.inputs, self.ops, self.outputs)
 
     @property
@@ -44,7 +44,7 @@ class Trace:
 
     @property
     def exchanges(self) -> int:
-        """How often the ranks tell each other what comes next, a few bytes each time."""
+        """How many rounds there are, in which ranks announce what comes next, in a few bytes."""
         return self.log.counts(self.rank).get("agree", 0)
 
     @property
@@ -59,7 +59,7 @@ class Trace:
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
-        """Bytes alive while each op runs, if every tensor goes after its last use."""
+        """Bytes alive while each op runs, if every tensor is freed after its last use."""
         return tuple(op.live_bytes for op in self.ops)
 
     @property
@@ -68,7 +68,7 @@ class Trace:
         return max(self.live_bytes, default=0)
 
     def diff(self, other: Trace) -> TraceDiff:
-        """Return where `other` does something else: ops with shapes, whatever values are named.
+        """Return the ops, with shapes, in which `other` differs. Names of values do not count.
 
         Example:
             >>> import torch, fzero

@@ -1,6 +1,6 @@
-"""What is alive while each op of a graph runs, and what it is: parameters, gradients, and so on.
+"""Live bytes while each op of a graph runs, by kind: parameters, gradients, and so on.
 
-Storages are what is counted. One lives from the op that makes it to its last reader.
+Storages are counted, each from the op that creates it to its last reader.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _PUT_TOGETHER = (torch.ops.aten.cat, torch.ops.aten.constant_pad_nd, torch.ops.a
 
 
 def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The tensors that the graph is given."""
+    """Return the input nodes of the graph."""
     return [node for node in nodes if node.op == "placeholder"]
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node only takes one of several results of another one."""
+    """Return whether a node only selects one of several results of another node."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether a node is an op of the trace."""
+    """Return whether a node is an op of the trace."""
     return node.op == "call_function" and not is_item(node)
 
 
 def alive_at(nodes: Sequence[fx.Node], kinds: Mapping[int, str]) -> list[Alive]:
-    """Return what is alive while each op runs. The inputs, and what is an output, live to the end.
+    """Return the live bytes while each op runs. Inputs and outputs live to the end.
 
     `kinds` has the kind of each storage, by its key.
     """
@@ -131,7 +131,7 @@ def _made_by(
 def _gradients(
     nodes: Sequence[fx.Node], phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
 ) -> set[int]:
-    """What the backward makes for a reduction or for the update, with the pieces of it."""
+    """Return the storages of gradients: inputs of reductions and of the update, and their parts."""
     found: set[int] = set()
     first: dict[int, fx.Node] = {}
     for node in nodes:

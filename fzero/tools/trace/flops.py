@@ -1,4 +1,4 @@
-"""How many floating-point operations an op takes: the one counter, of traces and of plans.
+"""Count the floating-point operations of an op, for traces and for plans.
 
 Counted are matrix products, convolutions and attention; a multiplication and the addition that goes
 with it are two. For products of matrices and for convolutions torch has formulas

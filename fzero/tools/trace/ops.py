@@ -1,4 +1,4 @@
-"""From a recorded graph to the ops of a trace: names, phases, counts. `_alive`: what is alive."""
+"""Convert a recorded graph to the ops of a trace: names, phases, FLOPs, bytes."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def in_module(node: fx.Node) -> str:
-    """Return the module of an op; "" if it is in none."""
+    """Return the module of an op; "" outside of all modules."""
     return str(node.meta.get("custom", {}).get(MODULE, ""))
 
 
 def ran_by_autograd(node: fx.Node) -> bool:
-    """Whether autograd ran a node."""
+    """Return whether autograd ran a node."""
     return bool(node.meta.get("custom", {}).get(BACKWARD))
 
 
 def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:
-    """a, b, ..., z, aa, ...: one for each value."""
+    """Name each value: a, b, ..., z, aa, ..."""
     letters = itertools.chain.from_iterable(
         map("".join, itertools.product(string.ascii_lowercase, repeat=n))
         for n in itertools.count(1)
@@ -86,7 +86,7 @@ def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:
 
 
 def _values(node: fx.Node, names: dict[fx.Node, str], flats: Mapping[int, Flat]) -> list[Value]:
-    """What a node gives: one value, or several, of which "_" is read by nobody."""
+    """Return the results of a node: one or several values; unread ones are called "_"."""
     val = node.meta.get("val")
     read = {user.args[1]: names[user] for user in node.users if is_item(user)}
     made = enumerate(val) if isinstance(val, list | tuple) else [(None, val)]
@@ -152,10 +152,10 @@ def _detail(about: Sequence[CollectiveEvent]) -> str:
 
 
 def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Phase]:
-    """Say what each node is part of.
+    """Return the phase of each node.
 
-    Up to the last op that autograd runs, its own and what they lead to are backward, the rest
-    forward. Behind it, the update begins where the state is read.
+    Up to the last op that autograd runs, its ops and their readers are backward, the others
+    forward. After it, the update begins at the first read of the state.
     """
     marked = list(map(ran_by_autograd, nodes))
     last = max((i for i, inside in enumerate(marked) if inside), default=-1)

@@ -1,4 +1,4 @@
-"""A step of one rank, recorded by make_fx: the graph, and what goes into it and comes out.
+"""Record the step of one rank by make_fx: the graph, its inputs and its outputs.
 
 The rank is abstract (`fzero.context.here.abstract_rank`): what is recorded is what it does among
 any number of ranks, and each collective is one op of the graph.
@@ -62,7 +62,7 @@ def record_step(
 ) -> RecordedStep:
     """Record `step(*arguments)` as rank `rank` of `axis` runs it; the first argument has the state.
 
-    Where a state of stage 3 has no schedule yet, one is made first: the graph is that of a steady
+    A state of stage 3 without a schedule first gets one, so that the graph is that of a steady
     step.
 
     Raises `PhaseError` if the step reads a value, for there is none.
@@ -109,7 +109,7 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> RecordedSt
 
 
 def without_unused(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph without ops that nobody reads. A collective stays: the other ranks take part."""
+    """Remove unread ops, but no collectives, in which other ranks take part."""
     for node in reversed(graph.graph.nodes):
         may_go = node.op == "get_attr" or (node.op == "call_function" and _may_go(node.target))
         if may_go and not node.users:
@@ -125,7 +125,7 @@ def _may_go(target: Any) -> bool:
 
 
 def _on_abstract(arguments: Any) -> Any:
-    """The states as those of virtual ranks, which an abstract rank is one of."""
+    """Put the states on the axis of the abstract rank."""
 
     def moved(node: Any) -> Any:
         if not is_state(node):
@@ -144,7 +144,7 @@ def _faked(mode: FakeTensorMode, arguments: Any) -> Any:
 
 
 def _scheduled(step: Callable[..., Any], arguments: Any, rank: int) -> Any:
-    """The arguments with the schedule that a first step records."""
+    """Return the arguments with the schedule of a first step in their states."""
     states, treespec = flatten_states("trace", arguments[0])
     if not any(one.setup.gathers_by_unit and not one.schedule.passes for one in states):
         return arguments
@@ -159,7 +159,7 @@ def _scheduled(step: Callable[..., Any], arguments: Any, rank: int) -> Any:
 
 
 class _Mark(TorchDispatchMode):
-    """Notes on each op that is recorded whether autograd runs it, and in which module it is."""
+    """Mark each recorded op with its module, and with whether autograd runs it."""
 
     def __init__(self, modules: Modules) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class _Mark(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, LazyParam) for kind in types):
-            return NotImplemented  # a placeholder goes first; what it runs comes back here
+            return NotImplemented  # a placeholder handles it first; the ops it calls come back
         inside = torch._C._current_autograd_node() is not None
         noted = {BACKWARD: inside, MODULE: self._modules.here()}
         fx_traceback.current_meta["custom"] = noted
@@ -179,7 +179,7 @@ _RESULT = ("state", "aux")
 
 
 def _paths(tree: Any, names: tuple[str, str]) -> tuple[str, ...]:
-    """Where each tensor is: in the first of a tuple, or in one of the rest."""
+    """Return the path of each tensor, in the first of a tuple or in the rest."""
     found = []
     leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
     for accessor, leaf in zip(
@@ -195,7 +195,7 @@ def _paths(tree: Any, names: tuple[str, str]) -> tuple[str, ...]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise what has no answer without values as a `PhaseError`."""
+    """Convert errors about missing values to `PhaseError`."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -203,7 +203,7 @@ def _explained() -> Iterator[None]:
 
 
 def reads_values(done: str, op: Any) -> PhaseError:
-    """Return the error for a step that needs the values of a tensor while it is `done`."""
+    """Return the error for a step that needs values while it is `done` ("traced", "planned")."""
     return PhaseError(
         f"the step reads values of a tensor while it is {done} ({op}).",
         cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values (x[mask], "

@@ -1,4 +1,4 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN` as the products that they are made of, for whoever records them.
+"""Run `nn.LSTM`, `nn.GRU` and `nn.RNN` as matrix products, for traces and plans.
 
 A fused kernel of mkldnn or cuDNN keeps a workspace for its backward of which only that kernel knows
 the size. A graph with such an op neither runs nor compiles, and does not say what is computed.

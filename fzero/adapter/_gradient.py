@@ -158,6 +158,14 @@ class Gradients:
     def values(self, held: HeldGradient) -> Tensor:
         """Return a gradient as an update would use it, in the dtype of the parameter."""
         address = self._addresses[held.number]
+        setup = self._holder.state.setup
+        if setup.reduction.weighted and setup.axis.size > 1:
+            raise PhaseError(
+                "p.grad was read; the gradients are sums of w g, and their total weight is known "
+                "when all ranks are asked.",
+                cause="engine.backward(loss, weight=), and code that looks at p.grad.",
+                fix="engine.full_gradient(path), on every rank, divides by the total.",
+            )
         with torch.inference_mode(False), torch.no_grad():
             state = self._holder.state if self.at_hand else self._reduced("reading p.grad")
             piece = address.here.of(state.gradients.flats[address.number])

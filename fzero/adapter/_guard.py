@@ -22,12 +22,13 @@ class Guard:
     So does what looks into its `state`. The engine alone runs it, by `update`.
 
     optimizer: of torch.optim, if there is one. clear: what `optimizer.state.clear()` does. norm: of
-    the gradients of the last update, if it clipped.
+    the gradients of the last update, if it clipped. was_empty: whether its total weight was 0.
     """
 
     def __init__(self, optimizer: Optimizer | None, clear: WeakMethod[Callable[[], None]]) -> None:
         self.optimizer = optimizer
         self.norm: Tensor | None = None
+        self.was_empty = False
         self._steps = False
         self._shown, self._own = OptimizerStateOfEngine(clear), getattr(optimizer, "state", None)
         self._handles: list[Any] = []
@@ -50,6 +51,8 @@ class Guard:
         self._steps = True
         try:
             new, self.norm = update(state, unused)
+            weighted = state.setup.reduction.weighted
+            self.was_empty = weighted and bool((new.step == state.step).all())
         finally:
             self._steps = False
             self._show(self._shown)

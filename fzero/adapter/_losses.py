@@ -14,6 +14,13 @@ from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.scale import LossScale, multiplier, read_external
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.scaled import with_value
+from fzero.transforms.weights import (
+    Weight,
+    require_no_weights,
+    require_weight,
+    times_weight,
+    with_weights,
+)
 
 _TWICE = explain(
     "a loss was scaled twice.",
@@ -26,6 +33,12 @@ _BEFORE = explain(
     cause="a scaled loss that was kept over step(), or over engine.state = ....",
     fix="scale the loss, and run its backward, between two updates.",
 )
+_TWO_WEIGHTS = explain(
+    "a backward of losses with two weights: all gradients of one backward have one.",
+    cause="engine.scale(a, weight=m) + engine.scale(b, weight=n), or another weight given to "
+    "engine.backward().",
+    fix="run a backward for each weight.",
+)
 _BY_ANOTHER = explain(
     "a loss that one engine scaled reached the parameters of another one.",
     cause="one loss of two engines, whose updates divide by scales of their own, or by none.",
@@ -36,10 +49,11 @@ _BY_ANOTHER = explain(
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """What a scaled loss carries: whose it is, and what multiplied it. Each has one of its own."""
+    """What a loss of `Losses.scaled` carries: its engine, its scale, its weight. Each has its own."""
 
     owner: Losses
-    scale: Tensor
+    scale: Tensor | None
+    weight: Weight | None
 
 
 class Losses:
@@ -55,7 +69,8 @@ class Losses:
         self._running = running
         self._roots: set[_Mark | None] | None = None  # of engine.backward(), while it runs
         self._task = -1
-        self._by: Tensor | None = None  # what multiplied the loss of that task
+        self._mark: _Mark | None = None  # of the loss at which that task began
+        self._weight: Weight | None = None  # of engine.backward(), while it runs
 
     @property
     def multiplier(self) -> LossScale | None:
@@ -68,8 +83,10 @@ class Losses:
         held = self._running.states[0].scale
         return 1.0 if held is None else float(read_external(held).scale)
 
-    def scaled(self, loss: Any) -> Tensor:
-        """Return loss x scale; the loss itself if there is no scale.
+    def scaled(self, loss: Any, weight: Weight | None = None) -> Tensor:
+        """Return loss x scale; the loss itself if there is neither a scale nor a weight.
+
+        The weight is not in the value: it multiplies the gradients of a backward that begins here.
 
         Raises `LayoutError` for what is no floating tensor, `PhaseError` for what was scaled.
         """
@@ -77,13 +94,15 @@ class Losses:
             raise _no_loss("scale", loss, "; engine.scale_if_loss(x) takes anything")
         self._running.put(0, with_value(self._running.states[0]))
         held = self.multiplier
-        if held is None:
+        if weight is not None:
+            require_weight("engine.scale", weight)
+        elif held is None:
             return loss
         if self.is_scaled(loss):
             raise PhaseError(_TWICE)
-        made: Any = loss * held.scale
+        made: Any = loss.view_as(loss) if held is None else loss * held.scale
         if made.requires_grad:  # its hook comes before that of any output or parameter
-            made.fzero_mark = mark = _Mark(self, held.scale)
+            made.fzero_mark = mark = _Mark(self, None if held is None else held.scale, weight)
             value = loss.detach() if self._running.finite.wanted else None
             made.register_hook(lambda _: self._saw(mark, value))
         return made
@@ -100,7 +119,9 @@ class Losses:
             return x
         return self.scaled(x)
 
-    def backward(self, loss: Any, gradient: Any, **options: Any) -> None:
+    def backward(
+        self, loss: Any, gradient: Any, *, weight: Weight | None = None, **options: Any
+    ) -> None:
         """Call torch.autograd.backward with what is scaled, and scale what is not.
 
         No other scaled loss may be below these. Raises `LayoutError` for what autograd cannot begin
@@ -111,21 +132,45 @@ class Losses:
         for x in roots:
             if not isinstance(x, Tensor | GradientEdge):
                 raise _no_loss("backward", x)
+        if weight is not None:
+            require_weight("engine.backward", weight)
+            with_weights(self._running.states[0], "engine.backward")  # raises before it begins
         if self.multiplier is not None:
             roots = [self._as_root(x) for x in roots]
         else:
             for x in roots:
-                self._running.finite.loss(x)
-        self._roots = {_mark_of(x) for x in roots}
+                self._look_at(x, weight)
+        self._roots, self._weight = {_mark_of(x) for x in roots}, weight
         try:
             torch.autograd.backward(roots if several else roots[0], gradient, **options)
         finally:
-            self._roots = None
+            self._roots = self._weight = None
             self._running.finite.losses.clear()
 
     def _as_root(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
         return self.scaled(x) if floating and not self.is_scaled(x) else x
+
+    def _look_at(self, loss: Any, weight: Weight | None) -> None:
+        """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
+        if weight is not None and isinstance(loss, Tensor) and loss.is_floating_point():
+            loss = times_weight(loss.detach(), weight, loss.dtype)
+        self._running.finite.loss(loss)
+
+    def begin(self, task: int) -> Weight | None:
+        """A backward begins in a graph task: return its weight, and note in the state if it has one.
+
+        Raises `PhaseError` if the gradients of the state have weights and this one has none, or the
+        other way round.
+        """
+        state, weight = self._running.states[0], self._weight
+        if self._task == task and self._mark is not None and self._mark.weight is not None:
+            weight = self._mark.weight
+        if weight is None:
+            require_no_weights(state, "a backward")
+        else:
+            self._running.put(0, with_weights(state, "a backward"))
+        return weight
 
     def require(self, task: int, outer_task: int | None) -> None:
         """Raise `PhaseError` unless the gradient of a parameter comes from a loss scaled here.
@@ -147,7 +192,7 @@ class Losses:
                 cause="plain loss.backward() where the update divides by the loss scale.",
                 fix="write engine.scale(loss).backward(), or engine.backward(loss).",
             )
-        if self._by is not held.scale:
+        if self._mark is None or self._mark.scale is not held.scale:
             raise PhaseError(_BEFORE)
 
     def _saw(self, mark: _Mark, value: Tensor | None) -> None:
@@ -155,10 +200,24 @@ class Losses:
         task, inside = current_graph_task(), self._roots is not None and mark not in self._roots
         if inside and task == self._task:
             raise PhaseError(_TWICE)
-        self._task, self._by = task, mark.scale
-        Losses.latest = (task, self)
+        own = self._weight if mark.weight is None else mark.weight
+        earlier = self._mark if task == self._task else None
+        before = own if earlier is None else earlier.weight
+        weights = [own, self._weight if before is None else before]
+        if self._weight is not None:
+            weights.append(self._weight)
+        if any(one is not own and not _is_same(one, own) for one in weights):
+            raise PhaseError(_TWO_WEIGHTS)
+        self._task, self._mark = task, mark
+        if mark.scale is not None:
+            Losses.latest = (task, self)
         if value is not None:
-            self._running.finite.loss(value)
+            self._look_at(value, mark.weight if self._weight is None else self._weight)
+
+
+def _is_same(one: Weight | None, other: Weight | None) -> bool:
+    """Whether two weights are one number; of tensors no value is read."""
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
 
 
 def _mark_of(x: Any) -> _Mark | None:

@@ -26,7 +26,7 @@ from fzero.adapter._losses import Losses
 from fzero.adapter._module import ModuleParameters, free_to_swap, moved
 from fzero.adapter._region import Region
 from fzero.adapter._stand_ins import StandIns
-from fzero.adapter._torch_hooks import in_backward, weakly
+from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
 from fzero.adapter._writes import Writes
 from fzero.collectives import performer_of
 from fzero.errors import PhaseError
@@ -173,7 +173,8 @@ class Driver:
         if dropped:
             self.stand_ins.forget()
             self.clear()
-        self.running.begin_backward(silent=True, dropped=dropped)
+        weight = self.losses.begin(current_graph_task())
+        self.running.begin_backward(silent=True, dropped=dropped, weight=weight)
 
     def received(
         self, leaf: int, p: Any, task: int, outer_task: int | None, *, first: bool = False

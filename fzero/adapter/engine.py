@@ -30,6 +30,7 @@ from fzero.state import HookState, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
+from fzero.transforms.weights import Weight
 
 
 @documents
@@ -168,30 +169,37 @@ class Engine:
     forward = __call__
 
     @torch._disable_dynamo
-    def backward(self, loss: Any, gradient: Any = None, **options: Any) -> None:
+    def backward(
+        self, loss: Any, gradient: Any = None, *, weight: Weight | None = None, **options: Any
+    ) -> None:
         """`torch.autograd.backward(loss, gradient, **options)`; plain loss.backward() is as good.
+
+        weight: of this backward on this rank, such as its number of tokens. The update then uses
+        sum(w g) / sum(w) over all backwards and ranks: see `fzero.grad_and_reduce`.
 
         With a `loss_scale` that is not: here losses are scaled, unless `scale` gave them.
         After an error here the other ranks are told at once, and raise as well.
         """
         self._driver.require_not_closed()
         try:
-            self._driver.losses.backward(loss, gradient, **options)
+            self._driver.losses.backward(loss, gradient, weight=weight, **options)
         except BaseException as error:
             self._driver.failed(error)
             raise
 
     # Losses times the scale.
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, *, weight: Weight | None = None) -> Tensor:
         """Return loss x `loss_scale`: the loss itself without one.
+
+        weight: of the backward that begins here, as in `backward`; the value stays as it is.
 
         With a scale every backward comes from here, or is made by `backward(loss)`, which scales by
         itself: a plain loss.backward() raises `PhaseError` before any gradient is used. So does
         this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
         """
         self._driver.require_not_closed()
-        return self._driver.losses.scaled(loss)
+        return self._driver.losses.scaled(loss, weight)
 
     def scale_if_loss(self, x: Any) -> Any:
         """Return `scale(x)` of a loss that was not scaled yet; anything else as it is."""
@@ -211,7 +219,12 @@ class Engine:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last update found an overflow. The host waits for the device."""
+        """Whether the last update found an overflow, or a total weight of 0.
+
+        The host waits for the device.
+        """
+        if self._driver.guard.was_empty:
+            return True
         held = self._driver.state.scale
         return held is not None and bool(held.overflowed)
 

@@ -159,8 +159,13 @@ def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainStat
     return new.replace(params=params, optimizer=optimizer, step=step, scale=scale)
 
 
-def share(state: TrainState) -> float:
-    """What an update multiplies gradients by: 1 / backwards, if it averages."""
+def share(state: TrainState) -> Any:
+    """What an update multiplies gradients by: 1 / backwards, if it averages; after weighted calls
+    1 / their total weight, which is a collective.
+    """
+    total = total_weight(state)
+    if total is not None:
+        return 1 / divisor_of(total, total)
     return 1 / max(state.progress.backwards, 1) if state.setup.policy.averages else 1.0
 
 
@@ -269,7 +274,7 @@ def _prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides
             gradients = Buffers(flats=flats, placement=held.placement)
     if total is not None:
         gradients, factor = scaled(state, gradients, total, divides=True), factor / total
-    rest: Any = share(state)
+    rest: Any = 1.0 if total is not None else share(state)
     if max_value is not None:
         require_ordered("clip: max_value", state.setup.layout.leaves)
         gradients, in_place = _bounded(state, gradients, max_value / rest), False

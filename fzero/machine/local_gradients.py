@@ -38,9 +38,9 @@ class LocalGradients:
         self.buckets[index].add(position, gradient)
         self._used.add(leaf)
 
-    def begin(self, *, keeps: bool) -> None:
-        """A backward begins."""
-        self.keeps = keeps
+    def begin(self, setup: Setup, *, keeps: bool) -> None:
+        """A backward begins: `setup` says how its gradients are summed."""
+        self.setup, self.keeps = setup, keeps
 
     def sent(self, index: int, *, mine: bool) -> Tensor:
         """Return what this rank sends for one group; zeros without a gradient, or if not `mine`."""

@@ -101,11 +101,11 @@ class Reducer:
         if len(self._units[unit][1]) == 1 or self.is_complete(unit):
             self._on_full(unit)
 
-    def begin(self, keeps: Sequence[bool]) -> None:
+    def begin(self, setups: Sequence[Setup], keeps: Sequence[bool]) -> None:
         """A backward begins: gradients of the states that `keeps` stay on this rank."""
         self.settle()
-        for one, stays in zip(self.states, keeps, strict=True):
-            one.begin(keeps=stays)
+        for one, setup, stays in zip(self.states, setups, keeps, strict=True):
+            one.begin(setup, keeps=stays)
 
     def settle(self) -> None:
         """What was received is in a state: count again."""

@@ -131,7 +131,8 @@ class Pass:
         """
         self.put_aside()
         self.finite.drop()  # a loss whose backward brought nothing
-        self.reducer.begin([True for _ in self.states])  # what comes inside of it is put aside
+        # what comes inside of it is put aside
+        self.reducer.begin([state.setup for state in self.states], [True for _ in self.states])
         if self.gathers:
             self._hold_shards()
         self.performer.send(self._begin(pass_state.FORWARD))
@@ -153,7 +154,8 @@ class Pass:
         """
         self.put_aside()
         self.weight = weight
-        self.reducer.begin([state.window.is_open for state in self.states])
+        in_window = [state.window.is_open for state in self.states]
+        self.reducer.begin([state.setup for state in self.states], in_window)
         silent = silent and not self.gathers
         if not silent:
             self._reduce_waiting()

@@ -93,12 +93,10 @@ class Losses:
         mark = _mark_of(x)
         return mark is not None and mark.owner is self
 
-    def scaled_if_loss(self, x: Any) -> Any:
-        """Return `scaled(x)` of one floating number that has a graph; anything else as it is."""
+    def is_unscaled(self, x: Any) -> bool:
+        """Whether it is one floating number that has a graph, and `scaled` has not returned it."""
         number = isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
-        if not number or x.grad_fn is None or self.is_scaled(x):
-            return x
-        return self.scaled(x)
+        return number and x.grad_fn is not None and not self.is_scaled(x)
 
     def backward(self, loss: Any, gradient: Any, **options: Any) -> None:
         """Call torch.autograd.backward with what is scaled, and scale what is not.

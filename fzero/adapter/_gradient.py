@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.adapter._held import HeldGradient
 from fzero.collectives import gather_many
+from fzero.errors import PhaseError
 from fzero.machine.offload import change
 from fzero.machine.packing import LeafRange, leaf_ranges
 from fzero.state import Setup, TrainState, progress

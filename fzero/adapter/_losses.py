@@ -49,7 +49,7 @@ _BY_ANOTHER = explain(
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """What a loss of `Losses.scaled` carries: its engine, its scale, its weight. Each has its own."""
+    """What a scaled loss carries: its engine, its scale, its weight. Each has one of its own."""
 
     owner: Losses
     scale: Tensor | None
@@ -95,7 +95,7 @@ class Losses:
         self._running.put(0, with_value(self._running.states[0]))
         held = self.multiplier
         if weight is not None:
-            require_weight("engine.scale", weight)
+            _require_constant("engine.scale", weight)
         elif held is None:
             return loss
         if self.is_scaled(loss):
@@ -112,12 +112,10 @@ class Losses:
         mark = _mark_of(x)
         return mark is not None and mark.owner is self
 
-    def scaled_if_loss(self, x: Any) -> Any:
-        """Return `scaled(x)` of one floating number that has a graph; anything else as it is."""
+    def is_unscaled(self, x: Any) -> bool:
+        """Whether it is one floating number that has a graph, and `scaled` has not returned it."""
         number = isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
-        if not number or x.grad_fn is None or self.is_scaled(x):
-            return x
-        return self.scaled(x)
+        return number and x.grad_fn is not None and not self.is_scaled(x)
 
     def backward(
         self, loss: Any, gradient: Any, *, weight: Weight | None = None, **options: Any
@@ -133,7 +131,7 @@ class Losses:
             if not isinstance(x, Tensor | GradientEdge):
                 raise _no_loss("backward", x)
         if weight is not None:
-            require_weight("engine.backward", weight)
+            _require_constant("engine.backward", weight)
             with_weights(self._running.states[0], "engine.backward")  # raises before it begins
         if self.multiplier is not None:
             roots = [self._as_root(x) for x in roots]
@@ -158,7 +156,7 @@ class Losses:
         self._running.finite.loss(loss)
 
     def begin(self, task: int) -> Weight | None:
-        """A backward begins in a graph task: return its weight, and note in the state if it has one.
+        """Return the weight of a backward that begins in a graph task; note it in the state.
 
         Raises `PhaseError` if the gradients of the state have weights and this one has none, or the
         other way round.
@@ -183,6 +181,8 @@ class Losses:
         latest, owner = Losses.latest
         if owner is not None and owner is not self and latest in (task, outer_task):
             raise PhaseError(_BY_ANOTHER)
+        if self._running.states[0].scale is None:  # asked for each gradient: the shortest way
+            return
         held = self.multiplier
         if held is None:
             return
@@ -213,6 +213,17 @@ class Losses:
             Losses.latest = (task, self)
         if value is not None:
             self._look_at(value, mark.weight if self._weight is None else self._weight)
+
+
+def _require_constant(name: str, weight: Weight) -> None:
+    require_weight(name, weight)
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise LayoutError(
+            f"{name}: a weight that requires grad.",
+            cause="learned weights of examples: an engine's update has no graph.",
+            fix="fzero.grad_and_reduce(fn, state, weight=w) is differentiable in w; here "
+            "w.detach().",
+        )
 
 
 def _is_same(one: Weight | None, other: Weight | None) -> bool:

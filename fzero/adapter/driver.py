@@ -190,8 +190,9 @@ class Driver:
                 self.running.first_gradient()
             if isinstance(p.grad, HeldGradient):
                 p.grad = p.grad.taken()
-            if p.grad is not None:
-                self.running.take(0, leaf, p)
+                if p.grad is None:
+                    return
+            self.running.take(0, leaf, p)
         finally:
             self.stand_ins.stand_for(p, task)  # the user's hooks come after this one
 
@@ -242,9 +243,7 @@ class Driver:
     def with_gradients(self, name: str, path: str = "") -> TrainState:
         """Reduce what waits on any rank; return the state, which holds all gradients then.
 
-        `path`: of the parameter that the call is about.
-
-        Raises `PhaseError` if no rank holds any.
+        `path`: of the parameter that it is about. Raises `PhaseError` if no rank holds any.
         """
         if not self.reduced(name, path):
             raise PhaseError(

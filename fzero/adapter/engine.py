@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.adapter import _as_module, access, boundary
+from fzero.adapter import _as_module, _scaling, access, boundary
 from fzero.adapter._adopt import adopt
 from fzero.adapter._close import close
 from fzero.adapter._of_driver import of_driver
@@ -136,13 +136,12 @@ class Engine:
         `fzero.checkpoint.save(path, engine)` and `load(path, engine)` take the engine itself, with
         its module's buffers.
         """
-        self._driver.require_not_closed()
-        if self._driver.stand_ins.gone and not in_backward():
-            self._driver.drop_if_user_did()
-        self._driver.writes.masters.follow(
-            self._driver.state
-        )  # what was written since the last update
-        return self._driver.state
+        driver = self._driver
+        driver.require_not_closed()
+        if driver.stand_ins.gone and not in_backward():
+            driver.drop_if_user_did()
+        driver.writes.masters.follow(driver.state)  # what was written since the last update
+        return driver.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -189,25 +188,9 @@ class Engine:
 
     # Losses times the scale.
 
-    def scale(self, loss: Tensor, *, weight: Weight | None = None) -> Tensor:
-        """Return loss x `loss_scale`: the loss itself without one.
-
-        weight: of the backward that begins here, as in `backward`; the value stays as it is.
-
-        With a scale every backward comes from here, or is made by `backward(loss)`, which scales by
-        itself: a plain loss.backward() raises `PhaseError` before any gradient is used. So does
-        this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
-        """
-        self._driver.require_not_closed()
-        return self._driver.losses.scaled(loss, weight)
-
-    def scale_if_loss(self, x: Any) -> Any:
-        """Return `scale(x)` of a loss that was not scaled yet; anything else as it is."""
-        return self._driver.losses.scaled_if_loss(x)
-
-    def needs_scaler(self) -> bool:
-        """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
-        return self._driver.losses.multiplier is not None
+    scale = of_driver(_scaling.scale)
+    scale_if_loss = of_driver(_scaling.scale_if_loss)
+    needs_scaler = of_driver(_scaling.needs_scaler)
 
     @property
     def loss_scale(self) -> float:
@@ -228,12 +211,13 @@ class Engine:
         held = self._driver.state.scale
         return held is not None and bool(held.overflowed)
 
-    # Windows and updates.
+    # Windows, updates, and the end.
 
     coalesce = of_driver(boundary.coalesce)
     no_sync = of_driver(boundary.no_sync)
     clip_grad_norm_ = of_driver(boundary.clip_grad_norm_)
     clip_grad_value_ = of_driver(boundary.clip_grad_value_)
+    close = of_driver(close)
 
     @torch._disable_dynamo
     def step(self) -> bool:
@@ -275,7 +259,6 @@ class Engine:
     set_full_gradient = of_driver(access.set_full_gradient)
     local_gradient = of_driver(access.local_gradient)
     set_local_gradient = of_driver(access.set_local_gradient)
-    global_grad_norm = property(of_driver(access.global_grad_norm))
     full_parameters = of_driver(access.full_parameters)
     full_parameter = of_driver(access.full_parameter)
     set_full_parameter = of_driver(access.set_full_parameter)
@@ -287,10 +270,17 @@ class Engine:
     local_optimizer_state = of_driver(access.local_optimizer_state)
     set_local_optimizer_state = of_driver(access.set_local_optimizer_state)
     full_state_dict = state_dict = of_driver(access.full_state_dict)
+    load_state_dict = of_driver(_as_module.load_state_dict)
+
+    @property
+    def global_grad_norm(self) -> Tensor | None:
+        """|g|, before clipping, of what an update would use now. A collective.
+
+        Without gradients, that of the last update if `max_norm` was given, else None.
+        """
+        return access.global_grad_norm(self._driver)
 
     # The names of nn.Module.
-
-    load_state_dict = of_driver(_as_module.load_state_dict)
 
     @property
     def training(self) -> bool:
@@ -320,8 +310,6 @@ class Engine:
         """What else nn.Module has: names of its parts, hooks, conversions."""
         return _as_module.looked_up(self, name)
 
-    close = of_driver(close)
-
     def __repr__(self) -> str:
         return "Engine(closed)" if self.closed else described(self.module, self.state)
 
@@ -335,9 +323,6 @@ class Engine:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Close the engine. After an error on several ranks it stays open.
-
-        For `close()` is a collective, to which the other ranks may not come.
-        """
+        """Close the engine: a collective. After an error on several ranks it stays open."""
         if kind is None or self.axis.size == 1:
             self.close()

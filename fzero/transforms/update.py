@@ -160,8 +160,9 @@ def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainStat
 
 
 def share(state: TrainState) -> Any:
-    """What an update multiplies gradients by: 1 / backwards, if it averages; after weighted calls
-    1 / their total weight, which is a collective.
+    """What an update multiplies gradients by: 1 / backwards, if it averages.
+
+    After weighted calls 1 / their total weight, for which all ranks are asked.
     """
     total = total_weight(state)
     if total is not None:

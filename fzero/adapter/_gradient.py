@@ -17,7 +17,7 @@ from fzero.machine.packing import LeafRange, leaf_ranges
 from fzero.state import Setup, TrainState, progress
 from fzero.state.layout import as_bits, as_complex, stored_dtype
 from fzero.transforms.scaled import times_scale, without_scale
-from fzero.transforms.update import share
+from fzero.transforms.update import averaged, unaveraged
 
 
 class HoldsState(Protocol):
@@ -171,7 +171,7 @@ class Gradients:
             state = self._holder.state if self.at_hand else self._reduced("reading p.grad")
             piece = address.here.of(state.gradients.flats[address.number])
             leaf = state.setup.layout.leaves[address.here.leaf]
-            whole = leaf.of(without_scale(state, piece) * share(state))
+            whole = leaf.of(averaged(state, without_scale(state, piece)))
             return (whole if address.leads else torch.zeros_like(whole)).to(held.dtype)
 
     @property
@@ -231,7 +231,7 @@ def norms_of(state: TrainState, order: float) -> dict[int, Tensor]:
     if len(rows) > 1:
         total = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
     if order != 0:
-        total = total * share(state)
+        total = averaged(state, total)
     stored = [stored_dtype(layout.leaves[i].dtype) for i in learning]
     dtypes = [torch.promote_types(dtype, torch.float32) for dtype in stored]
     return {leaf: norm.to(dtype) for leaf, norm, dtype in zip(learning, total, dtypes, strict=True)}
@@ -239,9 +239,8 @@ def norms_of(state: TrainState, order: float) -> dict[int, Tensor]:
 
 def as_held(state: TrainState, index: int, bound: Any) -> Any:
     """A bound of what an update uses, as one of what the state holds of a group."""
-    factor = 1 / share(state)
-    if bound is None or (state.scale is None and factor == 1.0):
-        return bound
+    if bound is None:
+        return None
     dtype = state.setup.accumulate_dtype(index)
-    given = torch.as_tensor(bound, dtype=dtype, device=state.device) * factor
-    return times_scale(state, [given])[0]
+    bound = torch.as_tensor(bound, dtype=dtype, device=state.device)
+    return times_scale(state, [unaveraged(state, bound)])[0]

@@ -25,7 +25,7 @@ from fzero.state.layout import as_bits
 from fzero.transforms.norm import norm_of_state
 from fzero.transforms.receive import filled
 from fzero.transforms.scaled import times_scale, without_scale
-from fzero.transforms.update import share
+from fzero.transforms.update import averaged, unaveraged
 
 # Gradients.
 
@@ -101,7 +101,7 @@ def global_grad_norm(driver: Driver) -> Tensor | None:
     if not driver.reduced("global_grad_norm"):
         return driver.guard.norm
     state = driver.state
-    return norm_of_state(state, state.gradients) * share(state)
+    return averaged(state, norm_of_state(state, state.gradients))
 
 
 # Parameters.
@@ -263,15 +263,14 @@ def whole_gradient(state: TrainState, number: int, index: int, position: int) ->
 
 def used(state: TrainState, gradient: Tensor) -> Tensor:
     """A gradient that a state holds as an update uses it."""
-    return without_scale(state, gradient) * share(state)
+    return averaged(state, without_scale(state, gradient))
 
 
 def _held(state: TrainState, gradient: Any) -> Any:
     """The other way round; what is no tensor is refused where it is written."""
     if not isinstance(gradient, Tensor):
         return gradient
-    factor = 1 / share(state)
-    return times_scale(state, [gradient if factor == 1.0 else gradient * factor])[0]
+    return times_scale(state, [unaveraged(state, gradient)])[0]
 
 
 def _memory_of(value: Any) -> Any:

@@ -27,7 +27,7 @@ from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import nonfinite, raises_together, reduce_agreed
 from fzero.transforms.norm import clip_factor, norm_of_state
 from fzero.transforms.scaled import with_value
-from fzero.transforms.update import scaled, share
+from fzero.transforms.update import averaged, scaled
 
 
 def call_step(driver: Driver, every: int) -> bool:
@@ -77,7 +77,7 @@ def clip_grad_norm_(driver: Driver, max_norm: float) -> Tensor:
     require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
     held = driver.reduced(f"clip_grad_norm_({max_norm})")
     state = driver.state
-    norm = norm_of_state(state, state.gradients) * share(state)
+    norm = averaged(state, norm_of_state(state, state.gradients))
     if not held:  # as torch.nn.utils.clip_grad_norm_: nothing to scale
         return norm
     gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))

@@ -159,14 +159,23 @@ def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainStat
     return new.replace(params=params, optimizer=optimizer, step=step, scale=scale)
 
 
-def share(state: TrainState) -> Any:
-    """What an update multiplies gradients by: 1 / backwards, if it averages.
+def averaged(state: TrainState, x: Tensor) -> Tensor:
+    """Return a sum of gradients, or its norm, as an update averages it.
 
-    After weighted calls 1 / their total weight, for which all ranks are asked.
+    It is divided by the total weight after weighted calls, for which all ranks are asked.
     """
     total = total_weight(state)
-    if total is not None:
-        return 1 / divisor_of(total, total)
+    return x * share(state) if total is None else x / divisor_of(total, x)
+
+
+def unaveraged(state: TrainState, x: Tensor) -> Tensor:
+    """Return what `averaged` makes x of."""
+    total = total_weight(state)
+    return x * (1 / share(state)) if total is None else x * divisor_of(total, x)
+
+
+def share(state: TrainState) -> float:
+    """What an update multiplies gradients by: 1 / backwards, if it averages."""
     return 1 / max(state.progress.backwards, 1) if state.setup.policy.averages else 1.0
 
 

@@ -147,7 +147,8 @@ def test_p_grad_says_that_the_total_weight_is_not_known_on_one_rank() -> None:
     def body() -> None:
         trained = engine(0)
         by_backward(trained, loss_of(trained, torch.ones(1, 3), torch.zeros(1)), 2)
-        _ = trained.module.weight.grad + 0
+        weight: Any = trained.module.weight
+        _ = weight.grad + 0
 
     with pytest.raises(PhaseError, match=r"p.grad was read[\s\S]*full_gradient"):
         fzero.simulate(body, world_size=2)()

@@ -22,11 +22,11 @@ from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule
 from fzero.transforms._differentiate import copy_views, detached
+from fzero.transforms._grad_by_func import with_full
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import as_read
 from fzero.transforms.announcement import PassForm
 from fzero.transforms.donation import check_alive
-from fzero.transforms.grad import with_full
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.states import flatten_states

@@ -6,49 +6,40 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple
+from typing import Any, Concatenate
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import gather_many, performer_of
+from fzero.collectives import performer_of
 from fzero.context.ambient import computed_in
 from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.errors.check import called_as
 from fzero.machine.compiled import DISABLED_FRAMES
-from fzero.machine.offload import to_device
-from fzero.machine.packing import input_shape, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms._differentiate import (
-    LossOf,
     Result,
-    Source,
-    by_func,
     copy_views,
     detached,
     loss_and_aux,
 )
-from fzero.transforms._finite import found_at_once, require_values, with_found
+from fzero.transforms._grad_by_func import WROTE, Call, grad_by_func, versions_of
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning
-from fzero.transforms.agree import agree
 from fzero.transforms.announcement import functional
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.receive import mean_of, not_differentiable, receive
 from fzero.transforms.scaled import scales_of, with_value
 from fzero.transforms.states import S, flatten_states
 from fzero.transforms.weights import (
     Weight,
-    counted,
     require_no_weights,
     require_weight,
-    times_weight,
     with_weights,
 )
 
@@ -129,7 +120,7 @@ def grad_and_reduce(
         with running_on(states[0].setup.axis), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
             known = [_begun(one, weight) if by else as_read(one) for one, by in pairs]
-            call = _Call(loss_of, has_aux=has_aux, weight=weight)
+            call = Call(loss_of, has_aux=has_aux, weight=weight)
             new, result = _differentiate(call, known, (args, kwargs))
         new = [
             made if by else after_reading(one, made)
@@ -141,20 +132,6 @@ def grad_and_reduce(
     return differentiated
 
 
-class _Call(NamedTuple):
-    """One gradient call: the loss of its parameters, and how it is counted."""
-
-    loss_of: LossOf
-    has_aux: bool
-    weight: Weight | None
-
-    def looked_at(self, loss: Tensor) -> Tensor:
-        """The loss as a check of its values sees it: one of weight 0 is not counted."""
-        if self.weight is None:
-            return loss
-        return times_weight(loss.detach(), self.weight, loss.dtype)
-
-
 def _begun(state: TrainState, weight: Weight | None) -> TrainState:
     """Return a state as the pass of a call takes it."""
     if weight is None:
@@ -164,23 +141,23 @@ def _begun(state: TrainState, weight: Weight | None) -> TrainState:
 
 
 def _differentiate(
-    call: _Call, states: Sequence[TrainState], arguments: Any
+    call: Call, states: Sequence[TrainState], arguments: Any
 ) -> tuple[list[TrainState], Result]:
     tensors = [flat for state in states for flat in state.params.flats]
     given = [*optree.tree_leaves(arguments, namespace=NAMESPACE), call.weight]
     if needs_func(tensors) or wants_graph([*tensors, *given]):
-        return _by_func(call, states)
+        return grad_by_func(call, states)
     return _by_autograd(call, states)
 
 
 # Ordinary autograd: gathers and reductions run beside it.
 
 
-def _by_autograd(call: _Call, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
+def _by_autograd(call: Call, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
     _require_one_gathers(states)
     passes, places = passes_of(states, functional)
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
-    versions = _versions(flats)
+    versions = versions_of(flats)
     try:
         for one in passes:
             one.begin_forward()
@@ -196,8 +173,8 @@ def _by_autograd(call: _Call, states: Sequence[TrainState]) -> tuple[list[TrainS
         scale, rest = scales_of(states)
         for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
             _listen(leaves, passes[number], position, factor)
-        if _versions(flats) != versions:
-            raise PhaseError(_WROTE)
+        if versions_of(flats) != versions:
+            raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
         if loss.requires_grad:
             torch.autograd.backward(loss, None if scale is None else scale.to(loss))
@@ -211,8 +188,8 @@ def _by_autograd(call: _Call, states: Sequence[TrainState]) -> tuple[list[TrainS
     except BaseException as error:
         for one in passes:
             one.fail(error)
-        if isinstance(error, RuntimeError) and _versions(flats) != versions:
-            raise PhaseError(_WROTE) from error
+        if isinstance(error, RuntimeError) and versions_of(flats) != versions:
+            raise PhaseError(WROTE) from error
         raise
     finally:
         for one in passes:
@@ -259,16 +236,6 @@ def _listen(
         leaf.register_post_accumulate_grad_hook(one.hook(number, index))
 
 
-def _versions(flats: Sequence[Tensor]) -> list[int]:
-    return [0 if flat.is_inference() else flat._version for flat in flats]
-
-
-_WROTE = explain(
-    "the loss wrote to a parameter in place; below stage 3 the state itself has changed.",
-    cause="an in-place method (add_, copy_, ...) on a leaf, under no_grad or on a frozen one.",
-    fix="clone the leaf first, and make the state anew: losses are pure.",
-)
-
 _BY_NOTHING = explain(
     "the loss requires grad, and by no parameter of the state: its gradient is zero.",
     cause="a loss that calls the module itself, model(x), in the place of apply(params, x).",
@@ -286,88 +253,3 @@ def _apart(result: Result, states: Sequence[TrainState]) -> Result:
     """Copy what the loss returned if it is a view of a state's buffer: that may be donated."""
     value, aux = copy_views((result.value, result.aux), states)
     return dataclasses.replace(result, value=value, aux=aux)
-
-
-# torch.func: everything is gathered first, and the result can be differentiated again.
-
-
-def _by_func(call: _Call, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
-    require_values(states)
-    # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
-    crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
-    agree("grad_and_reduce of arguments that require grad", crosses)
-    held = [with_full(state) for state in states]
-    scale, rest = scales_of(states)
-    fulls = [flat for _, some in held for flat in some]
-    versions = _versions(fulls)
-    try:
-        result = by_func(
-            call.loss_of, [_source(*one) for one in held], has_aux=call.has_aux, scale=scale
-        )
-    except RuntimeError as error:
-        if _versions(fulls) != versions:
-            raise PhaseError(_WROTE) from error
-        raise
-    if _versions(fulls) != versions:
-        raise PhaseError(_WROTE)
-    grads = [
-        _times_weight(state, some, call.weight)
-        for (state, _), some in zip(held, result.grads, strict=True)
-    ]
-    seen = Result(grads=tuple(map(tuple, grads)), value=call.looked_at(result.value), aux=None)
-    made = zip(held, found_at_once(states, seen), grads, rest, strict=True)
-    new = [_received(with_found(one, bad), some, by) for (one, _), bad, some, by in made]
-    return [counted(state, call.weight) for state in new], result
-
-
-def _times_weight(
-    state: TrainState, grads: Sequence[Tensor], weight: Weight | None
-) -> Sequence[Tensor]:
-    if weight is None:
-        return grads
-    dtypes = map(state.setup.accumulate_dtype, state.setup.layout.trainable)
-    return [times_weight(g, weight, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
-
-
-def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
-    """Gather the full flats of every group; return the state, which may keep them, and them."""
-    setup, layout = state.setup, state.setup.layout
-    if setup.stage < 3:
-        return state, state.params.flats
-    if any(group.quantized for group in layout.groups):
-        raise not_differentiable("quantized_weights")
-    fulls = state.window.gathered
-    if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
-        pairs = zip(layout.groups, state.params.flats, strict=True)
-        device = state.device
-        sent = [to_device(flat, device, group.communication_dtype) for group, flat in pairs]
-        fulls = tuple(gather_many(sent, setup.axis.shards))
-        if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
-            state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))
-    pairs = zip(layout.groups, fulls, strict=True)
-    return state, [flat.to(group.dtype) for group, flat in pairs]
-
-
-def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
-    layout = state.setup.layout
-
-    def build(inputs: Sequence[Tensor]) -> Any:
-        flats = dict(enumerate(fulls)) | dict(zip(layout.trainable, inputs, strict=True))
-        return assemble(layout, unpack_groups(layout, flats))
-
-    inputs = tuple(fulls[i].view(input_shape(layout, i)) for i in layout.trainable)
-    return Source(inputs=inputs, build=build)
-
-
-def _received(
-    state: TrainState, grads: Sequence[Tensor], factor: Tensor | None = None
-) -> TrainState:
-    """Add this rank's own gradients: leave them in the open window, or reduce them now."""
-    setup = state.setup
-    local = [
-        g.reshape(-1).to(setup.accumulate_dtype(i))
-        for i, g in zip(setup.layout.trainable, grads, strict=True)
-    ]
-    if factor is not None:
-        local = [g * factor.to(g.dtype) for g in local]
-    return receive(state, local if state.window.is_open else mean_of(setup, local))

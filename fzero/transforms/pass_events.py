@@ -131,8 +131,7 @@ class Pass:
         """
         self.put_aside()
         self.finite.drop()  # a loss whose backward brought nothing
-        # what comes inside of it is put aside
-        self.reducer.begin([state.setup for state in self.states], [True for _ in self.states])
+        self._begin_reducer([True for _ in self.states])  # what comes inside of it is put aside
         if self.gathers:
             self._hold_shards()
         self.performer.send(self._begin(pass_state.FORWARD))
@@ -144,9 +143,7 @@ class Pass:
     def begin_backward(
         self, *, silent: bool = False, dropped: bool = False, weight: Weight | None = None
     ) -> None:
-        """Announce that gradients will be reduced.
-
-        `weight`: what they are multiplied by; None: the states have no weights.
+        """Announce that gradients will be reduced, times `weight` if the states have weights.
 
         `silent`: below stage 3, leave that to `first_gradient`. A backward that brings none, such
         as torch.autograd.grad by an input, then concerns no other rank. `dropped`: this rank has
@@ -154,13 +151,15 @@ class Pass:
         """
         self.put_aside()
         self.weight = weight
-        in_window = [state.window.is_open for state in self.states]
-        self.reducer.begin([state.setup for state in self.states], in_window)
+        self._begin_reducer([state.window.is_open for state in self.states])
         silent = silent and not self.gathers
         if not silent:
             self._reduce_waiting()
         begun = self._begin(pass_state.BACKWARD, dropped=dropped)
         self.performer.send(replace(begun, silent=silent))
+
+    def _begin_reducer(self, keeps: Sequence[bool]) -> None:
+        self.reducer.begin([state.setup for state in self.states], keeps)
 
     def first_gradient(self) -> None:
         """A silent backward has its first gradient: announce it, and reduce what waits with it."""
@@ -190,11 +189,9 @@ class Pass:
     def take(self, state: int, leaf: int, p: Tensor) -> None:
         """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
         assert p.grad is not None
-        weight = self.weight
-        if weight is None:
+        if (weight := self.weight) is None:
             self.finite.gradient(state, leaf, p.grad)
-            self.reducer.pop_grad(state, leaf, p)
-            return
+            return self.reducer.pop_grad(state, leaf, p)
         self.finite.gradient(state, leaf, times_weight(p.grad, weight, p.grad.dtype))
         self.reducer.pop_grad(state, leaf, p, lambda g, dtype: times_weight(g, weight, dtype))
 

@@ -62,6 +62,7 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "reshard_after_forward": False,
         "prefetch_numel": 50_000_000,
         "persistent": (),
+        "weighted": False,
         "persistence_threshold_numel": 100_000,
     }
 

@@ -1,0 +1,129 @@
+"""A gradient call under torch.func: all is gathered first, and the result is differentiable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fzero.collectives import gather_many
+from fzero.errors import PhaseError, explain
+from fzero.machine.offload import to_device
+from fzero.machine.packing import input_shape, unpack_groups
+from fzero.machine.partition import assemble
+from fzero.state import TrainState
+from fzero.transforms._differentiate import LossOf, Result, Source, by_func
+from fzero.transforms._finite import found_at_once, require_values, with_found
+from fzero.transforms.agree import agree
+from fzero.transforms.receive import mean_of, not_differentiable, receive
+from fzero.transforms.scaled import scales_of
+from fzero.transforms.weights import Weight, counted, times_weight
+
+WROTE = explain(
+    "the loss wrote to a parameter in place; below stage 3 the state itself has changed.",
+    cause="an in-place method (add_, copy_, ...) on a leaf, under no_grad or on a frozen one.",
+    fix="clone the leaf first, and make the state anew: losses are pure.",
+)
+
+
+class Call(NamedTuple):
+    """One gradient call: the loss of its parameters, and how it is counted."""
+
+    loss_of: LossOf
+    has_aux: bool
+    weight: Weight | None
+
+    def looked_at(self, loss: Tensor) -> Tensor:
+        """The loss as a check of its values sees it: one of weight 0 is not counted."""
+        if self.weight is None:
+            return loss
+        return times_weight(loss.detach(), self.weight, loss.dtype)
+
+
+def versions_of(flats: Sequence[Tensor]) -> list[int]:
+    """How often each of these tensors was written to in place."""
+    return [0 if flat.is_inference() else flat._version for flat in flats]
+
+
+def grad_by_func(call: Call, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
+    require_values(states)
+    # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
+    crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
+    agree("grad_and_reduce of arguments that require grad", crosses)
+    held = [with_full(state) for state in states]
+    scale, rest = scales_of(states)
+    fulls = [flat for _, some in held for flat in some]
+    versions = versions_of(fulls)
+    try:
+        result = by_func(
+            call.loss_of, [_source(*one) for one in held], has_aux=call.has_aux, scale=scale
+        )
+    except RuntimeError as error:
+        if versions_of(fulls) != versions:
+            raise PhaseError(WROTE) from error
+        raise
+    if versions_of(fulls) != versions:
+        raise PhaseError(WROTE)
+    grads = [
+        _times_weight(state, some, call.weight)
+        for (state, _), some in zip(held, result.grads, strict=True)
+    ]
+    seen = Result(grads=tuple(map(tuple, grads)), value=call.looked_at(result.value), aux=None)
+    made = zip(held, found_at_once(states, seen), grads, rest, strict=True)
+    new = [_received(with_found(one, bad), some, by) for (one, _), bad, some, by in made]
+    return [counted(state, call.weight) for state in new], result
+
+
+def _times_weight(
+    state: TrainState, grads: Sequence[Tensor], weight: Weight | None
+) -> Sequence[Tensor]:
+    if weight is None:
+        return grads
+    dtypes = map(state.setup.accumulate_dtype, state.setup.layout.trainable)
+    return [times_weight(g, weight, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+
+
+def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
+    """Gather the full flats of every group; return the state, which may keep them, and them."""
+    setup, layout = state.setup, state.setup.layout
+    if setup.stage < 3:
+        return state, state.params.flats
+    if any(group.quantized for group in layout.groups):
+        raise not_differentiable("quantized_weights")
+    fulls = state.window.gathered
+    if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
+        pairs = zip(layout.groups, state.params.flats, strict=True)
+        device = state.device
+        sent = [to_device(flat, device, group.communication_dtype) for group, flat in pairs]
+        fulls = tuple(gather_many(sent, setup.axis.shards))
+        if setup.gathering.reshard_after_forward == "window" and state.window.is_open:
+            state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))
+    pairs = zip(layout.groups, fulls, strict=True)
+    return state, [flat.to(group.dtype) for group, flat in pairs]
+
+
+def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
+    layout = state.setup.layout
+
+    def build(inputs: Sequence[Tensor]) -> Any:
+        flats = dict(enumerate(fulls)) | dict(zip(layout.trainable, inputs, strict=True))
+        return assemble(layout, unpack_groups(layout, flats))
+
+    inputs = tuple(fulls[i].view(input_shape(layout, i)) for i in layout.trainable)
+    return Source(inputs=inputs, build=build)
+
+
+def _received(
+    state: TrainState, grads: Sequence[Tensor], factor: Tensor | None = None
+) -> TrainState:
+    """Add this rank's own gradients: leave them in the open window, or reduce them now."""
+    setup = state.setup
+    local = [
+        g.reshape(-1).to(setup.accumulate_dtype(i))
+        for i, g in zip(setup.layout.trainable, grads, strict=True)
+    ]
+    if factor is not None:
+        local = [g * factor.to(g.dtype) for g in local]
+    return receive(state, local if state.window.is_open else mean_of(setup, local))

@@ -28,7 +28,7 @@ WROTE = explain(
 )
 
 
-class Call(NamedTuple):
+class GradientCall(NamedTuple):
     """One gradient call: the loss of its parameters, and how it is counted."""
 
     loss_of: LossOf
@@ -47,7 +47,9 @@ def versions_of(flats: Sequence[Tensor]) -> list[int]:
     return [0 if flat.is_inference() else flat._version for flat in flats]
 
 
-def grad_by_func(call: Call, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
+def grad_by_func(
+    call: GradientCall, states: Sequence[TrainState]
+) -> tuple[list[TrainState], Result]:
     require_values(states)
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]

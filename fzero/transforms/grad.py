@@ -27,7 +27,7 @@ from fzero.transforms._differentiate import (
     detached,
     loss_and_aux,
 )
-from fzero.transforms._grad_by_func import WROTE, Call, grad_by_func, versions_of
+from fzero.transforms._grad_by_func import WROTE, GradientCall, grad_by_func, versions_of
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning
 from fzero.transforms.announcement import functional
@@ -120,7 +120,7 @@ def grad_and_reduce(
         with running_on(states[0].setup.axis), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
             known = [_begun(one, weight) if by else as_read(one) for one, by in pairs]
-            call = Call(loss_of, has_aux=has_aux, weight=weight)
+            call = GradientCall(loss_of, has_aux=has_aux, weight=weight)
             new, result = _differentiate(call, known, (args, kwargs))
         new = [
             made if by else after_reading(one, made)
@@ -141,7 +141,7 @@ def _begun(state: TrainState, weight: Weight | None) -> TrainState:
 
 
 def _differentiate(
-    call: Call, states: Sequence[TrainState], arguments: Any
+    call: GradientCall, states: Sequence[TrainState], arguments: Any
 ) -> tuple[list[TrainState], Result]:
     tensors = [flat for state in states for flat in state.params.flats]
     given = [*optree.tree_leaves(arguments, namespace=NAMESPACE), call.weight]
@@ -153,7 +153,9 @@ def _differentiate(
 # Ordinary autograd: gathers and reductions run beside it.
 
 
-def _by_autograd(call: Call, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
+def _by_autograd(
+    call: GradientCall, states: Sequence[TrainState]
+) -> tuple[list[TrainState], Result]:
     _require_one_gathers(states)
     passes, places = passes_of(states, functional)
     flats = [x for state in states for x in state.window.gathered or state.params.flats]

@@ -17,7 +17,7 @@ from fzero.machine.packing import LeafRange, leaf_ranges
 from fzero.state import Setup, TrainState, progress
 from fzero.state.layout import as_bits, as_complex, stored_dtype
 from fzero.transforms.scaled import times_scale, without_scale
-from fzero.transforms.update import averaged, unaveraged
+from fzero.transforms.weights import averaged, unaveraged
 
 
 class HoldsState(Protocol):

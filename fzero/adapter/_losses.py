@@ -16,9 +16,9 @@ from fzero.transforms.pass_events import Pass
 from fzero.transforms.scaled import with_value
 from fzero.transforms.weights import (
     Weight,
+    counted_loss,
     require_no_weights,
     require_weight,
-    times_weight,
     with_weights,
 )
 
@@ -151,8 +151,8 @@ class Losses:
 
     def _look_at(self, loss: Any, weight: Weight | None) -> None:
         """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
-        if weight is not None and isinstance(loss, Tensor) and loss.is_floating_point():
-            loss = times_weight(loss.detach(), weight, loss.dtype)
+        if isinstance(loss, Tensor):
+            loss = counted_loss(loss, weight)
         self._running.finite.loss(loss)
 
     def begin(self, task: int) -> Weight | None:

@@ -25,7 +25,7 @@ from fzero.state.layout import as_bits
 from fzero.transforms.norm import norm_of_state
 from fzero.transforms.receive import filled
 from fzero.transforms.scaled import times_scale, without_scale
-from fzero.transforms.update import averaged, unaveraged
+from fzero.transforms.weights import averaged, unaveraged
 
 # Gradients.
 

@@ -27,7 +27,8 @@ from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import nonfinite, raises_together, reduce_agreed
 from fzero.transforms.norm import clip_factor, norm_of_state
 from fzero.transforms.scaled import with_value
-from fzero.transforms.update import averaged, scaled
+from fzero.transforms.update import scaled
+from fzero.transforms.weights import averaged
 
 
 def call_step(driver: Driver, every: int) -> bool:

@@ -101,11 +101,11 @@ class Reducer:
         if len(self._units[unit][1]) == 1 or self.is_complete(unit):
             self._on_full(unit)
 
-    def begin(self, setups: Sequence[Setup], keeps: Sequence[bool]) -> None:
-        """A backward begins: gradients of the states that `keeps` stay on this rank."""
+    def begin(self, states: Sequence[tuple[Setup, bool]]) -> None:
+        """A backward begins. For each state: its setup, and whether gradients stay on this rank."""
         self.settle()
-        for one, setup, stays in zip(self.states, setups, keeps, strict=True):
-            one.begin(setup, keeps=stays)
+        for one, (setup, keeps) in zip(self.states, states, strict=True):
+            one.begin(setup, keeps=keeps)
 
     def settle(self) -> None:
         """What was received is in a state: count again."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, explain
 from fzero.machine.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
+from fzero.transforms.weights import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,25 @@ class Result:
 
 
 LossOf = Callable[[list[Any]], Any]  # [params of each source] -> what the user's fn returned
+
+WROTE = explain(
+    "the loss wrote to a parameter in place; below stage 3 the state itself has changed.",
+    cause="an in-place method (add_, copy_, ...) on a leaf, under no_grad or on a frozen one.",
+    fix="clone the leaf first, and make the state anew: losses are pure.",
+)
+
+
+class GradientCall(NamedTuple):
+    """One gradient call: the loss of its parameters, and how it is counted."""
+
+    loss_of: LossOf
+    has_aux: bool
+    weight: Weight | None
+
+
+def versions_of(flats: Sequence[Tensor]) -> list[int]:
+    """How often each of these tensors was written to in place."""
+    return [0 if flat.is_inference() else flat._version for flat in flats]
 
 
 def by_func(

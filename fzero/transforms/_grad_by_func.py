@@ -4,52 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from fzero.collectives import gather_many
-from fzero.errors import PhaseError, explain
+from fzero.errors import PhaseError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import input_shape, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.state import TrainState
-from fzero.transforms._differentiate import LossOf, Result, Source, by_func
+from fzero.transforms._differentiate import (
+    WROTE,
+    GradientCall,
+    Result,
+    Source,
+    by_func,
+    versions_of,
+)
 from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms.agree import agree
 from fzero.transforms.receive import mean_of, not_differentiable, receive
 from fzero.transforms.scaled import scales_of
-from fzero.transforms.weights import Weight, counted, times_weight
-
-WROTE = explain(
-    "the loss wrote to a parameter in place; below stage 3 the state itself has changed.",
-    cause="an in-place method (add_, copy_, ...) on a leaf, under no_grad or on a frozen one.",
-    fix="clone the leaf first, and make the state anew: losses are pure.",
-)
-
-
-class GradientCall(NamedTuple):
-    """One gradient call: the loss of its parameters, and how it is counted."""
-
-    loss_of: LossOf
-    has_aux: bool
-    weight: Weight | None
-
-    def looked_at(self, loss: Tensor) -> Tensor:
-        """The loss as a check of its values sees it: one of weight 0 is not counted."""
-        if self.weight is None:
-            return loss
-        return times_weight(loss.detach(), self.weight, loss.dtype)
-
-
-def versions_of(flats: Sequence[Tensor]) -> list[int]:
-    """How often each of these tensors was written to in place."""
-    return [0 if flat.is_inference() else flat._version for flat in flats]
+from fzero.transforms.weights import Weight, counted, counted_loss, times_weight
 
 
 def grad_by_func(
     call: GradientCall, states: Sequence[TrainState]
 ) -> tuple[list[TrainState], Result]:
+    """Return the states with the gradient of a call added, and its result.
+
+    Raises `PhaseError` if the loss wrote to a parameter.
+    """
     require_values(states)
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
@@ -72,7 +58,9 @@ def grad_by_func(
         _times_weight(state, some, call.weight)
         for (state, _), some in zip(held, result.grads, strict=True)
     ]
-    seen = Result(grads=tuple(map(tuple, grads)), value=call.looked_at(result.value), aux=None)
+    seen = Result(
+        grads=tuple(map(tuple, grads)), value=counted_loss(result.value, call.weight), aux=None
+    )
     made = zip(held, found_at_once(states, seen), grads, rest, strict=True)
     new = [_received(with_found(one, bad), some, by) for (one, _), bad, some, by in made]
     return [counted(state, call.weight) for state in new], result
@@ -81,6 +69,7 @@ def grad_by_func(
 def _times_weight(
     state: TrainState, grads: Sequence[Tensor], weight: Weight | None
 ) -> Sequence[Tensor]:
+    """Return w g of each group, in the dtype in which gradients add up."""
     if weight is None:
         return grads
     dtypes = map(state.setup.accumulate_dtype, state.setup.layout.trainable)

@@ -18,7 +18,7 @@ from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.scaled import without_scale
 from fzero.transforms.states import flatten_states
-from fzero.transforms.weights import by_total, total_weight
+from fzero.transforms.weights import divided, total_weight
 
 
 def full_params(state: Any) -> Any:
@@ -133,12 +133,13 @@ def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]
 def _gradients(state: TrainState, agreed: Agreed) -> Any:
     setup, layout = state.setup, state.setup.layout
     state = reduce_agreed(without_donation(state), agreed)
-    held, mean = buffers.require_reduced(state.gradients), by_total(total_weight(state))
+    held, total = buffers.require_reduced(state.gradients), total_weight(state)
     here = [to_device(flat, state.device) for flat in held.flats]
     whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)
-    unscaled = {
-        i: mean(without_scale(state, x)) for i, x in zip(layout.trainable, whole, strict=True)
+    means = {
+        i: divided(without_scale(state, x), total)
+        for i, x in zip(layout.trainable, whole, strict=True)
     }
     del whole
-    found = _leaves_apart(layout, unscaled)
+    found = _leaves_apart(layout, means)
     return assemble(layout, found)

@@ -22,12 +22,15 @@ from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms._differentiate import (
+    WROTE,
+    GradientCall,
     Result,
     copy_views,
     detached,
     loss_and_aux,
+    versions_of,
 )
-from fzero.transforms._grad_by_func import WROTE, GradientCall, grad_by_func, versions_of
+from fzero.transforms._grad_by_func import grad_by_func
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning
 from fzero.transforms.announcement import functional
@@ -38,6 +41,7 @@ from fzero.transforms.scaled import scales_of, with_value
 from fzero.transforms.states import S, flatten_states
 from fzero.transforms.weights import (
     Weight,
+    counted_loss,
     require_no_weights,
     require_weight,
     with_weights,
@@ -169,7 +173,7 @@ def _by_autograd(
                 call.loss_of([params for params, _ in made]), has_aux=call.has_aux
             )
         for one in passes:
-            one.finite.loss(call.looked_at(loss))
+            one.finite.loss(counted_loss(loss, call.weight))
             one.end_forward()
             one.begin_backward(weight=call.weight)
         scale, rest = scales_of(states)

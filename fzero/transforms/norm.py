@@ -14,7 +14,7 @@ from fzero.state.view import require_state
 from fzero.transforms.agree import agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.scaled import without_scale
-from fzero.transforms.weights import by_total, total_weight
+from fzero.transforms.weights import divided, total_weight
 
 
 def global_norm(state: TrainState) -> Tensor:
@@ -37,7 +37,7 @@ def global_norm(state: TrainState) -> Tensor:
     said = agree("global_norm", [state])
     require_held(said, "global_norm")
     reduced = reduce_agreed(without_donation(state), said[0])
-    return by_total(total_weight(reduced))(norm_of_state(reduced, reduced.gradients))
+    return divided(norm_of_state(reduced, reduced.gradients), total_weight(reduced))
 
 
 def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -45,7 +46,7 @@ from fzero.transforms.receive import (
     receive_local,
     with_lost,
 )
-from fzero.transforms.weights import Weight, counted, require_no_weights, times_weight
+from fzero.transforms.weights import Weight, counted, require_no_weights, weighing
 
 
 class Pass:
@@ -131,7 +132,8 @@ class Pass:
         """
         self.put_aside()
         self.finite.drop()  # a loss whose backward brought nothing
-        self._begin_reducer([True for _ in self.states])  # what comes inside of it is put aside
+        # What comes inside of it is put aside.
+        self.reducer.begin([(state.setup, True) for state in self.states])
         if self.gathers:
             self._hold_shards()
         self.performer.send(self._begin(pass_state.FORWARD))
@@ -151,15 +153,12 @@ class Pass:
         """
         self.put_aside()
         self.weight = weight
-        self._begin_reducer([state.window.is_open for state in self.states])
+        self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         silent = silent and not self.gathers
         if not silent:
             self._reduce_waiting()
         begun = self._begin(pass_state.BACKWARD, dropped=dropped)
         self.performer.send(replace(begun, silent=silent))
-
-    def _begin_reducer(self, keeps: Sequence[bool]) -> None:
-        self.reducer.begin([state.setup for state in self.states], keeps)
 
     def first_gradient(self) -> None:
         """A silent backward has its first gradient: announce it, and reduce what waits with it."""
@@ -189,11 +188,12 @@ class Pass:
     def take(self, state: int, leaf: int, p: Tensor) -> None:
         """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
         assert p.grad is not None
-        if (weight := self.weight) is None:
-            self.finite.gradient(state, leaf, p.grad)
-            return self.reducer.pop_grad(state, leaf, p)
-        self.finite.gradient(state, leaf, times_weight(p.grad, weight, p.grad.dtype))
-        self.reducer.pop_grad(state, leaf, p, lambda g, dtype: times_weight(g, weight, dtype))
+        if self.weight is not None:
+            look = partial(self.finite.gradient, state, leaf)
+            self.reducer.pop_grad(state, leaf, p, weighing(self.weight, look))
+            return
+        self.finite.gradient(state, leaf, p.grad)
+        self.reducer.pop_grad(state, leaf, p)
 
     def put_aside(self) -> None:
         """Move gradients that came outside of a pass into the window.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from fzero.transforms.scaled import (
     without_scale,
 )
 from fzero.transforms.states import S, flatten_states
-from fzero.transforms.weights import NOTHING, divisor_of, total_weight
+from fzero.transforms.weights import NOTHING, divisor_of, share, total_weight
 
 
 @torch._disable_dynamo
@@ -116,9 +116,9 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
     ready = _prepared(state, reduced, total, divides=skips)
     ready = tell("prepared", state, ready, default=ready)
     advance = partial(_advance, state, ready.gradients.flats, unused=unused)
-    nothing = total is not None and (general or not float(total))
+    empty = total is not None and not general and not float(total)
     try:
-        if nothing and not general:
+        if empty:
             warnings.warn(NOTHING, UserWarning, stacklevel=2)
             params, optimizer = _kept(state)
         elif found is None or skips:
@@ -142,7 +142,7 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
         setup=state.setup.with_weights(False),
         **after_update(state, found),
     )
-    if nothing and not general:
+    if empty:
         new = new.replace(step=state.step, scale=state.scale)
     elif total is not None and general:
         new = _where_counted(state, new, total)
@@ -157,26 +157,6 @@ def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainStat
     empty = (total == 0).to(torch.float32)
     params, optimizer, step, scale = unless_overflow(empty.to(old.device), before, after)
     return new.replace(params=params, optimizer=optimizer, step=step, scale=scale)
-
-
-def averaged(state: TrainState, x: Tensor) -> Tensor:
-    """Return a sum of gradients, or its norm, as an update averages it.
-
-    It is divided by the total weight after weighted calls, for which all ranks are asked.
-    """
-    total = total_weight(state)
-    return x * share(state) if total is None else x / divisor_of(total, x)
-
-
-def unaveraged(state: TrainState, x: Tensor) -> Tensor:
-    """Return what `averaged` makes x of."""
-    total = total_weight(state)
-    return x * (1 / share(state)) if total is None else x * divisor_of(total, x)
-
-
-def share(state: TrainState) -> float:
-    """What an update multiplies gradients by: 1 / backwards, if it averages."""
-    return 1 / max(state.progress.backwards, 1) if state.setup.policy.averages else 1.0
 
 
 def _fulls(state: TrainState) -> list[Tensor]:
@@ -283,7 +263,9 @@ def _prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides
             flats = tuple(without_scale(state, flat) for flat in held.flats)
             gradients = Buffers(flats=flats, placement=held.placement)
     if total is not None:
-        gradients, factor = scaled(state, gradients, total, divides=True), factor / total
+        division = torch.Tensor.div, torch.Tensor.div_
+        gradients = _combined(state, gradients, division, partial(divisor_of, total))
+        factor = factor / total
     rest: Any = 1.0 if total is not None else share(state)
     if max_value is not None:
         require_ordered("clip: max_value", state.setup.layout.leaves)
@@ -303,26 +285,32 @@ def _bounded(state: TrainState, gradients: Buffers, bound: float) -> Buffers:
     return Buffers(flats=flats, placement=gradients.placement)
 
 
-def scaled(
-    state: TrainState, gradients: Buffers, factor: Tensor | float, *, divides: bool = False
-) -> Buffers:
-    """g factor, or g / factor if it `divides`; in place if the state donates."""
+def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buffers:
+    """g factor, in place if the state donates."""
 
     def of(flat: Tensor) -> Any:
-        if divides:
-            return divisor_of(torch.as_tensor(factor), flat)
         return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
 
+    return _combined(state, gradients, (torch.Tensor.mul, torch.Tensor.mul_), of)
+
+
+def _combined(
+    state: TrainState,
+    gradients: Buffers,
+    operations: tuple[Callable[..., Tensor], Callable[..., Tensor]],
+    operand: Callable[[Tensor], Any],
+) -> Buffers:
+    """op(g, operand(g)), by the second of two operations, in place, if the state donates."""
     device, offload = state.device, state.setup.offload
-    in_place, apart = (torch.Tensor.div_, torch.div) if divides else (torch.Tensor.mul_, torch.mul)
+    apart, in_place = operations
     if donates(state):
         owned: Buffers = take_over(gradients)
         for flat in owned.flats:
-            change(flat, device, partial(in_place, other=of(flat)))
+            change(flat, device, partial(in_place, other=operand(flat)))
         return owned
     general = _is_general(state, gradients.flats)
     home = None if general else offload.gradients
-    flats = (apart(to_device(flat, device), of(flat)) for flat in gradients.flats)
+    flats = (apart(to_device(flat, device), operand(flat)) for flat in gradients.flats)
     return Buffers(
         flats=tuple(offloaded(home, flat, offload) for flat in flats), placement=gradients.placement
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -110,6 +109,29 @@ def times_weight(gradient: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor
     return selected * by
 
 
+def weighing(
+    weight: Weight, look: Callable[[Tensor], object]
+) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Return what makes w g of a gradient, in a dtype; `look` sees the product."""
+
+    def weighed(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        product = times_weight(gradient, weight, dtype)
+        look(product)
+        return product
+
+    return weighed
+
+
+def counted_loss(loss: Tensor, weight: Weight | None) -> Tensor:
+    """Return a loss as a check of its values sees it: 0 where the call has weight 0."""
+    if weight is None:
+        return loss
+    loss = loss.detach()
+    if isinstance(weight, Tensor):
+        return torch.where(weight.detach().to(loss.device) == 0, torch.zeros_like(loss), loss)
+    return loss if weight else torch.zeros_like(loss)
+
+
 def counted(state: TrainState, weight: Weight | None) -> TrainState:
     """Return the state after a call of this weight."""
     if weight is None:
@@ -130,19 +152,35 @@ def total_weight(state: TrainState) -> Tensor | None:
     return reduce_many([own], state.setup.axis, ordered=state.setup.reduction.ordered)[0]
 
 
-def by_total(total: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return what makes a mean of sums of w g: a division by their total weight; 0 / 0 is 0."""
-    return (lambda x: x) if total is None else partial(_divided, total=total)
-
-
-def _divided(x: Tensor, *, total: Tensor) -> Tensor:
-    return x / divisor_of(total, x)
+def divided(x: Tensor, total: Tensor | None) -> Tensor:
+    """Return the mean of a sum of w g by its total weight, 0 / 0 being 0; x itself for None."""
+    return x if total is None else x / divisor_of(total, x)
 
 
 def divisor_of(total: Tensor, like: Tensor) -> Tensor:
     """The total weight as a divisor of gradients like this one; 1 for 0."""
     dtype = like.real.dtype if like.is_complex() else like.dtype
     return torch.where(total == 0, torch.ones_like(total), total).to(like.device, dtype)
+
+
+def averaged(state: TrainState, x: Tensor) -> Tensor:
+    """Return a sum of gradients, or its norm, as an update averages it.
+
+    It is divided by the total weight after weighted calls, for which all ranks are asked.
+    """
+    total = total_weight(state)
+    return x * share(state) if total is None else divided(x, total)
+
+
+def unaveraged(state: TrainState, x: Tensor) -> Tensor:
+    """Return what `averaged` makes x of."""
+    total = total_weight(state)
+    return x * (1 / share(state)) if total is None else x * divisor_of(total, x)
+
+
+def share(state: TrainState) -> float:
+    """What an update multiplies gradients by: 1 / backwards, if it averages."""
+    return 1 / max(state.progress.backwards, 1) if state.setup.policy.averages else 1.0
 
 
 NOTHING = explain(

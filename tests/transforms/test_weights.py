@@ -215,3 +215,15 @@ def test_options_that_do_not_go_with_weights_are_refused(
     run = fzero.simulate(fzero.shard(step, stage=2, **options), world_size=2)
     with pytest.raises(LayoutError, match=f"a weight beside .*{named}"):
         run(run.init(PARAMS, fzero.optim.sgd(0.1)), torch.ones(2, 1, 3))
+
+
+def test_a_large_weight_makes_no_loss_and_no_gradient_of_16_bits_infinite_for_a_check() -> None:
+    params = {"w": torch.tensor([3.0], dtype=torch.float16)}
+
+    def step(state: Any) -> Any:
+        grad = fzero.grad_and_reduce(lambda p: (p["w"] * 4).sum(), state, weight=2.0**17)
+        return fzero.apply_gradients(grad()[0]), None
+
+    run = fzero.shard(fzero.check_finite(step), stage=0)
+    state, _ = run(run.init(params, fzero.optim.sgd(0.5)))
+    assert fzero.full_params(state)["w"].tolist() == [1.0]

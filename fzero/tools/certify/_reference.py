@@ -7,9 +7,10 @@ the parameters; the next gradient at such parameters carries it on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,12 +113,13 @@ def one_process(
         LayoutError: for a loss that is no finite scalar.
     """
     process = Process(subject, task.precision, task.whole_loss)
-    made = [Stepped(process.learning, task.precision, optimizer) for _ in range(1 + len(SIGNS))]
-    centre, corners = made[0], made[1 : 1 + (2 if task.quantizes else len(SIGNS))]
+    signs = SIGNS_OF_INT8 if task.quantizes else SIGNS
+    made = [Stepped(process.learning, task.precision, optimizer) for _ in range(1 + len(signs))]
+    centre, corners = made[0], made[1:]
     reach = {path: torch.zeros(p.shape).double() for path, p in centre.masters.items()}
     rounds = max_norm is not None or task.quantizes
     found, good = [], frozenset() if rounds else frozenset(reach)
-    exact = frozenset(process.tensors)
+    exact, left = frozenset(process.tensors), 0.0
     for update in range(task.updates):
         before = centre.copied()
         passed = _Passed(process, task, update, before, reach)
@@ -126,10 +128,10 @@ def one_process(
         factor = 1.0 if max_norm is None else min(1.0, max_norm / (passed.norm + 1e-6))
         stepped = {path: g for path, g in mean.items() if task.steps_unused or path in passed.used}
         centre.step({path: g * factor for path, g in stepped.items()})
-        for signs, corner in zip(SIGNS, corners, strict=False):
-            sign = signs[update % 2] * ((-1) ** update if task.quantizes else 1)
-            off = {path: (g + sign * error[path]) * factor for path, g in stepped.items()}
-            corner.step(off)
+        before_it, left = left, passed.left
+        for of_corner, corner in zip(signs, corners, strict=True):
+            off = {p: of_corner.off(update, error[p], left, before_it) for p in stepped}
+            corner.step({path: (g + off[path]) * factor for path, g in stepped.items()})
         process.follow(centre.masters)
         same = len(exact) == len(process.tensors)  # the losses are of equal parameters
         reach = _reach(centre, corners)
@@ -151,8 +153,25 @@ def one_process(
 
 RESIDUE = 64.0  # roundings of the largest gradient, below which nothing is taken for exact
 
-# With which signs the bound of a gradient is added in updates that are even, and odd.
-SIGNS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
+
+class _Signs(NamedTuple):
+    """With which signs bounds are taken in even and odd updates, in one corner."""
+
+    error: tuple[int, int]  # of a gradient
+    left: tuple[int, int] = (0, 0)  # of what an update leaves to the next one, which has it back
+
+    def off(self, update: int, error: Tensor, left: float, before_it: float) -> Tensor:
+        """Return how far the gradient of an update is off."""
+        now, last = update % 2, (update + 1) % 2
+        return self.error[now] * error + self.left[last] * before_it - self.left[now] * left
+
+
+SIGNS = tuple(_Signs(error) for error in ((1, 1), (-1, -1), (1, -1), (-1, 1)))
+SIGNS_OF_INT8 = tuple(
+    _Signs((sign, sign), (first, second))
+    for sign, first, second in itertools.product((-1, 1), (-1, 0, 1), (-1, 0, 1))
+    if first or second
+)
 
 
 class _Passed:
@@ -201,18 +220,24 @@ class _Passed:
             own = largest([mean - self.mean_of_other[path]])
             # what cancels inside of a backward leaves rounding of the size of other gradients
             size = scale * (sizes[path] + top / 16) + MARGIN * max(own, relative * sizes[path])
-            if self.task.quantizes:  # what one update loses is made up for: e, -2e, 2e, ...
-                size = scale * top * (2 if self.update else 1)
             found[path] = torch.full_like(mean, 0.0 if path in good else size)
             if clips and self.norm:
                 found[path] += mean.abs() * self.norm_reach / self.norm
         return found
 
     @property
+    def left(self) -> float:
+        """The bound of what int8 blocks keep from this update for the next one."""
+        top = max(_size(terms, self.task.divisor) for terms in self.parts.values())
+        return top / 127 if self.task.quantizes else 0.0  # twice the half of a level
+
+    @property
     def norm_reach(self) -> float:
         """The bound of the norm."""
         moved = MARGIN * abs(self.norm - _norm(self.mean_of_other))
         scale = 3 * _rounding(self.task, self.low) + _relative(self.task, self.low)
+        if self.task.quantizes:
+            scale += 3 / 127
         return scale * self.norm + moved
 
     def losses_reach(self, same: bool) -> float:
@@ -257,8 +282,6 @@ def _is_power_of_two(number: int) -> bool:
 
 def _rounding(task: Task, low: torch.dtype) -> float:
     """Return the bound for another order of a sum, relative to the size of its terms."""
-    if task.quantizes:  # twice the half of a level
-        return 1 / 127
     if low not in SIXTEEN_BIT:  # each sum rounds
         return eps_of(low) * 16 * task.summands
     # a term is rounded once or twice on its way; divided by 3, its whole backward rounds otherwise

@@ -3,6 +3,7 @@
     prepare(model, optimizer)       one `Engine`; the model stays the object that it was
     accumulate, no_sync             windows of the engine: one reduction for each update
     backward, optimizer.step        `engine.backward`, `engine.step`
+    backward(loss, weight=n)        the exact mean over tokens
     save_state, load_state          `fzero.checkpoint` for models and optimizers
 
 For trainers that make their accelerator themselves, see `fzero.integrations.transformers`.
@@ -27,6 +28,7 @@ from fzero import checkpoint
 from fzero.adapter import DynamicScale, Engine, gathered
 from fzero.integrations import _shared as shared
 from fzero.transforms.state_options import check_stage
+from fzero.transforms.weights import Weight
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -132,6 +134,7 @@ class FzeroAccelerator(Accelerator):
         self.scaler = None  # the engine has its own
         self._sharded: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._waiting = shared.Waiting()
+        self._weight: Weight | None = None
 
     def _precision(self) -> dict[str, Any]:
         handler = self.autocast_handler
@@ -201,9 +204,21 @@ class FzeroAccelerator(Accelerator):
                 stack.enter_context(engine.no_sync())
             yield
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Call `engine.backward` on loss / gradient_accumulation_steps."""
-        engines, share = self.engines, loss / self.gradient_accumulation_steps
+    def backward(self, loss: Tensor, *, weight: Weight | None = None, **kwargs: Any) -> None:
+        """Call `engine.backward` on loss / gradient_accumulation_steps, or on a weighted loss.
+
+        With `weight`, an update has sum(w g) / sum(w) over its micro-batches and ranks: the exact
+        mean over tokens, if each loss is a mean over w of them. The loss is then not divided.
+        """
+        engines, weight = self.engines, self._weight if weight is None else weight
+        share = loss / self.gradient_accumulation_steps if weight is None else loss
+        if weight is not None:
+            kwargs["weight"] = weight
+            if len(engines) != 1:
+                raise shared.refusal(
+                    f"a weight, and {len(engines)} models that learn",
+                    "say whose loss it is: accelerator.engine_of(model).backward(loss, weight=n)",
+                )
         if len(engines) > 1 and any(engine.needs_scaler() for engine in engines):
             raise shared.refusal(
                 f"a loss of {len(engines)} models, each of which has a loss scale of its own",
@@ -214,6 +229,15 @@ class FzeroAccelerator(Accelerator):
                 stack.enter_context(self.no_sync(engine.module))
             how: Any = engines[0] if engines else torch.autograd
             how.backward(share, **kwargs)
+
+    @contextmanager
+    def weighing(self, weight: Weight) -> Iterator[None]:
+        """Give each `backward(loss)` in the block this weight, for a trainer that calls it."""
+        self._weight = weight
+        try:
+            yield
+        finally:
+            self._weight = None
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2

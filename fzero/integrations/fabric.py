@@ -1,7 +1,8 @@
 """Lightning Fabric over the engine: `Fabric(strategy=FzeroStrategy(stage=3))`.
 
 fabric.setup(model, optimizer)          one `Engine`; the model stays the object that it was
-loss.backward, fabric.backward          seen by the hooks of the engine
+loss.backward, fabric.backward          seen by the hooks of the engine; before a loss with a
+                                        weight, strategy.engine_of(model).scale(loss, weight=n)
 optimizer.step                          `engine.step`
 fabric.no_backward_sync(model)          a window of the engine
 fabric.save, fabric.load                a folder, with `fzero.checkpoint` for each model

@@ -7,10 +7,14 @@ The rest of a training script stays as it is.
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fzero.errors import LayoutError
@@ -23,6 +27,9 @@ else:
     Base = object
 
 T = TypeVar("T", bound=type)
+
+# Of other classes, compute_loss may divide by a count of its own.
+_DIVIDING = ("transformers.trainer", "trl.trainer.sft_trainer")
 
 
 def sharded(trainer: T, *, stage: int, coalesce: bool = False, **engine: Any) -> T:
@@ -70,11 +77,47 @@ class _Sharded(Base):
     accelerator: FzeroAccelerator
     model: Any
     lr_scheduler: Any
+    current_gradient_accumulation_steps: int
 
     def create_accelerator_and_postprocess(self) -> None:
         """Replace the trainer's accelerator by a `FzeroAccelerator` with the same settings."""
         super().create_accelerator_and_postprocess()
         self.accelerator = FzeroAccelerator.of(self.accelerator, **self._fzero)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Give a micro-batch its own number of tokens as weight, where the trainer counts tokens.
+
+        Its loss is then a mean over these, whether or not the model divides by the count that it
+        gets, and each update has the mean over the tokens of all ranks and micro-batches.
+
+        Returns:
+            This rank's share of the mean loss of the update, times the number of ranks.
+        """
+        counted = num_items_in_batch is not None and self.args.average_tokens_across_devices
+        if not counted or not self._divides_by_tokens():
+            return super().training_step(model, inputs, num_items_in_batch)
+        with self._alone():
+            own: Any = self._get_num_items_in_batch([inputs], self.args.device)
+            with self.accelerator.weighing(own):
+                loss = super().training_step(model, inputs, own)
+        share = own * self.accelerator.num_processes / num_items_in_batch
+        return torch.where(own > 0, loss * share, 0.0)
+
+    def _divides_by_tokens(self) -> bool:
+        """Whether compute_loss is known to divide by the count that it gets, if by any."""
+        owner = next(x for x in type(self).__mro__ if "compute_loss" in vars(x))
+        return owner.__module__ in _DIVIDING
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have losses computed as if this micro-batch on this rank were the whole update."""
+        args, steps = self.args, self.current_gradient_accumulation_steps
+        self.args, self.current_gradient_accumulation_steps = copy.copy(args), 1
+        self.args.average_tokens_across_devices = False
+        try:
+            yield
+        finally:
+            self.args, self.current_gradient_accumulation_steps = args, steps
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the full parameters on one rank. A collective, as for the trainer."""

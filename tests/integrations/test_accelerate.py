@@ -241,3 +241,34 @@ def test_what_another_backend_does_is_refused_by_name(rank: int, world_size: int
                 attempt()
         loop.run()  # nothing was changed
         loop.accelerator.engines[0].close()
+
+
+@on_ranks(3, timeout_s=200)
+def test_weighted_losses_give_the_mean_over_the_tokens_of_all_ranks_and_micro_batches(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    from fzero.integrations.accelerate import FzeroAccelerator
+
+    counts = [3, 1, 0, 7, 2, 5]  # of rows: of micro-batch n on rank r, at 3 n + r
+    rows = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(2)).double()
+    plain = make()
+    loss_of(plain(rows)).backward()
+    wanted = [p.grad for p in plain.parameters() if p.grad is not None]
+    for stage in (0, 3):
+        with launched(rank, world_size):
+            accelerator = FzeroAccelerator(cpu=True, stage=stage, gradient_accumulation_steps=2)
+            model = make()
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            begin = accelerator.get_state_dict(model)
+            for part in torch.split(rows, counts)[rank::3]:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model(part)), weight=len(part))  # one: of none
+                    optimizer.step()
+            after = accelerator.get_state_dict(model)
+            moved = [begin[name] - after[name] for name, p in make().named_parameters()
+                     if p.requires_grad]  # fmt: skip
+            torch.testing.assert_close(moved, wanted, rtol=1e-11, atol=1e-11)
+            accelerator.engines[0].close()
+            with pytest.raises(LayoutError, match="a weight, and 0 models that learn"):
+                FzeroAccelerator(cpu=True, stage=stage).backward(torch.ones(()), weight=1)

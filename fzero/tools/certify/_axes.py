@@ -242,6 +242,11 @@ AXES = (
             _both("int8", _as_int8, torch.int8),
         ),
     ),
+    CertifyAxis(
+        name="ragged",
+        head="ragged",
+        values=(AxisValue(name="off"), AxisValue(name="on")),
+    ),
 )
 
 
@@ -260,6 +265,12 @@ class Cell:
     def fact(self, name: str) -> Any:
         """The `fact` of the value on axis `name`."""
         return next(v.fact for axis, v in zip(AXES, self.values, strict=True) if axis.name == name)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether each micro-batch has a weight: where options of the cell do not refuse one."""
+        means = self.at["reductions"] == "mean" and self.at["windows"] != "accumulate"
+        return self.at["ragged"] == "on" and means and self.at["wires"] != "int8"
 
     def engine_options(self) -> dict[str, Any]:
         """The keywords of `Engine(module, optimizer, ...)`."""

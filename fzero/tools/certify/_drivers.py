@@ -18,9 +18,9 @@ from fzero.optim import from_torch
 from fzero.state import NAMESPACE
 from fzero.tools.certify._axes import Cell
 from fzero.tools.certify._process import OptimizerOf
-from fzero.tools.certify._reference import Task
 from fzero.tools.certify._seed import seeded
 from fzero.tools.certify._subject import Subject, tensors_of
+from fzero.tools.certify._task import Task
 from fzero.tools.compare import copied
 from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
 from fzero.transforms.functionalize import functionalize
@@ -51,6 +51,11 @@ class Job:
     step: StepOf | None  # None: fzero's own
     engine: EngineOf
 
+    def weights(self, rank: int) -> list[int | None]:
+        """The weights of a rank's micro-batches in each update; None where they have none."""
+        counts = range(self.task.micro_batches)
+        return [self.task.weight(rank, n) if self.task.ragged else None for n in counts]
+
     def batches(self, rank: int, update: int) -> list[Any]:
         """The micro-batches of a rank."""
         numbers = [self.task.batch_number(update, rank, n) for n in range(self.task.micro_batches)]
@@ -71,7 +76,7 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     apply, params = functionalize(model) if job.subject.is_module else (None, model)
     losses: list[Tensor] = []
     stacks = job.cell.at["windows"] == "accumulate"  # which splits tensors along dim 0
-    share = 1 if stacks else job.task.micro_batches
+    share = 1 if stacks else job.task.share
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
         if stacks:
@@ -83,7 +88,7 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
             losses.append(loss.detach())
         return loss / share
 
-    step = _made_step(job, loss_fn)
+    step = _made_step(job, loss_fn, job.weights(rank))
     rule = from_torch(optimizer, master_weights=job.task.precision.masters)
     state = step.init(params, rule)
     seen = []
@@ -102,11 +107,11 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     return seen
 
 
-def _made_step(job: Job, loss_fn: Callable[..., Tensor]) -> Any:
+def _made_step(job: Job, loss_fn: Callable[..., Tensor], weights: Sequence[float | None]) -> Any:
     """Return the user's step, or fzero's; one without `init` in the cell's transforms."""
     window = job.cell.at["windows"]
     if job.step is None:
-        step = _plain_step(loss_fn, tells_norm=window != "accumulate")
+        step = _plain_step(loss_fn, weights, tells_norm=window != "accumulate")
     else:
         options = {**job.cell.engine_options(), "coalesce": window == "coalesce"}
         step = job.step(loss_fn, **options)
@@ -115,10 +120,12 @@ def _made_step(job: Job, loss_fn: Callable[..., Tensor]) -> Any:
     return shard(job.cell.around(step), **job.cell.shard_options())
 
 
-def _plain_step(loss_fn: Callable[..., Tensor], *, tells_norm: bool) -> Callable[..., Any]:
+def _plain_step(
+    loss_fn: Callable[..., Tensor], weights: Sequence[float | None], *, tells_norm: bool
+) -> Callable[..., Any]:
     def step_fn(state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        for batch in batches:
-            state, _ = grad_and_reduce(loss_fn, state)(batch)
+        for batch, weight in zip(batches, weights, strict=False):  # one batch if they are stacked
+            state, _ = grad_and_reduce(loss_fn, state, weight=weight)(batch)
         norm = global_norm(state) if tells_norm else None
         return apply_gradients(state), norm
 
@@ -155,13 +162,13 @@ def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     for update in range(job.task.updates):
         batches, losses = job.batches(rank, update), []
         with engine.coalesce() if window == "coalesce" else nullcontext():
-            for n, batch in enumerate(batches):
+            for n, (batch, weight) in enumerate(zip(batches, job.weights(rank), strict=True)):
                 with seeded(batch):
                     loss = job.subject.loss(engine, batch)
                 losses.append(loss.detach())
                 if window != "accumulate":
-                    loss = loss / len(batches)
-                engine.backward(loss)
+                    loss = loss / job.task.share
+                engine.backward(loss, **({} if weight is None else {"weight": weight}))
                 if window == "accumulate" and n + 1 < len(batches):
                     engine.step()  # counts to gradient_accumulation_steps
         # Where gradients are clipped the update computes the norm: nothing is asked before it.

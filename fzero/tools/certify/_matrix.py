@@ -21,9 +21,10 @@ from fzero.tools.certify._compare import Wanted
 from fzero.tools.certify._cover import covering
 from fzero.tools.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
 from fzero.tools.certify._process import OptimizerOf, Process, require_repeatable
-from fzero.tools.certify._reference import CopyGradient, Task, one_process
+from fzero.tools.certify._reference import CopyGradient, one_process
 from fzero.tools.certify._report import CellResult, Report
 from fzero.tools.certify._subject import Loss, Subject, subject_of
+from fzero.tools.certify._task import Task
 from fzero.transforms.replicas import unequal
 
 STRENGTH = 3  # every combination of the values of so many axes occurs
@@ -93,7 +94,7 @@ def certify(
         on_ranks: on_ranks(body, W) -> [body(0), ..., body(W - 1)]; default virtual ranks.
         **axes: the values to take, by name: drivers=, stages=, worlds=, micro_batches=,
             precisions=, clipping=, loss_scales=, windows=, buckets=, offload=, meshes=,
-            reductions=, wires=.
+            reductions=, wires=, ragged=.
 
     Returns:
         A `Report`: true if no cell failed, and printed as a table.
@@ -142,7 +143,8 @@ def _values(
     """Return the values of each axis; of the drivers, those of the given factories."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
     able = ["step", "engine"] if subject.is_module else ["step"]
-    values = restricted({"drivers": given or able, **axes})
+    ragged = {"ragged": "off"} if given else {}
+    values = restricted({"drivers": given or able, **ragged, **axes})
     drivers = [value.name for value in values[0]]
     if not set(drivers) <= set(able):
         raise LayoutError(
@@ -155,6 +157,12 @@ def _values(
             f"certify: {given} given, and drivers={drivers}.",
             cause="a step or an engine that no cell would use.",
             fix="leave one of them out, or name its driver too.",
+        )
+    if step is not None and any(value.name == "on" for value in values[-1]):
+        raise LayoutError(
+            'certify: ragged="on" with a step of yours.',
+            cause="weights, which grad_and_reduce takes inside of the step.",
+            fix="leave ragged out; `engine` may have it, if its backward takes `weight`.",
         )
     return values
 
@@ -187,6 +195,7 @@ class _Matrix:
             wire=cell.fact("wires"),
             sums=cell.at["reductions"] == "sum",
             whole_loss=precision.autocast is None or cell.at["drivers"] == "step",
+            ragged=cell.weighs,
             steps_unused=cell.at["drivers"] == "step",
         )
 

@@ -16,54 +16,11 @@ import torch
 from torch import Tensor
 
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.tools.certify._axes import RunDtypes
 from fzero.tools.certify._exact import is_exact
 from fzero.tools.certify._process import OptimizerOf, Parts, Process, Stepped, Tensors
 from fzero.tools.certify._subject import Subject
+from fzero.tools.certify._task import Task
 from fzero.tools.compare import MARGIN, coarser, copied, eps_of, largest, shift
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """The computation of a cell, for one process and for the ranks."""
-
-    world: int
-    micro_batches: int
-    updates: int
-    precision: RunDtypes
-    wire: torch.dtype | None  # bf16 or int8, in which gradients cross ranks; None: their own
-    sums: bool  # over ranks; else the mean
-    whole_loss: bool  # autocast is around the loss, not around the module's forward alone
-    steps_unused: bool  # what no rank has used is stepped by zeros, as JAX does and torch does not
-
-    @property
-    def summands(self) -> int:
-        """How many gradients one update is made of."""
-        return self.world * self.micro_batches
-
-    @property
-    def divisor(self) -> int:
-        """What their sum is divided by."""
-        return self.micro_batches if self.sums else self.summands
-
-    @property
-    def low(self) -> torch.dtype:
-        """The coarsest floating dtype that a gradient passes through."""
-        return torch.bfloat16 if self.wire is torch.bfloat16 else self.precision.low
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether gradients cross ranks as int8 blocks."""
-        return self.wire is torch.int8 and self.world > 1
-
-    def numbers(self, update: int) -> list[list[int]]:
-        """[W][N]: the batches of an update."""
-        ranks, counts = range(self.world), range(self.micro_batches)
-        return [[self.batch_number(update, rank, n) for n in counts] for rank in ranks]
-
-    def batch_number(self, update: int, rank: int, micro_batch: int) -> int:
-        """Return the number of a rank's batch, which no other rank or micro-batch takes."""
-        return (update * self.world + rank) * self.micro_batches + micro_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,11 +139,13 @@ class _Passed:
     ) -> None:
         self.process, self.task, self.update, self.values = process, task, update, values
         self.numbers = task.numbers(update)
-        self.losses, self.parts = process.backwards(self.numbers)
+        self.losses, parts = process.backwards(self.numbers)
+        self.parts = _weighted(parts, task)
         self.used = process.used
         self.other: tuple[Tensor, Parts] | None = None
         if any(bool(x.any()) for x in reach.values()):
-            self.other = process.displaced(self.numbers, values, reach)
+            other_losses, other = process.displaced(self.numbers, values, reach)
+            self.other = other_losses, _weighted(other, task)
         self.low = coarser(task.low, process.coarsest)
         self.mean = _mean(self.parts, task.divisor)
         self.mean_of_other = self.mean if self.other is None else _mean(self.other[1], task.divisor)
@@ -259,6 +218,12 @@ def _reach(centre: Stepped, corners: Sequence[Stepped]) -> dict[str, Tensor]:
     return found
 
 
+def _weighted(parts: Parts, task: Task) -> Parts:
+    """Return w g for each gradient."""
+    pairs = {path: zip(task.weights, terms, strict=True) for path, terms in parts.items()}
+    return {path: [w * term for w, term in terms] for path, terms in pairs.items()}
+
+
 def _mean(parts: Parts, divisor: int) -> dict[str, Tensor]:
     return {path: torch.stack(terms).sum(0) / divisor for path, terms in parts.items()}
 
@@ -273,6 +238,8 @@ def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 def _divisor(task: Task) -> int:
     # A loss that is divided by N is differentiated from 1 / N on: exact for powers of two alone.
+    if task.ragged:
+        return task.divisor
     return task.summands if _is_power_of_two(task.micro_batches) else 2**62 - 1
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.collectives.quantize import ErrorFeedback
+from fzero.errors import LayoutError
 from fzero.tools.certify import Report
 from fzero.tools.certify._models import Dyadic, batch, dyadic_loss
 from tests.tools.certify import faults
@@ -30,6 +31,7 @@ PLAIN: dict[str, Any] = {
     "meshes": "flat",
     "reductions": "mean",
     "wires": "own",
+    "ragged": "off",
 }
 QUIET = {"keeps_a_stale_batch", "Stale"}  # whose first gradient is right
 
@@ -224,3 +226,19 @@ def test_a_pytree_of_parameters_is_certified_by_steps() -> None:
     report = fzero.certify(params, loss, batches, optimizer=SGD, **few)
     assert report and any(cell.exact for cell in report.cells)
     assert not fzero.certify(params, loss, batches, optimizer=SGD, step=wrong, **few)
+
+
+class Unweighted(fzero.adapter.Engine):
+    """An engine for which each loss counts as much as any other."""
+
+    def backward(self, loss: Any, *, weight: Any = None) -> None:
+        super().backward(loss / 2)  # of micro-batches
+
+
+def test_weights_that_are_left_aside_are_found() -> None:
+    report = matrix(engine=Unweighted, ragged="on")
+    assert report.cells and len(report.failures) == len(report.cells)
+    assert all(cell.agrees("gradient") is False for cell in report.cells)
+    assert matrix(engine=fzero.adapter.Engine, ragged="on")
+    with pytest.raises(LayoutError, match="with a step of yours"):
+        matrix(step=faults.good_step, ragged="on")

@@ -26,7 +26,18 @@ from tests.tools.certify import faults
 
 FEW = ["--models", "dyadic", "--stages", "3", "--worlds", "3", "--micro-batches", "1"]
 FEW += ["--precisions", "fp64", "--windows", "coalesce", "--loss-scales", "1", "--buckets", "64"]
-FEW += ["--offload", "none", "--meshes", "flat", "--reductions", "mean", "--wires", "own"]
+FEW += [
+    "--offload",
+    "none",
+    "--meshes",
+    "flat",
+    "--reductions",
+    "mean",
+    "--wires",
+    "own",
+    "--ragged",
+    "off",
+]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
@@ -73,7 +84,7 @@ def linear(**options: Any) -> Any:
     given = {"model": nn.Linear(2, 1), "loss": lambda model, x: model(x).sum()}
     given["batches"] = [torch.randn(3, 2) for _ in range(4)]
     few = {"stages": 0, "worlds": 1, "micro_batches": 1, "precisions": "fp64", "buckets": "64"}
-    few |= {"meshes": "flat", "reductions": "mean", "wires": "own"}
+    few |= {"meshes": "flat", "reductions": "mean", "wires": "own", "ragged": "off"}
     given |= few | options
     return fzero.certify(given.pop("model"), given.pop("loss"), given.pop("batches"), **given)
 

@@ -16,7 +16,6 @@ from fzero.transforms.pass_events import Pass
 from fzero.transforms.scaled import with_value
 from fzero.transforms.weights import (
     Weight,
-    counted_loss,
     require_no_weights,
     require_weight,
     with_weights,
@@ -151,9 +150,7 @@ class Losses:
 
     def _look_at(self, loss: Any, weight: Weight | None) -> None:
         """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
-        if isinstance(loss, Tensor):
-            loss = counted_loss(loss, weight)
-        self._running.finite.loss(loss)
+        self._running.finite.loss(loss, weight)
 
     def begin(self, task: int) -> Weight | None:
         """Return the weight of a backward that begins in a graph task; note it in the state.

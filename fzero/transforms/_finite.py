@@ -27,6 +27,7 @@ from fzero.state import TrainState, progress
 from fzero.state.progress import NonFinite
 from fzero.transforms._differentiate import Result
 from fzero.transforms.observe import tell
+from fzero.transforms.weights import Weight, counted_loss
 
 
 class FiniteCheck:
@@ -51,10 +52,12 @@ class FiniteCheck:
         """Whether any state is to be looked at."""
         return any(self._wanted) or bool(self._observed)
 
-    def loss(self, x: Any) -> None:
-        """A loss is about to be differentiated, without its scale."""
+    def loss(self, x: Any, weight: Weight | None = None) -> None:
+        """A loss is about to be differentiated, without its scale. One of weight 0 may be NaN."""
+        if isinstance(x, Tensor):
+            x = counted_loss(x, weight)
         for state in self._observed.values():
-            tell("loss", state, x)
+            tell("loss", state, (x, weight))
         if any(self._wanted) and isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             self.losses.append(_bounds(x))
 

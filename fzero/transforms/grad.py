@@ -41,7 +41,6 @@ from fzero.transforms.scaled import scales_of, with_value
 from fzero.transforms.states import S, flatten_states
 from fzero.transforms.weights import (
     Weight,
-    counted_loss,
     require_no_weights,
     require_weight,
     with_weights,
@@ -173,7 +172,7 @@ def _by_autograd(
                 call.loss_of([params for params, _ in made]), has_aux=call.has_aux
             )
         for one in passes:
-            one.finite.loss(counted_loss(loss, call.weight))
+            one.finite.loss(loss, call.weight)
             one.end_forward()
             one.begin_backward(weight=call.weight)
         scale, rest = scales_of(states)

@@ -2,10 +2,11 @@
 
     what        value                      when, on each rank
     gathered    (group, full flat)         stage 3: the full values of a group are there
-    loss        the loss, unscaled         a loss was computed
-    gradient    (leaf, gradient)           this rank's own gradient of a leaf, times the loss scale
+    loss        (loss, weight)             a loss was computed, unscaled; None without a weight
+    gradient    (leaf, gradient)           this rank's own of a leaf, times loss scale and weight
     added       (leaf, gradient, mean)     the same by `add_gradients`, without a scale
-    reduced     `Buffers`                  an update begins: the means over ranks
+    reduced     (`Buffers`, weight)        an update begins: the means over ranks; or the sums, and
+                                           the sum of all weights
     prepared    gradients, factor, norm    they are divided by the loss scale, and clipped
     updated     None, or who skips it      the state is the one after the update
 

@@ -109,7 +109,7 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
     state = with_value(state)
     total = total_weight(state)
     reduced = buffers.require_reduced(state.gradients)
-    tell("reduced", state, reduced)
+    tell("reduced", state, (reduced, total))
     general = _is_general(state, reduced.flats)
     found = None if state.scale is None else found_inf(state, reduced, state.scale)
     skips = found is not None and not general and _skips(state)

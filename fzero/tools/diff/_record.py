@@ -27,7 +27,8 @@ Leads = Sequence[Sequence[Lead | None]]  # of each state, of each update
 class Backward:
     """One backward of one rank."""
 
-    weight: float  # of its loss in the update
+    weight: float  # of its loss in the update, but for what the sum over ranks is divided by
+    counts: float | None = None  # the weight that the step gave it; None: it gave none
     loss: Tensor | None  # None: gradients that were added by hand
     gradients: dict[int, Tensor] = field(default_factory=dict)  # leaf -> its part of the update's
     trail: Trail = field(default_factory=Trail)  # what modules made before the loss
@@ -100,11 +101,14 @@ class Recording:
     def _gathered(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor]) -> None:
         seen.gathered.append((len(seen.backwards), value[0], value[1].detach().clone()))
 
-    def _loss(self, seen: RankUpdate, state: TrainState, loss: Tensor) -> None:
-        policy = state.setup.policy
+    def _loss(self, seen: RankUpdate, state: TrainState, value: tuple[Tensor, Any]) -> None:
+        loss, counts = value[0].detach().double().cpu(), None
         self.unit = max(self.unit, spacing_of(state))
-        value = loss.detach().double().cpu()
-        made = Backward(weight=policy.grad_scale, loss=value, trail=self._trails.taken())
+        weight = state.setup.policy.grad_scale
+        if value[1] is not None:
+            counts = float(value[1])
+            weight *= counts
+        made = Backward(weight=weight, counts=counts, loss=loss, trail=self._trails.taken())
         seen.backwards.append(made)
 
     def _gradient(self, seen: RankUpdate, state: TrainState, value: tuple[int, Tensor]) -> None:
@@ -130,8 +134,12 @@ class Recording:
         new = as_real(gradient.detach()).double().cpu() * weight
         own[leaf] = own[leaf] + new if leaf in own else new
 
-    def _reduced(self, seen: RankUpdate, state: TrainState, held: Buffers) -> None:
+    def _reduced(
+        self, seen: RankUpdate, state: TrainState, value: tuple[Buffers, Tensor | None]
+    ) -> None:
+        held, total = value
         scale = 1.0 if state.scale is None else float(state.scale.scale)
+        scale *= 1.0 if total is None else float(total) or 1.0
         seen.reduced = tuple(flat.detach().double() / scale for flat in held.flats)
 
     def _prepared(

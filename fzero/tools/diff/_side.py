@@ -45,9 +45,13 @@ class Side:
         """The setup of the state."""
         return self.before[0].setup
 
-    @property
-    def divisor(self) -> int:
-        """The divisor of a sum over ranks."""
+    @cached_property
+    def divisor(self) -> float:
+        """The divisor of a sum over ranks: their number, or the sum of all weights."""
+        counts = [one.counts for seen in self.seen for one in seen.backwards]
+        weights = [count for count in counts if count is not None]
+        if weights:
+            return sum(weights) or 1.0
         return len(self.seen) if self.averages else 1
 
     def loss_terms(self) -> list[Tensor]:

@@ -229,3 +229,38 @@ def test_what_an_optimizer_makes_of_rounding_is_no_difference(
     other = with_column([sizes[1], *rest], OPTIMIZERS[optimizer], 3, 2)
     assert fzero.diff(a, b) is None
     assert fzero.diff(a, other) is None
+
+
+def by_rows(split: list[list[int]], stage: int, *, weighs: bool = True) -> fzero.Run:
+    """Two updates by the mean over 12 rows: split[rank][call] of them, each with its number."""
+    ranks, calls = len(split), len(split[0])
+    rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    parts = iter(rows.split([n for own in split for n in own]))
+    x = torch.zeros(ranks, calls, 12, 3, dtype=torch.float64)
+    for rank, own in enumerate(split):
+        for call, n in enumerate(own):
+            x[rank, call, :n] = next(parts)
+
+    def step(state: Any, batch: Any) -> Any:
+        for own, n in zip(batch[0], batch[1].tolist(), strict=True):
+            g = fzero.grad_and_reduce(
+                lambda p, x: (x @ p["w"]).square().mean(), state, weight=n if weighs else None
+            )
+            state, _ = g(own[:n])
+        return fzero.apply_gradients(state), None
+
+    return fzero.Run(
+        step=fzero.shard(fzero.coalesce(step), stage=stage),
+        params={"w": torch.ones(3, 2, dtype=torch.float64)},
+        batches=[(x, torch.tensor(split))] * 2,
+        optimizer=fzero.optim.adam(0.1),
+        world_size=ranks,
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weighted_calls_are_compared_by_their_share_in_the_update(stage: int) -> None:
+    alone = by_rows([[12]], 0)
+    assert fzero.diff(alone, by_rows([[3, 5], [0, 4]], stage)) is None
+    found = fzero.diff(alone, by_rows([[3, 5], [1, 3]], stage, weighs=False))
+    assert found is not None and found.operation == "loss"

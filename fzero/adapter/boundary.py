@@ -22,7 +22,7 @@ from fzero.errors.check import is_number, require
 from fzero.machine.offload import change
 from fzero.optim import NoOptimizer, require_ordered
 from fzero.optim.none import without_optimizer
-from fzero.state import buffers, progress, scale
+from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import nonfinite, raises_together, reduce_agreed
 from fzero.transforms.norm import clip_factor, norm_of_state
@@ -126,32 +126,47 @@ def zero_grad(driver: Driver) -> progress.Progress:
 
 @contextmanager
 def coalesce(driver: Driver) -> Iterator[None]:
-    """Any number of backwards, one reduction, at the end of the block. A collective.
+    """Any number of backwards, one reduction: beside the last one, or at the end of the block.
 
-    A block that raises brings nothing, and leaves what was there before.
+    A collective. The last backward is known from the last block: if this one is longer, what came
+    later is reduced at its end. A block that raises brings nothing, and leaves what was there
+    before.
     """
-    with _window(driver, "coalesce()"):
+    guesses = _may_guess(driver.state)
+    with _window(driver, "coalesce()", guesses=guesses):
         yield
     said = driver.agreed("the end of coalesce()")
     if said.waits:
-        driver.put(reduce_agreed(driver.state, said, used=0))
+        state = reduce_agreed(driver.state, said, used=0)
+        if guesses:
+            length = said.backwards if said.even else 0
+            state = state.replace(window=replace(state.window, length=length))
+        driver.put(state)
         driver.show_gradients()
+
+
+def _may_guess(state: TrainState) -> bool:
+    """Whether a reduction may begin before a block ends: if the block raises, nothing is lost."""
+    setup, held = state.setup, state.gradients.held or state.window.pending.held
+    return setup.axis.size > 1 and not setup.reduction.ordered and not held
 
 
 @contextmanager
 def no_sync(driver: Driver) -> Iterator[None]:
     """Like `coalesce`, but the reduction is left to the next backward, or to `step`."""
-    with _window(driver, "no_sync()"):
+    with _window(driver, "no_sync()", guesses=False):
         yield
 
 
 @contextmanager
-def _window(driver: Driver, name: str) -> Iterator[None]:
+def _window(driver: Driver, name: str, *, guesses: bool) -> Iterator[None]:
     """Gradients of the block wait, unreduced. One that raises leaves what was there before."""
     require_outside(driver, name)
     driver.require_no_window(name)
     driver.wait()
-    opened = open_window(replace(driver.state.window, pending=CLOSED.pending))
+    length = driver.state.window.length
+    guess = length if guesses else 0
+    opened = open_window(replace(driver.state.window, pending=CLOSED.pending, length=guess))
     driver.enter_window(driver.state.replace(window=opened))
     good = False
     try:
@@ -162,13 +177,22 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
         if good:
             driver.drop_if_user_did()
         now, before = driver.state, driver.leave_window()
-        waits, counted = before.window.pending, now.progress if good else before.progress
-        if good and now.window.pending.held:  # with what waited before, for one reduction
-            waits = buffers.add(waits, now.window.pending)
-        shut = replace(now.window, pending=waits, gathered=(), is_open=False)
-        driver.put(now.replace(window=shut, progress=counted))
+        if good:
+            waits = before.window.pending
+            if now.window.pending.held:  # with what waited before, for one reduction
+                waits = buffers.add(waits, now.window.pending)
+            shut = replace(now.window, pending=waits, gathered=(), is_open=False, length=length)
+            driver.put(now.replace(window=shut))
+        else:
+            driver.put(_without_block(now, before))
         driver.show_gradients()
         driver.running.window_ends()
+
+
+def _without_block(now: TrainState, before: TrainState) -> TrainState:
+    """Return the state without what a block has brought that raised."""
+    held = {name: getattr(before, name) for name in ("gradients", "window", "progress")}
+    return now.replace(setup=now.setup.with_weights(before.setup.reduction.weighted), **held)
 
 
 # What raises.

@@ -30,6 +30,7 @@ class Window:
     gathered: tuple[Tensor, ...] = ()
     is_open: bool = static(default=False)
     is_settled: bool = static(default=False)  # all ranks have made an update since it was opened
+    length: int = static(default=0)  # backwards that the last window of all ranks had; 0: unknown
 
 
 CLOSED = Window(pending=Buffers(placement=Placement.PARTIAL))
@@ -57,6 +58,15 @@ def pop(window: Window) -> tuple[Window, Buffers]:
 def close(window: Window) -> Window:
     """Close a window whose gradients were taken."""
     return replace(window, gathered=(), is_open=False, is_settled=False)
+
+
+def keeps(window: Window, backwards: int) -> bool:
+    """Whether the next gradients stay in the window; `backwards`: since the update.
+
+    Not those of the backward that should be the window's last: they are reduced beside it, with
+    what waits. Later ones are kept, and reduced when the window closes: a sum is linear.
+    """
+    return window.is_open and backwards + 1 != window.length
 
 
 # What quantized reductions have lost.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fzero.collectives import FUNCTIONAL, Performer
 from fzero.ranks.mesh import Runtime
-from fzero.state import TrainState, schedule
+from fzero.state import TrainState, schedule, window
 from fzero.state.protocol import Announcement, Begin
 
 
@@ -70,12 +70,12 @@ def begin_of(
         program=program,
         served=form.served and not dropped,
     )
-    in_window = [one.window.is_open for one in states]
+    kept = [window.keeps(one.window, one.progress.backwards) for one in states]
     return Begin(
         form.number,
         announcement=said,
-        sums=any(map(_crosses, states)) and not all(in_window),
-        stays=state.setup.gathering.reshard_after_forward == "window" and in_window[owner],
+        sums=any(map(_crosses, states)) and not all(kept),
+        stays=state.setup.gathering.reshard_after_forward == "window" and state.window.is_open,
         rounds=not form.exact,
         dropped=dropped,
     )
@@ -90,7 +90,8 @@ def _text(form: PassForm, states: Sequence[TrainState], *, dropped: bool) -> str
     lines = [form.name, f"gradients dropped just before: {dropped}"]
     for state in states:
         setup = state.setup
-        place = "in a window" if state.window.is_open else "at once"
+        kept = window.keeps(state.window, state.progress.backwards)
+        place = "in a window" if kept else "at once"
         lines.append(f"stage {setup.stage}, reduced {place}, {setup.differentiates_as}")
         lines.append(f"loss scale {state.scale and state.scale.policy}")
         if not form.served:

@@ -190,9 +190,18 @@ def _window(driver: Driver, name: str, *, guesses: bool) -> Iterator[None]:
 
 
 def _without_block(now: TrainState, before: TrainState) -> TrainState:
-    """Return the state without what a block has brought that raised."""
-    held = {name: getattr(before, name) for name in ("gradients", "window", "progress")}
-    return now.replace(setup=now.setup.with_weights(before.setup.reduction.weighted), **held)
+    """Return the state without what a block that raised has brought on this rank.
+
+    What it took part in that other ranks reduced is every rank's. If its own were reduced, too, all
+    ranks compare at their next call who holds gradients.
+    """
+    own = now.progress.reductions > before.progress.reductions
+    return now.replace(
+        gradients=before.gradients if own else now.gradients,
+        window=before.window,
+        progress=before.progress,
+        setup=now.setup.with_weights(before.setup.reduction.weighted),
+    )
 
 
 # What raises.

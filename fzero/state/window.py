@@ -60,15 +60,6 @@ def close(window: Window) -> Window:
     return replace(window, gathered=(), is_open=False, is_settled=False)
 
 
-def keeps(window: Window, backwards: int) -> bool:
-    """Whether the next gradients stay in the window; `backwards`: since the update.
-
-    Not those of the backward that should be the window's last: they are reduced beside it, with
-    what waits. Later ones are kept, and reduced when the window closes: a sum is linear.
-    """
-    return window.is_open and backwards + 1 != window.length
-
-
 # What quantized reductions have lost.
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fzero.collectives import FUNCTIONAL, Performer
 from fzero.ranks.mesh import Runtime
-from fzero.state import TrainState, schedule, window
+from fzero.state import TrainState, schedule
 from fzero.state.protocol import Announcement, Begin
 
 
@@ -70,7 +70,7 @@ def begin_of(
         program=program,
         served=form.served and not dropped,
     )
-    kept = [window.keeps(one.window, one.progress.backwards) for one in states]
+    kept = [one.coalesces for one in states]
     return Begin(
         form.number,
         announcement=said,
@@ -90,8 +90,7 @@ def _text(form: PassForm, states: Sequence[TrainState], *, dropped: bool) -> str
     lines = [form.name, f"gradients dropped just before: {dropped}"]
     for state in states:
         setup = state.setup
-        kept = window.keeps(state.window, state.progress.backwards)
-        place = "in a window" if kept else "at once"
+        place = "in a window" if state.coalesces else "at once"
         lines.append(f"stage {setup.stage}, reduced {place}, {setup.differentiates_as}")
         lines.append(f"loss scale {state.scale and state.scale.policy}")
         if not form.served:

@@ -153,7 +153,7 @@ class Pass:
         """
         self.put_aside()
         self.weight = weight
-        self.reducer.begin([(state.setup, _keeps(state)) for state in self.states])
+        self.reducer.begin([(state.setup, state.coalesces) for state in self.states])
         silent = silent and not self.gathers
         if not silent:
             self._reduce_waiting()
@@ -170,7 +170,7 @@ class Pass:
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.gradient_share
             feed_back(state, self.reducer.feedback(number), share)
-            if pending.held and not _keeps(state):
+            if pending.held and not state.coalesces:
                 # `receive` multiplies all of it by the share
                 flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
@@ -223,7 +223,7 @@ class Pass:
         self._after_pass()
         new, bad = [], self.finite.taken()
         for number, state in enumerate(self.states):
-            waits = _keeps(state)
+            waits = state.coalesces
             if waits:
                 state = self._with_served(number)
             means = self.reducer.pop_means(number)
@@ -328,8 +328,3 @@ class Pass:
                 state = self.states[number]
                 kept = replace(state.window, gathered=gathered)
                 self.put(number, state.replace(window=kept))
-
-
-def _keeps(state: TrainState) -> bool:
-    """Whether the gradients of the next backward stay on this rank."""
-    return window.keeps(state.window, state.progress.backwards)

@@ -26,7 +26,7 @@ def receive(state: TrainState, flats: Sequence[Tensor], *, used: int = progress.
     `flats` are means over ranks, [l] (at stage 0 [W l]); in a window this rank's own, [W l].
     `used`: the leaves that this rank has one of, bit by bit.
     """
-    waits = window.keeps(state.window, state.progress.backwards)
+    waits = state.coalesces
     counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
     state = state.replace(progress=counted)
     flats = part_of_update(state, flats)
@@ -40,7 +40,7 @@ def receive_local(
 
     A state that donates has them added in the memory of those before, with no copy between.
     """
-    waits, donated = window.keeps(state.window, state.progress.backwards), donates(state)
+    waits, donated = state.coalesces, donates(state)
     old = state.window.pending if waits else state.gradients
     if not old.held or not donated or state.setup.offload.gradients is not None:
         found = reducer.states[number].pop_local(to_write=donated and not old.held)

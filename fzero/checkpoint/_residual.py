@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero.checkpoint._pieces import OwnShard
 from fzero.checkpoint.manifest import Manifest
-from fzero.collectives.quantize import residual_of
+from fzero.machine.encode import residual_of
 from fzero.machine.partition import shard_of
 from fzero.state import Part, TrainState
 

@@ -169,7 +169,7 @@ class Pass:
         """Add gradients that wait in a closed window to the coming reductions."""
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.gradient_share
-            feed_back(state, self.reducer.feedback(number), share)
+            feed_back(state, self.reducer.encoder(number), share)
             if pending.held and not state.coalesces:
                 # `receive` multiplies all of it by the share
                 flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
@@ -232,7 +232,7 @@ class Pass:
                 continue
             if state.window.pending.held and not waits:
                 state = state.replace(window=window.pop(state.window)[0])
-            state = with_lost(state, self.reducer.feedback(number))
+            state = with_lost(state, self.reducer.encoder(number))
             state, used = with_found(state, bad[number]), self._used(number)
             if means:
                 flats = filled(state, means, state.setup.gradients)

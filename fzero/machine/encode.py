@@ -15,7 +15,7 @@ al., "DoubleSqueeze", arXiv 1905.05957, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,10 +23,14 @@ from torch import Tensor
 
 from fzero.collectives.encoded import WireForm, decoded, encoded, sum_of, wide
 from fzero.errors import LayoutError
-from fzero.state import Buffers, Placement, Setup, TrainState
+from fzero.machine.packing import without_padding
+from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.codec import Codec
 
 _TRIED = 1000  # elements that a codec is tried with
+
+Lent = tuple[Sequence[Tensor], Tensor | float]
+"""What each memory of a state holds, and how many times that gradients are."""
 
 
 class MemorySlot(NamedTuple):
@@ -51,6 +55,18 @@ def memories_of(setup: Setup) -> list[MemorySlot]:
         return there
     ranks = setup.axis.size
     return [*there, *(MemorySlot(i, True, layout.full_numel(i) // ranks) for i in layout.trainable)]
+
+
+def held_part(setup: Setup, rank: int, *, back: bool) -> tuple[str, Part]:
+    """Return whose memory a rank has (a rank's, a replica's, the sum's), and which part of it."""
+    if back and setup.gradients is Placement.REPLICATED:
+        return "back", Part(setup.axis.size, rank)
+    if back:
+        return "back", setup.part(Placement.OVER_ALL, rank)
+    if setup.reduction.over == "all":
+        return str(rank), Part(1, 0)
+    replica, shard = divmod(rank, setup.layout.ranks)
+    return str(replica), Part(setup.layout.ranks, shard)
 
 
 def goes_back(setup: Setup) -> bool:
@@ -125,16 +141,17 @@ class Encoder:
         self._setup, self.codec = setup, setup.codec
         self._slot = {(m.group, m.back): n for n, m in enumerate(memories_of(setup))}
         self._forms: dict[tuple[int, bool], WireForm] = {}
+        self._lent: Callable[[], Lent] | None = None
+        self._held: list[Tensor] = []  # as lent, and changed since then
         self._factor: Tensor | float = 1.0
-        self._held: list[Tensor] = []
         self._changed: dict[int, Tensor] = {}
 
-    def begin(self, held: Sequence[Tensor], factor: Tensor | float) -> None:
-        """Take what each memory holds; gradients are `factor` times that."""
-        self._held, self._factor, self._changed = list(held), factor, {}
+    def remembers_by(self, lent: Callable[[], Lent]) -> None:
+        """Take the function that gives what the memories of the state hold now."""
+        self._lent = lent
 
     def changed(self) -> dict[int, Tensor]:
-        """Return, and forget, what each memory that was used holds now; nothing follows."""
+        """Return, and forget, what each memory that was used holds now: it goes into the state."""
         changed, self._changed, self._held = self._changed, {}, []
         return changed
 
@@ -154,6 +171,15 @@ class Encoder:
             return decoded(self.codec, rows, form, dtype).reshape(-1)
         return sum_of(self.codec, rows, form, dtype)
 
+    def result(self, index: int, received: Tensor) -> Tensor:
+        """Return this rank's part of the sum: what the last collective brought, without padding."""
+        if goes_back(self._setup):
+            total = self.gathered(index, received)
+        else:
+            total = self.summed(index, received)
+        part = self._setup.part(self._setup.gradients, self._setup.axis.rank)
+        return without_padding(self._setup.layout, index, part, total)
+
     def gathered(self, index: int, received: Tensor) -> Tensor:
         """Return the parts of the sum that the ranks have sent back, end to end."""
         form = self._forms[index, True]
@@ -162,6 +188,10 @@ class Encoder:
     def _encoded(self, index: int, values: Tensor, *, back: bool, remembers: bool) -> Tensor:
         """Encode values and what the memory holds; keep what that loses, where it is finite."""
         slot = self._slot.get((index, back)) if remembers else None
+        if slot is not None and not self._held:
+            assert self._lent is not None
+            held, self._factor = self._lent()
+            self._held = list(held)
         total = values.to(wide(values.dtype))
         if slot is not None:
             total = total + self._held[slot].to(total.dtype) * self._factor
@@ -173,8 +203,14 @@ class Encoder:
             held = self._held[slot]
             left = (rows.reshape(-1) if back else self._in_order(rows)).div_(self._factor)
             left = torch.where(left.isfinite(), left, held).to(held.dtype)
-            self._held[slot] = self._changed[slot] = left
+            self._held[slot] = self._changed[slot] = self._cleared(index, left, back=back)
         return buffer.reshape(-1)
+
+    def _cleared(self, index: int, left: Tensor, *, back: bool) -> Tensor:
+        """Return what a memory keeps: nothing of padding, which is in no checkpoint."""
+        setup = self._setup
+        _, part = held_part(setup, setup.axis.rank, back=back)
+        return without_padding(setup.layout, index, part, left)
 
     def _dtype(self, index: int) -> torch.dtype:
         return wide(self._setup.accumulate_dtype(index))

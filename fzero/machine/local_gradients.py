@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fzero.context.modes import is_recorded
 from fzero.machine.bucket import Bucket
-from fzero.machine.encode import Encoder, goes_back
+from fzero.machine.encode import Encoder
 from fzero.machine.offload import add_to, offloaded, to_device
 from fzero.machine.route import route_of
 from fzero.ranks.mesh import Axis
@@ -70,8 +70,7 @@ class LocalGradients:
         """Divide a sum over ranks by W, unless packing did; add it to the mean of the group."""
         setup = self.setup
         if self.encoder is not None:
-            back = goes_back(setup)
-            got = self.encoder.gathered(index, got) if back else self.encoder.summed(index, got)
+            got = self.encoder.result(index, got)
         mean = got.to(setup.accumulate_dtype(index))
         first = setup.divides_first(index) if _in_place(setup) else 1.0
         if (divisor := setup.divisor / first) != 1.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from fzero.collectives import performer_of
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import PhaseError
 from fzero.machine import Reducer
-from fzero.machine.encode import Encoder, residual_of
+from fzero.machine.encode import Encoder, Lent, residual_of
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
 from fzero.ranks.mesh import Runtime
@@ -122,28 +123,38 @@ def means_over_ranks(
     if performer is None:
         return state, local
     reducer = Reducer([setup], [performer.over(setup.axis)], [state.device])
-    feed_back(state, reducer.encoder(0))
+    if (encoder := reducer.encoder(0)) is not None:
+        encoder.remembers_by(partial(_lent, state))
     reducer.add_waiting(0, local, owned=owned)
     local.clear()
     for unit in reversed(range(reducer.unit_count)):
         reducer.start(unit)
     reducer.wait_all()
-    return with_lost(state, reducer.encoder(0)), reducer.pop_means(0)
+    return with_lost(state, encoder), reducer.pop_means(0)
 
 
-def feed_back(state: TrainState, encoder: Encoder | None, share: float = 1.0) -> None:
-    """Load a state's residual into an encoder, which adds it to the next gradients.
+def lend_residuals(reducer: Reducer, states: Sequence[TrainState]) -> None:
+    """Let the encoders of a reducer read the residuals of its states, as they are then."""
+
+    def lend(number: int) -> Lent:
+        return _lent(states[number], states[number].setup.gradient_share)
+
+    for number in range(len(states)):
+        if (encoder := reducer.encoder(number)) is not None:
+            encoder.remembers_by(partial(lend, number))
+
+
+def _lent(state: TrainState, share: float = 1.0) -> Lent:
+    """Return a state's residual, and how many times that gradients are which are to be encoded.
 
     `share`: what those are still multiplied by to be gradients of the state.
     """
-    if encoder is None:
-        return
     factor = 1 / share if state.scale is None else state.scale.scale / share
-    encoder.begin(residual_of(state).flats, factor)
+    return residual_of(state).flats, factor
 
 
 def with_lost(state: TrainState, encoder: Encoder | None) -> TrainState:
-    """Return the state with the residual of the reductions since `feed_back`."""
+    """Return the state with what encoding has lost since it was lent the residual."""
     changed = {} if encoder is None else encoder.changed()
     if not changed:
         return state

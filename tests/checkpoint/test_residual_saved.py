@@ -120,3 +120,40 @@ def engine_of_odd() -> fzero.adapter.Engine:
 def train(engine: fzero.adapter.Engine, x: Batch) -> None:
     engine(x).backward()
     engine.step()
+
+
+MESH: dict[str, Any] = {"mesh": (2, 2)}
+PLACES: list[tuple[int, int, Any, dict[str, Any]]] = [
+    (3, 0, "all", {}),  # the sum has a memory, too
+    (4, 2, "all", MESH),
+    (4, 3, "replicas", MESH),
+    (4, 1, "replicas", {**MESH, "optimizer_over": "all"}),
+    (4, 0, "all", MESH),
+]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "over", "options"), PLACES)
+def test_every_memory_is_saved_and_goes_on_with_the_same_bits(
+    ranks: int, stage: int, over: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    step = fzero.simulate(step_of(stage, INT8, over, **options), world_size=ranks)
+    state = trained(step, begun(step), ranks)
+    save(tmp_path, state)
+    loaded = load(tmp_path, begun(step))
+    lost = state.window.residual.flats
+    assert lost[0].any() and sum(bool(flat[0].any()) for flat in lost[len(lost) // 2 :])
+    for x, y in zip(lost, loaded.window.residual.flats, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_what_sums_have_lost_is_added_where_they_have_no_memory(tmp_path: Path) -> None:
+    def lost(state: TrainState) -> float:
+        return float(sum(flat.double().sum() for flat in state.window.residual.flats))
+
+    step = fzero.simulate(step_of(0), world_size=2)
+    state = trained(step, begun(step), 2)
+    save(tmp_path, state)
+    for ranks, stage, over, options in ((2, 2, "all", {}), (3, 0, "all", {}), *PLACES[1:]):
+        other = fzero.simulate(step_of(stage, INT8, over, **options), world_size=ranks)
+        loaded = load(tmp_path, begun(other))
+        assert abs(lost(loaded) - lost(state)) < 1e-4 and abs(lost(state)) > 1e-3

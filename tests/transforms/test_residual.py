@@ -68,7 +68,7 @@ def overflowing(rank: int, step: int) -> Batch:
 
 
 @DRIVERS
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: int) -> None:
     """The steps around an overflow give the bits of a run that never had it."""
 
@@ -161,7 +161,7 @@ MICRO: dict[str, Any] = {"gradient_accumulation_steps": 2, "average_micro_batche
 @pytest.mark.parametrize(
     ("train", "options"), [(in_a_window, {}), (in_micro_batches, MICRO), (in_other_numbers, {})]
 )
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_however_ranks_go_updates_lack_the_last_residual_and_nothing_else(
     train: Any, options: dict[str, Any], stage: int
 ) -> None:

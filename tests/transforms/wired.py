@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fzero
 from fzero import Compress
 from fzero.adapter import Engine
+from fzero.checkpoint._residual import residual_shards
 from fzero.machine.packing import unpack
 from fzero.state import TrainState
 
@@ -158,9 +159,13 @@ def moved(state: TrainState) -> dict[str, Tensor]:
 
 
 def residual(state: TrainState) -> dict[str, Tensor]:
-    """{path: mean_r(e_r)}, of what encoding has lost."""
+    """{path: mean_r(e_r)}, of what encoding has lost, there and back."""
     layout, found = state.setup.layout, {}
-    for index, flat in zip(layout.trainable, state.window.residual.flats, strict=True):
+    lost = {i: state.params.flats[0].new_zeros(layout.full_numel(i)) for i in layout.trainable}
+    lost = {i: flat.to(state.setup.accumulate_dtype(i)) for i, flat in lost.items()}
+    for _, index, (count, number), values in residual_shards(state, state.setup.axis.rank):
+        lost[index].view(count, -1)[number] += values
+    for index, flat in lost.items():
         leaves = unpack(layout, index, fzero.pmean(flat))
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
         found.update(zip(paths, leaves, strict=True))

@@ -158,11 +158,13 @@ def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
         )
 
     assert run()
-    begin = Encoder.begin
+    remembers_by = Encoder.remembers_by
     monkeypatch.setattr(
         Encoder,
-        "begin",
-        lambda self, held, factor: begin(self, [torch.zeros_like(x) for x in held], factor),
+        "remembers_by",
+        lambda self, lent: remembers_by(
+            self, lambda: ([torch.zeros_like(x) for x in lent()[0]], lent()[1])
+        ),
     )
     (cell,) = run().failures
     assert "w[" in cell.describe()

@@ -27,6 +27,7 @@ from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import Scale, documents, takes
 from fzero.ranks.mesh import Axis, axis_of
 from fzero.state import HookState, TrainState, progress
+from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -94,6 +95,7 @@ class Engine:
         stage: int,
         autocast: Autocast | torch.dtype | None = None,
         offload: Offload | None = None,
+        compress: Compress | None = None,
         leaf_modules: LeafSpec | None = None,
         micro_batches: int = 1,
         average_micro_batches: bool = False,

@@ -19,7 +19,7 @@ from fzero.state.setup import Setup
 def state_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
 
-    The window has what is not reduced yet, the residual of quantized gradients, and full parameters
+    The window has what is not reduced yet, the residual of encoded gradients, and full parameters
     that it keeps. Of a state that is offloaded also by place: on device, in host memory, on disk.
 
     Raises `LayoutError` for what is no state.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import broadcast, told_everywhere
-from fzero.collectives.quantize import residual_of
 from fzero.context.modes import in_transform, require_autograd
 from fzero.errors import LayoutError
+from fzero.machine.encode import residual_of
 from fzero.machine.offload import offloaded
 from fzero.machine.packing import pack
 from fzero.machine.partition import leaves_of, unit_of
@@ -34,6 +34,7 @@ from fzero.state import (
     Setup,
     TrainState,
 )
+from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
@@ -57,6 +58,7 @@ def init(
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
 @overload
@@ -68,6 +70,7 @@ def init(
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
 @takes("init", "init(params, optimizer, stage=2)")
@@ -79,6 +82,7 @@ def init(  # noqa: D417 {options}
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
@@ -135,7 +139,7 @@ def init(  # noqa: D417 {options}
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
         require_params(params)
-        given = {**options, "autocast": autocast, "offload": offload}
+        given = {**options, "autocast": autocast, "offload": offload, "compress": compress}
         chosen = check_shared(grouped(SharedOptions, given))
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
 

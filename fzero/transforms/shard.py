@@ -138,9 +138,9 @@ def sharded_as(
         return sharded_as(inner, stage=stage, mesh=mesh)
     made: Any = step.find_init()
     asked = init_options_of(step.inner)
-    options = {name: x for name, x in made.keywords.items() if name not in asked}
-    own = options.pop("stage")
-    return shard(step.inner, stage=own if stage is None else stage, **{**options, "mesh": mesh})
+    options: Any = {name: x for name, x in made.keywords.items() if name not in asked}
+    options |= {"mesh": mesh} | ({} if stage is None else {"stage": stage})
+    return shard(step.inner, **options)
 
 
 def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:

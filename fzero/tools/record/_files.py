@@ -30,7 +30,7 @@ from fzero.checkpoint.everywhere import CheckpointError, Ranks, damaged, everywh
 from fzero.errors import LayoutError
 from fzero.state import Placement
 from fzero.tools.record._digest import DigestedLeaf
-from fzero.tools.record._records import KeptState, RecordedCall, RecordedForm
+from fzero.tools.record._records import RecordedCall, RecordedForm, Snapshot
 
 HEAD = "recording.json"
 _VERSION = 1
@@ -41,7 +41,7 @@ class FilesOf:
     """What is written of a recording; see `Recording`."""
 
     form: RecordedForm
-    kept: tuple[KeptState, ...]
+    kept: tuple[Snapshot, ...]
     calls: tuple[RecordedCall, ...]
     updates: int
     last: Tensor | None
@@ -82,7 +82,7 @@ def read_folder(folder: Path) -> FilesOf:
         return FilesOf(
             form=form,
             kept=tuple(
-                KeptState(
+                Snapshot(
                     call=one["call"],
                     updates=one["updates"],
                     path=folder / Path(one["path"]).name,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.checkpoint.elements import Held, generators, held_by
-from fzero.checkpoint.everywhere import Ranks, from_first
 from fzero.errors import DonatedError, LayoutError
 from fzero.errors.check import check_flags, is_count, require
 from fzero.state import NAMESPACE, Phase, Setup, TrainState
@@ -31,8 +28,9 @@ from fzero.tools.record._digest import (
     places_of,
     words,
 )
+from fzero.tools.record._folder import StateFolder
 from fzero.tools.record._recording import Recording, host_copy
-from fzero.tools.record._records import Inputs, KeptState, RecordedCall, RecordedForm
+from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot
 
 WhereParted = Literal["raise", "warn"]
 
@@ -60,11 +58,10 @@ class Recorder:
         self._form: RecordedForm | None = None
         self._setup: Setup | None = None
         self._ranks: tuple[int, ...] = ()  # of this process
-        self._processes: Ranks | None = None
         self._where: list[tuple[Place | None, ...]] = []  # of each rank: see _digest.py
-        self._kept: list[KeptState] = []
+        self._kept: list[Snapshot] = []
         self._calls: list[RecordedCall] = []
-        self._folder: _Folder | None = None
+        self._folder: StateFolder | None = None
         self._after: Any = None  # what the last call has returned: a state, or the engine
         functools.update_wrapper(self, fn, updated=())
 
@@ -105,8 +102,7 @@ class Recorder:
             last=last,
             step_fn=self._fn,
             setup=self._setup,
-            processes=self._processes,
-            holder=self._folder,
+            home=self._folder,
         )
 
     def _result(self) -> tuple[int, Tensor | None]:
@@ -123,7 +119,6 @@ class Recorder:
         form = _form_of(held)
         if self._form is None:
             self._form, self._ranks, self._setup = form, held.ranks, held.setup
-            self._processes = held.processes
             pairs = zip(held.states, held.ranks, strict=True)
             self._where = [places_of(one, rank) for one, rank in pairs]
         elif form != self._form:
@@ -163,12 +158,10 @@ class Recorder:
         """Keep the state, compare what ranks have in common, drop the oldest. A collective."""
         ranks, updates = held.processes, _updates(held.states)
         if self._folder is None:
-            self._folder = _Folder(ranks, self._asked.folder)
+            self._folder = StateFolder(ranks, self._asked.folder)
         path = self._folder.path / f"state-{number:08d}"
         checkpoint.save(path, thing, rng=False)
-        kept = KeptState(
-            call=number, updates=updates, path=path, places=self._digests(held, places)
-        )
+        kept = Snapshot(call=number, updates=updates, path=path, places=self._digests(held, places))
         self._kept.append(kept)
         self._compare(held, rows, updates)
         most = max(ranks.tell(sum(call.nbytes for call in self._calls)))
@@ -193,24 +186,6 @@ class Recorder:
             raise found
         if found is not None:
             warnings.warn(str(found), stacklevel=4)
-
-
-class _Folder:
-    """Where states are kept; one that was made for it goes when nobody holds it any more."""
-
-    def __init__(self, ranks: Ranks, path: Path | None) -> None:
-        shared = Path("/dev/shm")
-        where = str(shared) if shared.is_dir() else None
-
-        def make() -> Path:
-            if path is None:
-                return Path(tempfile.mkdtemp(prefix="fzero-recording-", dir=where))
-            path.mkdir(parents=True, exist_ok=True)
-            return path
-
-        self.path = from_first(ranks, make, what="make the folder of a recording")
-        if path is None and ranks.axis.rank == 0:
-            weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 def record(

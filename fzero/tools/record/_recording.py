@@ -17,7 +17,8 @@ from fzero.ranks.axis import Axis
 from fzero.state import NAMESPACE, Setup
 from fzero.tools.record._digest import of_leaves
 from fzero.tools.record._files import FilesOf, read_folder, write_folder
-from fzero.tools.record._records import KeptState, RecordedCall, RecordedForm
+from fzero.tools.record._folder import StateFolder
+from fzero.tools.record._records import RecordedCall, RecordedForm, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,18 +34,18 @@ class Recording:
         last: [R, n] digests of the state after the last call.
         step_fn: what was recorded; None of a recording that was loaded.
         setup: of its state; None of a recording that was loaded.
+        home: the folder of `kept`, which goes when nobody holds it; None where it stays.
     """
 
     form: RecordedForm
     ranks: tuple[int, ...]
-    kept: tuple[KeptState, ...]
+    kept: tuple[Snapshot, ...]
     calls: tuple[RecordedCall, ...]
     updates: int
     last: Tensor | None
     step_fn: Callable[..., Any] | None = None
     setup: Setup | None = None
-    processes: Ranks | None = None
-    holder: Any = None  # of the folder of `kept`: it goes when nobody holds it
+    home: StateFolder | None = None
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +90,8 @@ class Recording:
         files = FilesOf(
             form=self.form, kept=self.kept, calls=self.calls, updates=self.updates, last=self.last
         )
-        write_folder(files, Path(folder), self.ranks, self.processes or Ranks(axis=Axis(size=1)))
+        ranks = Ranks(axis=Axis(size=1)) if self.home is None else self.home.ranks
+        write_folder(files, Path(folder), self.ranks, ranks)
 
     def __repr__(self) -> str:
         form, held = self.form, "nothing"

@@ -17,7 +17,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeptState:
+class Snapshot:
     """A state before a call, as a checkpoint that any number of ranks loads at any stage."""
 
     call: int

@@ -30,7 +30,7 @@ from fzero.tools.record._digest import (
     words,
 )
 from fzero.tools.record._recording import Recording, require_all_ranks
-from fzero.tools.record._records import Inputs, KeptState, RecordedCall
+from fzero.tools.record._records import Inputs, RecordedCall, Snapshot
 from fzero.transforms import simulate
 from fzero.transforms.pipeline import Step
 from fzero.transforms.shard import sharded_as
@@ -42,7 +42,7 @@ class Replaying:
     def __init__(self, recording: Recording, world_size: int) -> None:
         self.recording, self.world_size, self.state = recording, world_size, None
 
-    def begin(self, kept: KeptState) -> None:
+    def begin(self, kept: Snapshot) -> None:
         """Start from a state that was kept."""
         self.state = checkpoint.load(kept.path, self.fresh(), rng=False)
 
@@ -155,7 +155,7 @@ class _OfEngine(Replaying):
     def fresh(self) -> Any:
         return self._fresh
 
-    def begin(self, kept: KeptState) -> None:
+    def begin(self, kept: Snapshot) -> None:
         super().begin(kept)
         for rank, engine in self.engines.items():
             fill_module(kept.path, engine, rank, self.world_size)

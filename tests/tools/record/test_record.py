@@ -183,11 +183,12 @@ def test_ranks_that_part_are_told_at_the_next_state_that_is_kept() -> None:
 
 def test_what_cannot_be_recorded_or_made_again_is_refused() -> None:
     step, state = step_of(0)
-    for options, words in (
+    wrong: Any = (
         ({"every": 0}, "every=0"),
         ({"every": 1, "keep": 0}, "keep=0"),
         ({"every": 1, "parted": "no"}, "parted='no'"),
-    ):
+    )
+    for options, words in wrong:
         with pytest.raises(LayoutError, match=words):
             fzero.record(step, **options)
     recorder = fzero.record(step, every=1)

@@ -21,7 +21,7 @@ from fzero.errors.check import check_flags, is_count, require
 from fzero.state import NAMESPACE, Phase, Setup, TrainState
 from fzero.tools.record._alike import unequal_ranks
 from fzero.tools.record._digest import (
-    Place,
+    Places,
     digested_leaves,
     digests_of,
     places,
@@ -58,7 +58,7 @@ class Recorder:
         self._form: RecordedForm | None = None
         self._setup: Setup | None = None
         self._ranks: tuple[int, ...] = ()  # of this process
-        self._where: list[tuple[Place | None, ...]] = []  # of each rank: see _digest.py
+        self._where: list[Places] = []  # of each rank
         self._kept: list[Snapshot] = []
         self._calls: list[RecordedCall] = []
         self._folder: StateFolder | None = None
@@ -116,17 +116,8 @@ class Recorder:
 
     def _begin(self, held: Held, thing: Any, inputs: Inputs) -> None:
         state = held.states[0]
-        form = _form_of(held)
-        if self._form is None:
-            self._form, self._ranks, self._setup = form, held.ranks, held.setup
-            pairs = zip(held.states, held.ranks, strict=True)
-            self._where = [places_of(one, rank) for one, rank in pairs]
-        elif form != self._form:
-            raise LayoutError(
-                f"record: a state of {_named(form)} after those of {_named(self._form)}.",
-                cause="one recorder for two models, stages or optimizers.",
-                fix="give each its own: fzero.record(step, ...).",
-            )
+        if self._setup is None or self._setup.layout is not held.setup.layout:
+            self._look_at(held)
         number = self._calls[-1].number + 1 if self._calls else 0
         rows = self._digests(held, words)
         due = not self._kept or number - self._kept[-1].call >= self._asked.every
@@ -147,6 +138,21 @@ class Recorder:
                 words=rows,
             )
         )
+
+    def _look_at(self, held: Held) -> None:
+        """Note the form of the first state; a later one must have it, too."""
+        form = _form_of(held)
+        if self._form is None:
+            self._form, self._ranks = form, held.ranks
+            pairs = zip(held.states, held.ranks, strict=True)
+            self._where = [places_of(one, rank) for one, rank in pairs]
+        elif form != self._form:
+            raise LayoutError(
+                f"record: a state of {_named(form)} after those of {_named(self._form)}.",
+                cause="one recorder for two models, stages or optimizers.",
+                fix="give each its own: fzero.record(step, ...).",
+            )
+        self._setup = held.setup
 
     def _digests(self, held: Held, digest: Any) -> Tensor | None:
         if not self._asked.digests:

@@ -79,7 +79,7 @@ class Recording:
     def whole(self, rows: Tensor) -> Tensor:
         """Return the digests [n] of whole leaves from those of all ranks, [W, n]."""
         require_all_ranks(self, "a comparison of digests")
-        return of_leaves(self.form.leaves, rows, self.form.shards, xor=True)
+        return of_leaves(self.form.leaves, rows, self.form.shards)
 
     def save(self, folder: str | Path) -> None:
         """Write it to a folder, for `fzero.load_recording`. A collective of the ranks of the run.

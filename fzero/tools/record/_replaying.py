@@ -85,7 +85,7 @@ class Replaying:
     def digests(self) -> dict[str, int]:
         """Return the digests of the whole leaves of the state now, by name."""
         leaves, shards = self.leaves(), state_of_rank(self.state, 0).setup.layout.ranks
-        whole = of_leaves(leaves, self.rows(), shards, xor=True)
+        whole = of_leaves(leaves, self.rows(), shards)
         return dict(zip([leaf.name for leaf in leaves], whole.tolist(), strict=True))
 
     def shown(self, state: Any) -> Any:

@@ -66,7 +66,7 @@ def test_a_state_has_the_same_digests_at_every_stage_and_world(
 ) -> None:
     params = {"a": torch.randn(3, 5), "b": torch.randn(()), "c": torch.randn(7).bfloat16()}
 
-    def digests(stage: int, ranks: int) -> dict[str, int]:
+    def digests(stage: int, ranks: int) -> dict[str, tuple[int, ...]]:
         def body() -> Any:
             state = fzero.init(params, fzero.optim.adam(0.1), stage=stage)
             rank = fzero.axis_index()

@@ -42,6 +42,16 @@ from fzero.tools.certify import certify
 from fzero.tools.compile import compile
 from fzero.tools.diff import Difference, Run, diff
 from fzero.tools.plan import plan
+from fzero.tools.record import (
+    Parting,
+    Recorder,
+    Recording,
+    Replayed,
+    bisect,
+    load_recording,
+    record,
+    replay,
+)
 from fzero.tools.trace import check_spmd, trace
 from fzero.transforms import (
     accumulate,
@@ -86,8 +96,12 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "Offload",
+    "Parting",
     "PeerFailedError",
     "PhaseError",
+    "Recorder",
+    "Recording",
+    "Replayed",
     "Run",
     "TrainState",
     "accumulate",
@@ -99,6 +113,7 @@ __all__ = [
     "autocast",
     "axis_index",
     "axis_size",
+    "bisect",
     "certify",
     "check_finite",
     "check_replicas",
@@ -119,6 +134,7 @@ __all__ = [
     "grad_and_reduce",
     "gradients",
     "init",
+    "load_recording",
     "offload",
     "optim",
     "plan",
@@ -126,8 +142,10 @@ __all__ = [
     "pmean",
     "psum",
     "psum_scatter",
+    "record",
     "reduce_scatter",
     "remat",
+    "replay",
     "scale_loss",
     "shard",
     "simulate",

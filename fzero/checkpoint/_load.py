@@ -19,7 +19,14 @@ from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
 from fzero.checkpoint.disk import read_text
-from fzero.checkpoint.driven import Buffers, blank_buffers, require_options, set_options
+from fzero.checkpoint.driven import (
+    Buffers,
+    Driven,
+    blank_buffers,
+    require_options,
+    set_buffers,
+    set_options,
+)
 from fzero.checkpoint.everywhere import everywhere, from_first
 from fzero.checkpoint.manifest import (
     Manifest,
@@ -29,6 +36,7 @@ from fzero.checkpoint.manifest import (
     require_fit,
 )
 from fzero.collectives import assert_same_everywhere
+from fzero.ranks.axis import Axis
 from fzero.state import TrainState
 
 Thing = TypeVar("Thing")
@@ -173,6 +181,24 @@ def read_extra(path: PathLike) -> dict[str, Any]:
     where = as_path("read_extra", path)
     wait_for_earlier(raises=False)
     return read_manifest(where).extra
+
+
+def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
+    """Give an engine the buffers and the param-group options of a checkpoint; not its state.
+
+    rank: whose buffers, of `size` ranks. For engines of virtual ranks, whose states are loaded as
+    a stack. Raises as `load`.
+    """
+    where = as_path("load", path)
+    with kept(where):
+        saved = read_manifest(where)
+        same = saved.origin["ranks"] == size
+        require_options(engine.optimizer, saved.module["options"])
+        buffers, pieces = blank_buffers(engine.module, saved.module["buffers"], rank, same)
+        index = storage().index_of(saved, pieces, where)
+        storage().read_pieces(pieces, where / saved.data, index, Axis(size=1))
+    set_buffers(engine.module, buffers)
+    set_options(engine.optimizer, saved.module["options"])
 
 
 def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:

@@ -11,7 +11,7 @@ import base64
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,19 +25,26 @@ def rng_file(rank: int) -> str:
     return f"rng-{rank:05d}.json"
 
 
-def rng_text() -> str:
-    """Return the states of all generators of this process."""
-    found: dict[str, Any] = {
-        "torch": _text(torch.get_rng_state()),
-        "python": random.getstate(),
-    }
+def generators() -> dict[str, Any]:
+    """Return the states of all generators of this process, as they give them."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = _text(torch.cuda.get_rng_state())
+        found["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [kind, keys.tolist(), *rest]
-    return json.dumps(found)
+        found["numpy"] = numpy.random.get_state()
+    return found
+
+
+def rng_text(found: Mapping[str, Any] | None = None) -> str:
+    """Return the states of all generators: those of this process, or what `generators` returned."""
+    texts = dict(generators() if found is None else found)
+    for name in texts.keys() & {"torch", "cuda"}:
+        texts[name] = _text(texts[name])
+    if "numpy" in texts:
+        kind, keys, *rest = texts["numpy"]
+        texts["numpy"] = [kind, keys.tolist(), *rest]
+    return json.dumps(texts)
 
 
 def rng_setter(text: str, where: object) -> Callable[[], None]:

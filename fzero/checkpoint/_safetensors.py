@@ -151,7 +151,7 @@ def places_in(folder: Path) -> dict[str, Place]:
                 cause="a mistyped path, or an export that was cut off.",
                 fix="pass the folder of export_safetensors, or of save_pretrained.",
             )
-        return _header_of(folder / SINGLE)
+        return read_file(folder / SINGLE)
     with open(index, "rb", opener=regular) as stream:
         weights = _json(index, stream.read()).get("weight_map")
     if not isinstance(weights, dict) or not weights:
@@ -163,13 +163,16 @@ def places_in(folder: Path) -> dict[str, Place]:
         if file not in files:
             if not is_there(folder / file):
                 raise damaged(folder / file, "is missing")
-            files[file] = _header_of(folder / file)
+            files[file] = read_file(folder / file)
         if name not in files[file]:
             raise damaged(folder / file, f"has no {name}, which its index says")
     return {name: files[file][name] for name, file in weights.items()}
 
 
-def _header_of(file: Path) -> dict[str, Place]:
+def read_file(file: Path) -> dict[str, Place]:
+    """Return where each tensor of a file is. Raises `CheckpointError` for a damaged one."""
+    if not is_there(file):
+        raise damaged(file, "is missing")
     size = file.stat().st_size
     with open(file, "rb", opener=regular) as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -119,6 +119,30 @@ def shard(  # noqa: D417 {options}
     )
 
 
+def sharded_as(
+    step: Step[..., Any], *, stage: Stages | None = None, mesh: tuple[int, int] | None = None
+) -> Step[..., Any]:
+    """Return the step sharded over the ranks that run it, and without donation.
+
+    step: with a `shard`, under `simulate` or not. stage: None for its own. mesh: the sizes of two
+    dims.
+
+    Example:
+        >>> import fzero
+        >>> step = fzero.simulate(fzero.shard(lambda s: (s, 0), stage=2, donate=True), world_size=2)
+        >>> sharded_as(step, stage=3)
+        shard(stage=3) . <lambda>
+    """
+    if step.name == "simulate":
+        inner: Any = step.inner
+        return sharded_as(inner, stage=stage, mesh=mesh)
+    made: Any = step.find_init()
+    asked = init_options_of(step.inner)
+    options: Any = {name: x for name, x in made.keywords.items() if name not in asked}
+    options |= {"mesh": mesh} | ({} if stage is None else {"stage": stage})
+    return shard(step.inner, **options)
+
+
 def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a pipeline prints: the stage, and those that differ from their defaults."""
     hidden = {"mesh", "units", "trainable"}

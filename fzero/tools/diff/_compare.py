@@ -10,7 +10,7 @@ from fzero.tools.diff._backward import gathers, losses, summed_gradients
 from fzero.tools.diff._difference import GRADIENT, LOSS, MODULE
 from fzero.tools.diff._lead import Lead
 from fzero.tools.diff._pair import SidePair, Spacing
-from fzero.tools.diff._record import RankUpdate, Recording
+from fzero.tools.diff._record import CallRecord, RankUpdate
 from fzero.tools.diff._side import Apart, Side
 from fzero.tools.diff._update import returned, updates
 from fzero.tools.diff._values import values_of
@@ -23,7 +23,7 @@ class Called:
     """One call of a step: the states before it, the recorded updates, the states after it."""
 
     before: Rows
-    seen: Recording
+    seen: CallRecord
     after: Rows
 
     def sides(self, state: int) -> list[Side]:

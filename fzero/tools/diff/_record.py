@@ -49,7 +49,7 @@ class RankUpdate:
     onward: TrainState | None = None  # what the step goes on from, if it is another state
 
 
-class Recording:
+class CallRecord:
     """The record of one call of a step, for each state and rank.
 
     `unit` is the relative spacing of numbers in the coarsest dtype that the states ask for, and

@@ -16,7 +16,7 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compare import cast, copied, copy_of_tree, disturbed_tree
 from fzero.tools.diff._compare import Called
 from fzero.tools.diff._modules import Trails
-from fzero.tools.diff._record import Leads, Recording
+from fzero.tools.diff._record import CallRecord, Leads
 from fzero.tools.diff._values import Values, values_of, with_whole
 from fzero.transforms import simulate
 from fzero.transforms.observe import observe
@@ -130,7 +130,7 @@ class RunUnderWay:
         given = copied(state)
         trails = Trails()
         count = len(flatten_states("diff", given)[0])
-        recording = Recording(count, trails, leads, optimizer_unit)
+        recording = CallRecord(count, trails, leads, optimizer_unit)
 
         def watched(state: Any, batch: Any) -> Any:
             with recording.watching():

@@ -1,0 +1,158 @@
+"""What a flight recorder holds: states now and then, and each call's inputs and digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.everywhere import Ranks
+from fzero.errors import LayoutError
+from fzero.ranks.axis import Axis
+from fzero.state import NAMESPACE, Setup
+from fzero.tools.record._digest import of_leaves
+from fzero.tools.record._files import FilesOf, read_folder, write_folder
+from fzero.tools.record._folder import StateFolder
+from fzero.tools.record._records import RecordedCall, RecordedForm, Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording:
+    """A part of a run: what `fzero.replay` and `fzero.bisect` take.
+
+    Attributes:
+        form: stage, ranks and leaves of its state.
+        ranks: those whose part it has: one of a process, or all.
+        kept: states, the oldest first; calls before the first one are not held.
+        calls: without a gap, the oldest first.
+        updates: that the state had made after the last call.
+        last: [R, n] digests of the state after the last call.
+        step_fn: what was recorded; None of a recording that was loaded.
+        setup: of its state; None of a recording that was loaded.
+        home: the folder of `kept`, which goes when nobody holds it; None where it stays.
+    """
+
+    form: RecordedForm
+    ranks: tuple[int, ...]
+    kept: tuple[Snapshot, ...]
+    calls: tuple[RecordedCall, ...]
+    updates: int
+    last: Tensor | None
+    step_fn: Callable[..., Any] | None = None
+    setup: Setup | None = None
+    home: StateFolder | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs and digests; those of the states are in their folders."""
+        return sum(call.nbytes for call in self.calls)
+
+    def call_of(self, update: int) -> int:
+        """Return the place in `calls` of the call that made an update, which counts from 1.
+
+        Raises `LayoutError` for an update that is not recorded.
+        """
+        ends = [*(call.updates for call in self.calls[1:]), self.updates]
+        for place, (call, end) in enumerate(zip(self.calls, ends, strict=True)):
+            if call.updates < update <= end:
+                return place
+        raise LayoutError(
+            f"update {update} is not recorded: {self!r}.",
+            cause="an update from before the oldest state that was kept, or a call that made none.",
+            fix="choose a recorded one; record with keep=None to keep them all.",
+        )
+
+    def result_of(self, place: int) -> Tensor | None:
+        """Return the digests [n] of the whole leaves after a call."""
+        after = self.calls[place + 1].words if place + 1 < len(self.calls) else self.last
+        return None if after is None else self.whole(after)
+
+    def rows_after(self, place: int) -> Tensor | None:
+        """Return the digests [R, n] of each rank's part after a call."""
+        return self.calls[place + 1].words if place + 1 < len(self.calls) else self.last
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return the digests [n] of whole leaves from those of all ranks, [W, n]."""
+        require_all_ranks(self, "a comparison of digests")
+        return of_leaves(self.form.leaves, rows, self.form.shards)
+
+    def save(self, folder: str | Path) -> None:
+        """Write it to a folder, for `fzero.load_recording`. A collective of the ranks of the run.
+
+        Raises `LayoutError` for inputs that are no tensors, numbers, texts, or tuples, lists and
+        dicts of them, `CheckpointError` if the disk does not take it.
+        """
+        files = FilesOf(
+            form=self.form, kept=self.kept, calls=self.calls, updates=self.updates, last=self.last
+        )
+        ranks = Ranks(axis=Axis(size=1)) if self.home is None else self.home.ranks
+        write_folder(files, Path(folder), self.ranks, ranks)
+
+    def __repr__(self) -> str:
+        form, held = self.form, "nothing"
+        if self.calls:
+            held = f"updates {self.calls[0].updates + 1} to {self.updates}"
+        ranks = "all ranks" if len(self.ranks) == form.world_size else f"rank {self.ranks[0]}"
+        return (
+            f"Recording({held} of a {form.driver} at stage {form.stage}, {ranks} of "
+            f"{form.world_size}, {len(self.kept)} states, {self.nbytes:,} bytes of inputs)"
+        )
+
+
+def require_all_ranks(recording: Recording, what: str) -> None:
+    """Raise `LayoutError` for a recording of one process of several."""
+    if len(recording.ranks) != recording.form.world_size:
+        raise LayoutError(
+            f"{what} needs all ranks; this is {recording!r}.",
+            cause="a recording of one process of a run on several.",
+            fix="recording.save(folder) on every rank, and fzero.load_recording(folder).",
+        )
+
+
+def host_copy(tree: Any) -> Any:
+    """Return a pytree with its tensors copied to host memory."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty_like(x, device="cpu", requires_grad=False).copy_(x.detach())
+
+    return optree.tree_map(copy, tree, namespace=NAMESPACE)
+
+
+def load_recording(folder: str | Path) -> Recording:
+    """Return what `recording.save(folder)` wrote on all ranks. No collective, no pickle.
+
+    Args:
+        folder: that was given to `save`, with the parts of all ranks.
+
+    Returns:
+        A recording of all ranks, without functions: `replay` is then given the step, and `init` or
+        `engine`.
+
+    Raises:
+        CheckpointError: for a folder that is missing or damaged, or lacks the part of a rank.
+
+    Example:
+        >>> import tempfile, torch, fzero
+        >>> step = fzero.record(fzero.shard(lambda s, x: (s, x), stage=0), every=1)
+        >>> state, _ = step(step.init({"w": torch.ones(2)}, fzero.optim.sgd(0.5)), 3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     step.recording.save(folder)
+        ...     fzero.load_recording(folder).calls[0].inputs
+        (((3,), {}),)
+    """
+    files = read_folder(Path(folder))
+    return Recording(
+        form=files.form,
+        ranks=tuple(range(files.form.world_size)),
+        kept=files.kept,
+        calls=files.calls,
+        updates=files.updates,
+        last=files.last,
+    )

@@ -1,0 +1,252 @@
+"""A replay under way: a state on virtual ranks, and the recorded calls that it makes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero import checkpoint
+from fzero.checkpoint.elements import (
+    fill_module,
+    generators,
+    rng_setter,
+    rng_text,
+    state_of_rank,
+)
+from fzero.errors import LayoutError
+from fzero.machine.partition import assemble
+from fzero.ranks.mesh import axis_index
+from fzero.state import NAMESPACE, Setup, TrainState
+from fzero.tools.record._digest import (
+    DigestedLeaf,
+    digested_leaves,
+    digests_of,
+    of_leaves,
+    places_of,
+    words,
+)
+from fzero.tools.record._recording import Recording, require_all_ranks
+from fzero.tools.record._records import Inputs, RecordedCall, Snapshot
+from fzero.transforms import simulate
+from fzero.transforms.pipeline import Step
+from fzero.transforms.shard import sharded_as
+
+
+class Replaying:
+    """A replay under way: `state` is stacked over its ranks."""
+
+    def __init__(self, recording: Recording, world_size: int) -> None:
+        self.recording, self.world_size, self.state = recording, world_size, None
+
+    def begin(self, kept: Snapshot) -> None:
+        """Start from a state that was kept."""
+        self.state = checkpoint.load(kept.path, self.fresh(), rng=False)
+
+    def fresh(self) -> Any:
+        """Return a stacked state of the replay's form, whose values do not matter."""
+        raise NotImplementedError
+
+    def on_rank(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Any]:
+        """Make one call on one rank; return the state after it, and what else there is."""
+        raise NotImplementedError
+
+    def call(self, call: RecordedCall) -> tuple[Any, ...]:
+        """Make a call again; return what each rank returned beside the state."""
+        ranks = self.world_size
+        inputs = inputs_on(ranks, call.inputs, call.number)
+        found: list[Any] = [None] * ranks
+        setters = [_setter(one) for one in call.generators]
+
+        def body(state: TrainState) -> TrainState:
+            rank = axis_index()
+            setters[rank % len(setters)]()
+            state, found[rank] = self.on_rank(state, inputs[rank])
+            return state
+
+        own = _setter(generators())
+        try:
+            self.state = simulate(body, world_size=ranks)(self.state)
+        finally:
+            own()
+        return tuple(found)
+
+    def rows(self) -> Tensor:
+        """Return the digests [W, n] of each rank's part of the state now."""
+        return torch.stack([digests_of(one, places_of(one, r), words) for r, one in self._ranks()])
+
+    def leaves(self) -> tuple[DigestedLeaf, ...]:
+        """Return what the digests are of."""
+        return digested_leaves(state_of_rank(self.state, 0))
+
+    def digests(self) -> dict[str, int]:
+        """Return the digests of the whole leaves of the state now, by name."""
+        leaves, shards = self.leaves(), state_of_rank(self.state, 0).setup.layout.ranks
+        whole = of_leaves(leaves, self.rows(), shards)
+        return dict(zip([leaf.name for leaf in leaves], whole.tolist(), strict=True))
+
+    def shown(self, state: Any) -> Any:
+        """Return a state as a user has it: of one rank without the stack."""
+        return state_of_rank(state, 0) if self.world_size == 1 else state
+
+    def _ranks(self) -> Iterator[tuple[int, TrainState]]:
+        return ((rank, state_of_rank(self.state, rank)) for rank in range(self.world_size))
+
+
+class _OfStep(Replaying):
+    """Of a functional step."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        world_size: int,
+        step: Step[..., Any],
+        init: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(recording, world_size)
+        self.step, self._init = step, init
+
+    def fresh(self) -> Any:
+        step = simulate(self.step, world_size=self.world_size)
+        if self._init is not None:
+            return self._init(step)
+        setup = self.recording.setup
+        if setup is None:
+            raise LayoutError(
+                "replay: a recording that was loaded has no optimizer.",
+                cause="files hold tensors and texts alone.",
+                fix="give init=lambda step: step.init(params, optimizer), as for the run.",
+            )
+        by_leaf = {
+            i: torch.nn.Parameter(torch.zeros(leaf.shape, dtype=leaf.dtype), leaf.trainable)
+            for i, leaf in enumerate(setup.layout.leaves)
+        }
+        return step.init(assemble(setup.layout, by_leaf), setup.optimizer)
+
+    def on_rank(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Any]:
+        args, kwargs = inputs
+        return self.step(state, *args, **kwargs)
+
+
+class _OfEngine(Replaying):
+    """Of an engine: one on each rank, whose state goes in and out."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        world_size: int,
+        step: Callable[..., Any],
+        make: Callable[[], Any],
+    ) -> None:
+        super().__init__(recording, world_size)
+        self.step, self.engines = step, dict[int, Any]()
+        self._setup: Setup | None = None  # of rank 0: each engine has an optimizer of its own
+
+        def body() -> TrainState:
+            rank = axis_index()
+            self.engines[rank] = make()
+            return self._state(rank)
+
+        self._fresh = simulate(body, world_size=world_size)()
+
+    def fresh(self) -> Any:
+        return self._fresh
+
+    def begin(self, kept: Snapshot) -> None:
+        super().begin(kept)
+        for rank, engine in self.engines.items():
+            fill_module(kept.path, engine, rank, self.world_size)
+
+    def on_rank(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Any]:
+        rank, (args, kwargs) = axis_index(), inputs
+        self.engines[rank].state = state
+        result = self.step(self.engines[rank], *args, **kwargs)
+        return self._state(rank), result
+
+    def _state(self, rank: int) -> TrainState:
+        """Return the state of an engine, in a record that stacks with those of other ranks."""
+        state: TrainState = self.engines[rank].state
+        self._setup = self._setup or state.setup
+        return state.replace(setup=self._setup)
+
+
+def replaying(
+    recording: Recording,
+    *,
+    stage: int | None,
+    world_size: int | None,
+    step_fn: Callable[..., Any] | None,
+    engine: Callable[[], Any] | None,
+    init: Callable[[Any], Any] | None,
+) -> Replaying:
+    """Return a replay of a recording. Raises `LayoutError` as `replay` does."""
+    require_all_ranks(recording, "a replay")
+    ranks = recording.form.world_size if world_size is None else world_size
+    step: Any = recording.step_fn if step_fn is None else step_fn
+    if step is None:
+        raise _missing("step_fn", "the step that was recorded")
+    if recording.form.driver == "engine":
+        if engine is None:
+            raise _missing("engine", "what makes the engine, of the wanted stage")
+        return _OfEngine(recording, ranks, step, engine)
+    if not isinstance(step, Step) or step.find_init() is None:
+        raise LayoutError(
+            f"replay: {step!r:.80} has no fzero.shard in it.",
+            cause="a recorder around a step that takes a state from fzero.init.",
+            fix="give step_fn=fzero.shard(step, stage=...).",
+        )
+    form = recording.form
+    in_two_dims = ranks == form.world_size and form.shards < ranks
+    mesh = (ranks // form.shards, form.shards) if in_two_dims else None
+    return _OfStep(recording, ranks, sharded_as(step, stage=stage, mesh=mesh), init)
+
+
+def _missing(name: str, what: str) -> LayoutError:
+    return LayoutError(
+        f"replay: no {name}.",
+        cause="a recording that was loaded, which holds no functions, or one of an engine.",
+        fix=f"give {name}=: {what}.",
+    )
+
+
+def inputs_on(ranks: int, inputs: Sequence[Inputs], number: int) -> list[Inputs]:
+    """Return the inputs of each of so many ranks: put together along dim 0, and cut evenly.
+
+    number: of the call. Raises `LayoutError` where they cannot be.
+    """
+    if ranks == len(inputs):
+        return list(inputs)
+    given: Any = inputs
+    trees = [optree.tree_flatten(one, namespace=NAMESPACE) for one in given]
+    columns = zip(*(leaves for leaves, _ in trees), strict=True)
+    cut = [_cut(column, ranks, number) for column in columns]
+    made: Any = [
+        optree.tree_unflatten(trees[0][1], [parts[rank] for parts in cut]) for rank in range(ranks)
+    ]
+    return made
+
+
+def _cut(column: Sequence[Any], ranks: int, number: int) -> Sequence[Any]:
+    if not isinstance(column[0], Tensor) or not column[0].ndim:
+        if all(torch.equal(x, column[0]) if isinstance(x, Tensor) else x == column[0]
+               for x in column[1:]):  # fmt: skip
+            return [column[0]] * ranks
+        seen = f"the ranks have other values of an input: {column[0]!r:.80}, ..."
+    else:
+        whole = torch.cat(list(column))
+        if len(whole) % ranks == 0:
+            return whole.chunk(ranks) if len(whole) else [whole] * ranks
+        seen = f"an input of {len(whole)} rows on all ranks does not go on {ranks} ranks evenly"
+    raise LayoutError(
+        f"replay: call {number}: {seen}.",
+        cause="inputs that belong to the ranks of the run.",
+        fix="replay it on as many ranks as were recorded, or on a number that divides the rows.",
+    )
+
+
+def _setter(found: Any) -> Callable[[], None]:
+    text = found if isinstance(found, str) else rng_text(found)
+    return rng_setter(text, "the recording")

@@ -32,7 +32,7 @@ from fzero.errors import (
     PhaseError,
 )
 from fzero.ranks.mesh import Axis, axis_index, axis_size, world
-from fzero.state import DynamicScale, TrainState, state_bytes
+from fzero.state import DynamicScale, Local, TrainState, state_bytes
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.tools import plot
@@ -57,6 +57,7 @@ from fzero.transforms import (
     grad_and_reduce,
     gradients,
     init,
+    local,
     offload,
     remat,
     scale_loss,
@@ -78,6 +79,7 @@ __all__ = [
     "DynamicScale",
     "FzeroError",
     "LayoutError",
+    "Local",
     "LostRankError",
     "MismatchError",
     "NonFiniteError",
@@ -113,6 +115,7 @@ __all__ = [
     "grad_and_reduce",
     "gradients",
     "init",
+    "local",
     "offload",
     "optim",
     "plan",

@@ -25,11 +25,12 @@ from fzero.adapter.setup import OLDER, EngineOptions, options_of, planned, scale
 from fzero.context.modes import explains_inference
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import Scale, documents, takes
-from fzero.ranks.mesh import Axis, axis_of
-from fzero.state import HookState, TrainState, progress
+from fzero.ranks.mesh import Axis
+from fzero.state import HookState, Local, TrainState, progress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
+from fzero.transforms.outer import mesh_for
 from fzero.transforms.weights import Weight
 
 
@@ -94,6 +95,7 @@ class Engine:
         stage: int,
         autocast: Autocast | torch.dtype | None = None,
         offload: Offload | None = None,
+        local: Local | None = None,
         leaf_modules: LeafSpec | None = None,
         micro_batches: int = 1,
         average_micro_batches: bool = False,
@@ -106,15 +108,15 @@ class Engine:
         **options: Unpack[EngineOptions],
     ) -> None:
         self.options = options_of(locals() | options)
-        axis = axis_of(options.get("mesh"))
+        axis = mesh_for(options.get("mesh"), local)
         setup = planned(module, optimizer, stage, axis, self.options)
         self.module, self.stage = module, setup.stage
-        self._driver = Driver(module, setup, scale_of(loss_scale, setup))
+        self._driver = Driver(module, setup, scale_of(loss_scale, setup), local)
 
     @property
     def axis(self) -> Axis:
-        """The ranks: `engine.axis.rank` of `engine.axis.size`."""
-        return self._driver.axis
+        """The ranks: `engine.axis.rank` of `engine.axis.size`; with `local`, of all replicas."""
+        return self._driver.state.mesh
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -59,6 +59,13 @@ def held_by(name: str, thing: Any) -> Held:
     """
     state, engine = _state_of(name, thing)
     axis = state.setup.axis
+    if state.window.outer is not None:
+        raise LayoutError(
+            f"{name}: a state with local updates.",
+            cause="replicas that train apart have parameters and optimizer states of their own; a "
+            "checkpoint has those of one.",
+            fix="save fzero.full_params(state), the anchors.",
+        )
     if tuple(state.step.shape) == (axis.size,):
         held = _of_stack(state, axis.size)
     elif axis.runtime is not Runtime.VIRTUAL:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fzero.errors import PhaseError
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers, Placement
+from fzero.state.outer import Outer
 
 
 @record
@@ -20,7 +21,8 @@ class Window:
     waits for the next reduction. `gathered` holds full parameters for the length
     of the window when stage 3 was asked to keep them (else it is empty). `residual` is PARTIAL,
     too: what quantized reductions have lost of this rank's gradients, without the loss scale;
-    `residual_before`: as it was at the last update, while gradients since then are held.
+    `residual_before`: as it was at the last update, while gradients since then are held. `outer`:
+    of local updates, what the next outer update starts from.
     """
 
     pending: Buffers
@@ -28,6 +30,7 @@ class Window:
     residual_before: Buffers = Buffers(placement=Placement.PARTIAL)
     weight: Tensor | None = None  # [] fp64: of this rank's gradients since the update, their sum
     gathered: tuple[Tensor, ...] = ()
+    outer: Outer | None = None  # None: replicas have equal parameters after each update
     is_open: bool = static(default=False)
     is_settled: bool = static(default=False)  # all ranks have made an update since it was opened
     length: int = static(default=0)  # backwards that the last window of all ranks had; 0: unknown

@@ -24,11 +24,11 @@ from fzero.optim import (
     TorchOptimizer,
 )
 from fzero.options import Initializer, InitOptions, Stages, takes
-from fzero.ranks.mesh import axis_of
 from fzero.state import (
     Buffers,
     Layout,
     Leaf,
+    Local,
     Placement,
     Progress,
     Setup,
@@ -39,6 +39,7 @@ from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
+from fzero.transforms.outer import begun, mesh_for, require_local
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
@@ -57,6 +58,7 @@ def init(
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    local: Local | None = None,
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
 @overload
@@ -68,6 +70,7 @@ def init(
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    local: Local | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
 @takes("init", "init(params, optimizer, stage=2)")
@@ -79,6 +82,7 @@ def init(  # noqa: D417 {options}
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    local: Local | None = None,
     **options: Unpack[InitOptions],
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
@@ -131,12 +135,13 @@ def init(  # noqa: D417 {options}
         >>> {name: state.stage for name, state in states.items()}
         {'g': 0, 'd': 3}
     """
-    axis = axis_of(options.get("mesh"))
+    axis = mesh_for(options.get("mesh"), local)
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
         require_params(params)
-        given = {**options, "autocast": autocast, "offload": offload}
+        given = {**options, "autocast": autocast, "offload": offload, "local": local}
         chosen = check_shared(grouped(SharedOptions, given))
+        require_local(chosen.local, chosen.optimizer_over)
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
@@ -150,7 +155,7 @@ def init(  # noqa: D417 {options}
             units=options.get("units") or unit_of,
             trainable=(lambda _: False) if frozen else options.get("trainable"),
         )
-        return _filled(setup, params, initializer)
+        return begun(_filled(setup, params, initializer), local)
 
     return optree.tree_unflatten(treespec, [one(*model) for model in models])
 

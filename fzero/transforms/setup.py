@@ -84,7 +84,7 @@ def plan_setup(
             gathering=replace(options.gathering, persistent=_units_of(layout, small)),
             offload=as_offload(options.offload, stage, _device(named)),
         )
-        said = facts(_checked(setup), autocast)
+        said = [*facts(_checked(setup), autocast), f"local updates: {options.local}"]
     assert_same_everywhere(said, axis, what=COMPARED)
     return setup
 

@@ -12,7 +12,7 @@ import torch
 from fzero.errors import LayoutError
 from fzero.options import BUCKET_BYTES, OPTIONS, check_values
 from fzero.ranks.mesh import Axis
-from fzero.state import NAMESPACE, Gathering, OptimizerOver, Reduction
+from fzero.state import NAMESPACE, Gathering, Local, OptimizerOver, Reduction
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 
@@ -27,6 +27,7 @@ class SharedOptions:
     persistence_threshold_numel: int = 0
     autocast: Autocast | torch.dtype | None = None
     offload: Offload | None = None
+    local: Local | None = None
     reduction: Reduction
     gathering: Gathering
 

@@ -1,0 +1,267 @@
+"""The outer update of replicas that train apart: their mean move away from the anchors is a step.
+
+    each update         count it; go on, if the outer update is not due
+    the outer update    moved = anchor - value, zeros of a replica that is left out
+                        sum over replicas / replicas that count -> the rule -> new anchors
+                        values := anchors, on every replica
+
+All of it is on the parts of a rank, as the optimizer has them: what crosses replicas is one sum of
+those. The state's own axis has the ranks of one replica, so all else knows of no other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.collectives import performer_of, reduce_many
+from fzero.context.here import has_no_values
+from fzero.errors import LayoutError, explain
+from fzero.errors.check import require
+from fzero.machine.offload import offloaded, to_device, write_back
+from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
+from fzero.optim import Optimizer, sgd
+from fzero.optim.masters import masters_of, work_tensors
+from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
+from fzero.state import NAMESPACE, Buffers, Local, Outer, TrainState, outer
+from fzero.state.setup import MASTERS
+from fzero.transforms.donation import donates
+from fzero.transforms.pieces import pieces_of
+
+_FINITE, _COUNTS = 1, 2
+
+DEFAULT_OUTER = sgd(0.7, momentum=0.9, nesterov=True)
+"""The rule of the outer update: that of DiLoCo."""
+
+
+def mesh_for(mesh: MeshLike, local: object) -> Axis:
+    """Return the axis that `mesh` means; for local updates in two dims, those of replicas too."""
+    return axis_of(mesh) if local is None else mesh_of_replicas(mesh)
+
+
+def require_local(local: Any, optimizer_over: str) -> None:
+    """Raise `LayoutError` for a bad `local=`, and for options that do not go with it."""
+    if local is None:
+        return
+    wanted = "fzero.Local(every=...), or None"
+    require("local", local, lambda x: isinstance(x, Local), wanted)
+    if local.outer is not None:
+        wanted = "a rule of fzero.optim, as fzero.optim.sgd(0.7, momentum=0.9, nesterov=True)"
+        require("local: outer", local.outer, lambda x: isinstance(x, Optimizer), wanted)
+    if optimizer_over != "shard":
+        raise LayoutError(
+            f"optimizer_over={optimizer_over!r} with local updates.",
+            cause="replicas that train apart have optimizer states of their own, which no other "
+            "replica can hold a part of.",
+            fix="leave optimizer_over out: the ranks of each replica share its optimizer state.",
+        )
+
+
+def begun(state: TrainState, local: Local | None) -> TrainState:
+    """Return a new state, made on all ranks of a mesh, as that of a replica with local updates.
+
+    A collective at first.
+    """
+    if local is None:
+        return state
+    local = replace(local, outer=local.outer or DEFAULT_OUTER)
+    setup, mesh = state.setup, state.setup.axis
+    setup = replace(setup, axis=of_replica(mesh))
+    params = replace(state.params, placement=setup.params)
+    state = state.replace(setup=setup, params=params)
+    anchors = [x.to(_wide(x.dtype), copy=True) for x in _stepped(state)]
+    made: Any = local.outer.init(anchors, pieces_of(setup))
+    home = setup.offload.optimizer
+    held = Outer(
+        anchors=Buffers(
+            flats=tuple(offloaded(home, x, setup.offload) for x in anchors),
+            placement=setup.optimizer_state,
+        ),
+        optimizer=made,
+        weight=torch.ones((), device=state.device),
+        local=local,
+        mesh=mesh,
+    )
+    return _with(state, held)
+
+
+def anchors_of(state: TrainState) -> dict[int, Tensor]:
+    """Return {group: this rank's part of its anchors}, in the dtypes of the parameters."""
+    held = state.window.outer
+    if held is None:
+        return {}
+    pairs = zip(state.setup.layout.trainable, held.anchors.flats, strict=True)
+    dtypes = {i: state.params.flats[i].dtype for i in state.setup.layout.trainable}
+    return {i: to_device(x, state.device, dtypes[i]) for i, x in pairs}
+
+
+def after_local_update(state: TrainState, *, general: bool) -> TrainState:
+    """Return the state after an update of the replica, and the outer one if it is due.
+
+    general: whether the update is differentiated, mapped or traced. A collective of all replicas
+    if it is due.
+    """
+    held = state.window.outer
+    if held is None:
+        return state
+    held, due = outer.saw_update(held)
+    state = _with(state, held)
+    if not due:
+        return state
+    with torch.set_grad_enabled(general and torch.is_grad_enabled()):
+        return _brought_together(state, held, general)
+
+
+class _Means(NamedTuple):
+    """Who is in the mean of an outer update."""
+
+    own: bool  # this replica
+    count: int
+    finite: bool = True  # whether this replica's values are
+
+
+def _brought_together(state: TrainState, held: Outer, general: bool) -> TrainState:
+    setup, replicas = state.setup, held.mesh.replicas
+    stepped = [to_device(x, state.device) for x in _stepped(state)]
+    said = _agreed(state, held, stepped, general)
+    anchors, rule = held.anchors.flats, held.optimizer
+    if said.count:
+        moved = [
+            _moved(to_device(a, state.device), x, counts=said.own)
+            for a, x in zip(anchors, stepped, strict=True)
+        ]
+        sums = reduce_many(moved, replicas, ordered=setup.reduction.ordered)
+        means = [x / said.count for x in sums]
+        options: dict[str, Any] = {"differentiable": general}
+        if not setup.offload.neutral:
+            options["device"] = state.device
+        anchors, rule = held.local.outer.advance(
+            anchors, means, held.optimizer, pieces_of(setup), **options
+        )
+    home = None if general else setup.offload.optimizer
+    after = replace(
+        held,
+        anchors=replace(
+            held.anchors, flats=tuple(offloaded(home, x, setup.offload) for x in anchors)
+        ),
+        optimizer=rule,
+        weight=torch.ones_like(held.weight),
+    )
+    state = _with(state if said.finite else _with_new_slots(state), after)
+    return _written(state, anchors, owned=donates(state) and not general)
+
+
+def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
+    return anchor - value.to(anchor.dtype) if counts else torch.zeros_like(anchor)
+
+
+# Who counts.
+
+
+def _agreed(state: TrainState, held: Outer, stepped: Sequence[Tensor], general: bool) -> _Means:
+    """Ask all replicas whether they are in the mean: those of finite values that want to be.
+
+    The host reads one number. Under a transform, in a trace and without values all replicas are.
+    """
+    size, shards = held.mesh.replicas.size, held.mesh.size // held.mesh.replicas.size
+    if general:
+        return _Means(own=True, count=size)
+    flag = _FINITE | _COUNTS
+    if not any(map(has_no_values, stepped)):
+        good = [torch.isfinite(x).all() for x in stepped if x.numel()]
+        flag = _FINITE * (not good or bool(torch.stack(good).all()))
+        flag += _COUNTS * bool(held.weight)
+    performer = performer_of(held.mesh)
+    name = f"the outer update after {held.local.every} updates"
+    rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
+    by_replica = [rows[i : i + shards] for i in range(0, len(rows), shards)]
+    finite = [all(row[0] & _FINITE for row in some) for some in by_replica]
+    counts = [
+        good and all(row[0] & _COUNTS for row in some)
+        for good, some in zip(finite, by_replica, strict=True)
+    ]
+    if not all(finite):
+        warnings.warn(_left_out([i for i, x in enumerate(finite) if not x], size), stacklevel=2)
+    own = held.mesh.rank // shards
+    return _Means(own=counts[own], count=sum(counts), finite=finite[own])
+
+
+def _left_out(bad: list[int], size: int) -> str:
+    rest = "the mean is that of the others" if len(bad) < size else "the anchors stay"
+    return explain(
+        f"replicas {bad} of {size} have parameters that are not finite: {rest}. They go on from "
+        "the anchors, with optimizer states of zeros.",
+        cause="a learning rate that is too large, or an overflow without a loss scale.",
+        fix="lower the rate, or clip (fzero.clip); fzero.check_finite raises at once.",
+    )
+
+
+def _with_new_slots(state: TrainState) -> TrainState:
+    """Return the state with zeros for what its optimizer keeps, but for masters."""
+    slots = state.setup.optimizer.slots(state.optimizer)
+    kept = [x for name, flats in slots.items() if name != MASTERS for x in flats]
+    return _with_tensors(state, {id(x): torch.zeros_like(x) for x in kept})
+
+
+# What is read and written.
+
+
+def _with(state: TrainState, held: Outer) -> TrainState:
+    return state.replace(window=replace(state.window, outer=held))
+
+
+def _with_tensors(state: TrainState, new: dict[int, Tensor]) -> TrainState:
+    """Return the state with other tensors in its optimizer, by the ids of the old ones."""
+    made: Any = optree.tree_map(lambda x: new.get(id(x), x), state.optimizer, namespace=NAMESPACE)
+    return state.replace(optimizer=made)
+
+
+def _stepped(state: TrainState) -> list[Tensor]:
+    """What the optimizer steps of the flats that learn, this rank's part: masters or parameters."""
+    setup = state.setup
+    flats = [state.params.flats[i] for i in setup.layout.trainable]
+    parts = [cut(setup, flat, setup.params, setup.optimizer_state) for flat in flats]
+    masters = masters_of(state)
+    return work_tensors(parts, masters) if masters else parts
+
+
+def _written(state: TrainState, values: Sequence[Tensor], *, owned: bool) -> TrainState:
+    """Return the state whose parameters and masters have these values: of an `owned` one in place.
+
+    A collective of the replica where its ranks hold parameters of each other.
+    """
+    setup, learning = state.setup, state.setup.layout.trainable
+    part, whole = setup.optimizer_state, setup.params
+    masters = [(m, x) for m, x in zip(masters_of(state), values, strict=False) if m.numel()]
+    fulls = [state.params.flats[i] for i in learning]
+    gathers = part is not whole and setup.axis.size > 1
+    if owned:
+        for master, x in masters:
+            write_back(master, to_device(x, state.device, master.dtype))
+        for full, x in zip(fulls, values, strict=True):
+            own = cut(setup, full, whole, part)
+            own.copy_(to_device(x, own.device, own.dtype))
+        if gathers:
+            gather_parts_in_place(setup, [full for full in fulls if full.numel()], part, whole)
+        return state
+    state = _with_tensors(
+        state, {id(m): to_device(x, m.device, m.dtype).clone() for m, x in masters}
+    )
+    parts = [
+        to_device(x, full.device, full.dtype).clone() for x, full in zip(values, fulls, strict=True)
+    ]
+    made = gather_parts(setup, parts, part, whole) if gathers else parts
+    flats = list(state.params.flats)
+    for i, flat in zip(learning, made, strict=True):
+        flats[i] = flat
+    return state.replace(params=replace(state.params, flats=tuple(flats)))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -208,7 +208,8 @@ def test_a_replica_that_is_not_finite_is_left_out_and_goes_on_from_the_anchors(s
         )
         if k == 1:
             for kept in plain.inner[1].state.values():
-                kept["exp_avg"].zero_(), kept["exp_avg_sq"].zero_()
+                kept["exp_avg"].zero_()
+                kept["exp_avg_sq"].zero_()
     for rank in range(4):
         for found, wanted in zip(anchors, plain.anchors, strict=True):
             torch.testing.assert_close(found[rank], wanted.detach())
@@ -236,10 +237,7 @@ def test_wrong_uses_are_refused() -> None:
     with pytest.raises(LayoutError, match="every=0"):
         fzero.local(state_fn, every=0)
     with pytest.raises(LayoutError, match="outer"):
-        (
-            fzero.Local(every=2),
-            fzero.init(PARAMS, fzero.optim.sgd(1.0), stage=0, local=fzero.Local(every=2, outer=3)),
-        )
+        fzero.init(PARAMS, fzero.optim.sgd(1.0), stage=0, local=fzero.Local(every=2, outer=3))
     with pytest.raises(LayoutError, match="optimizer_over"):
         fzero.shard(fzero.local(state_fn, every=2), stage=1, optimizer_over="all").init(
             PARAMS, fzero.optim.sgd(1.0)

@@ -25,6 +25,7 @@ from fzero.context.here import has_no_values
 from fzero.errors import LayoutError, explain
 from fzero.errors.check import require
 from fzero.machine.offload import offloaded, to_device, write_back
+from fzero.machine.packing import part_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim import Optimizer, sgd
 from fzero.optim.masters import masters_of, work_tensors
@@ -75,20 +76,30 @@ def begun(state: TrainState, local: Local | None) -> TrainState:
     setup = replace(setup, axis=of_replica(mesh))
     params = replace(state.params, placement=setup.params)
     state = state.replace(setup=setup, params=params)
-    anchors = [x.to(_wide(x.dtype), copy=True) for x in _stepped(state)]
-    made: Any = local.outer.init(anchors, pieces_of(setup))
-    home = setup.offload.optimizer
-    held = Outer(
-        anchors=Buffers(
-            flats=tuple(offloaded(home, x, setup.offload) for x in anchors),
-            placement=setup.optimizer_state,
-        ),
-        optimizer=made,
-        weight=torch.ones((), device=state.device),
-        local=local,
-        mesh=mesh,
+    empty = Buffers(placement=setup.optimizer_state)
+    weight = torch.ones((), device=state.device)
+    return anchored(
+        state, Outer(anchors=empty, optimizer=None, weight=weight, local=local, mesh=mesh)
     )
-    return _with(state, held)
+
+
+def anchored(state: TrainState, held: Outer, rank: int | None = None) -> TrainState:
+    """Return a state whose anchors are at its parameters, with an outer rule that begins anew.
+
+    rank: whose state it is, in the replica; None: this rank's.
+    """
+    offload = state.setup.offload
+    anchors = [x.to(_wide(x.dtype), copy=True) for x in _stepped(state, rank)]
+    made: Any = held.local.outer.init(anchors)
+    flats = tuple(offloaded(offload.optimizer, x, offload) for x in anchors)
+    fresh = replace(
+        held,
+        anchors=replace(held.anchors, flats=flats),
+        optimizer=made,
+        weight=torch.ones_like(held.weight),
+        updates=0,
+    )
+    return _with(state, fresh)
 
 
 def anchors_of(state: TrainState) -> dict[int, Tensor]:
@@ -222,11 +233,12 @@ def _with_tensors(state: TrainState, new: dict[int, Tensor]) -> TrainState:
     return state.replace(optimizer=made)
 
 
-def _stepped(state: TrainState) -> list[Tensor]:
+def _stepped(state: TrainState, rank: int | None = None) -> list[Tensor]:
     """What the optimizer steps of the flats that learn, this rank's part: masters or parameters."""
     setup = state.setup
-    flats = [state.params.flats[i] for i in setup.layout.trainable]
-    parts = [cut(setup, flat, setup.params, setup.optimizer_state) for flat in flats]
+    rank = setup.axis.rank if rank is None else rank
+    held, wanted = setup.part(setup.params, rank), setup.part(setup.optimizer_state, rank)
+    parts = [part_of(state.params.flats[i], held, wanted) for i in setup.layout.trainable]
     masters = masters_of(state)
     return work_tensors(parts, masters) if masters else parts
 

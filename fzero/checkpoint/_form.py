@@ -123,7 +123,7 @@ MANIFEST_FORM = DictForm(
                             )
                         ],
                         "updates": _NATURAL,
-                        "outer_updates": _NATURAL,
+                        "outer_updates": [_NATURAL],
                         "outer": _text,
                     }
                 )

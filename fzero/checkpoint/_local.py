@@ -68,7 +68,7 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
         "local": {
             "replicas": told[::shards],
             "updates": outer.updates,
-            "outer_updates": int(outer.optimizer.count),
+            "outer_updates": [int(one.count) for one in outer.optimizers],
             "outer": _named(outer),
         }
     }
@@ -95,7 +95,7 @@ def room_for(
     made = _outer_room(outer, local["outer_updates"])
     if same:
         weight = torch.full_like(outer.weight, float(replicas[replica]["counts"]))
-        made = replace(made, updates=local["updates"], weight=weight)
+        made = replace(made, updates=local["updates"] % outer.local.every, weight=weight)
     new = new.replace(window=replace(new.window, outer=made))
     base = shards_of(new, shard, frozen=frozen)
     learning = state.setup.layout.trainable
@@ -177,9 +177,16 @@ def _part(state: TrainState, flat: Tensor, shard: int) -> Tensor:
 
 
 def _outer_slots(held: Outer) -> Iterator[tuple[str, Sequence[Tensor]]]:
+    """Yield (name, flats) of the anchors and of the moments, parallel to the groups that learn."""
     yield "anchors", held.anchors.flats
-    slots = held.local.outer.slots(held.optimizer)
-    yield from ((name, flats) for name, flats in slots.items() if name != MASTERS)
+    rule: Optimizer = held.local.outer
+    count = len(held.anchors.flats)
+    for number, name in enumerate(rule.rule.moments):
+        found: dict[int, Tensor] = {}
+        for fragment, one in enumerate(held.optimizers):
+            own = held.local.numbers_in(fragment, count)
+            found.update(zip(own, one.moments[number], strict=True))
+        yield name, [found[k] for k in range(count)]
 
 
 def _outer_across(states: Sequence[TrainState]) -> Iterator[list[Tensor]]:
@@ -190,16 +197,17 @@ def _outer_across(states: Sequence[TrainState]) -> Iterator[list[Tensor]]:
         yield from (list(flats) for flats in zip(*(flats for _, flats in same), strict=True))
 
 
-def _outer_room(outer: Outer, count: int) -> Outer:
+def _outer_room(outer: Outer, counts: Sequence[int]) -> Outer:
     def zeros(flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(empty_where(x).zero_() for x in flats)
 
-    held = outer.optimizer
-    optimizer = replace(
-        held, count=torch.full_like(held.count, count), moments=tuple(map(zeros, held.moments))
-    )
+    made = []
+    for fragment, held in enumerate(outer.optimizers):
+        same = len(counts) == len(outer.optimizers)
+        count = torch.full_like(held.count, counts[fragment] if same else max(counts, default=0))
+        made.append(replace(held, count=count, moments=tuple(map(zeros, held.moments))))
     anchors = replace(outer.anchors, flats=zeros(outer.anchors.flats))
-    return replace(outer, anchors=anchors, optimizer=optimizer, updates=0)
+    return replace(outer, anchors=anchors, optimizers=tuple(made), updates=0)
 
 
 def _named(outer: Outer) -> str:
@@ -208,4 +216,4 @@ def _named(outer: Outer) -> str:
 
 
 def _counts(outer: Outer | None) -> bool:
-    return outer is None or bool(outer.weight)
+    return outer is None or bool(outer.weight.all())

@@ -15,12 +15,19 @@ from fzero.transforms.states import flatten_states
 
 
 @overload
-def local(fn: Callable[P, R], /, *, every: int, outer: Optimizer | None = None) -> Step[P, R]: ...
+def local(
+    fn: Callable[P, R], /, *, every: int, outer: Optimizer = ..., fragments: int = 1
+) -> Step[P, R]: ...
 @overload
-def local(*, every: int, outer: Optimizer | None = None) -> Transform: ...
+def local(*, every: int, outer: Optimizer = ..., fragments: int = 1) -> Transform: ...
 @called_as("local(step, every=64)")
 def local(
-    fn: Callable[..., Any] | None = None, /, *, every: int, outer: Optimizer | None = None
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    every: int,
+    outer: Optimizer = DEFAULT_OUTER,
+    fragments: int = 1,
 ) -> Step[..., Any] | Transform:
     """Let replicas make `every` updates apart, then one outer update together (DiLoCo, local SGD).
 
@@ -39,6 +46,10 @@ def local(
     warning on all: it goes on from the anchors, with optimizer states of zeros. So is one for which
     `leave_out` was called, without a warning.
 
+    With several `fragments` the parameters meet in parts, unit by unit in turn: fragment f of F
+    after update (f + 1) every / F of each round, so that less crosses at once. Each has a state of
+    the outer rule of its own.
+
     `fzero.full_params(state)` are the anchors, `full_params(state, replica=True)` this replica's
     parameters, which are also what `evaluate` uses.
 
@@ -47,17 +58,19 @@ def local(
         every: updates of each replica from one outer update to the next, 1 or more.
         outer: the rule of the outer update, of `fzero.optim`; default SGD with a rate of 0.7 and
             Nesterov momentum 0.9.
+        fragments: in how many parts the parameters meet, 1 to `every`.
 
     Returns:
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
-        LayoutError: for another `every` or rule; around `shard`, `simulate` or another `local`; in
-            `init`, for `optimizer_over="all"`.
+        LayoutError: for another `every`, rule or number of fragments; around `shard`, `simulate` or
+            another `local`; in `init`, for `optimizer_over="all"`.
         PhaseError: in a call, for a state that was made without local updates, or with others.
         MismatchError: in an outer update, on every rank, if a replica makes another call.
 
-    Source: Douillard et al., "DiLoCo", arXiv 2311.08105, algorithm 1.
+    Source: Douillard et al., "DiLoCo", arXiv 2311.08105, algorithm 1; fragments: Douillard et al.,
+    "Streaming DiLoCo", arXiv 2501.18512, section 2.2.
 
     Example:
         >>> import torch, fzero
@@ -76,7 +89,9 @@ def local(
         tensor([-1., -3.])
         tensor([-4., -4.])
     """
-    record = Local(every=every, outer=outer)
+    record = Local(every=every, outer=outer, fragments=fragments)
+
+    rest = {"outer": (outer, DEFAULT_OUTER), "fragments": (fragments, 1)}
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
@@ -84,7 +99,7 @@ def local(
         for one in flatten_states("local", state)[0]:
             held = one.window.outer
             now = None if held is None else held.local
-            if now is None or (now.every, now.outer) != (every, outer or DEFAULT_OUTER):
+            if now != record:
                 raise _other(now, record)
         return returned_pair("local", inner, inner(state, *args, **kwargs))
 
@@ -94,7 +109,7 @@ def local(
         around,
         never_around=("local", "shard", "simulate"),
         right="fzero.shard(fzero.local(step, every=...), stage=...), with one local",
-        options={"every": every} | ({} if outer is None else {"outer": outer}),
+        options={"every": every} | {k: x for k, (x, usual) in rest.items() if x != usual},
         init_options={"local": record},
     )
 
@@ -102,7 +117,7 @@ def local(
 def _other(now: Local | None, wanted: Local) -> PhaseError:
     seen = "made without local updates" if now is None else f"of {now}"
     return PhaseError(
-        f"local: a state {seen} was given to a step of every={wanted.every}, outer={wanted.outer}.",
+        f"local: a state {seen} was given to a step of {wanted}.",
         cause="a state from fzero.init, or from another step.",
         fix="make it with this step's init: fzero.shard(fzero.local(step, ...), stage=...).init; "
         "or give fzero.init local=fzero.Local(every=...).",

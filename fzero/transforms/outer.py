@@ -27,10 +27,10 @@ from fzero.errors.check import require
 from fzero.machine.offload import offloaded, to_device, write_back
 from fzero.machine.packing import part_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
-from fzero.optim import Optimizer, sgd
+from fzero.optim import Optimizer, Piece, sgd
 from fzero.optim.masters import masters_of, work_tensors
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
-from fzero.state import NAMESPACE, Buffers, Local, Outer, TrainState, outer
+from fzero.state import NAMESPACE, Buffers, Local, Outer, Setup, TrainState, outer
 from fzero.state.setup import MASTERS
 from fzero.transforms.donation import donates
 from fzero.transforms.pieces import pieces_of
@@ -77,9 +77,9 @@ def begun(state: TrainState, local: Local | None) -> TrainState:
     params = replace(state.params, placement=setup.params)
     state = state.replace(setup=setup, params=params)
     empty = Buffers(placement=setup.optimizer_state)
-    weight = torch.ones((), device=state.device)
+    weight = torch.ones(local.fragments, device=state.device)
     return anchored(
-        state, Outer(anchors=empty, optimizer=None, weight=weight, local=local, mesh=mesh)
+        state, Outer(anchors=empty, optimizers=(), weight=weight, local=local, mesh=mesh)
     )
 
 
@@ -90,16 +90,21 @@ def anchored(state: TrainState, held: Outer, rank: int | None = None) -> TrainSt
     """
     offload = state.setup.offload
     anchors = [x.to(_wide(x.dtype), copy=True) for x in _stepped(state, rank)]
-    made: Any = held.local.outer.init(anchors)
+    made = [held.local.outer.init(some) for some in _by_fragment(held, anchors)]
     flats = tuple(offloaded(offload.optimizer, x, offload) for x in anchors)
     fresh = replace(
         held,
         anchors=replace(held.anchors, flats=flats),
-        optimizer=made,
+        optimizers=tuple(made),
         weight=torch.ones_like(held.weight),
         updates=0,
     )
     return _with(state, fresh)
+
+
+def _by_fragment(held: Outer, flats: Sequence[Tensor]) -> list[list[Tensor]]:
+    local, count = held.local, len(flats)
+    return [[flats[k] for k in local.numbers_in(f, count)] for f in range(local.fragments)]
 
 
 def anchors_of(state: TrainState) -> dict[int, Tensor]:
@@ -123,10 +128,10 @@ def after_local_update(state: TrainState, *, general: bool) -> TrainState:
         return state
     held, due = outer.saw_update(held)
     state = _with(state, held)
-    if not due:
+    if due is None:
         return state
     with torch.set_grad_enabled(general and torch.is_grad_enabled()):
-        return _brought_together(state, held, general)
+        return _brought_together(state, held, due, general)
 
 
 class _Means(NamedTuple):
@@ -137,35 +142,50 @@ class _Means(NamedTuple):
     finite: bool = True  # whether this replica's values are
 
 
-def _brought_together(state: TrainState, held: Outer, general: bool) -> TrainState:
-    setup, replicas = state.setup, held.mesh.replicas
+def _brought_together(state: TrainState, held: Outer, due: int, general: bool) -> TrainState:
+    """Make the outer update of one fragment."""
+    setup, offload = state.setup, state.setup.offload
     stepped = [to_device(x, state.device) for x in _stepped(state)]
-    said = _agreed(state, held, stepped, general)
-    anchors, rule = held.anchors.flats, held.optimizer
+    said = _agreed(state, held, due, stepped, general)
+    numbers = held.local.numbers_in(due, len(stepped))
+    anchors, rules = list(held.anchors.flats), list(held.optimizers)
     if said.count:
+        own = [anchors[k] for k in numbers]
         moved = [
-            _moved(to_device(a, state.device), x, counts=said.own)
-            for a, x in zip(anchors, stepped, strict=True)
+            _moved(to_device(anchors[k], state.device), stepped[k], counts=said.own)
+            for k in numbers
         ]
-        sums = reduce_many(moved, replicas, ordered=setup.reduction.ordered)
+        sums = reduce_many(moved, held.mesh.replicas, ordered=setup.reduction.ordered)
         means = [x / said.count for x in sums]
         options: dict[str, Any] = {"differentiable": general}
-        if not setup.offload.neutral:
+        if not offload.neutral:
             options["device"] = state.device
-        anchors, rule = held.local.outer.advance(
-            anchors, means, held.optimizer, pieces_of(setup), **options
+        new, rules[due] = held.local.outer.advance(
+            own, means, rules[due], _pieces_of(setup, numbers), **options
         )
-    home = None if general else setup.offload.optimizer
+        home = None if general else offload.optimizer
+        for k, x in zip(numbers, new, strict=True):
+            anchors[k] = offloaded(home, x, offload)
+    weight = held.weight.clone()
+    weight[due] = 1.0
     after = replace(
         held,
-        anchors=replace(
-            held.anchors, flats=tuple(offloaded(home, x, setup.offload) for x in anchors)
-        ),
-        optimizer=rule,
-        weight=torch.ones_like(held.weight),
+        anchors=replace(held.anchors, flats=tuple(anchors)),
+        optimizers=tuple(rules),
+        weight=weight,
     )
-    state = _with(state if said.finite else _with_new_slots(state), after)
-    return _written(state, anchors, owned=donates(state) and not general)
+    back = numbers
+    if not said.finite:  # other fragments are not either, or would not be after the next update
+        state, back = _with_new_slots(state), range(len(anchors))
+    values = {k: anchors[k] for k in back}
+    return _written(_with(state, after), values, owned=donates(state) and not general)
+
+
+def _pieces_of(setup: Setup, numbers: range) -> list[Piece]:
+    """The pieces of a fragment's flats, by their place among those."""
+    place = {number: k for k, number in enumerate(numbers)}
+    pieces = pieces_of(setup)
+    return [one._replace(index=place[one.index]) for one in pieces if one.index in place]
 
 
 def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
@@ -175,7 +195,9 @@ def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
 # Who counts.
 
 
-def _agreed(state: TrainState, held: Outer, stepped: Sequence[Tensor], general: bool) -> _Means:
+def _agreed(
+    state: TrainState, held: Outer, due: int, stepped: Sequence[Tensor], general: bool
+) -> _Means:
     """Ask all replicas whether they are in the mean: those of finite values that want to be.
 
     The host reads one number. Under a transform, in a trace and without values all replicas are.
@@ -187,9 +209,9 @@ def _agreed(state: TrainState, held: Outer, stepped: Sequence[Tensor], general: 
     if not any(map(has_no_values, stepped)):
         good = [torch.isfinite(x).all() for x in stepped if x.numel()]
         flag = _FINITE * (not good or bool(torch.stack(good).all()))
-        flag += _COUNTS * bool(held.weight)
+        flag += _COUNTS * bool(held.weight[due])
     performer = performer_of(held.mesh)
-    name = f"the outer update after {held.local.every} updates"
+    name = f"the outer update of fragment {due}"
     rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
     by_replica = [rows[i : i + shards] for i in range(0, len(rows), shards)]
     finite = [all(row[0] & _FINITE for row in some) for some in by_replica]
@@ -243,22 +265,23 @@ def _stepped(state: TrainState, rank: int | None = None) -> list[Tensor]:
     return work_tensors(parts, masters) if masters else parts
 
 
-def _written(state: TrainState, values: Sequence[Tensor], *, owned: bool) -> TrainState:
+def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> TrainState:
     """Return the state whose parameters and masters have these values: of an `owned` one in place.
 
-    A collective of the replica where its ranks hold parameters of each other.
+    values: {number of a group among those that learn: this rank's part}. A collective of the
+    replica where its ranks hold parameters of each other.
     """
     setup, learning = state.setup, state.setup.layout.trainable
     part, whole = setup.optimizer_state, setup.params
-    masters = [(m, x) for m, x in zip(masters_of(state), values, strict=False) if m.numel()]
-    fulls = [state.params.flats[i] for i in learning]
+    masters = [(m, values[k]) for k, m in enumerate(masters_of(state)) if k in values and m.numel()]
+    fulls = [state.params.flats[learning[k]] for k in values]
     gathers = part is not whole and setup.axis.size > 1
     if owned:
         for master, x in masters:
             write_back(master, to_device(x, state.device, master.dtype))
-        for full, x in zip(fulls, values, strict=True):
+        for full, x in zip(fulls, values.values(), strict=True):
             own = cut(setup, full, whole, part)
-            own.copy_(to_device(x, own.device, own.dtype))
+            write_back(own, to_device(x, state.device, own.dtype))
         if gathers:
             gather_parts_in_place(setup, [full for full in fulls if full.numel()], part, whole)
         return state
@@ -266,12 +289,13 @@ def _written(state: TrainState, values: Sequence[Tensor], *, owned: bool) -> Tra
         state, {id(m): to_device(x, m.device, m.dtype).clone() for m, x in masters}
     )
     parts = [
-        to_device(x, full.device, full.dtype).clone() for x, full in zip(values, fulls, strict=True)
+        to_device(x, full.device, full.dtype).clone()
+        for x, full in zip(values.values(), fulls, strict=True)
     ]
     made = gather_parts(setup, parts, part, whole) if gathers else parts
     flats = list(state.params.flats)
-    for i, flat in zip(learning, made, strict=True):
-        flats[i] = flat
+    for k, flat in zip(values, made, strict=True):
+        flats[learning[k]] = flat
     return state.replace(params=replace(state.params, flats=tuple(flats)))
 
 

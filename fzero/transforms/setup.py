@@ -146,6 +146,8 @@ def _bucket(
 ) -> int | None:
     """The size of a bucket; where leaves stay whole, by default one that ranks can share."""
     size = bucket_at(stage, options.bucket_bytes)
+    if options.local is not None and options.local.fragments > 1:
+        return None  # a fragment has whole units
     if size is None or not options.whole_parameters or options.bucket_bytes is not None:
         return size
     whole = [x.nbytes for path, x in named.items() if chosen.needs_whole(path)]

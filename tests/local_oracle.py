@@ -19,7 +19,7 @@ def sgd_of_diloco(params: list[Any]) -> torch.optim.Optimizer:
 class Replicas:
     """R copies of a module that train apart, and anchors: nothing of fzero is in here.
 
-    out: called before each outer update, gives the replicas that are left out of its mean.
+    fragments: the numbers of the parameters that meet together; default: all of them.
     """
 
     def __init__(
@@ -31,33 +31,48 @@ class Replicas:
         inner: Make,
         outer: Make = sgd_of_diloco,
         max_norm: float | None = None,
+        fragments: Sequence[Sequence[int]] = (),
     ) -> None:
         self.modules = [copy.deepcopy(module) for _ in range(count)]
         self.inner = [inner(list(one.parameters())) for one in self.modules]
         self.anchors = [p.detach().clone().requires_grad_() for p in module.parameters()]
-        self.outer = outer(list(self.anchors))
+        self.fragments = fragments or [range(len(self.anchors))]
+        self.outer = [outer([self.anchors[k] for k in some]) for some in self.fragments]
         self.every, self.max_norm, self.updates = every, max_norm, 0
 
-    def update(self, losses: Sequence[Callable[[nn.Module], Tensor]], out: Sequence[int] = ()):
-        """One update of each replica from its loss, and the outer one if it is due."""
-        for module, optimizer, loss in zip(self.modules, self.inner, losses, strict=True):
+    def update(
+        self,
+        losses: Sequence[Callable[[nn.Module], Tensor]],
+        *,
+        out: Sequence[int] = (),
+        skipped: Sequence[int] = (),
+    ) -> None:
+        """One update of each replica from its loss, and the outer one if it is due.
+
+        out: the replicas that are not in its mean. skipped: those that make no update.
+        """
+        rows = enumerate(zip(self.modules, self.inner, losses, strict=True))
+        for module, optimizer, loss in (row for number, row in rows if number not in skipped):
             optimizer.zero_grad()
             loss(module).backward()
             if self.max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
             optimizer.step()
         self.updates += 1
-        if self.updates % self.every == 0:
-            self.meet([i for i in range(len(self.modules)) if i not in out])
+        for number in range(len(self.fragments)):
+            offset = (number + 1) * self.every // len(self.fragments)
+            if self.updates % self.every == offset % self.every:
+                self.meet(number, [i for i in range(len(self.modules)) if i not in out])
 
     @torch.no_grad()
-    def meet(self, who: Sequence[int]) -> None:
-        """The outer update, from the mean move of some replicas."""
+    def meet(self, number: int, who: Sequence[int]) -> None:
+        """The outer update of a fragment, from the mean move of some replicas."""
         all_params = [list(one.parameters()) for one in self.modules]
-        for k, anchor in enumerate(self.anchors):
+        for k in self.fragments[number]:
+            anchor = self.anchors[k]
             moved = [anchor.double() - all_params[i][k].double() for i in who]
             anchor.grad = (sum(moved) / len(who)).to(anchor.dtype)
-        self.outer.step()
+        self.outer[number].step()
         for params in all_params:
-            for p, anchor in zip(params, self.anchors, strict=True):
-                p.copy_(anchor)
+            for k in self.fragments[number]:
+                params[k].copy_(self.anchors[k])

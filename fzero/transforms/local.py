@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, overload
+
+import torch
 
 from fzero.errors import PhaseError
 from fzero.errors.check import called_as
 from fzero.optim import Optimizer
-from fzero.state import Local
+from fzero.state import Local, TrainState
 from fzero.transforms.outer import DEFAULT_OUTER
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
-from fzero.transforms.states import flatten_states
+from fzero.transforms.states import S, flatten_states, map_states
 
 
 @overload
@@ -112,6 +115,47 @@ def local(
         options={"every": every} | {k: x for k, (x, usual) in rest.items() if x != usual},
         init_options={"local": record},
     )
+
+
+def leave_out(state: S) -> S:
+    """Return the state of a replica that is left out of the next mean of local updates.
+
+    For a replica that knows that its last updates are not good: a bad batch, data that another
+    replica has seen as well. In the next outer update (of each fragment) it contributes nothing,
+    and goes on from the anchors that the others make, with its own optimizer state. One rank of a
+    replica is enough. No collective. Of an engine, between a step and the next backward:
+    `engine.state = fzero.leave_out(engine.state)`.
+
+    Args:
+        state: a `TrainState` with local updates, or a pytree of them.
+
+    Returns:
+        The state, or the pytree.
+
+    Raises:
+        PhaseError: for a state without local updates.
+        LayoutError: for what is no state.
+
+    Example:
+        >>> import torch, fzero
+        >>> local = fzero.Local(every=8)
+        >>> state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=0, local=local)
+        >>> fzero.leave_out(state).window.outer.weight
+        tensor([0.])
+    """
+
+    def one(state: TrainState) -> TrainState:
+        held = state.window.outer
+        if held is None:
+            raise PhaseError(
+                "leave_out: a state without local updates.",
+                cause="all ranks have one gradient: nobody can be left out of it.",
+                fix="weight= of grad_and_reduce leaves a call out: give 0.",
+            )
+        after = replace(held, weight=torch.zeros_like(held.weight))
+        return state.replace(window=replace(state.window, outer=after))
+
+    return map_states("leave_out", one, state)
 
 
 def _other(now: Local | None, wanted: Local) -> PhaseError:

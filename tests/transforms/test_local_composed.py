@@ -130,8 +130,25 @@ def test_sixteen_bits_meet_in_their_masters() -> None:
             strict=True,
         ):
             assert torch.equal(anchor, master) and torch.equal(flat, anchor.bfloat16())
-            assert anchor.data_ptr() != master.data_ptr()
             assert not torch.equal(anchor, anchor.bfloat16().float())  # low bits survive
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_anchors_have_memory_of_their_own(dtype: torch.dtype, stage: int) -> None:
+    def step_fn(state: Any) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p: (2 * p).float().sum(), state)()
+        return fzero.apply_gradients(state), None
+
+    step_fn = fzero.local(step_fn, every=1, outer=fzero.optim.sgd(1.0))
+    step = fzero.shard(step_fn, stage=stage)
+    state = step.init(torch.ones(4, dtype=dtype), fzero.optim.sgd(0.5))
+    for donate in (False, True, False, True):
+        state, _ = fzero.shard(step_fn, stage=stage, donate=donate)(state)
+        outer = state.window.outer
+        places = {x.data_ptr() for x in (*state.params.flats, *state.optimizer.masters)}
+        assert outer is not None and outer.anchors.flats[0].data_ptr() not in places
+    assert torch.equal(fzero.full_params(state), torch.full((4,), -3.0, dtype=dtype))
 
 
 @pytest.mark.parametrize("how", ["function", "engine"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
 from fzero.adapter import Engine
+from fzero.checkpoint import load, save
 from fzero.errors import MismatchError, PhaseError
 from tests.adapter.on_ranks import on_ranks
 from tests.transforms.test_local import adam_of, data, error, model, plainly
@@ -45,6 +47,39 @@ def test_processes_train_as_plain_replicas_do(rank: int, world_size: int, stage:
         torch.testing.assert_close(found, wanted.detach())
     fzero.check_replicas(engine.state)  # of one replica only
     engine.close()
+
+
+@pytest.mark.xdist_group("gloo")
+@on_ranks(4)
+def test_a_file_has_each_replica_with_its_buffers(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+    def engine() -> Engine:
+        return engine_of(2, net(), mesh=(2, 2))
+
+    def train(one: Engine, some: Tensor) -> None:
+        for batch in some:
+            error(one, batch[rank]).backward()
+            one.step()
+
+    batches, whole, cut, again = data(4), engine(), engine(), engine()
+    train(whole, batches)
+    train(cut, batches[:3])
+    save(tmp_path, cut)
+    load(tmp_path, again)
+    train(again, batches[3:])
+    wanted = whole.module.state_dict()
+    for name, found in again.module.state_dict().items():
+        assert torch.equal(found, wanted[name]), name
+    with pytest.warns(UserWarning, match="training starts at the anchors"):
+        alone = load(tmp_path, Engine(net(), adam_of, stage=2))
+    anchors = fzero.full_params(cut.state)
+    for name, found in alone.full_parameters().items():
+        assert torch.equal(found, anchors[name]), name
 
 
 def test_replicas_start_at_the_values_of_rank_0_and_keep_their_buffers() -> None:

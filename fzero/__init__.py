@@ -31,8 +31,10 @@ from fzero.errors import (
     PeerFailedError,
     PhaseError,
 )
+from fzero.machine import codecs
 from fzero.ranks.mesh import Axis, axis_index, axis_size, world
 from fzero.state import DynamicScale, Local, TrainState, state_bytes
+from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.tools import plot
@@ -50,6 +52,7 @@ from fzero.transforms import (
     check_replicas,
     clip,
     coalesce,
+    compress,
     evaluate,
     full_gradients,
     full_params,
@@ -75,6 +78,7 @@ __all__ = [
     "AxisError",
     "CallError",
     "CollectiveLog",
+    "Compress",
     "Difference",
     "DonatedError",
     "DynamicScale",
@@ -105,7 +109,9 @@ __all__ = [
     "checkpoint",
     "clip",
     "coalesce",
+    "codecs",
     "compile",
+    "compress",
     "count_collectives",
     "diff",
     "evaluate",
@@ -142,9 +148,9 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-# Where modules were before they moved into rooms: `from fzero.plan import Plan` goes on working.
+# Names of modules that are in rooms: `from fzero.plan import Plan`, `import fzero.codecs`.
 for _room, _modules in {
-    "machine": ("partition",),
+    "machine": ("codecs", "partition"),
     "ranks": ("axis", "mesh", "virtual"),
     "tools": ("certify", "compile", "diff", "doctor", "plan", "plot", "trace"),
 }.items():

@@ -30,7 +30,7 @@ def test_every_function_and_class_of_the_package_is_public() -> None:
     }
     modules = {name for name in fzero.__all__ if isinstance(getattr(fzero, name), ModuleType)}
     assert held == set(fzero.__all__) - modules
-    assert modules == {"adapter", "checkpoint", "optim", "plot", "state"}
+    assert modules == {"adapter", "checkpoint", "codecs", "optim", "plot", "state"}
 
 
 def test_a_file_of_graphs_is_gone_and_the_error_says_what_takes_its_place() -> None:

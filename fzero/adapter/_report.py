@@ -22,7 +22,7 @@ class MemoryReport:
 
     `parameters`: the module's own (stages 0 to 2), or this rank's shards (stage 3).
     `live_parameters`: full parameters that are gathered now (stage 3). `gradients`: those that
-    wait, those that are reduced, and what quantized reductions have lost. `masters`: fp32 copies.
+    wait, those that are reduced, and what encoding has lost. `masters`: fp32 copies.
     `optimizer`: its state.
     """
 

@@ -27,6 +27,7 @@ from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import Scale, documents, takes
 from fzero.ranks.mesh import Axis
 from fzero.state import HookState, Local, TrainState, progress
+from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -96,6 +97,7 @@ class Engine:
         autocast: Autocast | torch.dtype | None = None,
         offload: Offload | None = None,
         local: Local | None = None,
+        compress: Compress | None = None,
         leaf_modules: LeafSpec | None = None,
         micro_batches: int = 1,
         average_micro_batches: bool = False,
@@ -115,7 +117,7 @@ class Engine:
 
     @property
     def axis(self) -> Axis:
-        """The ranks: `engine.axis.rank` of `engine.axis.size`; with `local`, of all replicas."""
+        """The ranks: `engine.axis.rank` of `engine.axis.size`; with `local` of all replicas."""
         return self._driver.state.mesh
 
     @property
@@ -134,9 +136,8 @@ class Engine:
 
         It is read by `fzero.full_params`, `fzero.checkpoint.save`, `fzero.plot` and all else that
         takes a state. `step()` uses it up: what was taken before raises `DonatedError` afterwards.
-        Setting it writes the values of another state into the engine's buffers.
-        `fzero.checkpoint.save(path, engine)` and `load(path, engine)` take the engine itself, with
-        its module's buffers.
+        Setting it writes another state's values into the engine's buffers. `fzero.checkpoint.save`
+        and `load` take the engine itself, with its module's buffers.
         """
         driver = self._driver
         driver.require_not_closed()
@@ -187,8 +188,6 @@ class Engine:
         except BaseException as error:
             self._driver.failed(error)
             raise
-
-    # Losses times the scale.
 
     scale = of_driver(_scaling.scale)
     scale_if_loss = of_driver(_scaling.scale_if_loss)

@@ -1,8 +1,10 @@
-"""What quantized reductions have lost so far, the residual e_r of each rank, in a checkpoint.
+"""What encoding has lost of gradients so far, the residual, in a checkpoint.
 
-Updates depend only on the sum over ranks, sum_r e_r. A load on as many ranks as saved gives each
-rank its own residual, so training goes on with the same bits. On another number of ranks each rank
-gets its shard of the sum, and zeros elsewhere.
+    residual/<n>    e_n of the whole gradient: of rank n, or of replica n, a shard on each rank
+    residual/back   what was lost of sums on their way back, of which each rank has its part
+
+Updates depend only on the sum of all of them. A load for as many of them as saved gives each its
+own, so training goes on with the same bits. Else each rank gets its part of the sum, and zeros.
 """
 
 from __future__ import annotations
@@ -14,41 +16,49 @@ from torch import Tensor
 
 from fzero.checkpoint._pieces import OwnShard
 from fzero.checkpoint.manifest import Manifest
-from fzero.collectives.quantize import residual_of
-from fzero.machine.partition import shard_of
-from fzero.state import Part, TrainState
+from fzero.machine.encode import held_part, memories_of, residual_of
+from fzero.machine.packing import part_of
+from fzero.state import Part, Placement, TrainState
 
 Sums = list[tuple[Tensor, Tensor]]  # what is read is added to the first of each two
 
 
 def residual_shards(state: TrainState, rank: int) -> list[OwnShard]:
-    """Return all of a rank's residual, each flat [W l] as the shards of the ranks."""
-    layout = state.setup.layout
-    flats = state.window.residual.flats
-    return [
-        OwnShard(f"residual/{rank}", index, Part(layout.ranks, r), shard_of(flat, layout.ranks, r))
-        for index, flat in zip(layout.trainable, flats, strict=False)  # there may be none
-        for r in range(layout.ranks)
-    ]
+    """Return all of a rank's residual: a whole flat as its parts, or the part that it has."""
+    shards = []
+    memories = memories_of(state.setup) if state.window.residual.held else []
+    for (index, back, _), flat in zip(memories, state.window.residual.flats, strict=False):
+        name, held = held_part(state.setup, rank, back=back)
+        ranks = state.setup.layout.ranks
+        parts = [Part(ranks, r) for r in range(ranks)] if held.count == 1 else [held]
+        for part in parts:
+            shards.append(OwnShard(f"residual/{name}", index, part, part_of(flat, held, part)))
+    return shards
 
 
 def with_residual(
     state: TrainState, saved: Manifest, rank: int
 ) -> tuple[TrainState, list[OwnShard], Sums]:
     """Return the state with an allocated residual, the tensors to read, what to add then."""
-    residual, ranks = residual_of(state), saved.origin["ranks"]
+    residual, setup = residual_of(state), state.setup
     state = state.replace(window=replace(state.window, residual=residual))
-    layout = state.setup.layout
-    if not any(name.startswith("residual/") for name in saved.tensors):
-        return state, [], []
-    if ranks == layout.ranks:
-        return state, residual_shards(state, rank), []
+    names = {name.split("/")[1] for name in saved.tensors if name.startswith("residual/")}
+    own = setup.axis.size if setup.reduction.over == "all" else setup.replicas
+    same = names - {"back"} == set(map(str, range(own)))
     shards: list[OwnShard] = []
     sums: Sums = []
-    for index, flat in zip(layout.trainable, residual.flats, strict=False):
-        own = shard_of(flat, layout.ranks, rank)
-        for source in range(ranks):
-            read = torch.zeros_like(own)
-            shards.append(OwnShard(f"residual/{source}", index, Part(layout.ranks, rank), read))
-            sums.append((own, read))
+    for shard in residual_shards(state, rank):
+        if shard.prefix.split("/")[1] in (names if same else {"back"} & names):
+            shards.append(shard)
+    added = set[str]() if same else names - {"back"}
+    if not any(memory.back for memory in memories_of(setup)):
+        added |= names & {"back"}
+    there = [memory for memory in memories_of(setup) if not memory.back]
+    for (index, _, _), flat in zip(there, residual.flats, strict=False):
+        held, part = held_part(setup, rank, back=False)[1], setup.part(Placement.OVER_ALL, rank)
+        mine = part_of(flat, held, part)
+        for name in sorted(added):
+            read = torch.zeros_like(mine)
+            shards.append(OwnShard(f"residual/{name}", index, part, read))
+            sums.append((mine, read))
     return state, shards, sums

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._functions import of_nothing
-from fzero.collectives.quantize import dequantized, quantized
+from fzero.collectives.encoded import WireForm, decoded, encoded
 from fzero.ranks.mesh import Axis, Runtime
+from fzero.state.codec import Codec
 
 
 class InFlight:
@@ -62,28 +63,34 @@ class InFlight:
         return self._outs
 
 
-def start_gather(shards: Sequence[Tensor], axis: Axis, *, as_blocks: bool = False) -> InFlight:
+def start_gather(shards: Sequence[Tensor], axis: Axis, *, codec: Codec | None = None) -> InFlight:
     """Each [l] -> [W l], concatenated in rank order; see `gather_many`.
 
-    `as_blocks`: floating ones are sent as int8 blocks, and given as every rank receives them.
+    codec: what floating ones are encoded by, and given as every rank decodes them.
     """
-    begin = _begin_gather_of_blocks if as_blocks else lowering.begin_all_gather
+    if codec is None:
+        return _start("gather", lowering.begin_all_gather, shards, axis)
+
+    def begin(xs: Sequence[Tensor], axis: Axis) -> lowering.Started:
+        return _begin_encoded_gather(xs, axis, codec)
+
     return _start("gather", begin, shards, axis)
 
 
-def _begin_gather_of_blocks(shards: Sequence[Tensor], axis: Axis) -> lowering.Started:
-    sent = [quantized(x) if x.is_floating_point() else x for x in shards]
-    forms = [(x.numel(), x.dtype) for x in shards]
+def _begin_encoded_gather(shards: Sequence[Tensor], axis: Axis, codec: Codec) -> lowering.Started:
+    made = [encoded(codec, x.view(1, -1)) if x.is_floating_point() else None for x in shards]
+    sent = [x if one is None else one[0].reshape(-1) for x, one in zip(shards, made, strict=True)]
     started = lowering.begin_all_gather(sent, axis)
 
-    def received(out: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        if not dtype.is_floating_point:
+    forms = [(one and one[1], x.dtype) for one, x in zip(made, shards, strict=True)]
+
+    def received(out: Tensor, form: WireForm | None, dtype: torch.dtype) -> Tensor:
+        if form is None:
             return out
-        return dequantized(out.view(axis.size, -1), numel, dtype).reshape(-1)
+        return decoded(codec, form.rows_of(out), form, dtype).reshape(-1)
 
     def finish() -> list[Tensor]:
-        pairs = zip(started.finish(), forms, strict=True)
-        return [received(out, *form) for out, form in pairs]
+        return [received(out, *form) for out, form in zip(started.finish(), forms, strict=True)]
 
     return started._replace(finish=finish)
 

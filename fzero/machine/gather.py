@@ -91,9 +91,9 @@ class Gatherer:
     def _started(self, unit: int, *, exact: bool) -> InFlight:
         groups = [self.groups[group] for group in self.table.units[unit]]
         shards = [group.sent(exact=exact) for group in groups]
-        as_blocks = not exact and any(group.is_quantized for group in groups)
+        codec = None if exact else next((x.codec for x in groups if x.codec is not None), None)
         with about(lambda: [x for group in groups for x in group.paths]):
-            return start_gather(shards, self.table.axes[unit].shards, as_blocks=as_blocks)
+            return start_gather(shards, self.table.axes[unit].shards, codec=codec)
 
     def wait(self, unit: int) -> None:
         """Wait for a gather that was started; does nothing if its start raised."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.machine.offload import to_device
+from fzero.state.codec import Codec
 from fzero.state.layout import Layout
 
 
@@ -25,9 +26,9 @@ class GroupShard(NamedTuple):
         return self.layout.paths([self.index])
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether its values cross ranks as int8 blocks in a forward or backward."""
-        return self.layout.groups[self.index].quantized
+    def codec(self) -> Codec | None:
+        """What encodes its values where they cross ranks in a forward or backward."""
+        return self.layout.groups[self.index].codec
 
     def sent(self, *, exact: bool) -> Tensor:
         """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""

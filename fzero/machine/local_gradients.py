@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.collectives.quantize import ErrorFeedback
 from fzero.context.modes import is_recorded
 from fzero.machine.bucket import Bucket
+from fzero.machine.encode import Encoder
 from fzero.machine.offload import add_to, offloaded, to_device
+from fzero.machine.route import route_of
 from fzero.ranks.mesh import Axis
 from fzero.state.layout import as_bits
 from fzero.state.progress import ALL
@@ -21,14 +22,16 @@ class LocalGradients:
     Attributes:
         keeps: whether they stay on this rank, for a coalescing window.
         means: {group: its mean over ranks} of what was reduced.
-        feedback: what quantization has lost of them; None if they are not quantized.
+        encoder: what encodes them where they cross ranks; None if nothing does.
+        route: the collectives that sum them.
     """
 
     def __init__(self, setup: Setup, axis: Axis, device: torch.device) -> None:
         self.setup, self.axis, self._device = setup, axis, device
         layout, contiguous = setup.layout, setup.reduction.contiguous_gradients
         self.buckets = {i: Bucket(layout, i, contiguous=contiguous) for i in layout.trainable}
-        self.feedback = ErrorFeedback(setup) if setup.quantizes_gradients else None
+        self.encoder = Encoder(setup) if setup.encodes_gradients else None
+        self.route = route_of(setup, axis, self.encoder)
         self.keeps = False
         self.means: dict[int, Tensor] = {}
         self._used: set[int] = set()
@@ -44,16 +47,19 @@ class LocalGradients:
 
     def sent(self, index: int, *, mine: bool) -> Tensor:
         """Return what this rank sends for one group; zeros without a gradient, or if not `mine`."""
-        setup, feedback, device = self.setup, self.feedback, self._device
+        setup, encoder = self.setup, self.encoder
+        if setup.reduction.over == "replicas":
+            encoder = None  # until it is reduced over the shards
         gradient = self._popped(index) if mine else None
-        if gradient is not None:
-            gradient = to_device(gradient, device)
-        if feedback is not None:
-            return feedback.sent(index, gradient) if mine else feedback.nothing(index, device)
-        if gradient is not None:
+        if gradient is None:
+            dtype = setup.communication_dtype(index)
+            numel = setup.layout.full_numel(index)
+            gradient = torch.zeros(numel, dtype=dtype, device=self._device)
+            return gradient if encoder is None else encoder.sent(index, gradient, mine=mine)
+        gradient = to_device(gradient, self._device)
+        if encoder is None:
             return setup.sent(index, gradient)
-        dtype = setup.communication_dtype(index)
-        return torch.zeros(setup.layout.full_numel(index), dtype=dtype, device=device)
+        return encoder.sent(index, gradient)
 
     def _popped(self, index: int) -> Tensor | None:
         if _in_place(self.setup):
@@ -63,8 +69,9 @@ class LocalGradients:
     def add_sum(self, index: int, got: Tensor) -> None:
         """Divide a sum over ranks by W, unless packing did; add it to the mean of the group."""
         setup = self.setup
-        summed = got if self.feedback is None else self.feedback.summed(index, got)
-        mean = summed.to(setup.accumulate_dtype(index))
+        if self.encoder is not None:
+            got = self.encoder.result(index, got)
+        mean = got.to(setup.accumulate_dtype(index))
         first = setup.divides_first(index) if _in_place(setup) else 1.0
         if (divisor := setup.divisor / first) != 1.0:
             mean.div_(divisor)
@@ -119,8 +126,8 @@ class LocalGradients:
         """Discard everything."""
         self.discard_local()
         self.means = {}
-        if self.feedback is not None:
-            self.feedback.changed()
+        if self.encoder is not None:
+            self.encoder.changed()
 
 
 def _in_place(setup: Setup) -> bool:

@@ -173,6 +173,18 @@ def leaf_ranges(layout: Layout, index: int, part: Part) -> Iterator[LeafRange]:
             yield LeafRange(position, leaf, start, stop, start + offset - begin)
 
 
+def without_padding(layout: Layout, index: int, part: Part, held: Tensor) -> Tensor:
+    """Return a part of a flat, new memory of the caller's, with zeros where no leaf is."""
+    end, held = 0, held.contiguous()
+    for one in sorted(leaf_ranges(layout, index, part), key=lambda one: one.at):
+        if end < one.at:
+            held[end : one.at] = 0
+        end = one.at + one.stop - one.start
+    if end < held.numel():
+        held[end:] = 0
+    return held
+
+
 def pack_copied(
     layout: Layout, index: int, tensors: Sequence[Tensor | None], *, divisor: float | None = None
 ) -> Tensor:

@@ -2,9 +2,10 @@
 
     pop_grad(state, leaf, p)        autograd made one
       the bucket is full            pack -> [W l] in the dtype of the wire
-      it may start                  reduce-scatter (or all-reduce), at most two at a time; of
-                                    int8 blocks an all-to-all, and the sum is made here
-      it is over                    on a mesh of two dims: then across replicas, beside the next one
+      it may start                  the first collective of its route, at most two at a time:
+                                    reduce-scatter or all-reduce; all-to-all if it is encoded
+      it is over                    the next of its route (on a mesh of two dims across replicas;
+                                    an encoded sum on its way back), beside the next bucket
     all of it is over             / W, unless packing did -> means, in the dtype of their sums
 
 A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
@@ -23,12 +24,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from fzero.collectives import InFlight, about, start_all_to_all, start_reduce, start_scatter
-from fzero.collectives.quantize import ErrorFeedback
+from fzero.collectives import InFlight, about
 from fzero.errors import AxisError
+from fzero.machine.encode import Encoder
 from fzero.machine.local_gradients import LocalGradients
 from fzero.ranks.mesh import Axis, Runtime
-from fzero.state.buffers import Placement
 from fzero.state.setup import Setup
 
 IN_FLIGHT = 1
@@ -56,7 +56,7 @@ class Reducer:
         # Of each state, for each leaf: its unit, its group, its place in the group.
         self._where = [self._add(number, setup) for number, setup in enumerate(setups)]
         self._flights: deque[tuple[int, InFlight]] = deque()
-        self._across: deque[tuple[int, InFlight]] = deque()  # of one bucket, across replicas
+        self._rest: deque[tuple[int, int, InFlight]] = deque()  # of one bucket, with its hop
         streams = any(setup.streams for setup in setups)
         alone = axes[0].runtime is Runtime.LOCAL and not streams
         self._on_full = None if alone else (on_full or self.start)  # alone, gradients stay here
@@ -119,8 +119,9 @@ class Reducer:
         return len(self._units)
 
     def is_bounded(self, unit: int) -> bool:
-        """Whether the inputs of few reductions may be alive at once: those of reduce-scatters."""
-        return not self.states[self._units[unit][0]].setup.reduces_in_place
+        """Whether the inputs of few reductions may be alive at once: but for all-reduces."""
+        setup = self.states[self._units[unit][0]].setup
+        return setup.encodes_gradients or not setup.reduces_in_place
 
     def start(self, unit: int, *, mine: bool = True) -> None:
         """Start the reduction of a unit, with zeros where this rank has nothing. A collective.
@@ -131,59 +132,51 @@ class Reducer:
         one = self.states[number]
         if not indices or (mine and one.keeps):
             return
-        setup, sharded = one.setup, self.is_bounded(unit)
-        while sharded and len(self._flights) >= IN_FLIGHT:
+        while self.is_bounded(unit) and len(self._flights) >= IN_FLIGHT:
             self._wait_for_oldest()
         local = [one.sent(i, mine=mine) for i in indices]
-        ordered = setup.reduction.ordered
-        with about(lambda: setup.layout.paths(indices)):
-            if setup.quantizes_gradients:
-                flight = start_all_to_all(local, one.axis)
-            elif sharded:
-                flight = start_scatter(local, one.axis.shards, ordered=ordered)
-            else:
-                flight = start_reduce(local, one.axis, ordered=ordered)
+        with about(lambda: one.setup.layout.paths(indices)):
+            flight = one.route[0].start(local)
         self._flights.append((unit, flight))
-        if not setup.reduction.overlap:
+        if not one.setup.reduction.overlap:
             self.wait_all()
 
     def _wait_for_oldest(self) -> None:
-        """Wait for the oldest reduction; across the replicas it goes on beside the next one."""
+        """Wait for the first hop of the oldest reduction; its others go on beside the next one."""
         # In the order of the starts: what is waited for may communicate again.
-        self._wait_across()
+        self._wait_for_rest()
         unit, flight = self._flights.popleft()
+        self._go_on(unit, 0, flight)
+
+    def _wait_for_rest(self) -> None:
+        while self._rest:
+            self._go_on(*self._rest.popleft())
+
+    def _go_on(self, unit: int, hop: int, flight: InFlight) -> None:
+        """Wait for one collective of a route, and start the next; after the last add the sums."""
         number, indices = self._units[unit]
-        setup, axis = self.states[number].setup, self.states[number].axis
-        if axis.dims is None or not self.is_bounded(unit):
-            self._add_sums(unit, flight)
+        one, received = self.states[number], flight.wait()
+        if hop + 1 == len(one.route):
+            for index, got in zip(indices, received, strict=True):
+                one.add_sum(index, got)
             return
-        over_all = setup.gradients is Placement.OVER_ALL
-        start = start_scatter if over_all else start_reduce
-        summed = flight.wait()
-        with about(lambda: setup.layout.paths(indices)):
-            crossing = start(summed, axis.replicas, ordered=setup.reduction.ordered)
-        self._across.append((unit, crossing))
-
-    def _wait_across(self) -> None:
-        while self._across:
-            self._add_sums(*self._across.popleft())
-
-    def _add_sums(self, unit: int, flight: InFlight) -> None:
-        number, indices = self._units[unit]
-        for index, got in zip(indices, flight.wait(), strict=True):
-            self.states[number].add_sum(index, got)
+        start, sent = one.route[hop + 1]
+        if sent is not None:
+            received = [sent(i, got) for i, got in zip(indices, received, strict=True)]
+        with about(lambda: one.setup.layout.paths(indices)):
+            self._rest.append((unit, hop + 1, start(received)))
 
     def wait_all(self) -> None:
         """Wait for all that was started. All ranks are at one place."""
         while self._flights:
             self._wait_for_oldest()
-        self._wait_across()
+        self._wait_for_rest()
 
     # The end of a backward.
 
-    def feedback(self, state: int) -> ErrorFeedback | None:
-        """What quantization has lost of a state's gradients."""
-        return self.states[state].feedback
+    def encoder(self, state: int) -> Encoder | None:
+        """What encodes a state's gradients where they cross ranks."""
+        return self.states[state].encoder
 
     def add_waiting(self, state: int, flats: dict[int, Tensor], *, owned: bool = False) -> None:
         """Take whole local gradients of a state, {group: [W l]}: what has waited in a window.
@@ -220,7 +213,7 @@ class Reducer:
     def discard(self) -> None:
         """Discard what this backward has brought. Waits for what was started."""
         self.discard_local()
-        while self._flights or self._across:
+        while self._flights or self._rest:
             with suppress(AxisError):
                 self.wait_all()
         for one in self.states:

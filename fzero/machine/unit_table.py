@@ -57,5 +57,5 @@ class UnitTable:
         return frozenset(
             number
             for number, unit in enumerate(self.units)
-            if any(groups[i].quantized or groups[i].communication_dtype for i in unit)
+            if any(groups[i].codec or groups[i].communication_dtype for i in unit)
         )

@@ -11,6 +11,7 @@ import torch
 from fzero.errors import LayoutError
 from fzero.errors.check import check_flags, require
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.codec import cast
 from fzero.state.layout import Leaf, stored_dtype
 from fzero.state.setup import Reduction
 
@@ -104,9 +105,9 @@ REFUSED = (
     ),
     Refused(
         when=lambda n: n.param is _BF16 and n.communication is _FP16,
-        seen="communication_dtype={communication} for parameters in {param}",
+        seen="compress: gradients=cast({communication}) for parameters in {param}",
         cause="gradients in bf16 reach far beyond 65504, where fp16 ends.",
-        fix="use communication_dtype=torch.bfloat16 or torch.float32.",
+        fix="use codecs.bf16(), or cast to torch.float32.",
     ),
 )
 """What may not be combined. All else may: any masters, states, accumulation and communication."""
@@ -146,7 +147,7 @@ def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reducti
 
     A foreign optimizer has no precision of its own: its states are as it makes them.
     """
-    precision = getattr(optimizer, "precision", None)
+    precision, codec = getattr(optimizer, "precision", None), reduction.codec
     if precision is None:
         return
     learning = {stored_dtype(leaf.dtype): leaf for leaf in leaves if leaf.trainable}
@@ -156,7 +157,7 @@ def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reducti
             precision=precision,
             divides=optimizer.divides,
             accumulate=reduction.accumulate_dtype,
-            communication=reduction.communication_dtype,
+            communication=codec.dtype if isinstance(codec, cast) else None,
         )
         require_combination(leaf.path, numbers)
     if precision.stochastic_rounding and learning and _BF16 not in learning:

@@ -9,6 +9,7 @@ from fzero.options._checks import FLAG, ZERO
 from fzero.options._record import Option, ValueCheck
 from fzero.options._typed import Initializer, Scale
 from fzero.state import Local
+from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -58,6 +59,19 @@ OF_DRIVERS = (
         instead=dict.fromkeys(
             ("shard", "plan"), "fzero.local(step, every=) is a transform of the step"
         ),
+    ),
+    Option(
+        name="compress",
+        type=Compress | None,
+        check=ValueCheck(
+            lambda x: x is None or isinstance(x, Compress),
+            "fzero.Compress(gradients=codec, parameters=codec), with codecs of fzero.codecs",
+        ),
+        help="what crosses ranks encoded, and by which codec: see `fzero.compress`. `step.init` "
+        "passes that of its own transform.",
+        instead={"shard": "fzero.compress(step, gradients=codec) is a transform of the step"},
+        deepspeed="communication_data_type",
+        axis="wires",
     ),
     Option(
         name="leaf_modules",

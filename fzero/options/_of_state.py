@@ -168,14 +168,6 @@ OF_STATE = (
         deepspeed="data_types.grad_accum_dtype",
     ),
     Option(
-        name="communication_dtype",
-        type=torch.dtype | None,
-        check=DTYPE,
-        help="dtype in which gradients cross ranks; default that of the parameters.",
-        deepspeed="communication_data_type",
-        axis="wires",
-    ),
-    Option(
         name="reduce_op",
         default="mean",
         type=ReduceOp,
@@ -192,29 +184,6 @@ OF_STATE = (
         help='f: each rank sends g / f, and the sum is multiplied by f / W (by f for "sum"). '
         "With f = W the sum of W gradients overflows no sooner than one of them.",
         deepspeed="gradient_predivide_factor",
-        axis="wires",
-    ),
-    Option(
-        name="quantized_weights",
-        default=False,
-        type=bool,
-        check=FLAG,
-        help="a forward or a backward gathers parameters as int8 blocks: each comes back to within "
-        "1/254 of the largest of its block of 256.",
-        stages=_UNITS,
-        deepspeed=ZERO + "zero_quantized_weights",
-        axis="wires",
-    ),
-    Option(
-        name="quantized_gradients",
-        default=False,
-        type=bool,
-        check=FLAG,
-        help="gradients cross ranks as int8 blocks, and are summed in the accumulation dtype, in "
-        "fp32 at least. What a rank's rounding has lost is added to its next gradient: the "
-        "residual, one fp32 element for each of P on every rank.",
-        stages=_SHARDED,
-        deepspeed=ZERO + "zero_quantized_gradients",
         axis="wires",
     ),
 )

@@ -22,6 +22,19 @@ C = TypeVar("C", bound=type)
 OPTIONS: Mapping[str, Option] = {one.name: one for one in (*OF_STATE, *OF_DRIVERS)}
 """Every option, by name."""
 
+_INSTEAD = (
+    "fzero.compress(step, {0}) for a step, compress=fzero.Compress({0}) for Engine, init and plan"
+)
+GONE: Mapping[str, str] = {
+    name: _INSTEAD.format(codec)
+    for name, codec in (
+        ("communication_dtype", "gradients=fzero.codecs.cast(dtype)"),
+        ("quantized_gradients", "gradients=fzero.codecs.int8()"),
+        ("quantized_weights", "parameters=fzero.codecs.int8()"),
+    )
+}
+"""Options of earlier versions, with what replaces them."""
+
 MARK = re.compile(r"^( *)\{options\}\n", re.MULTILINE)
 """The line of a docstring in whose place its options are described."""
 
@@ -143,13 +156,13 @@ def _expanded(signature: inspect.Signature, driver: str) -> inspect.Signature:
 def _not_taken(driver: str, option: str, known: Iterable[str], usage: str) -> CallError:
     """The error for an option: of another driver, of no driver, or of an axis of `certify`."""
     entry = OPTIONS.get(option)
-    fix = "" if entry is None else entry.instead.get(driver, "")
+    fix = GONE.get(option, "") if entry is None else entry.instead.get(driver, "")
     if driver == "certify" and entry is not None:
         fix = f"write {entry.axis}=, the values of it that are tried" if entry.axis else ""
     if not fix:
         return unknown_option(driver, option, known, usage)
     return CallError(
         f"{driver} got an unexpected keyword argument {option!r}.",
-        cause="an option of another function.",
+        cause="an option of another function." if entry else "an option of an earlier version.",
         fix=f"{fix}.",
     )

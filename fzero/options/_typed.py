@@ -43,11 +43,8 @@ class StateOptions(TypedDict, total=False):
     overlap: bool
     contiguous_gradients: bool
     accumulate_dtype: torch.dtype | None
-    communication_dtype: torch.dtype | None
     reduce_op: ReduceOp
     gradient_predivide_factor: float
-    quantized_weights: bool
-    quantized_gradients: bool
 
 
 class InitOptions(StateOptions, total=False):

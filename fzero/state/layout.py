@@ -12,6 +12,8 @@ from optree import PyTreeSpec
 from torch import Tensor
 from torch.nn import Parameter
 
+from fzero.state.codec import Codec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
@@ -52,7 +54,7 @@ class Group:
     is there so that each leaf, and each shard, starts on a multiple of 16 bytes; on a mesh of two
     dims, each replica's part of a shard, too.
     `communication_dtype`: in which its gradients, and at stage 3 its values, cross ranks under
-    autocast; None for its own. `quantized`: at stage 3 its values cross as int8 blocks.
+    autocast; None for its own. `codec`: what encodes its values at stage 3, where they are floats.
     """
 
     name: str  # the unit (stage 3) or bucket it came from
@@ -62,7 +64,7 @@ class Group:
     offsets: tuple[int, ...]
     shard_numel: int
     communication_dtype: torch.dtype | None = None
-    quantized: bool = False
+    codec: Codec | None = None
 
 
 def learns(p: Tensor) -> bool:

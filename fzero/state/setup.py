@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT, Placement
+from fzero.state.codec import Codec, Over, cast
 from fzero.state.layout import Layout, Part
 from fzero.state.offload import Offload
 from fzero.state.schedule import Limits
@@ -37,12 +38,19 @@ class Reduction:
     overlap: bool = True  # reduce beside the backward
     contiguous_gradients: bool = False  # copy each gradient into its bucket as it comes
     accumulate_dtype: torch.dtype | None = None  # None: fp32 for 16-bit parameters, else theirs
-    communication_dtype: torch.dtype | None = None  # None: that of the parameters
     reduce_op: ReduceOp = "mean"
     gradient_predivide_factor: float = 1.0  # divides before the sum, and is made up for after it
-    quantized_gradients: bool = False  # as int8 blocks; see fzero/collectives/quantize.py
+    # How they are encoded, and for which ranks; None: in the dtype of the parameters.
+    codec: Codec | None = field(default=None, metadata={"given": False})
+    over: Over = field(default="all", metadata={"given": False})
     # Gradients since the last update are sums of w g, which the update divides by the sum of w.
     weighted: bool = field(default=False, metadata={"given": False})
+
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype in which gradients add up on the wire, if a codec says nothing but that."""
+        codec = self.codec
+        return codec.dtype if isinstance(codec, cast) and self.over == "all" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +59,9 @@ class Gathering:
 
     reshard_after_forward: Reshard = True
     prefetch_numel: int = 1  # gathered early: the next unit, and more while they fit; 0: none
+    persistence_threshold_numel: int = 0  # leaves of at most so many are in units of their own
     # Units that stay whole from one update to the next: found when the state is planned.
     persistent: tuple[int, ...] = field(default=(), metadata={"given": False})
-    quantized_weights: bool = False  # cross ranks as int8 blocks in a forward or backward
 
     @property
     def limits(self) -> Limits:
@@ -132,7 +140,7 @@ class Setup:
     def communication_dtype(self, index: int) -> torch.dtype:
         """The dtype in which gradients of group `index` cross ranks."""
         group = self.layout.groups[index]
-        return group.communication_dtype or self.reduction.communication_dtype or group.dtype
+        return group.communication_dtype or self.reduction.cast or group.dtype
 
     def sent(self, index: int, gradient: Tensor) -> Tensor:
         """What is summed over ranks in the place of this rank's gradient of group `index`."""
@@ -159,7 +167,7 @@ class Setup:
         gradients would be lost. Otherwise 1.0.
         """
         dtypes = self.layout.groups[index].dtype, self.communication_dtype(index)
-        free = self.reduces_in_place and not self.quantizes_gradients
+        free = self.reduces_in_place and not self.encodes_gradients
         exact = math.frexp(self.divisor)[0] == 0.5 and torch.float16 not in dtypes
         return self.divisor if free and exact else 1.0
 
@@ -182,9 +190,27 @@ class Setup:
         return replace(self, reduction=replace(self.reduction, weighted=weighted))
 
     @property
-    def quantizes_gradients(self) -> bool:
-        """Whether gradients cross ranks as int8 blocks: on one rank nothing crosses."""
-        return self.reduction.quantized_gradients and self.axis.size > 1
+    def codec(self) -> Codec | None:
+        """What encodes gradients where they cross ranks, but for a mere cast; None for nothing."""
+        over_all = self.reduction.over == "all"
+        crosses = (self.axis if over_all else self.axis.replicas).size > 1
+        return self.reduction.codec if crosses and self.reduction.cast is None else None
+
+    @property
+    def encodes_gradients(self) -> bool:
+        """Whether gradients cross ranks encoded, in other forms than numbers in some dtype."""
+        return self.codec is not None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what encoding loses of gradients is kept for the next ones."""
+        return self.codec is not None and self.codec.memory is not False
+
+    def memory_dtype(self, index: int) -> torch.dtype:
+        """The dtype in which what encoding loses of group `index` is kept."""
+        kept = None if self.codec is None else self.codec.memory
+        wide = torch.promote_types(self.accumulate_dtype(index), torch.float32)
+        return kept if isinstance(kept, torch.dtype) else wide
 
     @property
     def params(self) -> Placement:

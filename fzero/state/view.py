@@ -19,7 +19,7 @@ from fzero.state.setup import Setup
 def state_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
 
-    The window has what is not reduced yet, the residual of quantized gradients, full parameters
+    The window has what is not reduced yet, the residual of encoded gradients, full parameters
     that it keeps, and the anchors and outer momentum of local updates. Of a state that is offloaded
     also by place: on device, in host memory, on disk.
 

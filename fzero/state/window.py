@@ -20,7 +20,8 @@ class Window:
     `pending` is PARTIAL: this rank's own sum; in a closed window (an engine's, after `no_sync`) it
     waits for the next reduction. `gathered` holds full parameters for the length
     of the window when stage 3 was asked to keep them (else it is empty). `residual` is PARTIAL,
-    too: what quantized reductions have lost of this rank's gradients, without the loss scale;
+    too: what encoding has lost of this rank's gradients, and then of its part of their sums where
+    those are encoded, without the loss scale;
     `residual_before`: as it was at the last update, while gradients since then are held. `outer`:
     of local updates, what the next outer update starts from.
     """
@@ -63,11 +64,11 @@ def close(window: Window) -> Window:
     return replace(window, gathered=(), is_open=False, is_settled=False)
 
 
-# What quantized reductions have lost.
+# What encoding has lost.
 
 
 def with_residual(window: Window, before: Buffers, after: Buffers) -> Window:
-    """Return the window after a quantized reduction, with the residual before and after it."""
+    """Return the window after a reduction, with the residual before and after it."""
     at_update = window.residual_before if window.residual_before.held else before
     return replace(window, residual=after, residual_before=at_update)
 

@@ -14,6 +14,7 @@ from fzero.transforms.autocast import autocast as autocast
 from fzero.transforms.check_finite import check_finite as check_finite
 from fzero.transforms.clip import clip as clip
 from fzero.transforms.coalesce import coalesce as coalesce
+from fzero.transforms.compress import compress as compress
 from fzero.transforms.evaluate import evaluate as evaluate
 from fzero.transforms.grad import grad_and_reduce as grad_and_reduce
 from fzero.transforms.init import init as init

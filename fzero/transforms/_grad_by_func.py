@@ -81,8 +81,9 @@ def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
     setup, layout = state.setup, state.setup.layout
     if setup.stage < 3:
         return state, state.params.flats
-    if any(group.quantized for group in layout.groups):
-        raise not_differentiable("quantized_weights")
+    for group in layout.groups:
+        if group.codec is not None:
+            raise not_differentiable("parameters", group.codec)
     fulls = state.window.gathered
     if not fulls or any(flat.numel() < layout.full_numel(i) for i, flat in enumerate(fulls)):
         pairs = zip(layout.groups, state.params.flats, strict=True)

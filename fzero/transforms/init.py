@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import broadcast, told_everywhere
-from fzero.collectives.quantize import residual_of
 from fzero.context.modes import in_transform, require_autograd
 from fzero.errors import LayoutError
+from fzero.machine.encode import residual_of
 from fzero.machine.offload import offloaded
 from fzero.machine.packing import pack
 from fzero.machine.partition import leaves_of, unit_of
@@ -34,6 +34,7 @@ from fzero.state import (
     Setup,
     TrainState,
 )
+from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
@@ -59,6 +60,7 @@ def init(
     initializer: Initializer | None = None,
     offload: Offload | None = None,
     local: Local | None = None,
+    compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
 @overload
@@ -71,6 +73,7 @@ def init(
     initializer: Initializer | None = None,
     offload: Offload | None = None,
     local: Local | None = None,
+    compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
 @takes("init", "init(params, optimizer, stage=2)")
@@ -83,6 +86,7 @@ def init(  # noqa: D417 {options}
     initializer: Initializer | None = None,
     offload: Offload | None = None,
     local: Local | None = None,
+    compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
@@ -140,6 +144,7 @@ def init(  # noqa: D417 {options}
         require_autograd("init")
         require_params(params)
         given = {**options, "autocast": autocast, "offload": offload, "local": local}
+        given["compress"] = compress
         chosen = check_shared(grouped(SharedOptions, given))
         require_local(chosen.local, chosen.optimizer_over)
         models, treespec = models_of(params, optimizer, check_stages("init", stage))

@@ -20,7 +20,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import performer_of, reduce_many
+from fzero.collectives import performer_of
 from fzero.context.here import has_no_values
 from fzero.errors import LayoutError, explain
 from fzero.errors.check import require
@@ -33,7 +33,9 @@ from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_repli
 from fzero.state import NAMESPACE, Buffers, Local, Outer, Setup, TrainState, outer
 from fzero.state.setup import MASTERS
 from fzero.transforms.donation import donates
+from fzero.transforms.outer_sum import sum_over_replicas
 from fzero.transforms.pieces import pieces_of
+from fzero.transforms.receive import not_differentiable
 
 _FINITE, _COUNTS = 1, 2
 
@@ -155,7 +157,9 @@ def _brought_together(state: TrainState, held: Outer, due: int, general: bool) -
             _moved(to_device(anchors[k], state.device), stepped[k], counts=said.own)
             for k in numbers
         ]
-        sums = reduce_many(moved, held.mesh.replicas, ordered=setup.reduction.ordered)
+        if general and setup.reduction.codec is not None:
+            raise not_differentiable("gradients", setup.reduction.codec)
+        sums = sum_over_replicas(setup, moved, held.mesh.replicas)
         means = [x / said.count for x in sums]
         options: dict[str, Any] = {"differentiable": general}
         if not offload.neutral:

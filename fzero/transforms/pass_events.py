@@ -38,8 +38,8 @@ from fzero.transforms.announcement import PassForm, begin_of
 from fzero.transforms.observe import tell
 from fzero.transforms.receive import (
     add_means,
-    feed_back,
     filled,
+    lend_residuals,
     part_of_update,
     put,
     receive,
@@ -80,6 +80,7 @@ class Pass:
             on_written=on_written,
             drop_raised=drop_raised,
         )
+        lend_residuals(self.reducer, self.states)
         if self.gathers:
             self._hold_shards()
             adopted = self.gatherer.adopt([state.window.gathered for state in states])
@@ -169,7 +170,6 @@ class Pass:
         """Add gradients that wait in a closed window to the coming reductions."""
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.gradient_share
-            feed_back(state, self.reducer.feedback(number), share)
             if pending.held and not state.coalesces:
                 # `receive` multiplies all of it by the share
                 flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
@@ -232,7 +232,7 @@ class Pass:
                 continue
             if state.window.pending.held and not waits:
                 state = state.replace(window=window.pop(state.window)[0])
-            state = with_lost(state, self.reducer.feedback(number))
+            state = with_lost(state, self.reducer.encoder(number))
             state, used = with_found(state, bad[number]), self._used(number)
             if means:
                 flats = filled(state, means, state.setup.gradients)
@@ -256,9 +256,9 @@ class Pass:
             self.put(number, self._with_served(number))
 
     def _with_served(self, number: int) -> TrainState:
-        state, means = self.states[number], self.reducer.pop_means(number)
-        if not means:
-            return state
+        if not (means := self.reducer.pop_means(number)):
+            return self.states[number]
+        state = with_lost(self.states[number], self.reducer.encoder(number))
         flats = filled(state, means, state.setup.gradients)
         return add_means(state, part_of_update(state, flats))
 

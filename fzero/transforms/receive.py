@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fzero.collectives import performer_of
-from fzero.collectives.quantize import ErrorFeedback, residual_of
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import PhaseError
 from fzero.machine import Reducer
+from fzero.machine.encode import Encoder, Lent, residual_of
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
 from fzero.ranks.mesh import Runtime
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
+from fzero.state.codec import Codec
 from fzero.transforms.donation import add_donated, donates, take_over
 
 
@@ -115,53 +117,61 @@ def means_over_ranks(
 
     `local` is used up: the full gradient of a bucket is freed when it has been reduced; it is
     written to only if it is `owned`. The state that comes back knows what was lost, if gradients
-    are quantized.
+    are encoded.
     """
     setup, performer = state.setup, performer_of(state.setup.axis)
     if performer is None:
         return state, local
     reducer = Reducer([setup], [performer.over(setup.axis)], [state.device])
-    feed_back(state, reducer.feedback(0))
+    if (encoder := reducer.encoder(0)) is not None:
+        encoder.remembers_by(partial(_lent, state))
     reducer.add_waiting(0, local, owned=owned)
     local.clear()
     for unit in reversed(range(reducer.unit_count)):
         reducer.start(unit)
     reducer.wait_all()
-    return with_lost(state, reducer.feedback(0)), reducer.pop_means(0)
+    return with_lost(state, encoder), reducer.pop_means(0)
 
 
-def feed_back(state: TrainState, feedback: ErrorFeedback | None, share: float = 1.0) -> None:
-    """Load a state's residual into a reducer, which adds it to the next gradients (error feedback).
+def lend_residuals(reducer: Reducer, states: Sequence[TrainState]) -> None:
+    """Let the encoders of a reducer read the residuals of its states, as they are then."""
+
+    def lend(number: int) -> Lent:
+        return _lent(states[number], states[number].setup.gradient_share)
+
+    for number in range(len(states)):
+        if (encoder := reducer.encoder(number)) is not None:
+            encoder.remembers_by(partial(lend, number))
+
+
+def _lent(state: TrainState, share: float = 1.0) -> Lent:
+    """Return a state's residual, and how many times that gradients are which are to be encoded.
 
     `share`: what those are still multiplied by to be gradients of the state.
     """
-    if feedback is None:
-        return
-    held = dict(zip(state.setup.layout.trainable, residual_of(state).flats, strict=True))
     factor = 1 / share if state.scale is None else state.scale.scale / share
-    feedback.begin(held, factor)
+    return residual_of(state).flats, factor
 
 
-def with_lost(state: TrainState, feedback: ErrorFeedback | None) -> TrainState:
-    """Return the state with the residual of the reductions since `feed_back`."""
-    changed = {} if feedback is None else feedback.changed()
+def with_lost(state: TrainState, encoder: Encoder | None) -> TrainState:
+    """Return the state with what encoding has lost since it was lent the residual."""
+    changed = {} if encoder is None else encoder.changed()
     if not changed:
         return state
     before = residual_of(state)
-    held = zip(state.setup.layout.trainable, before.flats, strict=True)
-    flats = tuple(changed.get(index, flat) for index, flat in held)
+    flats = tuple(changed.get(number, flat) for number, flat in enumerate(before.flats))
     after = Buffers(flats=flats, placement=Placement.PARTIAL)
     return state.replace(window=window.with_residual(state.window, before, after))
 
 
-def not_differentiable(option: str) -> PhaseError:
-    """Return the error for a step with quantized values under a transform of torch.func."""
+def not_differentiable(option: str, codec: Codec) -> PhaseError:
+    """Return the error for a step with encoded values under a transform of torch.func."""
     return PhaseError(
-        f"{option}=True, and the step is differentiated, mapped or traced as a whole, or its "
-        "gradient does not come from a backward of its own.",
+        f"compress({option}={codec}), and the step is differentiated, mapped or traced as a "
+        "whole, or its gradient does not come from a backward of its own.",
         cause="a torch.func transform around grad_and_reduce, arguments that require grad, or "
         "fzero.add_gradients(reduced=False) outside of a coalescing window.",
-        fix=f"leave {option} out there; transforms inside the loss are fine. In a window, "
+        fix="leave the codec out there; transforms inside the loss are fine. In a window, "
         "add_gradients is too.",
     )
 
@@ -170,8 +180,8 @@ def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:
     """mean_r(local_r) by collectives that torch.func differentiates: [W l] -> [l], or [W l]."""
     if setup.axis.runtime is Runtime.LOCAL:
         return list(local)
-    if setup.quantizes_gradients:
-        raise not_differentiable("quantized_gradients")
+    if setup.codec is not None:
+        raise not_differentiable("gradients", setup.codec)
     learning = setup.layout.trainable
     sent = [setup.sent(i, x) for i, x in zip(learning, local, strict=True)]
     summed = sum_parts(setup, sent)

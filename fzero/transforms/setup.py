@@ -26,9 +26,10 @@ from fzero.optim import (
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Layout, Setup
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.codec import Compress
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, as_autocast, owners_of
-from fzero.transforms.state_options import SharedOptions, bucket_at, check_quantized
+from fzero.transforms.state_options import SharedOptions, bucket_at, compressed
 
 COMPARED = "the layout of the parameters"
 """What ranks compare before a state is made, and what an error before that is told as."""
@@ -60,7 +61,7 @@ def plan_setup(
         parts = stage > 0 and axis.size > 1
         whole = parts and options.whole_parameters
         chosen = _bound(optimizer, named, parts=parts, whole=whole)
-        small = _small(named, options.persistence_threshold_numel, stage, axis)
+        small = _small(named, options.gathering.persistence_threshold_numel, stage, axis)
         layout = plan_layout(
             params,
             ranks=axis.shards.size,
@@ -77,10 +78,10 @@ def plan_setup(
         setup = Setup(
             stage=stage,
             axis=axis,
-            layout=_quantized(layout) if options.gathering.quantized_weights else layout,
+            layout=_encoded(layout, options.compress),
             optimizer=chosen,
             optimizer_over=options.optimizer_over,
-            reduction=check_quantized(stage, axis, options.reduction, options.gathering),
+            reduction=compressed(stage, axis, options),
             gathering=replace(options.gathering, persistent=_units_of(layout, small)),
             offload=as_offload(options.offload, stage, _device(named)),
         )
@@ -167,7 +168,8 @@ def _kinds(chosen: ShardOptimizer, named: Mapping[str, Tensor]) -> Callable[[str
 
 def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
     """Return the facts that must be equal on every rank, one line each."""
-    options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}"
+    codecs = {str(group.codec) for group in setup.layout.groups}
+    options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}, {codecs}"
     mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}"
     leaves = setup.layout.leaves
     return [
@@ -201,9 +203,13 @@ def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
     )
 
 
-def _quantized(layout: Layout) -> Layout:
-    """The layout whose floating groups stage 3 gathers as int8 blocks; on one rank as it is."""
-    if layout.ranks == 1:
+def _encoded(layout: Layout, compress: Compress | None) -> Layout:
+    """The layout whose floating groups stage 3 gathers encoded; on one rank as it is."""
+    if compress is None or compress.parameters is None or layout.ranks == 1:
         return layout
-    groups = [replace(group, quantized=group.dtype.is_floating_point) for group in layout.groups]
+    codec = compress.parameters
+    groups = [
+        replace(group, codec=codec) if group.dtype.is_floating_point else group
+        for group in layout.groups
+    ]
     return replace(layout, groups=tuple(groups))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import optree
 import torch
 
 from fzero.errors import LayoutError
+from fzero.machine.encode import require_codec
 from fzero.options import BUCKET_BYTES, OPTIONS, check_values
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Gathering, Local, OptimizerOver, Reduction
+from fzero.state.codec import Compress, cast
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
+from fzero.transforms.outer_sum import require_moves_encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +27,10 @@ class SharedOptions:
     optimizer_over: OptimizerOver = "shard"
     bucket_bytes: int | None = None
     whole_parameters: bool = False
-    persistence_threshold_numel: int = 0
     autocast: Autocast | torch.dtype | None = None
     offload: Offload | None = None
     local: Local | None = None
+    compress: Compress | None = None
     reduction: Reduction
     gathering: Gathering
 
@@ -55,10 +58,17 @@ def field_names(kind: type) -> list[str]:
 def check_shared(options: SharedOptions) -> SharedOptions:
     """Return the options; raise `LayoutError`, naming the option, for a value out of range."""
     check_values(options)
-    reduction = options.reduction
-    if reduction.quantized_gradients:
-        _require_alone("communication_dtype", reduction.communication_dtype, None)
-        _require_alone("gradient_predivide_factor", reduction.gradient_predivide_factor, 1)
+    compress = options.compress or Compress()
+    for name, codec in (("gradients", compress.gradients), ("parameters", compress.parameters)):
+        if codec is not None:
+            require_codec(f"compress: {name}", codec)
+    factor = options.reduction.gradient_predivide_factor
+    if factor != 1 and not isinstance(compress.gradients, cast | None):
+        raise LayoutError(
+            f"gradient_predivide_factor={factor!r} with compress: gradients={compress.gradients}.",
+            cause="a factor against overflow, and a codec that has scales of its own.",
+            fix="leave one of them out.",
+        )
     return options
 
 
@@ -83,39 +93,31 @@ def bucket_at(stage: int, bucket_bytes: int | None) -> int | None:
     return usual and (bucket_bytes or usual)
 
 
-def _require_alone(name: str, value: Any, neutral: Any) -> None:
-    if value != neutral:
-        raise LayoutError(
-            f"{name}={value!r} with quantized_gradients=True.",
-            cause="two options for what is on the wire: quantized gradients are int8 with a "
-            "scale for each block, so they neither overflow nor have another dtype.",
-            fix="leave one of them out.",
-        )
+def compressed(stage: int, axis: Axis, options: SharedOptions) -> Reduction:
+    """Return how gradients are reduced, with their codec.
 
-
-def check_quantized(
-    stage: int, axis: Axis, reduction: Reduction, gathering: Gathering
-) -> Reduction:
-    """Return `reduction`; raise `LayoutError` if this stage never sends what is to be quantized."""
-    if gathering.quantized_weights and stage != 3:
+    Raises `LayoutError` for a codec of what this stage never sends, and for replicas where there
+    are none.
+    """
+    compress = options.compress or Compress()
+    if compress.parameters is not None and stage != 3:
         raise LayoutError(
-            f"quantized_weights=True at stage {stage}.",
+            f"compress: parameters={compress.parameters} at stage {stage}.",
             cause="only stage 3 gathers parameters for a forward or a backward; what stages 1 "
             "and 2 gather after an update is the parameters themselves.",
             fix="use stage=3, or leave it out.",
         )
-    if reduction.quantized_gradients and stage == 0:
+    over = compress.over
+    if options.local is not None:
+        require_moves_encoded(options.local, options.compress)
+        return replace(options.reduction, codec=compress.gradients, over=over)
+    if over == "replicas" and axis.size > 1 and (axis.dims is None or stage == 0):
         raise LayoutError(
-            "quantized_gradients=True at stage 0.",
-            cause="stage 0 keeps the whole gradient on every rank, so the sums would have to "
-            "be quantized again to be gathered.",
-            fix="use stage 1, 2 or 3, which scatter them, or leave it out.",
+            f'compress: over="replicas" at stage {stage} on {axis}.',
+            cause="a mesh of one dim or one replica, whose ranks all have other shards; or stage "
+            "0, where gradients are reduced over all ranks at once.",
+            fix='give a mesh of two dims at stage 1, 2 or 3, or leave it out: over="all".',
         )
-    if reduction.quantized_gradients and axis.dims is not None:
-        raise LayoutError(
-            f"quantized_gradients=True on {axis}, a mesh of two dims.",
-            cause="the residual is one rank's; here the sums of several ranks would be rounded "
-            "again, across the replicas.",
-            fix="use a mesh of one dim, or leave it out; quantized_weights work on both.",
-        )
-    return reduction
+    if axis.shards.size == 1:  # replicas are all there is
+        over = "all"
+    return replace(options.reduction, codec=compress.gradients, over=over)

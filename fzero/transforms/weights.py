@@ -67,10 +67,15 @@ def with_weights(state: TrainState, name: str) -> TrainState:
         raise _unfit(name, 'reduce_op="sum"', "leave it out: weights say what a sum is divided by")
     if setup.policy.averages:
         raise _unfit(name, "average_micro_batches=True", "leave it out: weights average exactly")
-    if setup.quantizes_gradients:
-        raise _unfit(name, "quantized_gradients=True", "leave it out, or the weights")
+    if setup.remembers:
+        raise LayoutError(
+            f"{name}: a weight beside compress(gradients={setup.codec}), which has a memory.",
+            cause="what a sum of w g has lost counts by the sum of w of its own update, which is "
+            "known at its end, and would be divided by that of the next.",
+            fix="use a codec without a memory: fzero.codecs.bf16(), or memory=False.",
+        )
     if crosses and torch.float16 in wires:
-        fix = "communication_dtype=torch.bfloat16 or torch.float32"
+        fix = "fzero.codecs.bf16(), or cast(torch.float32)"
         raise _unfit(name, "gradients that cross ranks in fp16", f"use {fix}: w g may overflow")
     return state.replace(setup=setup.with_weights(True))
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fzero import Compress
 from fzero.adapter import Engine, gathered
+from fzero.machine.codecs import cast
 from tests.adapter.nets import Low
 from tests.adapter.on_ranks import Place, at_places, on_ranks
 from tests.adapter.plain import LR, Draw, adamw_of, engine_of, same, update
@@ -100,7 +102,8 @@ def test_what_a_user_writes_to_a_bf16_parameter_reaches_its_master(
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_bf16_gradients_add_up_in_fp32(at: Place, contiguous: bool) -> None:
     """256 + 1 is 256 in bf16: what adds up in it would lose every 1."""
-    options = {"communication_dtype": torch.float32, "contiguous_gradients": contiguous}
+    wire = Compress(gradients=cast(torch.float32))
+    options = {"compress": wire, "contiguous_gradients": contiguous}
     e = at.engine(Low, **options)
     ones, big = torch.ones(7, dtype=torch.bfloat16), torch.full((7,), 256.0, dtype=torch.bfloat16)
     with e.coalesce():

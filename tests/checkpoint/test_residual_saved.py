@@ -1,4 +1,4 @@
-"""The residual of quantized gradients in a checkpoint: each rank's own, or its shard of the sum."""
+"""The residual of encoded gradients in a checkpoint: each rank's own, or its shard of the sum."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fzero.checkpoint import load, save, save_async
 from fzero.machine.packing import unpack
 from fzero.state import TrainState
 from tests.adapter.on_ranks import on_ranks
-from tests.transforms.wired import LR, Batch, Odd, noise
+from tests.transforms.wired import INT8, LR, Batch, Odd, noise
 
 UPDATES = 2
 
 
-def step_of(stage: int, **options: Any) -> Any:
+def step_of(stage: int, codec: Any = INT8, over: Any = "all", **options: Any) -> Any:
     apply, _ = fzero.functionalize(Odd())
 
     def step_fn(state: Any, number: Tensor) -> Any:
@@ -27,8 +27,8 @@ def step_of(stage: int, **options: Any) -> Any:
         state, loss = fzero.grad_and_reduce(lambda p: apply(p, x), state)()
         return fzero.apply_gradients(state), loss
 
-    given: Any = {"quantized_gradients": True, **options}
-    return fzero.shard(step_fn, stage=stage, **given)
+    encoded = fzero.compress(step_fn, gradients=codec, over=over)
+    return fzero.shard(encoded, stage=stage, **options)
 
 
 def begun(step: Any) -> Any:
@@ -85,7 +85,7 @@ def test_on_other_ranks_and_stages_the_sum_over_ranks_is_what_it_was(
 
 def test_what_one_side_does_not_have_is_left_out_or_zero(tmp_path: Path) -> None:
     step = fzero.simulate(step_of(2), world_size=2)
-    plain = fzero.simulate(step_of(2, quantized_gradients=False), world_size=2)
+    plain = fzero.simulate(step_of(2, None), world_size=2)
     save(tmp_path / "with", trained(step, begun(step), 2))
     save(tmp_path / "without", trained(plain, begun(plain), 2))
     assert not load(tmp_path / "with", begun(plain)).window.residual.held
@@ -113,10 +113,47 @@ def engine_of_odd() -> fzero.adapter.Engine:
     module = Odd()
     learns = [p for p in module.parameters() if p.requires_grad]
     return fzero.adapter.Engine(
-        module, torch.optim.SGD(learns, LR), stage=3, quantized_gradients=True
+        module, torch.optim.SGD(learns, LR), stage=3, compress=fzero.Compress(gradients=INT8)
     )
 
 
 def train(engine: fzero.adapter.Engine, x: Batch) -> None:
     engine(x).backward()
     engine.step()
+
+
+MESH: dict[str, Any] = {"mesh": (2, 2)}
+PLACES: list[tuple[int, int, Any, dict[str, Any]]] = [
+    (3, 0, "all", {}),  # the sum has a memory, too
+    (4, 2, "all", MESH),
+    (4, 3, "replicas", MESH),
+    (4, 1, "replicas", {**MESH, "optimizer_over": "all"}),
+    (4, 0, "all", MESH),
+]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "over", "options"), PLACES)
+def test_every_memory_is_saved_and_goes_on_with_the_same_bits(
+    ranks: int, stage: int, over: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    step = fzero.simulate(step_of(stage, INT8, over, **options), world_size=ranks)
+    state = trained(step, begun(step), ranks)
+    save(tmp_path, state)
+    loaded = load(tmp_path, begun(step))
+    lost = state.window.residual.flats
+    assert lost[0].any() and sum(bool(flat[0].any()) for flat in lost[len(lost) // 2 :])
+    for x, y in zip(lost, loaded.window.residual.flats, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_what_sums_have_lost_is_added_where_they_have_no_memory(tmp_path: Path) -> None:
+    def lost(state: TrainState) -> float:
+        return float(sum(flat.double().sum() for flat in state.window.residual.flats))
+
+    step = fzero.simulate(step_of(0), world_size=2)
+    state = trained(step, begun(step), 2)
+    save(tmp_path, state)
+    for ranks, stage, over, options in ((2, 2, "all", {}), (3, 0, "all", {}), *PLACES[1:]):
+        other = fzero.simulate(step_of(stage, INT8, over, **options), world_size=ranks)
+        loaded = load(tmp_path, begun(other))
+        assert abs(lost(loaded) - lost(state)) < 1e-4 and abs(lost(state)) > 1e-3

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
-from fzero.collectives.quantize import dequantized
-from fzero.collectives.quantize import quantized as as_blocks
 from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.reads import on_device
@@ -263,10 +261,10 @@ def virtual_ranks(rank: int, size: int, device: str, stage: int) -> None:
 def quantized(rank: int, size: int, device: str) -> None:
     """int8 blocks on the device: the bound, the residual, and the same bits by both drivers."""
     x = torch.randn(3, 1000, device=device)
-    found = dequantized(as_blocks(x), 1000, x.dtype)
+    found = wired.INT8.decode(wired.INT8.encode(x), 1000, x.dtype)
     assert (found - x).abs().max() <= x.abs().max() / 253
     for stage, options in wired.CASES:
-        wired.check_quantized(rank, size, device, stage, options)
+        wired.check_encoded(rank, size, device, stage, options)
 
 
 def quantized_on_virtual_ranks(rank: int, size: int, device: str) -> None:
@@ -274,7 +272,7 @@ def quantized_on_virtual_ranks(rank: int, size: int, device: str) -> None:
     for stage, options in wired.CASES:
 
         def body(_: Tensor, stage: int = stage, options: Any = options) -> Tensor:
-            wired.check_quantized(fzero.axis_index(), 2, device, stage, options)
+            wired.check_encoded(fzero.axis_index(), 2, device, stage, options)
             return torch.zeros(())
 
         fzero.simulate(body, world_size=2)(torch.zeros(2))

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fzero
+from fzero import Compress
 from fzero.adapter import Engine
 from fzero.errors import LayoutError, PhaseError
+from fzero.machine.codecs import cast
 from fzero.optim._precision import REFUSED, Precision, require_precision
 from fzero.optim._rounding import rounded
 from fzero.state import Reduction
@@ -34,7 +36,7 @@ REFUSALS: tuple[tuple[torch.dtype, dict[str, Any], dict[str, Any], str], ...] = 
         "stochastic_rounding for parameters in torch.float16",
     ),
     (FP32, {}, {"accumulate_dtype": FP16}, "accumulate_dtype=torch.float16"),
-    (BF16, {}, {"communication_dtype": FP16}, "communication_dtype=torch.float16"),
+    (BF16, {}, {"compress": Compress(gradients=cast(FP16))}, "gradients=cast(torch.float16)"),
 )
 OTHERS = (
     (
@@ -77,7 +79,7 @@ def test_another_kind_of_option_is_refused_by_name(option: str) -> None:
 
 
 def test_a_foreign_pair_is_not_refused_for_its_precision() -> None:
-    require_precision(object(), [], Reduction(communication_dtype=FP16))
+    require_precision(object(), [], Reduction(codec=cast(FP16)))
 
 
 # Training in what goes together: (dtype of the model, options, how far from fp32 it may be).

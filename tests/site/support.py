@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fzero
+from fzero import Compress, codecs
 from fzero.errors import LayoutError
 from fzero.optim import from_torch, require_elementwise, require_leafwise, require_real_views
 from fzero.options import DRIVERS, REQUIRED, Option
@@ -25,10 +26,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole_parameters=True": {"whole_parameters": True},
     'reduce_op="sum"': {"reduce_op": "sum"},
     "gradient_predivide_factor=2.0": {"gradient_predivide_factor": 2.0},
-    "communication_dtype=torch.bfloat16": {"communication_dtype": torch.bfloat16},
+    "compress=Compress(gradients=bf16())": {"compress": Compress(gradients=codecs.bf16())},
+    "compress=Compress(gradients=cast(torch.bfloat16))": {
+        "compress": Compress(gradients=codecs.cast(torch.bfloat16))
+    },
+    "compress=Compress(gradients=int8())": {"compress": Compress(gradients=codecs.int8())},
+    "compress=Compress(parameters=int8())": {"compress": Compress(parameters=codecs.int8())},
+    'compress=Compress(gradients=int8(), over="replicas"), mesh=(2, 2)': {
+        "compress": Compress(gradients=codecs.int8(), over="replicas"),
+        "mesh": (2, 2),
+    },
     "accumulate_dtype=torch.float64": {"accumulate_dtype": torch.float64},
-    "quantized_weights=True": {"quantized_weights": True},
-    "quantized_gradients=True": {"quantized_gradients": True},
     "ordered=True": {"ordered": True},
     "autocast=torch.bfloat16": {"autocast": torch.bfloat16},
     'offload=Offload(optimizer="cpu")': {"offload": fzero.Offload(optimizer="cpu")},
@@ -50,6 +58,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "check_finite": fzero.check_finite,
     "offload": functools.partial(fzero.offload, optimizer="cpu"),
     "local": functools.partial(fzero.local, every=8),
+    "compress": functools.partial(fzero.compress, gradients=codecs.int8()),
     "remat": fzero.remat,
     "simulate": functools.partial(fzero.simulate, world_size=2),
 }
@@ -71,9 +80,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "no masters, stochastic rounding": {"master_weights": False, "stochastic_rounding": True},
 }
 GRADIENTS = {
-    f"{word} in {name}": {option: dtype}
-    for word, option in (("add up", "accumulate_dtype"), ("cross ranks", "communication_dtype"))
-    for name, dtype in DTYPES.items()
+    **{f"add up in {name}": {"accumulate_dtype": dtype} for name, dtype in DTYPES.items()},
+    **{
+        f"cross ranks in {name}": {"compress": Compress(gradients=codecs.cast(dtype))}
+        for name, dtype in DTYPES.items()
+    },
 }
 
 
@@ -92,7 +103,7 @@ def tables() -> str:
             "Options of `fzero.optim.adamw`; a 16-bit parameter has an fp32 master by default.",
             _precisions(),
         ),
-        "Dtypes of gradients": ("`accumulate_dtype`, `communication_dtype`.", _gradients()),
+        "Dtypes of gradients": ("`accumulate_dtype`, `fzero.codecs.cast`.", _gradients()),
         "Optimizers of torch.optim": (
             "The last column: parameters that are complex, by their real views.",
             _optimizers(),

@@ -50,9 +50,11 @@ def test_a_pipeline_prints_as_it_is_written() -> None:
     assert repr(clipped) == "clip(max_norm=1.0) . accumulate(micro_batches=2) . step_fn"
     kept = fzero.shard(step_fn, stage=3, reshard_after_forward="window", donate=True)
     assert repr(kept) == "shard(stage=3, reshard_after_forward='window', donate=True) . step_fn"
-    more: Any = {"ordered": False, "reduce_op": "sum", "quantized_weights": True}
+    more: Any = {"ordered": False, "reduce_op": "sum", "overlap": False}
     shown = repr(fzero.shard(step_fn, stage=3, **more))
-    assert shown == "shard(stage=3, reduce_op='sum', quantized_weights=True) . step_fn"
+    assert shown == "shard(stage=3, reduce_op='sum', overlap=False) . step_fn"
+    encoded = fzero.compress(step_fn, gradients=fzero.codecs.bf16())
+    assert repr(encoded) == "compress(gradients=bf16(memory=False)) . step_fn"
     assert fzero.remat(step_fn).__name__ == "remat . step_fn"
 
 

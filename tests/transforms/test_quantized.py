@@ -14,13 +14,13 @@ from torch import Tensor
 
 import fzero
 from fzero.adapter import Engine
-from fzero.collectives.quantize import dequantized, quantized, wire_numel
 from fzero.errors import PhaseError
 from fzero.state import Layout, TrainState
 from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.transforms.wired import (
     CASES,
+    INT8,
     LR,
     USED,
     Batch,
@@ -44,7 +44,7 @@ STEPS = 3
 
 def wire_of(layout: Layout, indices: Any) -> int:
     """The bytes of the full buffers of some groups: elements, and a scale for each block."""
-    return sum(layout.ranks * wire_numel(layout.groups[i].shard_numel) for i in indices)
+    return sum(layout.ranks * INT8.wire_bytes(layout.groups[i].shard_numel) for i in indices)
 
 
 def on_the_wire(driver: Any, world_size: int, stage: int, options: dict[str, Any]) -> Any:
@@ -134,7 +134,8 @@ def test_without_feedback_the_error_would_grow_with_it_it_does_not() -> None:
 
     bound = max(value.max() for value in x.values()) / 254
     alone = x["wide"].flatten()
-    drift = steps * (dequantized(quantized(alone), alone.numel(), alone.dtype) - alone).abs().max()
+    received = INT8.decode(INT8.encode(alone), alone.numel(), alone.dtype)
+    drift = steps * (received - alone).abs().max()
     assert each_rank(body, 2).max() <= 1.01 * bound
     assert drift > 10 * bound
 
@@ -215,7 +216,8 @@ def test_every_rank_reads_the_same_rounded_values_and_between_steps_exact_ones(
             return super().forward(x)
 
     def body(rank: int) -> Any:
-        options: Any = {"reshard_after_forward": reshard, "quantized_weights": True}
+        rounded = fzero.Compress(parameters=INT8)
+        options: Any = {"reshard_after_forward": reshard, "compress": rounded}
         if driver is by_engine:
             engine = Engine(Reading(), None, stage=3, autocast=autocast, **options)
             with engine.no_sync():
@@ -245,17 +247,18 @@ def test_what_cannot_be_differentiated_is_refused_by_name() -> None:
     params = {"w": torch.ones(300)}
 
     def body(rank: int) -> None:
-        for stage, name in ((2, "quantized_gradients"), (3, "quantized_weights")):
-            options: Any = {name: True}
-            state = fzero.init(params, fzero.optim.sgd(1.0), stage=stage, **options)
+        for stage, name in ((2, "gradients"), (3, "parameters")):
+            kinds: Any = {name: INT8}
+            compress = fzero.Compress(**kinds)
+            state = fzero.init(params, fzero.optim.sgd(1.0), stage=stage, compress=compress)
             grad = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)
-            with pytest.raises(PhaseError, match=f"{name}=True"):
+            with pytest.raises(PhaseError, match=f"{name}=int8"):
                 grad(torch.ones((), requires_grad=True))
             inside = fzero.grad_and_reduce(
                 lambda p: torch.func.grad(lambda w: (w**2).sum())(p["w"]).sum(), state
             )
             assert torch.equal(fzero.gradients(inside()[0])["w"], torch.full((300,), 2.0))
-        state = fzero.init(params, fzero.optim.sgd(1.0), stage=2, quantized_gradients=True)
+        state = fzero.init(params, fzero.optim.sgd(1.0), stage=2, **CASES[0][1])
         with pytest.raises(PhaseError, match="add_gradients"):
             fzero.add_gradients(state, params, reduced=False)
         added, _ = fzero.coalesce(lambda s: (fzero.add_gradients(s, params, reduced=False), None))(

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 import fzero
+from fzero import Compress
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
+from fzero.machine.codecs import cast
 from tests.covering import covered
 from tests.strategies import same
 from tests.transforms.wired import (
     DRIVERS,
+    GRADIENTS,
     USED,
     Batch,
     Odd,
@@ -28,6 +31,7 @@ from tests.transforms.wired import (
 )
 
 STEPS = 2
+BF16 = Compress(gradients=cast(torch.bfloat16))
 
 
 @covered(driver=[by_engine, by_function], op=["mean", "sum"], world_size=[1, 2, 3])
@@ -56,7 +60,7 @@ def test_a_factor_of_the_number_of_ranks_keeps_an_fp16_sum_from_overflowing(
     driver: Any, stage: int
 ) -> None:
     def body(rank: int) -> None:
-        half: Any = {"communication_dtype": torch.float16}
+        half: Any = {"compress": Compress(gradients=cast(torch.float16))}
         plain = moved(driver(rank, large, stage, 1, **half))
         divided = moved(driver(rank, large, stage, 1, **half, gradient_predivide_factor=2.0))
         for path in USED:
@@ -74,7 +78,7 @@ def tiny(rank: int, step: int) -> Batch:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_the_mean_loses_no_small_fp16_gradient(driver: Any, stage: int) -> None:
     def body(rank: int) -> None:
-        half: Any = {"communication_dtype": torch.float16}
+        half: Any = {"compress": Compress(gradients=cast(torch.float16))}
         found = fzero.gradients(with_gradients(driver, rank, tiny, stage, **half))
         for path in USED:
             assert torch.equal(found[path], tiny(0, 0)[path]), path
@@ -87,7 +91,7 @@ def test_the_mean_loses_no_small_fp16_gradient(driver: Any, stage: int) -> None:
 def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dtype(
     driver: Any, stage: int
 ) -> None:
-    options: Any = {"communication_dtype": torch.bfloat16, "accumulate_dtype": torch.float64}
+    options: Any = {"compress": BF16, "accumulate_dtype": torch.float64}
 
     def body(rank: int) -> None:
         state = with_gradients(driver, rank, twelves, stage, **options)
@@ -103,8 +107,8 @@ def test_the_wire_has_the_communication_dtype_and_the_state_the_accumulation_dty
     ("stage", "options"),
     [
         (0, {"reduce_op": "sum", "accumulate_dtype": torch.bfloat16}),
-        (1, {"gradient_predivide_factor": 3.0, "communication_dtype": torch.bfloat16}),
-        (2, {"reduce_op": "sum", "communication_dtype": torch.bfloat16}),
+        (1, {"gradient_predivide_factor": 3.0, "compress": BF16}),
+        (2, {"reduce_op": "sum", "compress": BF16}),
         (3, {"gradient_predivide_factor": 3.0, "accumulate_dtype": torch.bfloat16}),
     ],
 )
@@ -118,13 +122,13 @@ def test_both_drivers_hold_the_same_bits(options: dict[str, Any], stage: int) ->
 
 def test_on_one_rank_nothing_is_rounded_for_the_wire() -> None:
     seventh = {path: value / 7 for path, value in signs(1.0).items()}
-    options: Any = {"communication_dtype": torch.bfloat16, "gradient_predivide_factor": 3.0}
+    options: Any = {"compress": BF16, "gradient_predivide_factor": 3.0}
     for driver in (by_engine, by_function):
         plain = driver(0, lambda rank, step: seventh, 2)
         others: list[dict[str, Any]] = [
             options,
             {"reduce_op": "sum"},
-            {"quantized_gradients": True},
+            GRADIENTS,
         ]
         for other in others:
             found = driver(0, lambda rank, step: seventh, 2, **other)
@@ -142,21 +146,6 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (2, {"gradient_predivide_factor": True}, "gradient_predivide_factor=True"),
     (2, {"gradient_predivide_factor": float("inf")}, "gradient_predivide_factor=inf"),
     (2, {"accumulate_dtype": torch.int8}, "accumulate_dtype=torch.int8"),
-    (2, {"communication_dtype": "bf16"}, "communication_dtype='bf16'"),
-    (2, {"quantized_gradients": 8}, "quantized_gradients=8"),
-    (3, {"quantized_weights": "int8"}, "quantized_weights='int8'"),
-    (2, {"quantized_weights": True}, "quantized_weights=True at stage 2"),
-    (0, {"quantized_gradients": True}, "quantized_gradients=True at stage 0"),
-    (
-        2,
-        {"quantized_gradients": True, "communication_dtype": torch.bfloat16},
-        "communication_dtype=torch.bfloat16 with quantized_gradients=True",
-    ),
-    (
-        2,
-        {"quantized_gradients": True, "gradient_predivide_factor": 2.0},
-        "gradient_predivide_factor=2.0 with quantized_gradients=True",
-    ),
 ]
 
 

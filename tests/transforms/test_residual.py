@@ -1,4 +1,4 @@
-"""The residual of quantized gradients, where something goes wrong, or nothing is reduced."""
+"""The residual of encoded gradients, where something goes wrong, or nothing is reduced."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fzero.adapter import Engine
 from fzero.state import TrainState
 from tests.transforms.wired import (
     DRIVERS,
+    GRADIENTS,
     LR,
     USED,
     Batch,
@@ -28,6 +29,8 @@ from tests.transforms.wired import (
     with_gradients,
 )
 
+ENCODED = GRADIENTS["compress"]
+
 
 def lost(state: TrainState) -> list[Tensor]:
     return [flat.clone() for flat in state.window.residual.flats]
@@ -39,7 +42,7 @@ def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
 
 def test_a_state_counts_its_residual_and_stays_as_it_was() -> None:
     def body(rank: int) -> None:
-        before = by_function(rank, noise, 2, 0, quantized_gradients=True)
+        before = by_function(rank, noise, 2, 0, compress=ENCODED)
         numel = sum(before.setup.layout.full_numel(i) for i in before.setup.layout.trainable)
         assert fzero.state_bytes(before)["window"] == 4 * numel
         apply, _ = fzero.functionalize(Odd())
@@ -65,7 +68,7 @@ def overflowing(rank: int, step: int) -> Batch:
 
 
 @DRIVERS
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: int) -> None:
     """The steps around an overflow give the bits of a run that never had it."""
 
@@ -74,7 +77,7 @@ def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: in
 
     def body(rank: int) -> None:
         scale = fzero.DynamicScale(init_scale=4.0, growth_interval=1)
-        options: Any = {"quantized_gradients": True}
+        options: Any = {"compress": ENCODED}
         mine = driver(rank, overflowing, stage, 3, loss_scale=scale, **options)
         theirs = driver(rank, without, stage, 2, **options)
         assert int(mine.step) == 2
@@ -88,7 +91,7 @@ def test_gradients_that_are_thrown_away_take_their_residual_with_them() -> None:
     def body(rank: int) -> None:
         module = Odd()
         learns = [p for p in module.parameters() if p.requires_grad]
-        engine = Engine(module, torch.optim.SGD(learns, LR), stage=2, quantized_gradients=True)
+        engine = Engine(module, torch.optim.SGD(learns, LR), stage=2, compress=ENCODED)
         engine(noise(rank, 0)).backward()
         engine.step()
         before = lost(engine.state)
@@ -102,7 +105,7 @@ def test_gradients_that_are_thrown_away_take_their_residual_with_them() -> None:
         engine(noise(rank, 2)).backward()
         engine.step()
         engine.zero_grad()  # there is nothing to throw away
-        theirs = by_engine(rank, lambda r, step: noise(r, 2 * step), 2, 2, quantized_gradients=True)
+        theirs = by_engine(rank, lambda r, step: noise(r, 2 * step), 2, 2, compress=ENCODED)
         assert same(lost(engine.state), lost(theirs))
         assert same(list(engine.state.params.flats), list(theirs.params.flats))
 
@@ -118,7 +121,7 @@ def test_a_nan_stays_out_of_the_residual_and_is_seen_in_the_gradient() -> None:
 
     def body(rank: int) -> None:
         for driver in (by_engine, by_function):
-            state = with_gradients(driver, rank, bad, 2, quantized_gradients=True)
+            state = with_gradients(driver, rank, bad, 2, compress=ENCODED)
             assert all(flat.isfinite().all() for flat in lost(state))
             assert fzero.gradients(state)["wide"].isnan().all()
 
@@ -158,14 +161,14 @@ MICRO: dict[str, Any] = {"gradient_accumulation_steps": 2, "average_micro_batche
 @pytest.mark.parametrize(
     ("train", "options"), [(in_a_window, {}), (in_micro_batches, MICRO), (in_other_numbers, {})]
 )
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_however_ranks_go_updates_lack_the_last_residual_and_nothing_else(
     train: Any, options: dict[str, Any], stage: int
 ) -> None:
     def body(rank: int) -> Tensor:
         module = Odd(torch.float64)
         sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
-        engine = Engine(module, sgd, stage=stage, quantized_gradients=True, **options)
+        engine = Engine(module, sgd, stage=stage, compress=ENCODED, **options)
         given = train(engine, rank)
         found, left = moved(engine.state), residual(engine.state)
         for path in USED:
@@ -176,7 +179,7 @@ def test_however_ranks_go_updates_lack_the_last_residual_and_nothing_else(
     with fzero.count_collectives() as log:
         groups = each_rank(body, 2)
     if train is in_a_window:
-        assert log.counts(0)["all_to_all"] == groups[0]  # each of them is quantized once
+        assert log.counts(0)["all_to_all"] == groups[0]  # each of them is encoded once
 
 
 def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() -> None:
@@ -186,7 +189,7 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
 
     def body(rank: int) -> None:
         state: Any = fzero.init(
-            params, fzero.optim.sgd(1.0), stage=3, quantized_gradients=True, units=lambda p: p[0]
+            params, fzero.optim.sgd(1.0), stage=3, compress=ENCODED, units=lambda p: p[0]
         )
         for step in range(4):
 
@@ -212,7 +215,7 @@ def test_a_unit_of_empty_parameters_has_nothing_to_lose(stage: int) -> None:
 
     def body(rank: int) -> None:
         state: Any = fzero.init(
-            params, fzero.optim.sgd(1.0), stage=stage, quantized_gradients=True, bucket_bytes=4
+            params, fzero.optim.sgd(1.0), stage=stage, compress=ENCODED, bucket_bytes=4
         )
         state, _ = fzero.grad_and_reduce(
             lambda p: p["full"]["w"].sum() * (1 + rank) + p["none"]["w"].sum(), state

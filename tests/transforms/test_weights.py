@@ -202,17 +202,20 @@ def test_ranks_of_which_some_give_no_weight_all_raise(stage: int, waits: bool) -
     ("options", "named"),
     [
         ({"reduce_op": "sum"}, "reduce_op"),
-        ({"communication_dtype": torch.float16}, "fp16"),
-        ({"quantized_gradients": True}, "quantized_gradients"),
+        ({"codec": fzero.codecs.cast(torch.float16)}, "fp16"),
+        ({"codec": fzero.codecs.int8()}, "int8"),
     ],
 )
 def test_options_that_do_not_go_with_weights_are_refused(
     options: dict[str, Any], named: str
 ) -> None:
+    options = {**options}
+
     def step(state: Any, x: Tensor) -> Any:
         return fzero.grad_and_reduce(squares, state, weight=1)(x, x[:, 0])
 
-    run = fzero.simulate(fzero.shard(step, stage=2, **options), world_size=2)
+    encoded = fzero.compress(step, gradients=options.pop("codec", None))
+    run = fzero.simulate(fzero.shard(encoded, stage=2, **options), world_size=2)
     with pytest.raises(LayoutError, match=f"a weight beside .*{named}"):
         run(run.init(PARAMS, fzero.optim.sgd(0.1)), torch.ones(2, 1, 3))
 

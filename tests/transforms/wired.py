@@ -15,14 +15,18 @@ import torch
 from torch import Tensor, nn
 
 import fzero
+from fzero import Compress
 from fzero.adapter import Engine
+from fzero.checkpoint._residual import residual_shards
 from fzero.machine.packing import unpack
 from fzero.state import TrainState
 
 LR = 0.5
-GRADIENTS: dict[str, Any] = {"quantized_gradients": True}
-CASES = [(1, GRADIENTS), (2, GRADIENTS), (3, {**GRADIENTS, "quantized_weights": True})]
-"""(stage, options) of all that can be quantized there."""
+INT8 = fzero.codecs.int8()
+GRADIENTS: dict[str, Any] = {"compress": Compress(gradients=INT8)}
+BOTH_WAYS: dict[str, Any] = {"compress": Compress(gradients=INT8, parameters=INT8)}
+CASES = [(1, GRADIENTS), (2, GRADIENTS), (3, BOTH_WAYS)]
+"""(stage, options) of all that can be encoded there."""
 
 Batch = Mapping[str, Tensor]
 Data = Callable[[int, int], Batch]  # (rank, step) -> {path: the gradient}
@@ -97,6 +101,7 @@ def by_function(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     loss_scale: Any = 1,
+    compress: Compress | None = None,
     **options: Any,
 ) -> TrainState:
     apply, params = fzero.functionalize(Odd(dtype).to(device))
@@ -106,11 +111,19 @@ def by_function(
         return fzero.apply_gradients(state), loss
 
     scaled = fzero.scale_loss(step_fn, loss_scale)
-    step: Any = fzero.shard(scaled, stage=stage, donate=True, **options)
+    step: Any = fzero.shard(encoding(scaled, compress), stage=stage, donate=True, **options)
     state = step.init(params, fzero.optim.sgd(LR))
     for number in range(steps):
         state, _ = step(state, _on(device, data(rank, number)))
     return state
+
+
+def encoding(step: Any, record: Compress | None) -> Any:
+    """The step in `fzero.compress`, with the codecs of a record."""
+    if record is None:
+        return step
+    kinds: Any = {"gradients": record.gradients, "parameters": record.parameters}
+    return fzero.compress(step, **kinds, over=record.over)
 
 
 def _on(device: str, x: Batch) -> Batch:
@@ -146,9 +159,13 @@ def moved(state: TrainState) -> dict[str, Tensor]:
 
 
 def residual(state: TrainState) -> dict[str, Tensor]:
-    """{path: mean_r(e_r)}, of what quantized reductions have lost."""
+    """{path: mean_r(e_r)}, of what encoding has lost, there and back."""
     layout, found = state.setup.layout, {}
-    for index, flat in zip(layout.trainable, state.window.residual.flats, strict=True):
+    lost = {i: state.params.flats[0].new_zeros(layout.full_numel(i)) for i in layout.trainable}
+    lost = {i: flat.to(state.setup.accumulate_dtype(i)) for i, flat in lost.items()}
+    for _, index, (count, number), values in residual_shards(state, state.setup.axis.rank):
+        lost[index].view(count, -1)[number] += values
+    for index, flat in lost.items():
         leaves = unpack(layout, index, fzero.pmean(flat))
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
         found.update(zip(paths, leaves, strict=True))
@@ -162,7 +179,7 @@ def total(data: Data, world_size: int, steps: int, *, op: str = "mean") -> dict[
     return {path: torch.stack([batch[path] for batch in batches]).sum(0) / ranks for path in USED}
 
 
-def check_quantized(
+def check_encoded(
     rank: int, world_size: int, device: str, stage: int, options: dict[str, Any]
 ) -> None:
     """Both drivers have the same bits; updates lack the last residual and nothing else."""

@@ -84,7 +84,7 @@ TRAINING = (
     ),
     taken("managed_gradient_accumulation", True, "bool", "false: every step() updates, see below"),
     option("gradient_clipping", 1.0, "norm"),
-    option("communication_data_type", None, "dtype"),
+    taken("communication_data_type", None, "dtype", "compress: gradients=codecs.cast(dtype)"),
     taken("optimizer.type", None, "text", "a torch.optim optimizer, unless one is given"),
     taken("optimizer.params", None, "mapping", "its arguments"),
     taken("scheduler.type", None, "text", "a scheduler, unless one is given"),

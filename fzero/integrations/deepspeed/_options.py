@@ -12,6 +12,8 @@ from fzero.integrations.deepspeed._batch import Batch
 from fzero.integrations.deepspeed._precision import autocast_of, dtypes_of, loss_scale
 from fzero.integrations.deepspeed._read import options_of
 from fzero.integrations.deepspeed._zero_keys import MOE_CLASSES
+from fzero.machine.codecs import cast, int8
+from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec, class_name
 from fzero.state.offload import Offload
 
@@ -38,6 +40,7 @@ def engine_options(
         lambda: {"loss_scale": loss_scale(values)},
         lambda: {"autocast": autocast_of(values)},
         lambda: {"offload": _offload(values)},
+        lambda: {"compress": _compress(values)},
     ):
         try:
             options |= part()
@@ -69,6 +72,22 @@ def _offload(values: Mapping[str, Any]) -> Offload:
         )
     folder = next(iter(paths), None)
     return Offload(optimizer=states, gradients=states, params=params, folder=folder)
+
+
+def _compress(values: Mapping[str, Any]) -> Compress | None:
+    """Return what crosses ranks encoded: in another dtype, or as ZeRO++'s int8 blocks."""
+    dtype = values["communication_data_type"]
+    weights, blocks = (values[f"{_ZERO}zero_quantized_{name}"] for name in ("weights", "gradients"))
+    if dtype is not None and blocks:
+        raise LayoutError(
+            f"config: communication_data_type = {dtype} and {_ZERO}zero_quantized_gradients.",
+            cause="two keys for what is on the wire.",
+            fix="leave one of them out.",
+        )
+    gradients = int8() if blocks else None if dtype is None else cast(dtype)
+    parameters = int8() if weights else None
+    either = gradients is not None or parameters is not None
+    return Compress(gradients=gradients, parameters=parameters) if either else None
 
 
 def _accumulation(values: Mapping[str, Any], given: int | None) -> dict[str, Any]:

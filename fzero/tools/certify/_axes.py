@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from fzero.errors import LayoutError
+from fzero.machine.codecs import bf16, int8
+from fzero.state.codec import Codec, Compress
 from fzero.state.offload import Offload
-from fzero.transforms import accumulate, autocast, clip, coalesce, offload, scale_loss
+from fzero.transforms import accumulate, autocast, clip, coalesce, compress, offload, scale_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,8 @@ class CertifyAxis:
 
     def choose(self, given: Any) -> tuple[AxisValue, ...]:
         """Return the values of these names, or of one. Raises `LayoutError` for unknown names."""
-        names = [given] if isinstance(given, str | int) else list(given)
-        chosen = tuple(self._value(str(name)) for name in names)
+        names = [given] if isinstance(given, str | int | Codec) else list(given)
+        chosen = tuple(map(self._value, names))
         if chosen and len(chosen) == len({value.name for value in chosen}):
             return chosen
         raise LayoutError(
@@ -70,7 +72,10 @@ class CertifyAxis:
             fix=f"choose from {self._known()}.",
         )
 
-    def _value(self, name: str) -> AxisValue:
+    def _value(self, given: Any) -> AxisValue:
+        if isinstance(given, Codec) and self.name == "wires":
+            return codec_value(str(given), given)
+        name = str(given)
         for value in self.values:
             if value.name == name:
                 return value
@@ -84,6 +89,7 @@ class CertifyAxis:
 
     def _known(self) -> str:
         names = ", ".join(value.name for value in self.values)
+        names += ", or a codec" if self.name == "wires" else ""
         return f"{names}, or another count" if self.counts else names
 
 
@@ -97,6 +103,16 @@ def _both(name: str, options: Options, fact: Any = None) -> AxisValue:
     return AxisValue(name=name, fact=fact, engine=options, shard=options)
 
 
+def codec_value(name: str, codec: Codec) -> AxisValue:
+    """Return the value for gradients that cross ranks by a codec."""
+    return AxisValue(
+        name=name,
+        fact=codec,
+        engine=lambda _: {"compress": Compress(gradients=codec)},
+        wrap=lambda step, _: compress(step, gradients=codec),
+    )
+
+
 def _stage(number: int) -> AxisValue:
     return _both(str(number), lambda _: {"stage": number}, number)
 
@@ -105,12 +121,6 @@ def _in_two_dims(cell: Cell) -> dict[str, Any]:
     """Return the options of a mesh: 2 replicas, or W replicas if W is odd."""
     world = cell.fact("worlds")
     return {"mesh": (world, 1) if world % 2 else (2, world // 2)}
-
-
-def _as_int8(cell: Cell) -> dict[str, Any]:
-    """Return the options of int8 gradients; none at stage 0 or on a mesh of two dims."""
-    has_it = cell.fact("stages") > 0 and cell.at["meshes"] == "flat"
-    return {"quantized_gradients": True} if has_it else {}
 
 
 def _on_disk(cell: Cell) -> dict[str, Any]:
@@ -238,8 +248,8 @@ AXES = (
         values=(
             AxisValue(name="own"),
             _both("predivided", lambda _: {"gradient_predivide_factor": 2.0}),
-            _both("bf16", lambda _: {"communication_dtype": _HALF}, _HALF),
-            _both("int8", _as_int8, torch.int8),
+            codec_value("bf16", bf16()),
+            codec_value("int8", int8()),
         ),
     ),
     CertifyAxis(
@@ -270,7 +280,11 @@ class Cell:
     def weighs(self) -> bool:
         """Whether each micro-batch has a weight: where options of the cell do not refuse one."""
         means = self.at["reductions"] == "mean" and self.at["windows"] != "accumulate"
-        return self.at["ragged"] == "on" and means and self.at["wires"] != "int8"
+        return (
+            self.at["ragged"] == "on"
+            and means
+            and getattr(self.fact("wires"), "memory", False) is False
+        )
 
     def engine_options(self) -> dict[str, Any]:
         """The keywords of `Engine(module, optimizer, ...)`."""

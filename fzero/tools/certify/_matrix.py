@@ -24,7 +24,7 @@ from fzero.tools.certify._process import OptimizerOf, Process, require_repeatabl
 from fzero.tools.certify._reference import CopyGradient, one_process
 from fzero.tools.certify._report import CellResult, Report
 from fzero.tools.certify._subject import Loss, Subject, subject_of
-from fzero.tools.certify._task import Task
+from fzero.tools.certify._task import Task, Wire
 from fzero.transforms.replicas import unequal
 
 STRENGTH = 3  # every combination of the values of so many axes occurs
@@ -62,8 +62,9 @@ def certify(
     What is compared bit for bit is read from the bits of the numbers: where each sum over ranks and
     micro-batches is exact in any order (see `exact` of a cell). Elsewhere the bound e of a gradient
     is what re-ordering these sums may change, 16 eps times the number of terms times their size (in
-    16 bits 2 eps, or 4 where a loss is divided by other than a power of two; in int8 1/127 of the
-    largest gradient, which the next update makes up for). That of a parameter is, element by
+    16 bits 2 eps, or 4 where a loss is divided by other than a power of two; of a codec
+    what its `bound` says of the largest gradient, which the next update makes up for if it has a
+    memory). That of a parameter is, element by
     element, how far the one process's optimizer goes from g + e and g - e. eps is that of the
     coarsest dtype that a loss computes in.
 
@@ -94,7 +95,7 @@ def certify(
         on_ranks: on_ranks(body, W) -> [body(0), ..., body(W - 1)]; default virtual ranks.
         **axes: the values to take, by name: drivers=, stages=, worlds=, micro_batches=,
             precisions=, clipping=, loss_scales=, windows=, buckets=, offload=, meshes=,
-            reductions=, wires=, ragged=.
+            reductions=, wires= (also codecs, of `fzero.codecs` or a user's own), ragged=.
 
     Returns:
         A `Report`: true if no cell failed, and printed as a table.
@@ -192,7 +193,7 @@ class _Matrix:
             micro_batches=cell.fact("micro_batches"),
             updates=self.updates,
             precision=precision,
-            wire=cell.fact("wires"),
+            wire=_wire(cell),
             sums=cell.at["reductions"] == "sum",
             whole_loss=precision.autocast is None or cell.at["drivers"] == "step",
             ragged=cell.weighs,
@@ -240,6 +241,13 @@ class _Matrix:
             cause="parameters at a minimum, or that no loss uses: there is nothing to compare.",
             fix="give a model and batches with a gradient.",
         )
+
+
+def _wire(cell: Cell) -> Wire | None:
+    """Return how gradients are encoded: twice where ranks keep more than their part of a sum."""
+    codec = cell.fact("wires")
+    twice = cell.fact("stages") == 0 or cell.at["meshes"] == "replicas"
+    return None if codec is None else Wire(codec, 2 if twice else 1)
 
 
 def _first_update(job: Job) -> Job:

@@ -70,11 +70,11 @@ def one_process(
         LayoutError: for a loss that is no finite scalar.
     """
     process = Process(subject, task.precision, task.whole_loss)
-    signs = SIGNS_OF_INT8 if task.quantizes else SIGNS
+    signs = SIGNS_OF_MEMORY if task.loses and task.remembers else SIGNS
     made = [Stepped(process.learning, task.precision, optimizer) for _ in range(1 + len(signs))]
     centre, corners = made[0], made[1:]
     reach = {path: torch.zeros(p.shape).double() for path, p in centre.masters.items()}
-    rounds = max_norm is not None or task.quantizes
+    rounds = max_norm is not None or task.loses > 0
     found, good = [], frozenset() if rounds else frozenset(reach)
     exact, left = frozenset(process.tensors), 0.0
     for update in range(task.updates):
@@ -85,7 +85,7 @@ def one_process(
         factor = 1.0 if max_norm is None else min(1.0, max_norm / (passed.norm + 1e-6))
         stepped = {path: g for path, g in mean.items() if task.steps_unused or path in passed.used}
         centre.step({path: g * factor for path, g in stepped.items()})
-        before_it, left = left, passed.left
+        before_it, left = left, passed.left(left)
         for of_corner, corner in zip(signs, corners, strict=True):
             off = {p: of_corner.off(update, error[p], left, before_it) for p in stepped}
             corner.step({path: (g + off[path]) * factor for path, g in stepped.items()})
@@ -124,7 +124,7 @@ class _Signs(NamedTuple):
 
 
 SIGNS = tuple(_Signs(error) for error in ((1, 1), (-1, -1), (1, -1), (-1, 1)))
-SIGNS_OF_INT8 = tuple(
+SIGNS_OF_MEMORY = tuple(
     _Signs((sign, sign), (first, second))
     for sign, first, second in itertools.product((-1, 1), (-1, 0, 1), (-1, 0, 1))
     if first or second
@@ -179,24 +179,26 @@ class _Passed:
             own = largest([mean - self.mean_of_other[path]])
             # what cancels inside of a backward leaves rounding of the size of other gradients
             size = scale * (sizes[path] + top / 16) + MARGIN * max(own, relative * sizes[path])
+            size += 0.0 if self.task.remembers else self.task.loses * top
             found[path] = torch.full_like(mean, 0.0 if path in good else size)
             if clips and self.norm:
                 found[path] += mean.abs() * self.norm_reach / self.norm
         return found
 
-    @property
-    def left(self) -> float:
-        """The bound of what int8 blocks keep from this update for the next one."""
+    def left(self, before: float) -> float:
+        """Return the bound of what encoding keeps from this update for the next one.
+
+        before: that of the update before, which is encoded with this one.
+        """
         top = max(_size(terms, self.task.divisor) for terms in self.parts.values())
-        return top / 127 if self.task.quantizes else 0.0  # twice the half of a level
+        return self.task.loses * (top + before) if self.task.remembers else 0.0
 
     @property
     def norm_reach(self) -> float:
         """The bound of the norm."""
         moved = MARGIN * abs(self.norm - _norm(self.mean_of_other))
         scale = 3 * _rounding(self.task, self.low) + _relative(self.task, self.low)
-        if self.task.quantizes:
-            scale += 3 / 127
+        scale += 3 * self.task.loses
         return scale * self.norm + moved
 
     def losses_reach(self, same: bool) -> float:

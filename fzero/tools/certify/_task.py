@@ -5,10 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from fzero.machine.codecs import bf16
+from fzero.machine.encode import coarseness
+from fzero.state.codec import Codec
 from fzero.tools.certify._axes import RunDtypes
+
+
+class Wire(NamedTuple):
+    """By which codec gradients cross ranks, and how many times they are encoded on their way."""
+
+    codec: Codec
+    times: int
+
+    @property
+    def casts(self) -> bool:
+        """Whether it is bf16 alone, whose rounding is known as that of a dtype."""
+        return isinstance(self.codec, bf16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +35,7 @@ class Task:
     micro_batches: int
     updates: int
     precision: RunDtypes
-    wire: torch.dtype | None  # bf16 or int8, in which gradients cross ranks; None: their own
+    wire: Wire | None  # None: gradients cross ranks as they are
     sums: bool  # over ranks; else the mean
     ragged: bool  # micro-batches have weights, and their losses are not divided by their number
     whole_loss: bool  # autocast is around the loss, not around the module's forward alone
@@ -58,12 +74,19 @@ class Task:
     @property
     def low(self) -> torch.dtype:
         """The coarsest floating dtype that a gradient passes through."""
-        return torch.bfloat16 if self.wire is torch.bfloat16 else self.precision.low
+        return torch.bfloat16 if self.wire and self.wire.casts else self.precision.low
 
     @property
-    def quantizes(self) -> bool:
-        """Whether gradients cross ranks as int8 blocks."""
-        return self.wire is torch.int8 and self.world > 1
+    def loses(self) -> float:
+        """What encoding may lose of a gradient, in units of the largest of all; 0 for a dtype."""
+        if self.wire is None or self.world == 1 or self.wire.casts:
+            return 0.0
+        return coarseness(self.wire.codec) * self.wire.times
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the next update has back what encoding has lost."""
+        return self.wire is not None and self.wire.codec.memory is not False
 
     def numbers(self, update: int) -> list[list[int]]:
         """[W][N]: the batches of an update."""

@@ -56,8 +56,7 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
     What a difference may be by rounding is computed, see `fzero/tools/compare/_rounding.py`: from
     the terms of sums over ranks and micro-batches, and elsewhere by what a small change of all
     parameters and inputs makes of the same number, or of the gradients and slots of an update. It
-    goes by the coarsest dtype that the options ask for: autocast, `communication_dtype`, quantized
-    blocks.
+    goes by the coarsest dtype that the options ask for: autocast, codecs.
 
     Args:
         run_a: the run that is trusted.

@@ -54,8 +54,8 @@ class SidePair:
         """Return this bound for the gradient of a leaf, flat, in both runs."""
         terms = [x for side in (self.a, self.b) for x in side.gradient_terms.get(path, [])]
         bound = self.of_terms(terms, shape).reshape(-1)
-        quantized = any(side.setup.quantizes_gradients for side in (self.a, self.b))
-        if quantized:  # of the largest element of a block, which may be of another leaf
+        encoded = any(side.setup.encodes_gradients for side in (self.a, self.b))
+        if encoded:  # of the largest element of a block, which may be of another leaf
             sides = (self.a, self.b)
             every = [x for side in sides for some in side.gradient_terms.values() for x in some]
             bound = bound + TERMS * self.units.passes * largest(every)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.elements import slots_of
+from fzero.machine.encode import coarseness
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.state.layout import as_real
 from fzero.state.setup import MASTERS
@@ -194,9 +195,9 @@ def spacing_of(state: TrainState) -> float:
     leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     dtypes |= {x.dtype for x in leaves if isinstance(x, Tensor) and x.ndim and x.numel()}
     units = [eps_of(dtype) for dtype in dtypes]
-    quantized = any(group.quantized for group in setup.layout.groups)
-    if quantized or setup.quantizes_gradients:
-        units.append(1 / 127)  # of the largest element of a block
+    units += map(coarseness, {group.codec for group in setup.layout.groups if group.codec})
+    if setup.codec is not None:
+        units.append(coarseness(setup.codec))
     return max(units, default=torch.finfo(torch.float64).eps)
 
 

@@ -11,6 +11,7 @@ from fzero.errors import LayoutError
 from fzero.errors.check import is_count, is_positive, require
 from fzero.optim import adamw
 from fzero.options import InitOptions, takes
+from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.tools.plan._checks import World, module_of, size_of, too_large
@@ -48,6 +49,7 @@ class Planner:
         max_norm: float | None = None,
         autocast: Autocast | torch.dtype | None = None,
         offload: Offload | None = None,
+        compress: Compress | None = None,
         donate: bool = False,
         rank: int = 0,
         device: str | None = None,
@@ -114,6 +116,7 @@ class Planner:
             max_norm=max_norm,
             lowered=autocast,
             away=offload,
+            encoded=compress,
             options={"stage": stage, "donate": donate, **options},
         )
         optimizer = adamw(3e-4) if optimizer is None else optimizer

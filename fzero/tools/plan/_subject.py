@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import LayoutError
+from fzero.options import OPTIONS
 from fzero.state import NAMESPACE
+from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast, as_autocast
 from fzero.tools.plan import _constants as constants
@@ -26,6 +28,7 @@ from fzero.transforms import (
     autocast,
     clip,
     coalesce,
+    compress,
     grad_and_reduce,
     offload,
     shard,
@@ -61,6 +64,7 @@ def planned_step_of(
     max_norm: float | None,
     lowered: Autocast | torch.dtype | None,
     away: Offload | None,
+    encoded: Compress | None,
     options: Mapping[str, Any],
 ) -> PlannedStep:
     """Return the step of a training loop, forward, backward and update, with these options."""
@@ -87,6 +91,10 @@ def planned_step_of(
         step = autocast(step, dtype=low.dtype, lower_precision_safe_modules=safe)
     if away is not None:
         step = offload(step, **away.homes, folder=away.folder)
+    OPTIONS["compress"].require(encoded)
+    if encoded is not None:
+        kinds = {"gradients": encoded.gradients, "parameters": encoded.parameters}
+        step = compress(step, **kinds, over=encoded.over)
     step = shard(step, **options)
     return PlannedStep(type(model).__name__, step, params, (tree_emptied(batch, make),))
 

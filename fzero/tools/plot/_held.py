@@ -43,7 +43,10 @@ def buffers_held(state: Any) -> list[BufferKind]:
     if state.window.pending.held:
         found.append(_buffers("window", state.window.pending, layout.trainable))
     if state.window.residual.held:
-        found.append(_buffers("residual", state.window.residual, layout.trainable))
+        there = state.window.residual.flats[: len(layout.trainable)]  # the others: of sums
+        place = Placement.PARTIAL if state.setup.reduction.over == "all" else state.setup.params
+        lost = Buffers(flats=there, placement=place)
+        found.append(_buffers("residual", lost, layout.trainable))
     found.append(_buffers("gradients", state.gradients, layout.trainable))
     place = state.setup.optimizer_state if optimizer_tensors(state) else None
     found.append(BufferKind(kind="optimizer", placement=place, groups=layout.trainable))

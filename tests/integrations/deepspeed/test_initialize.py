@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
+from fzero import Compress, codecs
 from fzero.adapter import Engine, LeafSpec, initialize
 from fzero.errors import LayoutError
 from fzero.state.offload import Offload
 from tests.adapter.plain import LR
 from tests.integrations.deepspeed.configs import SGD, batch, linear, merged, nested
 
+AS_BF16 = codecs.cast(torch.bfloat16)
 PARTS = ("updating", "reduction", "gathering")
 
 
@@ -41,11 +43,11 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "overlap": True,
         "ordered": False,
         "accumulate_dtype": torch.float32,
-        "communication_dtype": None,
+        "codec": None,
+        "over": "all",
         "reduce_op": "mean",
         "gradient_predivide_factor": 1.0,
-        "quantized_weights": False,
-        "quantized_gradients": False,
+        "compress": None,
         "master_weights": True,
         "state_dtype": None,
         "stochastic_rounding": False,
@@ -106,7 +108,10 @@ FOUR_TIMES = {"micro_batches": 4, "average_micro_batches": True}
         ),
         ({"gradient_clipping": 0}, {"max_norm": None}),
         ({"gradient_clipping": 0.25}, {"max_norm": 0.25}),
-        ({"communication_data_type": "bf16"}, {"communication_dtype": torch.bfloat16}),
+        (
+            {"communication_data_type": "bf16"},
+            {"compress": Compress(gradients=codecs.cast(torch.bfloat16))},
+        ),
         (
             {"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}},
             {"accumulate_dtype": torch.float32},
@@ -149,7 +154,7 @@ FOUR_TIMES = {"micro_batches": 4, "average_micro_batches": True}
                 "zero_optimization",
                 {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
             ),
-            {"quantized_weights": True, "quantized_gradients": True},
+            {"compress": Compress(gradients=codecs.int8(), parameters=codecs.int8())},
         ),
         (
             nested("zero_optimization", {"stage": 1, "cpu_offload": True}),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.collectives.quantize import ErrorFeedback
 from fzero.errors import LayoutError
+from fzero.machine.encode import Encoder
 from fzero.tools.certify import Report
 from fzero.tools.certify._models import Dyadic, batch, dyadic_loss
 from tests.tools.certify import faults
@@ -158,12 +158,12 @@ def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
         )
 
     assert run()
-    begin = ErrorFeedback.begin
+    remembers_by = Encoder.remembers_by
     monkeypatch.setattr(
-        ErrorFeedback,
-        "begin",
-        lambda self, held, factor: begin(
-            self, {index: torch.zeros_like(x) for index, x in held.items()}, factor
+        Encoder,
+        "remembers_by",
+        lambda self, lent: remembers_by(
+            self, lambda: ([torch.zeros_like(x) for x in lent()[0]], lent()[1])
         ),
     )
     (cell,) = run().failures

@@ -110,9 +110,10 @@ def test_on_a_mesh_of_two_dims_it_has_the_bits_of_the_step(rank: int) -> None:
 
 @pytest.mark.slow  # the step itself is tested so
 @on_ranks(2)
-def test_quantized_gradients_lose_what_those_of_the_step_lose(rank: int) -> None:
+def test_encoded_gradients_lose_what_those_of_the_step_lose(rank: int) -> None:
     """What one step loses the next one adds."""
-    step = fzero.shard(step_fn, stage=2, quantized_gradients=True)
+    encoded = fzero.compress(step_fn, gradients=fzero.codecs.int8())
+    step = fzero.shard(encoded, stage=2)
     agree(step, [torch.tensor([0.3 + number, rank / 7]) for number in range(3)])
 
 

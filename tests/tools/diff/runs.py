@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
+from tests.transforms.wired import encoding
 
 IN, HIDDEN, OUT, EXAMPLES = 4, 5, 3, 12
 FIRST, BIAS, SECOND = "first.weight", "first.bias", "second.weight"
@@ -77,10 +78,11 @@ def run(
     dtype: torch.dtype = torch.float32,
     micro_batches: int = 2,
     params: Any = None,
+    compress: fzero.Compress | None = None,
     **options: Any,
 ) -> fzero.Run:
     return fzero.Run(
-        step=fzero.shard(body, stage=stage, **options),
+        step=fzero.shard(encoding(body, compress), stage=stage, **options),
         params=parameters(dtype) if params is None else params,
         optimizer=optimizer or fzero.optim.adamw(0.01),
         batches=batches(world_size, calls, micro_batches, dtype),

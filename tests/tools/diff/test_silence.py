@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
+from fzero import Compress, codecs
 from tests.descends import descends
 from tests.strategies import stages, worlds
 from tests.tools.diff.runs import batches, loss, run, step_with, updated
@@ -80,9 +81,9 @@ HALF = torch.bfloat16
         ({}, {"dtype": HALF, "stage": 3, "world_size": 2}),
         ({"dtype": HALF, "world_size": 2}, {"stage": 2, "world_size": 2}),
         ({}, {"body": fzero.autocast(updated, dtype=HALF), "stage": 3, "world_size": 3}),
-        ({}, {"communication_dtype": HALF, "stage": 2, "world_size": 4}),
-        ({}, {"quantized_gradients": True, "stage": 2, "world_size": 3}),
-        ({}, {"quantized_weights": True, "stage": 3, "world_size": 2}),
+        ({}, {"compress": Compress(gradients=codecs.cast(HALF)), "stage": 2, "world_size": 4}),
+        ({}, {"compress": Compress(gradients=codecs.int8()), "stage": 2, "world_size": 3}),
+        ({}, {"compress": Compress(parameters=codecs.int8()), "stage": 3, "world_size": 2}),
         ({}, {"mesh": (2, 2), "stage": 3, "world_size": 4}),
         ({}, {"mesh": (2, 2), "stage": 2, "world_size": 4, "optimizer_over": "all"}),
         ({"reduce_op": "sum"}, {"stage": 2, "world_size": 3, "gradient_predivide_factor": 3.0}),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.machine import gather, reduce
+from fzero.machine import gather, reduce, route
 from fzero.state import Setup
 from tests.tools.diff.fault import Fault, on_rank
 from tests.tools.diff.runs import FIRST, Landed, loss, patched
@@ -52,7 +52,7 @@ def own_part(local: Any, axis: Any, ordered: bool) -> Landed:
     return Landed([x.view(axis.size, -1)[axis.rank] * axis.size for x in local])
 
 
-def scatters_turned(local: Any, axis: Any, ordered: bool, start: Any = reduce.start_scatter) -> Any:
+def scatters_turned(local: Any, axis: Any, ordered: bool, start: Any = route.start_scatter) -> Any:
     turned = [x.view(axis.size, -1).roll(1, 0).reshape(-1) for x in local]
     return start(turned, axis, ordered=ordered)
 
@@ -70,25 +70,25 @@ def sends_rounded(self: Any, index: int, x: Tensor, sent: Any = Setup.sent) -> T
 REAL_GATHER = gather.start_gather
 
 
-def gathers_turned_on_rank_1(shards: Any, axis: Any, as_blocks: bool) -> Any:
-    flats = REAL_GATHER(shards, axis, as_blocks=as_blocks).wait()
+def gathers_turned_on_rank_1(shards: Any, axis: Any, codec: Any) -> Any:
+    flats = REAL_GATHER(shards, axis, codec=codec).wait()
     turned = [x.view(axis.size, -1).roll(1, 0).reshape(-1) for x in flats]
     return Landed(on_rank(1, turned, flats))
 
 
-def gathers_rounded(shards: Any, axis: Any, as_blocks: bool) -> Any:
+def gathers_rounded(shards: Any, axis: Any, codec: Any) -> Any:
     rounded = [x.bfloat16().to(x.dtype) for x in shards]
-    return REAL_GATHER(rounded, axis, as_blocks=as_blocks)
+    return REAL_GATHER(rounded, axis, codec=codec)
 
 
 def gathers_stale() -> Any:
     """The unit of the first layer, the largest one, is gathered as it was at first."""
     kept: dict[int, Any] = {}
 
-    def start(shards: Any, axis: Any, as_blocks: bool) -> Any:
+    def start(shards: Any, axis: Any, codec: Any) -> Any:
         if shards[0].numel() > 12:
             shards = kept.setdefault(axis.rank, [x.clone() for x in shards])
-        return REAL_GATHER(shards, axis, as_blocks=as_blocks)
+        return REAL_GATHER(shards, axis, codec=codec)
 
     return patched(gather, "start_gather", start)
 
@@ -99,14 +99,14 @@ FAULTS = {
         body=forgets_the_reduction, named="reduction", at=(0, 2), ranks=(0, 1)
     ),
     "a forgotten reduce-scatter": Fault(
-        body=patched(reduce, "start_scatter", own_part), named="reduction", at=(3, 2)
+        body=patched(route, "start_scatter", own_part), named="reduction", at=(3, 2)
     ),
     "a state thrown away": Fault(body=throws_a_state_away, named="reduction", at=(1, 2)),
     "a sum in place of a mean": Fault(
         options={"reduce_op": "sum"}, named="reduction", at=(0, 4), ranks=ALL
     ),
     "swapped shards of gradients": Fault(
-        body=patched(reduce, "start_scatter", scatters_turned),
+        body=patched(route, "start_scatter", scatters_turned),
         named="reduction",
         path=FIRST,
         at=(2, 3),

@@ -174,5 +174,8 @@ class Case:
         step = fzero.autocast(step, dtype=given["autocast"]) if "autocast" in given else step
         if "offload" in given:
             step = fzero.offload(step, **given["offload"].homes)
+        if "compress" in given:
+            kinds = given["compress"]
+            step = fzero.compress(step, gradients=kinds.gradients, parameters=kinds.parameters)
         options: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
         return fzero.shard(step, stage=self.stage, **options, **self.shard), params

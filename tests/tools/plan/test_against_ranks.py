@@ -17,6 +17,8 @@ from tests.tools.plan.models import Case
 WORLD = 4
 DONATES = {"donate": True}
 CLIPS = {"micro_batches": 2, "max_norm": 1.0}
+ENCODED_GRADIENTS = fzero.Compress(gradients=fzero.codecs.int8())
+ENCODED = fzero.Compress(gradients=fzero.codecs.fp8(), parameters=fzero.codecs.int8())
 AWAY = fzero.Offload(optimizer="cpu", params="cpu")
 FIRST = [
     *(Case(stage=stage) for stage in (0, 3)),
@@ -26,7 +28,8 @@ FIRST = [
     Case(model="decoder", stage=3, around={"offload": AWAY}),
     Case(model="decoder", stage=3, mesh=(2, 2), shard={"reshard_after_forward": False}),
     Case(model="decoder", stage=2, mesh=(2, 2), shard={"optimizer_over": "all"}),
-    Case(stage=3, shard={"quantized_weights": True, "quantized_gradients": True}),
+    Case(stage=3, around={"compress": ENCODED}),
+    Case(stage=0, around={"compress": ENCODED_GRADIENTS}),
 ]
 MORE = [
     *(Case(stage=stage) for stage in (1, 2)),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fzero.checkpoint._pieces import OwnShard
 from fzero.checkpoint.manifest import Manifest
-from fzero.machine.encode import held_part, memories_of, residual_of
+from fzero.machine.encode import held_part, memories_of, residual_of, unpacked
 from fzero.machine.packing import part_of
 from fzero.state import Part, Placement, TrainState
 
@@ -27,7 +27,8 @@ def residual_shards(state: TrainState, rank: int) -> list[OwnShard]:
     """Return all of a rank's residual: a whole flat as its parts, or the part that it has."""
     shards = []
     memories = memories_of(state.setup) if state.window.residual.held else []
-    for (index, back, _), flat in zip(memories, state.window.residual.flats, strict=False):
+    for memory, kept in zip(memories, state.window.residual.flats, strict=False):
+        (index, back, _), flat = memory, unpacked(memory, kept)
         name, held = held_part(state.setup, rank, back=back)
         ranks = state.setup.layout.ranks
         parts = [Part(ranks, r) for r in range(ranks)] if held.count == 1 else [held]
@@ -41,6 +42,8 @@ def with_residual(
 ) -> tuple[TrainState, list[OwnShard], Sums]:
     """Return the state with an allocated residual, the tensors to read, what to add then."""
     residual, setup = residual_of(state), state.setup
+    flats = [unpacked(*pair) for pair in zip(memories_of(setup), residual.flats, strict=False)]
+    residual = replace(residual, flats=tuple(flats))  # to read into: packed when it is used
     state = state.replace(window=replace(state.window, residual=residual))
     names = {name.split("/")[1] for name in saved.tensors if name.startswith("residual/")}
     own = setup.axis.size if setup.reduction.over == "all" else setup.replicas

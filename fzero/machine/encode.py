@@ -23,10 +23,12 @@ from torch import Tensor
 
 from fzero.collectives.encoded import WireForm, decoded, encoded, sum_of, wide
 from fzero.errors import LayoutError
+from fzero.machine.codecs import int8
 from fzero.machine.packing import without_padding
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.codec import Codec
 
+_BLOCKS = int8(memory=False)  # of a memory in 8 bits
 _TRIED = 1000  # elements that a codec is tried with
 
 Lent = tuple[Sequence[Tensor], Tensor | float]
@@ -84,11 +86,36 @@ def residual_of(state: TrainState) -> Buffers:
     setup, memories = state.setup, memories_of(state.setup)
     if state.window.residual.held or not memories:
         return state.window.residual
-    flats = tuple(
-        torch.zeros(numel, dtype=setup.memory_dtype(group), device=state.device)
-        for group, _, numel in memories
-    )
-    return Buffers(flats=flats, placement=Placement.PARTIAL)
+    flats = []
+    for group, _, numel in memories:
+        dtype = setup.memory_dtype(group)
+        size = _BLOCKS.wire_bytes(numel) if dtype is torch.int8 else numel
+        flats.append(torch.zeros(size, dtype=dtype, device=state.device))
+    return Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
+
+
+def unpacked(memory: MemorySlot, flat: Tensor) -> Tensor:
+    """Return what a memory holds, [numel] in fp32 or wider: itself if it is kept so."""
+    if flat.dtype is not torch.int8:
+        return flat.to(wide(flat.dtype))
+    blocks = -(-memory.numel // _BLOCKS.block)
+    form = WireForm(((torch.float32, blocks), (torch.int8, memory.numel)), memory.numel)
+    if not memory.numel:
+        return flat.new_empty(0, dtype=torch.float32)
+    return decoded(_BLOCKS, flat.view(1, -1), form, torch.float32).reshape(-1)
+
+
+def packed(setup: Setup, residual: Buffers) -> Buffers:
+    """Return a residual as the codec says that it is kept: a checkpoint brings it unpacked."""
+    pairs = zip(memories_of(setup), residual.flats, strict=True)
+    flats = [_packed(flat, setup.memory_dtype(memory.group)) for memory, flat in pairs]
+    return Buffers(flats=tuple(flats), placement=residual.placement)
+
+
+def _packed(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is not torch.int8 or flat.dtype is dtype:
+        return flat.to(dtype)
+    return encoded(_BLOCKS, flat.view(1, -1))[0].reshape(-1).view(torch.int8)
 
 
 def require_codec(name: str, codec: Codec) -> None:
@@ -139,7 +166,8 @@ class Encoder:
     def __init__(self, setup: Setup) -> None:
         assert setup.codec is not None
         self._setup, self.codec = setup, setup.codec
-        self._slot = {(m.group, m.back): n for n, m in enumerate(memories_of(setup))}
+        self._memories = memories_of(setup)
+        self._slot = {(m.group, m.back): n for n, m in enumerate(self._memories)}
         self._forms: dict[tuple[int, bool], WireForm] = {}
         self._lent: Callable[[], Lent] | None = None
         self._held: list[Tensor] = []  # as lent, and changed since then
@@ -190,20 +218,21 @@ class Encoder:
         slot = self._slot.get((index, back)) if remembers else None
         if slot is not None and not self._held:
             assert self._lent is not None
-            held, self._factor = self._lent()
-            self._held = list(held)
+            lent, self._factor = self._lent()
+            self._held = list(lent)
         total = values.to(wide(values.dtype))
         if slot is not None:
-            total = total + self._held[slot].to(total.dtype) * self._factor
+            held = unpacked(self._memories[slot], self._held[slot])
+            total = total + held.to(total.dtype) * self._factor
         rows = total.view(1, -1) if back else self._in_rows(total)
         buffer, form = encoded(self.codec, rows)
         self._forms[index, back] = form
         if slot is not None:
             rows = rows - decoded(self.codec, buffer, form, rows.dtype)
-            held = self._held[slot]
             left = (rows.reshape(-1) if back else self._in_order(rows)).div_(self._factor)
-            left = torch.where(left.isfinite(), left, held).to(held.dtype)
-            self._held[slot] = self._changed[slot] = self._cleared(index, left, back=back)
+            left = self._cleared(index, torch.where(left.isfinite(), left, held), back=back)
+            kept = _packed(left, self._setup.memory_dtype(index))
+            self._held[slot] = self._changed[slot] = kept
         return buffer.reshape(-1)
 
     def _cleared(self, index: int, left: Tensor, *, back: bool) -> Tensor:

@@ -17,7 +17,7 @@ Over = Literal["all", "replicas"]
 Memory = bool | torch.dtype
 """Whether what encoding loses is kept for the next time: True in the dtype of sums, or a dtype."""
 
-KEPT_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+KEPT_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """The dtypes in which a memory may be kept."""
 
 
@@ -31,7 +31,8 @@ class Codec:
     Attributes:
         memory: whether what encoding a gradient has lost is added to the next one (error feedback):
             False, True (kept in the dtype in which gradients add up, fp32 or wider), or the dtype
-            to keep it in. It is one element for each of the gradient, on every rank.
+            to keep it in, torch.int8 being blocks as of `fzero.codecs.int8()`. It is one element
+            for each of the gradient, on every rank.
         linear: whether both functions are linear, encode(x) + encode(y) = encode(x + y): encoded
             forms are then reduced as they are. Otherwise ranks exchange them, decode, and add up in
             fp32 or wider.

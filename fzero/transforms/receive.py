@@ -13,7 +13,7 @@ from fzero.collectives import performer_of
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import PhaseError
 from fzero.machine import Reducer
-from fzero.machine.encode import Encoder, Lent, residual_of
+from fzero.machine.encode import Encoder, Lent, packed, residual_of
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
 from fzero.ranks.mesh import Runtime
@@ -158,7 +158,7 @@ def with_lost(state: TrainState, encoder: Encoder | None) -> TrainState:
     changed = {} if encoder is None else encoder.changed()
     if not changed:
         return state
-    before = residual_of(state)
+    before = packed(state.setup, residual_of(state))
     flats = tuple(changed.get(number, flat) for number, flat in enumerate(before.flats))
     after = Buffers(flats=flats, placement=Placement.PARTIAL)
     return state.replace(window=window.with_residual(state.window, before, after))

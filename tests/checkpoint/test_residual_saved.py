@@ -146,6 +146,21 @@ def test_every_memory_is_saved_and_goes_on_with_the_same_bits(
         assert torch.equal(x, y)
 
 
+def test_a_memory_of_8_bits_goes_on_as_it_was_saved(tmp_path: Path) -> None:
+    for kept in (torch.int8, torch.bfloat16):
+        step = fzero.simulate(step_of(0, fzero.codecs.int8(memory=kept)), world_size=2)
+        state = trained(step, begun(step), 2)
+        save(tmp_path / str(kept), state)
+        loaded = load(tmp_path / str(kept), begun(step))
+        wanted, found = trained(step, state, 2, UPDATES), trained(step, loaded, 2, UPDATES)
+        assert {flat.dtype for flat in found.window.residual.flats} == {kept}
+        for x, y in zip(found.params.flats, wanted.params.flats, strict=True):
+            assert torch.equal(x, y)
+        other = fzero.simulate(step_of(2, fzero.codecs.int4()), world_size=3)
+        loaded = load(tmp_path / str(kept), begun(other))
+        assert loaded.window.residual.flats[0].dtype is torch.float32
+
+
 def test_what_sums_have_lost_is_added_where_they_have_no_memory(tmp_path: Path) -> None:
     def lost(state: TrainState) -> float:
         return float(sum(flat.double().sum() for flat in state.window.residual.flats))

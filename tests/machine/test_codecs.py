@@ -169,7 +169,7 @@ def test_a_codec_that_does_not_what_it_says_is_refused(codec: Codec, seen: str) 
     "make",
     [
         lambda: codecs.int8(block=0),
-        lambda: codecs.int8(memory=torch.int8),
+        lambda: codecs.int8(memory=torch.int32),
         lambda: codecs.cast(torch.int8),
         lambda: codecs.cast(torch.bfloat16, memory=True),
     ],

@@ -23,7 +23,6 @@ from fzero.machine.packing import unpack, with_own_storage
 from fzero.machine.placeholder import LazyParam
 from fzero.state import Layout, Local, Setup, TrainState
 from fzero.transforms.init import filled_state
-from fzero.transforms.outer import begun
 
 
 class ModuleParameters:
@@ -171,7 +170,7 @@ def first_state(params: ModuleParameters, setup: Setup, local: Local | None) -> 
 
     The engines of an axis share one group: their order is one.
     """
-    state = begun(moved(params, _on_own_group(setup)), local)
+    state = moved(params, _on_own_group(setup), local)
     return state if local is None else state.replace(setup=_on_own_group(state.setup))
 
 
@@ -181,7 +180,7 @@ def _on_own_group(setup: Setup) -> Setup:
 
 
 @torch.no_grad()
-def moved(params: ModuleParameters, setup: Setup) -> TrainState:
+def moved(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainState:
     """Move a module's values into the buffers of a state. A collective.
 
     All ranks get those of rank 0, group by group. Each parameter has the memory of the new buffers
@@ -196,7 +195,7 @@ def moved(params: ModuleParameters, setup: Setup) -> TrainState:
         else:
             params.have(index, unpack(setup.layout, index, flat))
 
-    return filled_state(setup, params.values, done)
+    return filled_state(setup, params.values, done, local=local)
 
 
 @contextmanager

@@ -66,19 +66,23 @@ def require_local(local: Any, optimizer_over: str) -> None:
         )
 
 
-def begun(state: TrainState, local: Local | None) -> TrainState:
-    """Return a new state, made on all ranks of a mesh, as that of a replica with local updates.
+def on_replica(setup: Setup, local: Local | None) -> Setup:
+    """Return the setup of a state with local updates: that of the ranks of this replica.
 
     A collective at first.
+    """
+    return setup if local is None else replace(setup, axis=of_replica(setup.axis))
+
+
+def begun(state: TrainState, local: Local | None, mesh: Axis) -> TrainState:
+    """Return a new state of a replica with anchors, where it has local updates.
+
+    mesh: of all replicas.
     """
     if local is None:
         return state
     local = replace(local, outer=local.outer or DEFAULT_OUTER)
-    setup, mesh = state.setup, state.setup.axis
-    setup = replace(setup, axis=of_replica(mesh))
-    params = replace(state.params, placement=setup.params)
-    state = state.replace(setup=setup, params=params)
-    empty = Buffers(placement=setup.optimizer_state)
+    empty = Buffers(placement=state.setup.optimizer_state)
     weight = torch.ones(local.fragments, device=state.device)
     return anchored(
         state, Outer(anchors=empty, optimizers=(), weight=weight, local=local, mesh=mesh)

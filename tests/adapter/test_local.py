@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fzero.adapter import Engine
 from fzero.checkpoint import load, save
 from fzero.errors import MismatchError, PhaseError
 from tests.adapter.on_ranks import on_ranks
+from tests.local_oracle import Replicas
 from tests.transforms.test_local import adam_of, data, error, model, plainly
 
 LOCAL = fzero.Local(every=2, fragments=2)
@@ -142,3 +144,31 @@ def test_two_engines_meet_in_the_order_of_their_steps() -> None:
     for some in found:
         for one, wanted in zip(some, plain.anchors, strict=True):
             torch.testing.assert_close(one[3], wanted.detach())
+
+
+def test_an_optimizer_that_has_stepped_goes_on_in_every_replica() -> None:
+    def stepped(module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adam_of(module.parameters())
+        error(module, data(2)[0, 0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    def body(x: Tensor) -> Any:
+        module = model()
+        engine = Engine(module, stepped(module), stage=2, mesh=(2, 2), local=LOCAL)
+        for batch in x:
+            error(engine, batch).backward()
+            engine.step()
+        return list(fzero.full_params(engine.state).values())
+
+    batches, start = data(4), model()
+    found = fzero.simulate(body, world_size=4)(batches.transpose(0, 1))
+    held = stepped(start).state_dict()
+    plain = Replicas(start, 2, every=2, inner=adam_of, fragments=[[0, 1], [2, 3]])
+    for one in plain.inner:
+        one.load_state_dict(copy.deepcopy(held))
+    for batch in batches:
+        plain.update([lambda m, x=x: error(m, x) for x in batch.reshape(2, -1, 4)])
+    for one, wanted in zip(found, plain.anchors, strict=True):
+        torch.testing.assert_close(one[3], wanted.detach())

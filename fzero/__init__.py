@@ -33,7 +33,7 @@ from fzero.errors import (
 )
 from fzero.machine import codecs
 from fzero.ranks.mesh import Axis, axis_index, axis_size, world
-from fzero.state import DynamicScale, TrainState, state_bytes
+from fzero.state import DynamicScale, Local, TrainState, state_bytes
 from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -70,6 +70,8 @@ from fzero.transforms import (
     grad_and_reduce,
     gradients,
     init,
+    leave_out,
+    local,
     offload,
     remat,
     scale_loss,
@@ -92,6 +94,7 @@ __all__ = [
     "DynamicScale",
     "FzeroError",
     "LayoutError",
+    "Local",
     "LostRankError",
     "MismatchError",
     "NonFiniteError",
@@ -134,7 +137,9 @@ __all__ = [
     "grad_and_reduce",
     "gradients",
     "init",
+    "leave_out",
     "load_recording",
+    "local",
     "offload",
     "optim",
     "plan",

@@ -8,7 +8,7 @@ import torch
 
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError
-from fzero.state import Setup, TrainState
+from fzero.state import TrainState
 from fzero.state.scale import carried
 
 
@@ -17,10 +17,9 @@ def adopt(driver: Driver, state: TrainState) -> None:
     """Write the values of another state into the buffers of this one."""
     driver.require_not_closed()
     own = driver.state
-    if _form(state.setup) != _form(own.setup):
+    if _form(state) != _form(own):
         raise LayoutError(
-            f"engine.state was set to a state of {_named(state.setup)}; the engine has "
-            f"{_named(own.setup)}.",
+            f"engine.state was set to a state of {_named(state)}; the engine has {_named(own)}.",
             cause="a state of another model, stage, number of ranks or mesh.",
             fix="load it into the engine's form: "
             "engine.state = fzero.checkpoint.load(path, engine.state).",
@@ -35,11 +34,15 @@ def adopt(driver: Driver, state: TrainState) -> None:
     driver.published()
 
 
-def _form(setup: Setup) -> tuple[Any, ...]:
+def _form(state: TrainState) -> tuple[Any, ...]:
     """What two states must have in common to have buffers of the same sizes on each rank."""
-    return setup.stage, setup.layout, setup.replicas, setup.optimizer_state
+    setup, outer = state.setup, state.window.outer
+    held = setup.stage, setup.layout, setup.replicas, setup.optimizer_state
+    return *held, None if outer is None else outer.local
 
 
-def _named(setup: Setup) -> str:
+def _named(state: TrainState) -> str:
+    setup, outer = state.setup, state.window.outer
     groups = f"stage {setup.stage} with {len(setup.layout.groups)} groups on {setup.axis}"
-    return f"{groups}, its optimizer {setup.optimizer_state.value}"
+    apart = "" if outer is None else f", with {outer.local}"
+    return f"{groups}, its optimizer {setup.optimizer_state.value}{apart}"

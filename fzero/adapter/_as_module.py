@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fzero.adapter._gathered import gathered
 from fzero.adapter._torch_hooks import ModuleHook
 from fzero.adapter.driver import Driver
+from fzero.adapter.parts import require_no_anchors
 from fzero.errors import LayoutError
 
 _DTYPES = {
@@ -68,6 +69,7 @@ def load_state_dict(
             cause="a habit of large models, to spare a copy.",
             fix="leave assign out: the values are copied into the engine's own memory.",
         )
+    require_no_anchors(driver, "load_state_dict()")
     _require_fit(driver.module, state_dict, strict=strict)
     with gathered(driver.module, modify=True, mesh=driver.axis):
         return driver.module.load_state_dict(state_dict, strict=strict)
@@ -75,6 +77,7 @@ def load_state_dict(
 
 def apply(driver: Driver, fn: Callable[[nn.Module], Any]) -> None:
     """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
+    require_no_anchors(driver, "apply()")
     with gathered(driver.module, modify=True, mesh=driver.axis):
         driver.module.apply(fn)
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import eq, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fzero.collectives import broadcast
+from fzero.collectives import broadcast, performer_of
 from fzero.errors import LayoutError
 from fzero.machine.packing import unpack, with_own_storage
 from fzero.machine.placeholder import LazyParam
-from fzero.state import Layout, Setup, TrainState
+from fzero.state import Layout, Local, Setup, TrainState
 from fzero.transforms.init import filled_state
 
 
@@ -164,8 +165,22 @@ class _Remembered(NamedTuple):
         return _Remembered(slots, objects, frozen, list(map(Tensor.data_ptr, objects)))
 
 
+def first_state(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainState:
+    """Return the state of a module's values on all ranks, or on those of its replica. A collective.
+
+    The engines of an axis share one group: their order is one.
+    """
+    state = moved(params, _on_own_group(setup), local)
+    return state if local is None else state.replace(setup=_on_own_group(state.setup))
+
+
+def _on_own_group(setup: Setup) -> Setup:
+    performer = performer_of(setup.axis)
+    return setup if performer is None else replace(setup, axis=performer.over(setup.axis))
+
+
 @torch.no_grad()
-def moved(params: ModuleParameters, setup: Setup) -> TrainState:
+def moved(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainState:
     """Move a module's values into the buffers of a state. A collective.
 
     All ranks get those of rank 0, group by group. Each parameter has the memory of the new buffers
@@ -180,7 +195,7 @@ def moved(params: ModuleParameters, setup: Setup) -> TrainState:
         else:
             params.have(index, unpack(setup.layout, index, flat))
 
-    return filled_state(setup, params.values, done)
+    return filled_state(setup, params.values, done, local=local)
 
 
 @contextmanager

@@ -143,6 +143,7 @@ def full_parameter(driver: Driver, path: str) -> Tensor:
 @torch.no_grad()
 def set_full_parameter(driver: Driver, path: str, value: Tensor) -> None:
     """Make `value` (the same on every rank) the parameter, and that of its master copy."""
+    parts.require_no_anchors(driver, "set_full_parameter()")
     index, position = parts.find(driver, path)
     driver.call(f"set_full_parameter() {path}")
     state = driver.state
@@ -167,6 +168,7 @@ def set_local_parameter(driver: Driver, path: str, value: Tensor) -> None:
     Every rank calls it, each with a piece of its own. Raises `LayoutError` below stage 3, where
     each rank has all of the parameter, and the ranks would differ.
     """
+    parts.require_no_anchors(driver, "set_local_parameter()")
     index, position = parts.find(driver, path)
     driver.wait()
     state = driver.state

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from fzero.adapter._gradient import Gradients
 from fzero.adapter._guard import Guard, optimizer_of
 from fzero.adapter._held import HeldGradient
 from fzero.adapter._losses import Losses
-from fzero.adapter._module import ModuleParameters, free_to_swap, moved
+from fzero.adapter._module import ModuleParameters, first_state, free_to_swap
 from fzero.adapter._region import Region
 from fzero.adapter._stand_ins import StandIns
 from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
@@ -32,7 +31,7 @@ from fzero.collectives import performer_of
 from fzero.errors import PhaseError
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
-from fzero.state import Setup, TrainState
+from fzero.state import Local, Setup, TrainState
 from fzero.state.scale import ScalePolicy
 from fzero.transforms.agree import Agreed, agree, raises_together, reduce_agreed
 from fzero.transforms.announcement import of_engine
@@ -50,13 +49,13 @@ class Driver:
     outside: inside of a window, the state before it.
     """
 
-    def __init__(self, module: nn.Module, setup: Setup, scale: ScalePolicy | None) -> None:
-        performer = performer_of(setup.axis)
-        if performer is not None:  # the engines of an axis share one group: their order is one
-            setup = replace(setup, axis=performer.over(setup.axis))
+    def __init__(
+        self, module: nn.Module, setup: Setup, scale: ScalePolicy | None, local: Local | None
+    ) -> None:
         self.params = ModuleParameters(module, setup.layout)
         self.outside: TrainState | None = None
-        state = with_policy(moved(self.params, setup), scale)
+        state = with_policy(first_state(self.params, setup, local), scale)
+        setup, performer = state.setup, performer_of(state.setup.axis)
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)
         self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)

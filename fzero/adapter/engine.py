@@ -25,12 +25,13 @@ from fzero.adapter.setup import OLDER, EngineOptions, options_of, planned, scale
 from fzero.context.modes import explains_inference
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import Scale, documents, takes
-from fzero.ranks.mesh import Axis, axis_of
-from fzero.state import HookState, TrainState, progress
+from fzero.ranks.mesh import Axis
+from fzero.state import HookState, Local, TrainState, progress
 from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
+from fzero.transforms.outer import mesh_for
 from fzero.transforms.weights import Weight
 
 
@@ -95,6 +96,7 @@ class Engine:
         stage: int,
         autocast: Autocast | torch.dtype | None = None,
         offload: Offload | None = None,
+        local: Local | None = None,
         compress: Compress | None = None,
         leaf_modules: LeafSpec | None = None,
         micro_batches: int = 1,
@@ -108,15 +110,15 @@ class Engine:
         **options: Unpack[EngineOptions],
     ) -> None:
         self.options = options_of(locals() | options)
-        axis = axis_of(options.get("mesh"))
+        axis = mesh_for(options.get("mesh"), local)
         setup = planned(module, optimizer, stage, axis, self.options)
         self.module, self.stage = module, setup.stage
-        self._driver = Driver(module, setup, scale_of(loss_scale, setup))
+        self._driver = Driver(module, setup, scale_of(loss_scale, setup), local)
 
     @property
     def axis(self) -> Axis:
-        """The ranks: `engine.axis.rank` of `engine.axis.size`."""
-        return self._driver.axis
+        """The ranks: `engine.axis.rank` of `engine.axis.size`; with `local` of all replicas."""
+        return self._driver.state.mesh
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -134,9 +136,8 @@ class Engine:
 
         It is read by `fzero.full_params`, `fzero.checkpoint.save`, `fzero.plot` and all else that
         takes a state. `step()` uses it up: what was taken before raises `DonatedError` afterwards.
-        Setting it writes the values of another state into the engine's buffers.
-        `fzero.checkpoint.save(path, engine)` and `load(path, engine)` take the engine itself, with
-        its module's buffers.
+        Setting it writes another state's values into the engine's buffers. `fzero.checkpoint.save`
+        and `load` take the engine itself, with its module's buffers.
         """
         driver = self._driver
         driver.require_not_closed()
@@ -187,8 +188,6 @@ class Engine:
         except BaseException as error:
             self._driver.failed(error)
             raise
-
-    # Losses times the scale.
 
     scale = of_driver(_scaling.scale)
     scale_if_loss = of_driver(_scaling.scale_if_loss)

@@ -22,6 +22,18 @@ Slots = dict[str, Tensor]
 """{name: flat}: what the optimizer keeps for the elements of one group."""
 
 
+def require_no_anchors(driver: Driver, name: str) -> None:
+    """Raise `PhaseError` for a write of parameters that the anchors of local updates miss."""
+    if driver.state.window.outer is not None:
+        raise PhaseError(
+            f"{name} of an engine with local updates.",
+            cause="new values for a model that replicas train apart: the next outer update would "
+            "take them for a move away from the anchors, which stay as they are.",
+            fix="write into the module before Engine(...), or load a checkpoint of "
+            "fzero.checkpoint.save into the engine: both are where all replicas start.",
+        )
+
+
 def find(driver: Driver, path: str) -> tuple[int, int]:
     """Return the group of the parameter at `path`, and its position in it."""
     layout = driver.state.setup.layout

@@ -28,6 +28,7 @@ from fzero.state import Policy, Setup
 from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
 from fzero.state.precision import as_autocast, owners_in
 from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
+from fzero.transforms.outer import require_local
 from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import (
     SharedOptions,
@@ -84,6 +85,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
         check_shared(options)
+        require_local(options.local, options.optimizer_over)
         as_policy("loss_scale", options.updating.loss_scale)
         check_stage(stage)
         _require_plain(module)

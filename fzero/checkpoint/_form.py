@@ -88,6 +88,23 @@ _NATURAL = _integer(0, 2**63)
 _ANYTHING = DictForm(others=_any)
 _TEXTS = DictForm(others=_text)
 _CHUNK = (_NATURAL, _integer(1, 2**63), _text, _NATURAL, _NATURAL)
+_COUNTERS = DictForm(
+    must={
+        "step": _NATURAL,
+        "optimizer": DictForm(
+            may={"step": _counts(_updates), "count": _updates}, others=_counts(_number)
+        ),
+        "scale": DictForm(
+            may={
+                "scale": lambda x: type(x) is float and 0 < x < 3.5e38,  # as fp32 holds it
+                "good_updates": _integer(0, 2**31),
+                "hysteresis_left": _integer(0, 2**31),
+                "hysteresis": _integer(1, 2**31),
+            }
+        ),
+    },
+    may={"unstepped": [_text]},
+)
 MANIFEST_FORM = DictForm(
     must={
         "origin": DictForm(
@@ -96,27 +113,25 @@ MANIFEST_FORM = DictForm(
                 "ranks": _integer(1, 2**20),  # for each of which room may be made
                 "torch": _text,
                 "optimizer": _text,
-            }
+            },
+            may={
+                "local": DictForm(
+                    must={
+                        "replicas": [
+                            DictForm(
+                                must={"counters": _COUNTERS, "counts": lambda x: type(x) is bool}
+                            )
+                        ],
+                        "updates": _NATURAL,
+                        "outer_updates": [_NATURAL],
+                        "outer": _text,
+                    }
+                )
+            },
         ),
         "leaves": _TEXTS,
         "slots": DictForm(others=_TEXTS),
-        "counters": DictForm(
-            must={
-                "step": _NATURAL,
-                "optimizer": DictForm(
-                    may={"step": _counts(_updates), "count": _updates}, others=_counts(_number)
-                ),
-                "scale": DictForm(
-                    may={
-                        "scale": lambda x: type(x) is float and 0 < x < 3.5e38,  # as fp32 holds it
-                        "good_updates": _integer(0, 2**31),
-                        "hysteresis_left": _integer(0, 2**31),
-                        "hysteresis": _integer(1, 2**31),
-                    }
-                ),
-            },
-            may={"unstepped": [_text]},
-        ),
+        "counters": _COUNTERS,
         "module": DictForm(
             must={
                 "buffers": DictForm(

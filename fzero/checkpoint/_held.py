@@ -58,7 +58,15 @@ def held_by(name: str, thing: Any) -> Held:
     `fzero.simulate` or without the state's process group.
     """
     state, engine = _state_of(name, thing)
-    axis = state.setup.axis
+    axis = state.mesh
+    if state.window.outer is not None and name not in ("save", "load"):
+        raise LayoutError(
+            f"{name}: a state with local updates.",
+            cause="replicas that train apart have parameters and optimizer states of their own; "
+            "such a file has those of one.",
+            fix="fzero.checkpoint.save has all of them; load that into a state without local "
+            "updates, which is at the anchors then. fzero.full_params(state) gives them, too.",
+        )
     if tuple(state.step.shape) == (axis.size,):
         held = _of_stack(state, axis.size)
     elif axis.runtime is not Runtime.VIRTUAL:

@@ -13,10 +13,10 @@ import torch
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._pieces import TensorPiece, cut_shards, shards_of
+from fzero.checkpoint._local import check_replicas_saved, completed, room_for
+from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
-from fzero.checkpoint._room import make_whole, room
 from fzero.checkpoint._save import storage
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.driven import (
@@ -146,10 +146,10 @@ def load_with_extra(
         with torch.no_grad():
             plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
             storage().read_pieces(plan.pieces, where / saved.data, plan.index, ranks.axis)
-            make_whole(held, plan.states)
+            states = completed(held, plan.states)
             for total, part in plan.sums:
                 total += part
-    made = held.returned(plan.states, plan.buffers)
+    made = held.returned(states, plan.buffers)
     if held.engine is not None:
         set_options(held.engine.optimizer, saved.module["options"])
     if plan.set_rng is not None:
@@ -206,6 +206,7 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
     for one in held.states:
         require_closed(one)
     require_fit(saved, facts_of_state(held.states[0]), path)
+    check_replicas_saved(held.states[0], saved, path)
     folder, axis, engine = path / saved.data, held.processes.axis, held.engine
     require_whole(folder, saved.files, axis.rank, axis.size)
     buffers, pieces = {}, []
@@ -221,9 +222,9 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
     made: list[TrainState] = []
     sums: Sums = []
     for one, number in zip(held.states, held.ranks, strict=True):
-        new = room(one, saved.counters, frozen=frozen)
+        new, shards = room_for(one, saved, number, frozen=frozen)
         new, residual, more = with_residual(new, saved, number)
-        shards = [*shards_of(new, number, frozen=frozen), *residual]
+        shards = [*shards, *residual]
         pieces += cut_shards(new.setup.layout, shards)
         made.append(new)
         sums += more

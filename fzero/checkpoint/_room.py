@@ -101,14 +101,20 @@ def make_whole(held: Held, states: Sequence[TrainState], *, optimizer: bool = Tr
     every += [
         (setup.optimizer_state, flats) for name, flats in slots if optimizer or name == MASTERS
     ]
-    read = setup.part(Placement.OVER_ALL, 0).count
     for placement, flats in every:
-        if setup.part(placement, 0).count == read:  # ranks have read all that they hold
-            continue
-        if held.is_stack:
-            _share(setup, placement, flats)
-        else:
-            gather_parts_in_place(setup, flats, Placement.OVER_ALL, placement)
+        make_parts_whole(held, setup, placement, flats)
+
+
+def make_parts_whole(
+    held: Held, setup: Setup, placement: Placement, flats: Sequence[Tensor]
+) -> None:
+    """Fill in what other ranks have read of a flat, given as what each rank holds. A collective."""
+    if setup.part(placement, 0).count == setup.part(Placement.OVER_ALL, 0).count:
+        return  # ranks have read all that they hold
+    if held.is_stack:
+        _share(setup, placement, flats)
+    else:
+        gather_parts_in_place(setup, flats, Placement.OVER_ALL, placement)
 
 
 def _share(setup: Setup, placement: Placement, flats: Sequence[Tensor]) -> None:

@@ -23,7 +23,8 @@ from fzero.checkpoint._folders import (
     sweep,
 )
 from fzero.checkpoint._held import held_by, require_idle
-from fzero.checkpoint._pieces import TensorPiece, cut_shards, shards_of
+from fzero.checkpoint._local import all_shards_of, facts_of_replicas
+from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import residual_shards
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.checkpoint.disk import sync, sync_files
@@ -185,7 +186,7 @@ def _draft(
             manifest.module["options"] = options_of(held.engine.optimizer)
         pieces = []
         for one, rank in zip(held.states, held.ranks, strict=True):
-            shards = [*shards_of(one, rank, frozen=frozen), *residual_shards(one, rank)]
+            shards = [*all_shards_of(one, rank, frozen=frozen), *residual_shards(one, rank)]
             if copies:
                 shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
             pieces += cut_shards(one.setup.layout, shards)
@@ -199,7 +200,11 @@ def _draft(
         )
 
     draft = everywhere(ranks, prepare, what="prepare the checkpoint")
-    facts = [f"path {draft.path}", f"step {draft.manifest.counters['step']}"]
+    local = facts_of_replicas(held)
+    origin = {**draft.manifest.origin, **local}
+    draft = replace(draft, manifest=replace(draft.manifest, origin=origin))
+    step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
+    facts = [f"path {draft.path}", f"step {local or step}"]
     assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
     return draft
 

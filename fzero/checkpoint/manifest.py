@@ -56,7 +56,7 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
     return Manifest(
         origin={
             "stage": setup.stage,
-            "ranks": setup.axis.size,
+            "ranks": state.mesh.size,
             "torch": torch.__version__,
             "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
         },

@@ -60,10 +60,11 @@ def _is_alive(performer: Performer) -> bool:
 
 
 def _of_run(kept: dict[Any, Any], axis: Axis) -> Performer:
-    if Performer not in kept:
+    ranks = Performer, axis.size, axis.stride  # all of them, or those of a replica
+    if ranks not in kept:
         whole = replace(axis, dims=None)
-        kept[Performer] = Performer(Channel(whole, whole))
-    return kept[Performer]
+        kept[ranks] = Performer(Channel(whole, whole))
+    return kept[ranks]
 
 
 def before_collective(axis: Axis) -> None:
@@ -74,7 +75,7 @@ def before_collective(axis: Axis) -> None:
     axis = axis.whole or axis
     here = current_ranks()
     if here is not None:
-        performers = [here.kept[Performer]] if Performer in here.kept else []
+        performers = [one for one in here.kept.values() if isinstance(one, Performer)]
     else:
         running = [place for place, one in _OPEN.items() if one.protocol.running]
         ours = _ranks_of(axis) if running else ()

@@ -159,7 +159,9 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
     return state.replace(
         params=of(offload.params)(state.params),
         gradients=of(offload.gradients)(state.gradients),
-        window=replace(state.window, pending=window),
+        window=replace(
+            state.window, pending=window, outer=of(offload.optimizer)(state.window.outer)
+        ),
         optimizer=of(offload.optimizer)(state.optimizer),
     )
 

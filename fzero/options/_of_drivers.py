@@ -8,6 +8,7 @@ from fzero.errors.check import is_count, is_positive
 from fzero.options._checks import FLAG, ZERO
 from fzero.options._record import Option, ValueCheck
 from fzero.options._typed import Initializer, Scale
+from fzero.state import Local
 from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
@@ -46,6 +47,18 @@ OF_DRIVERS = (
         instead={"shard": "fzero.offload(step, ...) is a transform of the step"},
         deepspeed=ZERO + "offload_optimizer.device",
         axis="offload",
+    ),
+    Option(
+        name="local",
+        type=Local | None,
+        check=ValueCheck(
+            lambda x: x is None or isinstance(x, Local), "a fzero.Local(every=...), or None"
+        ),
+        help="replicas make `every` updates apart, then an outer update together: see "
+        "`fzero.local`. `step.init` passes that of its own transform.",
+        instead=dict.fromkeys(
+            ("shard", "plan"), "fzero.local(step, every=) is a transform of the step"
+        ),
     ),
     Option(
         name="compress",

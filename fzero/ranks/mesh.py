@@ -132,6 +132,30 @@ def _axis_of_sizes(sizes: tuple[Any, ...]) -> Axis:
     return axis if sizes[0] == 1 else replace(axis, dims=Dims(sizes[0]))
 
 
+def mesh_of_replicas(mesh: MeshLike) -> Axis:
+    """Return the axis that `mesh` means, in two dims; one dim is replicas of one rank each."""
+    axis = axis_of(mesh)
+    if axis.dims is not None or axis.size == 1:
+        return axis
+    two = isinstance(mesh, tuple) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
+    return replace(axis, dims=Dims(1 if two else axis.size))
+
+
+def of_replica(mesh: Axis) -> Axis:
+    """Return the axis of the ranks of this replica, which then know of no others.
+
+    A collective at first: the ranks of the mesh make the groups of both dims.
+    """
+    if mesh.replicas.runtime is Runtime.PROCESSES:
+        mesh.replicas.group()
+    own = mesh.shards
+    if own.runtime is not Runtime.PROCESSES or own.whole is None:
+        return own
+    return Axis(
+        name=own.name, size=own.size, runtime=own.runtime, group_name=own.group().group_name
+    )
+
+
 def own_group(axis: Axis, *, backend: str | None = None) -> Axis:
     """Return an axis of the same ranks with a process group of its own. All of them call it.
 

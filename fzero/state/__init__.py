@@ -28,6 +28,8 @@ from fzero.state.layout import Group as Group
 from fzero.state.layout import Layout as Layout
 from fzero.state.layout import Leaf as Leaf
 from fzero.state.layout import Part as Part
+from fzero.state.outer import Local as Local
+from fzero.state.outer import Outer as Outer
 from fzero.state.pass_state import PassState as PassState
 from fzero.state.progress import Phase as Phase
 from fzero.state.progress import Progress as Progress

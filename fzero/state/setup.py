@@ -59,6 +59,7 @@ class Gathering:
 
     reshard_after_forward: Reshard = True
     prefetch_numel: int = 1  # gathered early: the next unit, and more while they fit; 0: none
+    persistence_threshold_numel: int = 0  # leaves of at most so many are in units of their own
     # Units that stay whole from one update to the next: found when the state is planned.
     persistent: tuple[int, ...] = field(default=(), metadata={"given": False})
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import CallError
+from fzero.ranks.axis import Axis
 from fzero.state import view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
@@ -41,6 +42,12 @@ class TrainState:
     def stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
         return self.setup.stage
+
+    @property
+    def mesh(self) -> Axis:
+        """All ranks: those of `setup.axis`; of local updates the ranks of all replicas."""
+        outer = self.window.outer
+        return self.setup.axis if outer is None else outer.mesh
 
     @property
     def device(self) -> torch.device:

@@ -19,8 +19,9 @@ from fzero.state.setup import Setup
 def state_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
 
-    The window has what is not reduced yet, the residual of encoded gradients, and full parameters
-    that it keeps. Of a state that is offloaded also by place: on device, in host memory, on disk.
+    The window has what is not reduced yet, the residual of encoded gradients, full parameters
+    that it keeps, and the anchors and outer momentum of local updates. Of a state that is offloaded
+    also by place: on device, in host memory, on disk.
 
     Raises `LayoutError` for what is no state.
 
@@ -115,6 +116,8 @@ def _rows(state: Any) -> list[tuple[str, str]]:
         else "closed",
     }
     places["window"] += ", with a residual" if state.window.residual.held else ""
+    if (outer := state.window.outer) is not None:
+        places["window"] += f", with anchors, {outer.updates} of {outer.local.every} updates"
     return [(kind, f"{place}, {found[kind]:,} bytes") for kind, place in places.items()]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fzero.errors import PhaseError
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers, Placement
+from fzero.state.outer import Outer
 
 
 @record
@@ -21,7 +22,8 @@ class Window:
     of the window when stage 3 was asked to keep them (else it is empty). `residual` is PARTIAL,
     too: what encoding has lost of this rank's gradients, and then of its part of their sums where
     those are encoded, without the loss scale;
-    `residual_before`: as it was at the last update, while gradients since then are held.
+    `residual_before`: as it was at the last update, while gradients since then are held. `outer`:
+    of local updates, what the next outer update starts from.
     """
 
     pending: Buffers
@@ -29,6 +31,7 @@ class Window:
     residual_before: Buffers = Buffers(placement=Placement.PARTIAL)
     weight: Tensor | None = None  # [] fp64: of this rank's gradients since the update, their sum
     gathered: tuple[Tensor, ...] = ()
+    outer: Outer | None = None  # None: replicas have equal parameters after each update
     is_open: bool = static(default=False)
     is_settled: bool = static(default=False)  # all ranks have made an update since it was opened
     length: int = static(default=0)  # backwards that the last window of all ranks had; 0: unknown

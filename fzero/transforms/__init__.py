@@ -18,6 +18,8 @@ from fzero.transforms.compress import compress as compress
 from fzero.transforms.evaluate import evaluate as evaluate
 from fzero.transforms.grad import grad_and_reduce as grad_and_reduce
 from fzero.transforms.init import init as init
+from fzero.transforms.local import leave_out as leave_out
+from fzero.transforms.local import local as local
 from fzero.transforms.norm import global_norm as global_norm
 from fzero.transforms.offload import offload as offload
 from fzero.transforms.remat import remat as remat

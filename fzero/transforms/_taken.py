@@ -14,15 +14,16 @@ from fzero.machine.offload import write_back
 from fzero.machine.packing import pack
 from fzero.machine.parts import cut
 from fzero.optim import TorchOptimizer
+from fzero.ranks.mesh import Axis
 from fzero.state import Placement, TrainState
 
 
 @torch.no_grad()
-def taken_over(state: TrainState) -> TrainState:
+def taken_over(state: TrainState, mesh: Axis) -> TrainState:
     """Return the state that goes on from what its optimizer has; the optimizer lets go of it.
 
-    Values are rank 0's on every rank, as those of parameters are. A collective if there are any,
-    of which all ranks have said the same.
+    Values are those of rank 0 of the mesh on every rank, as those of parameters are. A collective
+    if there are any, of which all ranks have said the same.
     """
     rule, layout = state.setup.optimizer, state.setup.layout
     if not (isinstance(rule, TorchOptimizer) and rule.held):
@@ -36,12 +37,14 @@ def taken_over(state: TrainState) -> TrainState:
         for name, flats in slots.items():
             if name in rule.odd_slots:
                 own = rule.held.get(leaves[0].path, {}).get(name)
-                flats[number] = flats[number] if own is None else _sent(state, torch.as_tensor(own))
+                flats[number] = (
+                    flats[number] if own is None else _sent(state, torch.as_tensor(own), mesh)
+                )
             elif flats[number].numel():
                 values = [
                     rule.begin(leaf, name, flats[number].dtype, state.device) for leaf in leaves
                 ]
-                whole = _sent(state, pack(layout, index, values))
+                whole = _sent(state, pack(layout, index, values), mesh)
                 part = cut(state.setup, whole, Placement.REPLICATED, state.setup.optimizer_state)
                 write_back(flats[number], part)
     optimizer = replace(state.optimizer, slots={k: tuple(x) for k, x in slots.items()})
@@ -50,8 +53,8 @@ def taken_over(state: TrainState) -> TrainState:
     return state.replace(optimizer=optimizer)
 
 
-def _sent(state: TrainState, value: Tensor) -> Tensor:
-    return broadcast([value.detach().to(state.device)], state.setup.axis, 0)[0]
+def _sent(state: TrainState, value: Tensor, mesh: Axis) -> Tensor:
+    return broadcast([value.detach().to(state.device)], mesh, 0)[0]
 
 
 def _counted(rule: TorchOptimizer, optimizer: Any, paths: Sequence[str]) -> Any:

@@ -16,12 +16,13 @@ from fzero.machine.parts import gather_parts
 from fzero.state import Layout, Placement, TrainState, buffers
 from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
+from fzero.transforms.outer import anchors_of
 from fzero.transforms.scaled import without_scale
 from fzero.transforms.states import flatten_states
 from fzero.transforms.weights import divided, total_weight
 
 
-def full_params(state: Any) -> Any:
+def full_params(state: Any, *, replica: bool = False) -> Any:
     """p = concat_r(p_r): the parameters as the pytree given to `init`, whole, on every rank.
 
     The tensors are copies: they stay as they are when the state goes on; frozen floating leaves
@@ -29,6 +30,8 @@ def full_params(state: Any) -> Any:
 
     Args:
         state: a `TrainState`, or a pytree of them.
+        replica: of a state with local updates (`fzero.local`) the parameters of this rank's
+            replica; else the anchors, which are equal on all replicas.
 
     Returns:
         The pytree of full tensors, in the shapes and dtypes given to `init`; P bytes on each rank.
@@ -51,8 +54,8 @@ def full_params(state: Any) -> Any:
     states, treespec = flatten_states("full_params", state)
     for one in states:
         check_alive(one)
-    agree("full_params", [one for one in states if _is_gathered(one)])
-    return optree.tree_unflatten(treespec, [_full_params(one) for one in states])
+    agree("full_params", [one for one in states if _is_gathered(one, replica)])
+    return optree.tree_unflatten(treespec, [_full_params(one, replica) for one in states])
 
 
 def gradients(state: Any) -> Any:
@@ -99,24 +102,35 @@ def gradients(state: Any) -> Any:
 full_gradients = gradients
 
 
-def _is_gathered(state: TrainState) -> bool:
-    return state.params.placement is Placement.SHARDED and state.setup.axis.size > 1
+def _is_gathered(state: TrainState, replica: bool) -> bool:
+    held = state.window.outer
+    at = state.params if replica or held is None else held.anchors
+    cut = Placement.SHARDED in (state.params.placement, at.placement)
+    return cut and state.setup.axis.size > 1
 
 
-def _full_params(state: TrainState) -> Any:
-    held = state.params.flats
-    flats = [to_device(flat, state.device) for flat in held]
-    if _is_gathered(state):
-        flats = gather_parts(state.setup, flats, state.params.placement, Placement.REPLICATED)
-    layout = state.setup.layout
-    whole = dict(enumerate(flats))
-    del flats
+def _full_params(state: TrainState, replica: bool) -> Any:
+    layout, outer = state.setup.layout, state.window.outer
+    anchors = {} if replica or outer is None else anchors_of(state)
+    held = {i: flat for i, flat in enumerate(state.params.flats) if i not in anchors}
+    whole = _gathered(state, held, state.params.placement)
+    if outer is not None and anchors:
+        whole |= _gathered(state, anchors, outer.anchors.placement)
+    del held, anchors
     found = _leaves_apart(layout, whole)
     for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
         differs = leaf.dtype.is_floating_point or leaf.dtype.is_complex
         if differs and not leaf.trainable:  # it comes back as it came
             found[i] = Parameter(found[i], requires_grad=False)
     return assemble(layout, found)
+
+
+def _gathered(
+    state: TrainState, held: dict[int, Tensor], placement: Placement
+) -> dict[int, Tensor]:
+    flats = [to_device(flat, state.device) for flat in held.values()]
+    whole = gather_parts(state.setup, flats, placement, Placement.REPLICATED)
+    return dict(zip(held, whole, strict=True))
 
 
 def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -24,11 +24,11 @@ from fzero.optim import (
     TorchOptimizer,
 )
 from fzero.options import Initializer, InitOptions, Stages, takes
-from fzero.ranks.mesh import axis_of
 from fzero.state import (
     Buffers,
     Layout,
     Leaf,
+    Local,
     Placement,
     Progress,
     Setup,
@@ -40,6 +40,7 @@ from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
+from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
@@ -58,6 +59,7 @@ def init(
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    local: Local | None = None,
     compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
@@ -70,6 +72,7 @@ def init(
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    local: Local | None = None,
     compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> Any: ...
@@ -82,6 +85,7 @@ def init(  # noqa: D417 {options}
     autocast: Autocast | torch.dtype | None = None,
     initializer: Initializer | None = None,
     offload: Offload | None = None,
+    local: Local | None = None,
     compress: Compress | None = None,
     **options: Unpack[InitOptions],
 ) -> Any:
@@ -135,12 +139,14 @@ def init(  # noqa: D417 {options}
         >>> {name: state.stage for name, state in states.items()}
         {'g': 0, 'd': 3}
     """
-    axis = axis_of(options.get("mesh"))
+    axis = mesh_for(options.get("mesh"), local)
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
         require_params(params)
-        given = {**options, "autocast": autocast, "offload": offload, "compress": compress}
+        given = {**options, "autocast": autocast, "offload": offload, "local": local}
+        given["compress"] = compress
         chosen = check_shared(grouped(SharedOptions, given))
+        require_local(chosen.local, chosen.optimizer_over)
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
@@ -154,12 +160,14 @@ def init(  # noqa: D417 {options}
             units=options.get("units") or unit_of,
             trainable=(lambda _: False) if frozen else options.get("trainable"),
         )
-        return _filled(setup, params, initializer)
+        return _filled(setup, params, initializer, local)
 
     return optree.tree_unflatten(treespec, [one(*model) for model in models])
 
 
-def _filled(setup: Setup, params: Any, initializer: Initializer | None) -> TrainState:
+def _filled(
+    setup: Setup, params: Any, initializer: Initializer | None, local: Local | None
+) -> TrainState:
     layout, tensors = setup.layout, leaves_of(setup.layout, params)
     _require_some(layout)
 
@@ -167,7 +175,7 @@ def _filled(setup: Setup, params: Any, initializer: Initializer | None) -> Train
         ids = layout.groups[index].leaves
         return [_made(layout.leaves[i], tensors[i], initializer) for i in ids]
 
-    return filled_state(setup, make)
+    return filled_state(setup, make, local=local)
 
 
 def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
@@ -227,24 +235,29 @@ Make = Callable[[int], Sequence[Tensor]]
 
 
 def filled_state(
-    setup: Setup, make: Make, done: Callable[[int, Tensor], None] | None = None
+    setup: Setup,
+    make: Make,
+    done: Callable[[int, Tensor], None] | None = None,
+    *,
+    local: Local | None = None,
 ) -> TrainState:
     """Return the state of which `make` gives the values, group by group: rank 0's on every rank.
 
     No rank holds more than one group beyond its part. `done(group, flat)` is called as soon as
-    the group's part is there.
+    the group's part is there. With `local` updates it is the state of a replica.
     """
-    layout = setup.layout
+    layout, mesh = setup.layout, setup.axis
     held = []
     for index in range(len(layout.groups)):
         flat = pack(layout, index, make(index))
         if not in_transform():  # inside one, the state goes on depending on `params`
-            flat = broadcast([flat.detach()], setup.axis, 0)[0]
+            flat = broadcast([flat.detach()], mesh, 0)[0]
         flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
         home = setup.offload.params
         held.append(flat if home is None else offloaded(home, flat, setup.offload))
         if done is not None:
             done(index, held[-1])
+    setup = on_replica(setup, local)
     state = TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
@@ -254,4 +267,5 @@ def filled_state(
         progress=Progress(),
         setup=setup,
     )
-    return taken_over(state.replace(window=replace(CLOSED, residual=residual_of(state))))
+    state = state.replace(window=replace(CLOSED, residual=residual_of(state)))
+    return begun(taken_over(state, mesh), local, mesh)

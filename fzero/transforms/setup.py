@@ -61,7 +61,7 @@ def plan_setup(
         parts = stage > 0 and axis.size > 1
         whole = parts and options.whole_parameters
         chosen = _bound(optimizer, named, parts=parts, whole=whole)
-        small = _small(named, options.persistence_threshold_numel, stage, axis)
+        small = _small(named, options.gathering.persistence_threshold_numel, stage, axis)
         layout = plan_layout(
             params,
             ranks=axis.shards.size,
@@ -85,7 +85,7 @@ def plan_setup(
             gathering=replace(options.gathering, persistent=_units_of(layout, small)),
             offload=as_offload(options.offload, stage, _device(named)),
         )
-        said = facts(_checked(setup), autocast)
+        said = [*facts(_checked(setup), autocast), f"local updates: {options.local}"]
     assert_same_everywhere(said, axis, what=COMPARED)
     return setup
 
@@ -147,6 +147,8 @@ def _bucket(
 ) -> int | None:
     """The size of a bucket; where leaves stay whole, by default one that ranks can share."""
     size = bucket_at(stage, options.bucket_bytes)
+    if options.local is not None and options.local.fragments > 1:
+        return None  # a fragment has whole units
     if size is None or not options.whole_parameters or options.bucket_bytes is not None:
         return size
     whole = [x.nbytes for path, x in named.items() if chosen.needs_whole(path)]

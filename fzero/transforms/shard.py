@@ -11,11 +11,12 @@ from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import OPTIONS, InitOptions, Stages, takes
-from fzero.ranks.mesh import Axis, Runtime, axis_of
+from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import TrainState
 from fzero.transforms._models import stages_of
 from fzero.transforms.donation import check_alive, own_gradients
 from fzero.transforms.init import init
+from fzero.transforms.outer import mesh_for
 from fzero.transforms.pipeline import (
     P,
     R,
@@ -95,9 +96,9 @@ def shard(  # noqa: D417 {options}
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        axis = axis_of(options.get("mesh"))
         states = flatten_states("shard", state)[0]
         for one, its_stage, where in stages_of(stage, state, states):
+            axis = mesh_for(options.get("mesh"), one.window.outer)
             _check_state(one, its_stage, axis, where)
         if donate:
             _require_apart(states)
@@ -181,11 +182,11 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
             cause="the state came from another step's init.",
             fix=f"use this step's init, or fzero.shard(step, stage={state.setup.stage}).",
         )
-    if state.setup.axis != axis:
+    if state.mesh != axis:
         raise AxisError(
-            f"a state of {state.setup.axis} was given to a step on {axis}.",
+            f"a state of {state.mesh} was given to a step on {axis}.",
             cause="the state was made in another world, or inside fzero.simulate."
-            if Runtime.VIRTUAL in (axis.runtime, state.setup.axis.runtime)
+            if Runtime.VIRTUAL in (axis.runtime, state.mesh.runtime)
             else "the state was made for another number of ranks, or another mesh.",
             fix="make it with step.init in this world; fzero.checkpoint moves a state "
             "from one number of ranks to another.",

@@ -13,10 +13,11 @@ from fzero.errors import LayoutError
 from fzero.machine.encode import require_codec
 from fzero.options import BUCKET_BYTES, OPTIONS, check_values
 from fzero.ranks.mesh import Axis
-from fzero.state import NAMESPACE, Gathering, OptimizerOver, Reduction
+from fzero.state import NAMESPACE, Gathering, Local, OptimizerOver, Reduction
 from fzero.state.codec import Compress, cast
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
+from fzero.transforms.outer_sum import require_moves_encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +27,9 @@ class SharedOptions:
     optimizer_over: OptimizerOver = "shard"
     bucket_bytes: int | None = None
     whole_parameters: bool = False
-    persistence_threshold_numel: int = 0
     autocast: Autocast | torch.dtype | None = None
     offload: Offload | None = None
+    local: Local | None = None
     compress: Compress | None = None
     reduction: Reduction
     gathering: Gathering
@@ -107,6 +108,9 @@ def compressed(stage: int, axis: Axis, options: SharedOptions) -> Reduction:
             fix="use stage=3, or leave it out.",
         )
     over = compress.over
+    if options.local is not None:
+        require_moves_encoded(options.local, options.compress)
+        return replace(options.reduction, codec=compress.gradients, over=over)
     if over == "replicas" and axis.size > 1 and (axis.dims is None or stage == 0):
         raise LayoutError(
             f'compress: over="replicas" at stage {stage} on {axis}.',

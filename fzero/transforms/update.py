@@ -23,6 +23,7 @@ from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, requ
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.norm import clip_factor, norm_of
 from fzero.transforms.observe import tell
+from fzero.transforms.outer import after_local_update
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.scaled import (
     after_update,
@@ -146,6 +147,7 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
         new = new.replace(step=state.step, scale=state.scale)
     elif total is not None and general:
         new = _where_counted(state, new, total)
+    new = after_local_update(new, general=general)
     new = tell("updated", new, found, default=new)
     return new if general else at_home(new), ready.norm
 

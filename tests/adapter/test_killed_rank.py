@@ -42,7 +42,8 @@ def die(*_):
 signal.signal(signal.SIGTERM, lambda *_: None)
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 50), nn.Linear(50, 3))
-engine = Engine(module, torch.optim.AdamW, stage=stage, bucket_bytes=1000)
+local = fzero.Local(every=4) if where == "replica" else None
+engine = Engine(module, torch.optim.AdamW, stage=stage, bucket_bytes=1000, local=local)
 x = torch.randn(4, 50)
 try:
     for step in range(4):
@@ -52,7 +53,7 @@ try:
         if now and where in ("forward", "stop"):
             module[2].register_forward_pre_hook(die)
         engine.backward(engine(x).pow(2).sum())
-        if now and where in ("step", "between", "exit"):
+        if now and where in ("step", "between", "exit", "replica"):
             die()
         engine.step()
     engine.full_parameters()
@@ -94,7 +95,13 @@ def survivors(
 TIMEOUT_S = 15
 
 slow = pytest.mark.slow
-CHOSEN = [(2, 0, "backward"), (3, 3, "forward"), (3, 2, "between"), (2, 3, "exit")]
+CHOSEN = [
+    (2, 0, "backward"),
+    (3, 3, "forward"),
+    (3, 2, "between"),
+    (2, 3, "exit"),
+    (2, 2, "replica"),  # that trains apart: the others hear of it where they meet
+]
 REST = [
     pytest.param(world_size, stage, where, marks=slow)
     for world_size, stage, where in itertools.product(

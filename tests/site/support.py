@@ -42,6 +42,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'offload=Offload(optimizer="cpu")': {"offload": fzero.Offload(optimizer="cpu")},
     'offload=Offload(gradients="cpu")': {"offload": fzero.Offload(gradients="cpu")},
     'offload=Offload(params="cpu")': {"offload": fzero.Offload(params="cpu")},
+    "local=Local(every=8)": {"local": fzero.Local(every=8)},
+    'local=Local(every=8), optimizer_over="all"': {
+        "local": fzero.Local(every=8),
+        "optimizer_over": "all",
+    },
 }
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "shard": functools.partial(fzero.shard, stage=2),
@@ -52,6 +57,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "clip": functools.partial(fzero.clip, max_norm=1.0),
     "check_finite": fzero.check_finite,
     "offload": functools.partial(fzero.offload, optimizer="cpu"),
+    "local": functools.partial(fzero.local, every=8),
     "compress": functools.partial(fzero.compress, gradients=codecs.int8()),
     "remat": fzero.remat,
     "simulate": functools.partial(fzero.simulate, world_size=2),

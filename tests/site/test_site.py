@@ -94,7 +94,7 @@ def test_every_transform_has_a_page_and_a_row() -> None:
     assert pages == set(TRANSFORMS)
     assert all(f"| [`{name}`]({name}.md) |" in index for name in pages)
     keywords = re.findall(r"`Engine\((\w+)=\)`", index)
-    assert len(keywords) == 8
+    assert len(keywords) == 9
     assert set(keywords) <= set(inspect.signature(fzero.adapter.Engine).parameters)
 
 

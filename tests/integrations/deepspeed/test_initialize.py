@@ -52,6 +52,7 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "state_dtype": None,
         "stochastic_rounding": False,
         "offload": Offload(),
+        "local": None,
         "max_norm": 1.0,
         "micro_batches": 1,
         "units": None,

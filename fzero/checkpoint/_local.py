@@ -1,0 +1,219 @@
+"""States with local updates in a checkpoint: that of the anchors, and each replica's own.
+
+    params, optimizer/<slot>         as of a state without local updates that is at the anchors,
+                                     with the optimizer state of replica 0
+    replica/<r>/params, .../<slot>   what replica r trains
+    outer/anchors, outer/<slot>      the anchors in fp32 or wider, the state of the outer rule
+
+So a state without local updates, or of another number of replicas, starts at the anchors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._held import Held
+from fzero.checkpoint._pieces import OwnShard, shards_of
+from fzero.checkpoint._room import make_parts_whole, make_whole, room
+from fzero.checkpoint.manifest import Manifest, facts_of_state
+from fzero.errors import LayoutError, explain
+from fzero.machine.offload import empty_where
+from fzero.machine.packing import part_of
+from fzero.optim import Optimizer
+from fzero.state import Outer, Placement, TrainState
+from fzero.state.setup import MASTERS
+from fzero.transforms.outer import anchored
+
+_MASTERS = f"optimizer/{MASTERS}"
+
+
+def all_shards_of(state: TrainState, rank: int, *, frozen: bool) -> list[OwnShard]:
+    """Return all that a rank of the mesh writes of a state."""
+    held = state.window.outer
+    if held is None:
+        return shards_of(state, rank, frozen=frozen)
+    replica, shard = divmod(rank, state.setup.layout.ranks)
+    own = [x for x in _own(state, replica, shard) if x.prefix.startswith("replica/")]
+    if replica:
+        return own
+    anchors = dict(zip(state.setup.layout.trainable, held.anchors.flats, strict=True))
+
+    def at_anchor(x: OwnShard) -> OwnShard:
+        if x.prefix not in ("params", _MASTERS) or x.group not in anchors:
+            return x
+        part = _part(state, anchors[x.group], shard)
+        return x._replace(values=part.to(x.values.dtype))
+
+    base = [at_anchor(x) for x in shards_of(state, shard, frozen=frozen)]
+    return [*base, *own, *_outer_shards(state, held, shard)]
+
+
+def facts_of_replicas(held: Held) -> dict[str, Any]:
+    """Return what a manifest says of the replicas; {} without local updates. A collective."""
+    outer, shards = held.states[0].window.outer, held.setup.layout.ranks
+    if outer is None:
+        return {}
+    own = [
+        {"counters": facts_of_state(one).counters, "counts": _counts(one.window.outer)}
+        for one in held.states
+    ]
+    told = own if held.is_stack else [one for some in held.processes.tell(own) for one in some]
+    return {
+        "local": {
+            "replicas": told[::shards],
+            "updates": outer.updates,
+            "outer_updates": [int(one.count) for one in outer.optimizers],
+            "outer": _named(outer),
+        }
+    }
+
+
+def room_for(
+    state: TrainState, saved: Manifest, rank: int, *, frozen: bool
+) -> tuple[TrainState, list[OwnShard]]:
+    """Return a new state to be filled, and the tensors of it that a rank of the mesh reads.
+
+    Without saved anchors its `window.outer` is None: see `completed`.
+    """
+    outer, shards = state.window.outer, state.setup.layout.ranks
+    local = saved.origin.get("local")
+    if outer is None or local is None:
+        own = rank if outer is None else rank % shards
+        new = room(state, saved.counters, frozen=frozen)
+        return new, shards_of(new, own, frozen=frozen)
+    replica, shard = divmod(rank, shards)
+    replicas = local["replicas"]
+    same = len(replicas) == outer.mesh.replicas.size
+    counters = replicas[replica]["counters"] if same else saved.counters
+    new = room(state, counters, frozen=frozen)
+    made = _outer_room(outer, local["outer_updates"])
+    if same:
+        weight = torch.full_like(outer.weight, float(replicas[replica]["counts"]))
+        made = replace(made, updates=local["updates"] % outer.local.every, weight=weight)
+    new = new.replace(window=replace(new.window, outer=made))
+    base = shards_of(new, shard, frozen=frozen)
+    learning = state.setup.layout.trainable
+    if same:
+        base = [x for x in base if x.prefix == "params" and x.group not in learning]
+        base += _own(new, replica, shard)
+    return new, [*base, *_outer_shards(new, made, shard)]
+
+
+def completed(held: Held, new: Sequence[TrainState]) -> list[TrainState]:
+    """Return the states that were read, made whole: of each replica by itself. A collective."""
+    states, outer = list(new), held.states[0].window.outer
+    if outer is None:
+        make_whole(held, states)
+        return states
+    shards = held.setup.layout.ranks if held.is_stack else 1
+    for begin in range(0, len(states), shards):
+        some = states[begin : begin + shards]
+        make_whole(held, some)
+        for flats in _outer_across(some):
+            make_parts_whole(held, held.setup, held.setup.optimizer_state, flats)
+    found = []
+    for one, old, rank in zip(states, held.states, held.ranks, strict=True):
+        anew = None if one.window.outer is not None else old.window.outer
+        own = rank % held.setup.layout.ranks
+        found.append(one if anew is None else anchored(one, anew, own))
+    return found
+
+
+def check_replicas_saved(state: TrainState, saved: Manifest, where: object) -> None:
+    """Warn where replicas do not go on as they were; raise `LayoutError` for another outer rule."""
+    local, outer = saved.origin.get("local"), state.window.outer
+    if local is None:
+        return
+    if outer is not None and local["outer"] != _named(outer):
+        raise LayoutError(
+            f"load: the outer rule of {where} keeps {local['outer']}, that of this state "
+            f"{_named(outer)}.",
+            cause="the state was made with another `outer` than the saved one.",
+            fix="make it with the one that was saved; to go on with another one, load into a state "
+            "without local updates, and make one of its fzero.full_params. Nothing was changed.",
+        )
+    there, here = len(local["replicas"]), 1 if outer is None else outer.mesh.replicas.size
+    if outer is None or there != here:
+        now = "a state without local updates" if outer is None else f"{here} replicas"
+        text = explain(
+            f"load: {where} has {there} replicas, {local['updates']} updates after their last "
+            f"outer update, and is loaded into {now}: training starts at the anchors, with the "
+            "optimizer state of replica 0.",
+            cause="another mesh than the one that saved.",
+            fix="nothing, if that is meant; load on as many replicas to go on with theirs.",
+        )
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def _own(state: TrainState, replica: int, shard: int) -> list[OwnShard]:
+    """What a replica trains, under its names: for replica 0 the base has most of its slots."""
+
+    def named(x: OwnShard) -> OwnShard:
+        shared = replica == 0 and x.prefix not in ("params", _MASTERS)
+        return x if shared else x._replace(prefix=f"replica/{replica}/{x.prefix}")
+
+    return [named(x) for x in shards_of(state, shard, frozen=False)]
+
+
+def _outer_shards(state: TrainState, held: Outer, shard: int) -> list[OwnShard]:
+    own = state.setup.part(Placement.OVER_ALL, shard)
+    return [
+        OwnShard(f"outer/{name}", index, own, _part(state, flat, shard))
+        for name, flats in _outer_slots(held)
+        for index, flat in zip(state.setup.layout.trainable, flats, strict=True)
+    ]
+
+
+def _part(state: TrainState, flat: Tensor, shard: int) -> Tensor:
+    setup = state.setup
+    own = setup.part(Placement.OVER_ALL, shard)
+    return part_of(flat, setup.part(setup.optimizer_state, shard), own)
+
+
+def _outer_slots(held: Outer) -> Iterator[tuple[str, Sequence[Tensor]]]:
+    """Yield (name, flats) of the anchors and of the moments, parallel to the groups that learn."""
+    yield "anchors", held.anchors.flats
+    rule: Optimizer = held.local.outer
+    count = len(held.anchors.flats)
+    for number, name in enumerate(rule.rule.moments):
+        found: dict[int, Tensor] = {}
+        for fragment, one in enumerate(held.optimizers):
+            own = held.local.numbers_in(fragment, count)
+            found.update(zip(own, one.moments[number], strict=True))
+        yield name, [found[k] for k in range(count)]
+
+
+def _outer_across(states: Sequence[TrainState]) -> Iterator[list[Tensor]]:
+    """Yield what each rank of a replica has of a flat, for all flats of its outer state."""
+    every = [one.window.outer for one in states]
+    slots = [list(_outer_slots(outer)) for outer in every if outer is not None]
+    for same in zip(*slots, strict=True):
+        yield from (list(flats) for flats in zip(*(flats for _, flats in same), strict=True))
+
+
+def _outer_room(outer: Outer, counts: Sequence[int]) -> Outer:
+    def zeros(flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(empty_where(x).zero_() for x in flats)
+
+    made = []
+    for fragment, held in enumerate(outer.optimizers):
+        same = len(counts) == len(outer.optimizers)
+        count = torch.full_like(held.count, counts[fragment] if same else max(counts, default=0))
+        made.append(replace(held, count=count, moments=tuple(map(zeros, held.moments))))
+    anchors = replace(outer.anchors, flats=zeros(outer.anchors.flats))
+    return replace(outer, anchors=anchors, optimizers=tuple(made), updates=0)
+
+
+def _named(outer: Outer) -> str:
+    rule: Optimizer = outer.local.outer
+    return " ".join(["anchors", *rule.rule.moments])
+
+
+def _counts(outer: Outer | None) -> bool:
+    return outer is None or bool(outer.weight.all())

@@ -1,0 +1,311 @@
+"""The outer update of replicas that train apart: their mean move away from the anchors is a step.
+
+    each update         count it; go on, if the outer update is not due
+    the outer update    moved = anchor - value, zeros of a replica that is left out
+                        sum over replicas / replicas that count -> the rule -> new anchors
+                        values := anchors, on every replica
+
+All of it is on the parts of a rank, as the optimizer has them: what crosses replicas is one sum of
+those. The state's own axis has the ranks of one replica, so all else knows of no other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.collectives import performer_of
+from fzero.context.here import has_no_values
+from fzero.errors import LayoutError, explain
+from fzero.errors.check import require
+from fzero.machine.offload import offloaded, to_device, write_back
+from fzero.machine.packing import part_of
+from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
+from fzero.optim import Optimizer, Piece, sgd
+from fzero.optim.masters import masters_of, work_tensors
+from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
+from fzero.state import NAMESPACE, Buffers, Local, Outer, Setup, TrainState, outer
+from fzero.state.setup import MASTERS
+from fzero.transforms.donation import donates
+from fzero.transforms.outer_sum import sum_over_replicas
+from fzero.transforms.pieces import pieces_of
+from fzero.transforms.receive import not_differentiable
+
+_FINITE, _COUNTS = 1, 2
+
+DEFAULT_OUTER = sgd(0.7, momentum=0.9, nesterov=True)
+"""The rule of the outer update: that of DiLoCo."""
+
+
+def mesh_for(mesh: MeshLike, local: object) -> Axis:
+    """Return the axis that `mesh` means; for local updates in two dims, those of replicas too."""
+    return axis_of(mesh) if local is None else mesh_of_replicas(mesh)
+
+
+def require_local(local: Any, optimizer_over: str) -> None:
+    """Raise `LayoutError` for a bad `local=`, and for options that do not go with it."""
+    if local is None:
+        return
+    wanted = "fzero.Local(every=...), or None"
+    require("local", local, lambda x: isinstance(x, Local), wanted)
+    if local.outer is not None:
+        wanted = "a rule of fzero.optim, as fzero.optim.sgd(0.7, momentum=0.9, nesterov=True)"
+        require("local: outer", local.outer, lambda x: isinstance(x, Optimizer), wanted)
+    if optimizer_over != "shard":
+        raise LayoutError(
+            f"optimizer_over={optimizer_over!r} with local updates.",
+            cause="replicas that train apart have optimizer states of their own, which no other "
+            "replica can hold a part of.",
+            fix="leave optimizer_over out: the ranks of each replica share its optimizer state.",
+        )
+
+
+def on_replica(setup: Setup, local: Local | None) -> Setup:
+    """Return the setup of a state with local updates: that of the ranks of this replica.
+
+    A collective at first.
+    """
+    return setup if local is None else replace(setup, axis=of_replica(setup.axis))
+
+
+def begun(state: TrainState, local: Local | None, mesh: Axis) -> TrainState:
+    """Return a new state of a replica with anchors, where it has local updates.
+
+    mesh: of all replicas.
+    """
+    if local is None:
+        return state
+    local = replace(local, outer=local.outer or DEFAULT_OUTER)
+    empty = Buffers(placement=state.setup.optimizer_state)
+    weight = torch.ones(local.fragments, device=state.device)
+    return anchored(
+        state, Outer(anchors=empty, optimizers=(), weight=weight, local=local, mesh=mesh)
+    )
+
+
+def anchored(state: TrainState, held: Outer, rank: int | None = None) -> TrainState:
+    """Return a state whose anchors are at its parameters, with an outer rule that begins anew.
+
+    rank: whose state it is, in the replica; None: this rank's.
+    """
+    offload = state.setup.offload
+    anchors = [x.to(_wide(x.dtype), copy=True) for x in _stepped(state, rank)]
+    made = [held.local.outer.init(some) for some in _by_fragment(held, anchors)]
+    flats = tuple(offloaded(offload.optimizer, x, offload) for x in anchors)
+    fresh = replace(
+        held,
+        anchors=replace(held.anchors, flats=flats),
+        optimizers=tuple(made),
+        weight=torch.ones_like(held.weight),
+        updates=0,
+    )
+    return _with(state, fresh)
+
+
+def _by_fragment(held: Outer, flats: Sequence[Tensor]) -> list[list[Tensor]]:
+    local, count = held.local, len(flats)
+    return [[flats[k] for k in local.numbers_in(f, count)] for f in range(local.fragments)]
+
+
+def anchors_of(state: TrainState) -> dict[int, Tensor]:
+    """Return {group: this rank's part of its anchors}, in the dtypes of the parameters."""
+    held = state.window.outer
+    if held is None:
+        return {}
+    pairs = zip(state.setup.layout.trainable, held.anchors.flats, strict=True)
+    dtypes = {i: state.params.flats[i].dtype for i in state.setup.layout.trainable}
+    return {i: to_device(x, state.device, dtypes[i]) for i, x in pairs}
+
+
+def after_local_update(state: TrainState, *, general: bool) -> TrainState:
+    """Return the state after an update of the replica, and the outer one if it is due.
+
+    general: whether the update is differentiated, mapped or traced. A collective of all replicas
+    if it is due.
+    """
+    held = state.window.outer
+    if held is None:
+        return state
+    held, due = outer.saw_update(held)
+    state = _with(state, held)
+    if due is None:
+        return state
+    with torch.set_grad_enabled(general and torch.is_grad_enabled()):
+        return _brought_together(state, held, due, general)
+
+
+class _Means(NamedTuple):
+    """Who is in the mean of an outer update."""
+
+    own: bool  # this replica
+    count: int
+    finite: bool = True  # whether this replica's values are
+
+
+def _brought_together(state: TrainState, held: Outer, due: int, general: bool) -> TrainState:
+    """Make the outer update of one fragment."""
+    setup, offload = state.setup, state.setup.offload
+    stepped = [to_device(x, state.device) for x in _stepped(state)]
+    said = _agreed(state, held, due, stepped, general)
+    numbers = held.local.numbers_in(due, len(stepped))
+    anchors, rules = list(held.anchors.flats), list(held.optimizers)
+    if said.count:
+        own = [anchors[k] for k in numbers]
+        moved = [
+            _moved(to_device(anchors[k], state.device), stepped[k], counts=said.own)
+            for k in numbers
+        ]
+        if general and setup.reduction.codec is not None:
+            raise not_differentiable("gradients", setup.reduction.codec)
+        sums = sum_over_replicas(setup, moved, held.mesh.replicas)
+        means = [x / said.count for x in sums]
+        options: dict[str, Any] = {"differentiable": general}
+        if not offload.neutral:
+            options["device"] = state.device
+        new, rules[due] = held.local.outer.advance(
+            own, means, rules[due], _pieces_of(setup, numbers), **options
+        )
+        home = None if general else offload.optimizer
+        for k, x in zip(numbers, new, strict=True):
+            anchors[k] = offloaded(home, x, offload)
+    weight = held.weight.clone()
+    weight[due] = 1.0
+    after = replace(
+        held,
+        anchors=replace(held.anchors, flats=tuple(anchors)),
+        optimizers=tuple(rules),
+        weight=weight,
+    )
+    back = numbers
+    if not said.finite:  # other fragments are not either, or would not be after the next update
+        state, back = _with_new_slots(state), range(len(anchors))
+    values = {k: anchors[k] for k in back}
+    return _written(_with(state, after), values, owned=donates(state) and not general)
+
+
+def _pieces_of(setup: Setup, numbers: range) -> list[Piece]:
+    """The pieces of a fragment's flats, by their place among those."""
+    place = {number: k for k, number in enumerate(numbers)}
+    pieces = pieces_of(setup)
+    return [one._replace(index=place[one.index]) for one in pieces if one.index in place]
+
+
+def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
+    return anchor - value.to(anchor.dtype) if counts else torch.zeros_like(anchor)
+
+
+# Who counts.
+
+
+def _agreed(
+    state: TrainState, held: Outer, due: int, stepped: Sequence[Tensor], general: bool
+) -> _Means:
+    """Ask all replicas whether they are in the mean: those of finite values that want to be.
+
+    The host reads one number. Under a transform, in a trace and without values all replicas are.
+    """
+    size, shards = held.mesh.replicas.size, held.mesh.size // held.mesh.replicas.size
+    if general:
+        return _Means(own=True, count=size)
+    flag = _FINITE | _COUNTS
+    if not any(map(has_no_values, stepped)):
+        good = [torch.isfinite(x).all() for x in stepped if x.numel()]
+        flag = _FINITE * (not good or bool(torch.stack(good).all()))
+        flag += _COUNTS * bool(held.weight[due])
+    performer = performer_of(held.mesh)
+    name = f"the outer update of fragment {due}"
+    rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
+    by_replica = [rows[i : i + shards] for i in range(0, len(rows), shards)]
+    finite = [all(row[0] & _FINITE for row in some) for some in by_replica]
+    counts = [
+        good and all(row[0] & _COUNTS for row in some)
+        for good, some in zip(finite, by_replica, strict=True)
+    ]
+    if not all(finite):
+        warnings.warn(_left_out([i for i, x in enumerate(finite) if not x], size), stacklevel=2)
+    own = held.mesh.rank // shards
+    return _Means(own=counts[own], count=sum(counts), finite=finite[own])
+
+
+def _left_out(bad: list[int], size: int) -> str:
+    rest = "the mean is that of the others" if len(bad) < size else "the anchors stay"
+    return explain(
+        f"replicas {bad} of {size} have parameters that are not finite: {rest}. They go on from "
+        "the anchors, with optimizer states of zeros.",
+        cause="a learning rate that is too large, or an overflow without a loss scale.",
+        fix="lower the rate, or clip (fzero.clip); fzero.check_finite raises at once.",
+    )
+
+
+def _with_new_slots(state: TrainState) -> TrainState:
+    """Return the state with zeros for what its optimizer keeps, but for masters."""
+    slots = state.setup.optimizer.slots(state.optimizer)
+    kept = [x for name, flats in slots.items() if name != MASTERS for x in flats]
+    return _with_tensors(state, {id(x): torch.zeros_like(x) for x in kept})
+
+
+# What is read and written.
+
+
+def _with(state: TrainState, held: Outer) -> TrainState:
+    return state.replace(window=replace(state.window, outer=held))
+
+
+def _with_tensors(state: TrainState, new: dict[int, Tensor]) -> TrainState:
+    """Return the state with other tensors in its optimizer, by the ids of the old ones."""
+    made: Any = optree.tree_map(lambda x: new.get(id(x), x), state.optimizer, namespace=NAMESPACE)
+    return state.replace(optimizer=made)
+
+
+def _stepped(state: TrainState, rank: int | None = None) -> list[Tensor]:
+    """What the optimizer steps of the flats that learn, this rank's part: masters or parameters."""
+    setup = state.setup
+    rank = setup.axis.rank if rank is None else rank
+    held, wanted = setup.part(setup.params, rank), setup.part(setup.optimizer_state, rank)
+    parts = [part_of(state.params.flats[i], held, wanted) for i in setup.layout.trainable]
+    masters = masters_of(state)
+    return work_tensors(parts, masters) if masters else parts
+
+
+def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> TrainState:
+    """Return the state whose parameters and masters have these values: of an `owned` one in place.
+
+    values: {number of a group among those that learn: this rank's part}. A collective of the
+    replica where its ranks hold parameters of each other.
+    """
+    setup, learning = state.setup, state.setup.layout.trainable
+    part, whole = setup.optimizer_state, setup.params
+    masters = [(m, values[k]) for k, m in enumerate(masters_of(state)) if k in values and m.numel()]
+    fulls = [state.params.flats[learning[k]] for k in values]
+    gathers = part is not whole and setup.axis.size > 1
+    if owned:
+        for master, x in masters:
+            write_back(master, to_device(x, state.device, master.dtype))
+        for full, x in zip(fulls, values.values(), strict=True):
+            own = cut(setup, full, whole, part)
+            write_back(own, to_device(x, state.device, own.dtype))
+        if gathers:
+            gather_parts_in_place(setup, [full for full in fulls if full.numel()], part, whole)
+        return state
+    state = _with_tensors(
+        state, {id(m): to_device(x, m.device, m.dtype).clone() for m, x in masters}
+    )
+    parts = [
+        to_device(x, full.device, full.dtype).clone()
+        for x, full in zip(values.values(), fulls, strict=True)
+    ]
+    made = gather_parts(setup, parts, part, whole) if gathers else parts
+    flats = list(state.params.flats)
+    for k, flat in zip(values, made, strict=True):
+        flats[learning[k]] = flat
+    return state.replace(params=replace(state.params, flats=tuple(flats)))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -126,47 +126,32 @@ def zero_grad(driver: Driver) -> progress.Progress:
 
 @contextmanager
 def coalesce(driver: Driver) -> Iterator[None]:
-    """Any number of backwards, one reduction: beside the last one, or at the end of the block.
+    """Any number of backwards, one reduction, at the end of the block. A collective.
 
-    A collective. The last backward is known from the last block: if this one is longer, what came
-    later is reduced at its end. A block that raises brings nothing, and leaves what was there
-    before.
+    A block that raises brings nothing, and leaves what was there before.
     """
-    guesses = _may_guess(driver.state)
-    with _window(driver, "coalesce()", guesses=guesses):
+    with _window(driver, "coalesce()"):
         yield
     said = driver.agreed("the end of coalesce()")
     if said.waits:
-        state = reduce_agreed(driver.state, said, used=0)
-        if guesses:
-            length = said.backwards if said.even else 0
-            state = state.replace(window=replace(state.window, length=length))
-        driver.put(state)
+        driver.put(reduce_agreed(driver.state, said, used=0))
         driver.show_gradients()
-
-
-def _may_guess(state: TrainState) -> bool:
-    """Whether a reduction may begin before a block ends: if the block raises, nothing is lost."""
-    setup, held = state.setup, state.gradients.held or state.window.pending.held
-    return setup.axis.size > 1 and not setup.reduction.ordered and not held
 
 
 @contextmanager
 def no_sync(driver: Driver) -> Iterator[None]:
     """Like `coalesce`, but the reduction is left to the next backward, or to `step`."""
-    with _window(driver, "no_sync()", guesses=False):
+    with _window(driver, "no_sync()"):
         yield
 
 
 @contextmanager
-def _window(driver: Driver, name: str, *, guesses: bool) -> Iterator[None]:
+def _window(driver: Driver, name: str) -> Iterator[None]:
     """Gradients of the block wait, unreduced. One that raises leaves what was there before."""
     require_outside(driver, name)
     driver.require_no_window(name)
     driver.wait()
-    length = driver.state.window.length
-    guess = length if guesses else 0
-    opened = open_window(replace(driver.state.window, pending=CLOSED.pending, length=guess))
+    opened = open_window(replace(driver.state.window, pending=CLOSED.pending))
     driver.enter_window(driver.state.replace(window=opened))
     good = False
     try:
@@ -181,7 +166,7 @@ def _window(driver: Driver, name: str, *, guesses: bool) -> Iterator[None]:
             waits = before.window.pending
             if now.window.pending.held:  # with what waited before, for one reduction
                 waits = buffers.add(waits, now.window.pending)
-            shut = replace(now.window, pending=waits, gathered=(), is_open=False, length=length)
+            shut = replace(now.window, pending=waits, gathered=(), is_open=False)
             driver.put(now.replace(window=shut))
         else:
             driver.put(_without_block(now, before))
@@ -190,17 +175,13 @@ def _window(driver: Driver, name: str, *, guesses: bool) -> Iterator[None]:
 
 
 def _without_block(now: TrainState, before: TrainState) -> TrainState:
-    """Return the state without what a block that raised has brought on this rank.
+    """Return the state without what a block that raised has brought, its weights among it.
 
-    What it took part in that other ranks reduced is every rank's. If its own were reduced, too, all
-    ranks compare at their next call who holds gradients.
+    What it took part in that other ranks reduced is every rank's, and stays.
     """
-    own = now.progress.reductions > before.progress.reductions
+    weighted = before.setup.reduction.weighted
     return now.replace(
-        gradients=before.gradients if own else now.gradients,
-        window=before.window,
-        progress=before.progress,
-        setup=now.setup.with_weights(before.setup.reduction.weighted),
+        window=before.window, progress=before.progress, setup=now.setup.with_weights(weighted)
     )
 
 

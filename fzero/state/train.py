@@ -62,16 +62,6 @@ class TrainState:
             return Phase.LOCAL
         return Phase.READY if self.gradients.held else Phase.IDLE
 
-    @property
-    def coalesces(self) -> bool:
-        """Whether the next gradients stay on this rank, in the open window.
-
-        Not those of the backward that should be the window's last: they are reduced beside it, with
-        what waits. Later ones stay, and are reduced when the window closes: a sum is linear.
-        """
-        last = self.progress.backwards + 1 == self.window.length
-        return self.window.is_open and not last
-
     def replace(self, **changes: Any) -> TrainState:
         """Return a state with some fields changed; this one stays as it is."""
         return dataclasses.replace(self, **changes)

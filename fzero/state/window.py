@@ -34,7 +34,6 @@ class Window:
     outer: Outer | None = None  # None: replicas have equal parameters after each update
     is_open: bool = static(default=False)
     is_settled: bool = static(default=False)  # all ranks have made an update since it was opened
-    length: int = static(default=0)  # backwards that the last window of all ranks had; 0: unknown
 
 
 CLOSED = Window(pending=Buffers(placement=Placement.PARTIAL))

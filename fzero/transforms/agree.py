@@ -48,7 +48,6 @@ class Agreed:
     written: bool  # parameters of any rank were written since all ranks had them equal
     weighted: bool  # the gradients have weights
     backwards: int  # of the rank that made the most
-    even: bool  # all ranks made as many
     unused: tuple[int, ...] = ()  # leaves that no rank has used, where that was asked for
 
     @property
@@ -264,7 +263,6 @@ def _together(state: TrainState, rows: Sequence[Row], performer: Performer | Non
         written=any(flag & _WRITTEN for flag in flags),
         weighted=_are_weighted(flags),
         backwards=max(flag // _BACKWARDS for flag in flags),
-        even=len({flag // _BACKWARDS for flag in flags}) == 1,
         unused=_unused_by_all(state, [row[1] for row in rows if len(row) > 1], performer),
     )
 

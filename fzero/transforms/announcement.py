@@ -70,12 +70,12 @@ def begin_of(
         program=program,
         served=form.served and not dropped,
     )
-    kept = [one.coalesces for one in states]
+    in_window = [one.window.is_open for one in states]
     return Begin(
         form.number,
         announcement=said,
-        sums=any(map(_crosses, states)) and not all(kept),
-        stays=state.setup.gathering.reshard_after_forward == "window" and state.window.is_open,
+        sums=any(map(_crosses, states)) and not all(in_window),
+        stays=state.setup.gathering.reshard_after_forward == "window" and in_window[owner],
         rounds=not form.exact,
         dropped=dropped,
     )
@@ -90,7 +90,7 @@ def _text(form: PassForm, states: Sequence[TrainState], *, dropped: bool) -> str
     lines = [form.name, f"gradients dropped just before: {dropped}"]
     for state in states:
         setup = state.setup
-        place = "in a window" if state.coalesces else "at once"
+        place = "in a window" if state.window.is_open else "at once"
         lines.append(f"stage {setup.stage}, reduced {place}, {setup.differentiates_as}")
         lines.append(f"loss scale {state.scale and state.scale.policy}")
         if not form.served:

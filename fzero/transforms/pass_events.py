@@ -154,7 +154,7 @@ class Pass:
         """
         self.put_aside()
         self.weight = weight
-        self.reducer.begin([(state.setup, state.coalesces) for state in self.states])
+        self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         silent = silent and not self.gathers
         if not silent:
             self._reduce_waiting()
@@ -170,7 +170,7 @@ class Pass:
         """Add gradients that wait in a closed window to the coming reductions."""
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.gradient_share
-            if pending.held and not state.coalesces:
+            if pending.held and not state.window.is_open:
                 # `receive` multiplies all of it by the share
                 flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
@@ -223,7 +223,7 @@ class Pass:
         self._after_pass()
         new, bad = [], self.finite.taken()
         for number, state in enumerate(self.states):
-            waits = state.coalesces
+            waits = state.window.is_open
             if waits:
                 state = self._with_served(number)
             means = self.reducer.pop_means(number)

@@ -28,7 +28,7 @@ def receive(state: TrainState, flats: Sequence[Tensor], *, used: int = progress.
     `flats` are means over ranks, [l] (at stage 0 [W l]); in a window this rank's own, [W l].
     `used`: the leaves that this rank has one of, bit by bit.
     """
-    waits = state.coalesces
+    waits = state.window.is_open
     counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
     state = state.replace(progress=counted)
     flats = part_of_update(state, flats)
@@ -42,7 +42,7 @@ def receive_local(
 
     A state that donates has them added in the memory of those before, with no copy between.
     """
-    waits, donated = state.coalesces, donates(state)
+    waits, donated = state.window.is_open, donates(state)
     old = state.window.pending if waits else state.gradients
     if not old.held or not donated or state.setup.offload.gradients is not None:
         found = reducer.states[number].pop_local(to_write=donated and not old.held)

@@ -152,3 +152,26 @@ def test_p_grad_says_that_the_total_weight_is_not_known_on_one_rank() -> None:
 
     with pytest.raises(PhaseError, match=r"p.grad was read[\s\S]*full_gradient"):
         fzero.simulate(body, world_size=2)()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_block_that_raises_takes_its_weights_with_it(stage: int) -> None:
+    def body() -> Any:
+        trained, x = engine(stage), torch.ones(1, 3)
+        with contextlib.suppress(KeyError), trained.coalesce():
+            trained.backward(loss_of(trained, x, torch.zeros(1)), weight=5)
+            raise KeyError
+        with trained.coalesce():
+            trained.backward(loss_of(trained, x, torch.zeros(1)), weight=1)
+        found = trained.full_gradient("weight")
+        trained.zero_grad()
+        with contextlib.suppress(KeyError), trained.coalesce():
+            trained.backward(loss_of(trained, x, torch.zeros(1)), weight=5)
+            raise KeyError
+        trained.backward(loss_of(trained, x, torch.zeros(1)))  # without a weight
+        return found, trained.full_gradient("weight")
+
+    alone = model()
+    ((alone(torch.ones(1, 3))[:, 0]) ** 2).mean().backward()
+    for found in fzero.simulate(body, world_size=2)():
+        assert all(torch.equal(one, alone.weight.grad) for one in found)

@@ -13,6 +13,7 @@ import torch
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
+from fzero.checkpoint._owned import owned_pieces, with_room_owned
 from fzero.checkpoint._pieces import TensorPiece, cut_shards, shards_of
 from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
@@ -196,9 +197,10 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
     sums: Sums = []
     for one, number in zip(held.states, held.ranks, strict=True):
         new = room(one, saved.counters, frozen=frozen)
+        new = with_room_owned(new, number, saved.slots, saved.tensors)
         new, residual, more = with_residual(new, saved, number)
         shards = [*shards_of(new, number, frozen=frozen), *residual]
-        pieces += cut_shards(new.setup.layout, shards)
+        pieces += [*cut_shards(new.setup.layout, shards), *owned_pieces(new, number, saves=False)]
         made.append(new)
         sums += more
     return LoadPlan(

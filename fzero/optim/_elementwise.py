@@ -61,8 +61,7 @@ def not_elementwise(optimizer: object) -> LayoutError:
         "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain), or a number that it "
         "finds from all parameters (Prodigy, D-Adaptation).",
         fix="use stage 0 or one rank; or an elementwise optimizer (SGD, Adam, AdamW, Lion, "
-        "...); clip with fzero.clip or max_norm, and not inside of the optimizer. A rule for one "
-        "matrix at a time (Muon, LAMB) runs with whole_parameters=True.",
+        "...); clip with fzero.clip or max_norm, and not inside of the optimizer.",
     )
 
 
@@ -74,7 +73,7 @@ def require_leafwise(optimizer: Base) -> None:
 
     Raises:
         LayoutError: for a rule that looks at several leaves at once, or is random; for a foreign
-            pair that is not elementwise; for state of another shape than its parameter.
+            pair that is not elementwise.
 
     Example:
         >>> import torch
@@ -85,12 +84,15 @@ def require_leafwise(optimizer: Base) -> None:
     if optimizer.leafwise:
         return
     raise LayoutError(
-        f"{optimizer!r} with whole_parameters=True: it does not update each parameter alone, and "
-        "a rank has only some of them.",
-        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, state of "
-        "another shape than its parameter (Adafactor, Shampoo), or a foreign (init, update) pair.",
-        fix="use stage 0 or one rank; clip with fzero.clip or max_norm; write a rule for matrices "
-        "as a torch.optim optimizer, and give it to fzero.optim.from_torch.",
+        f"{optimizer!r} is not elementwise, and does not update each parameter alone: tried on "
+        "small parameters, it makes other updates of all of them than of each; and a rank has "
+        "parts of them.",
+        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
+        "foreign (init, update) pair that is not elementwise.",
+        fix="use stage 0 or one rank; clip with fzero.clip or max_norm, and not inside of the "
+        "optimizer; write a rule for matrices as a torch.optim optimizer, and give it to "
+        "fzero.optim.from_torch. If the trial is wrong, from_torch(..., needs='element') says that "
+        "parts may be updated alone, and needs='matrix' that each parameter may.",
     )
 
 

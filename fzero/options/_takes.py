@@ -22,6 +22,12 @@ C = TypeVar("C", bound=type)
 OPTIONS: Mapping[str, Option] = {one.name: one for one in (*OF_STATE, *OF_DRIVERS)}
 """Every option, by name."""
 
+REPLACED: Mapping[str, str] = {
+    "whole_parameters": "leave it out: where a rule needs whole parameters, each is updated by the "
+    "rank that owns it, and flats stay even; from_torch(..., needs=) says what a rule needs",
+}
+"""{option of an earlier version: what to do now}."""
+
 MARK = re.compile(r"^( *)\{options\}\n", re.MULTILINE)
 """The line of a docstring in whose place its options are described."""
 
@@ -143,13 +149,15 @@ def _expanded(signature: inspect.Signature, driver: str) -> inspect.Signature:
 def _not_taken(driver: str, option: str, known: Iterable[str], usage: str) -> CallError:
     """The error for an option: of another driver, of no driver, or of an axis of `certify`."""
     entry = OPTIONS.get(option)
-    fix = "" if entry is None else entry.instead.get(driver, "")
+    fix = REPLACED.get(option, "") if entry is None else entry.instead.get(driver, "")
     if driver == "certify" and entry is not None:
         fix = f"write {entry.axis}=, the values of it that are tried" if entry.axis else ""
     if not fix:
         return unknown_option(driver, option, known, usage)
     return CallError(
         f"{driver} got an unexpected keyword argument {option!r}.",
-        cause="an option of another function.",
+        cause="an option of another function."
+        if entry is not None
+        else "an option of an earlier version.",
         fix=f"{fix}.",
     )

@@ -23,7 +23,6 @@ class SharedOptions:
 
     optimizer_over: OptimizerOver = "shard"
     bucket_bytes: int | None = None
-    whole_parameters: bool = False
     persistence_threshold_numel: int = 0
     autocast: Autocast | torch.dtype | None = None
     offload: Offload | None = None

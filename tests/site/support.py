@@ -22,7 +22,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reshard_after_forward=False": {"reshard_after_forward": False},
     'reshard_after_forward="window"': {"reshard_after_forward": "window"},
     'mesh=(2, 2), optimizer_over="all"': {"mesh": (2, 2), "optimizer_over": "all"},
-    "whole_parameters=True": {"whole_parameters": True},
     'reduce_op="sum"': {"reduce_op": "sum"},
     "gradient_predivide_factor=2.0": {"gradient_predivide_factor": 2.0},
     "communication_dtype=torch.bfloat16": {"communication_dtype": torch.bfloat16},
@@ -217,7 +216,7 @@ def _tried(cls: Any) -> tuple[str, str, str]:
     if refused(lambda: require_elementwise(bound())) == "yes":
         return "yes", "yes", by_parts
     whole = refused(lambda: require_leafwise(bound())) == "yes"
-    return "with `whole_parameters=True`" if whole else "no", "yes", by_parts
+    return "whole, by owners" if whole else "no", "yes", by_parts
 
 
 def _complex() -> dict[str, nn.Parameter]:

@@ -50,25 +50,28 @@ def whole_values(state: TrainState, path: str) -> dict[str, Tensor]:
     return made
 
 
-def with_value(state: TrainState, path: str, name: str, value: Tensor | float) -> TrainState:
-    """Return the state whose owner keeps `value`; the same call on every rank, no collective."""
+def with_value(
+    state: TrainState, path: str, name: str, value: Tensor | float, like: Tensor
+) -> TrainState:
+    """Return the state whose owner keeps `value`, as large as `like`; every rank calls it."""
     found = owned_leaf(state, path)
     assert found is not None
     owners, number = found
     one, rule = owners.leaves[number], state.setup.optimizer
     given = torch.as_tensor(value).detach()
-    if name in _kept(state, one) and given.numel() != one.leaf.numel:
+    if like.numel() not in (0, given.numel()):
         raise LayoutError(
-            f"{path} has the shape {one.leaf.shape}, the new value {tuple(given.shape)}.",
+            f"{name} of {path} has the shape {tuple(like.shape)}, the new value "
+            f"{tuple(given.shape)}.",
             cause="a part of a value: what is kept of this parameter is whole, on its owner.",
-            fix="give the full value, in the shape of the parameter.",
+            fix="give the full value, in the shape that full_optimizer_state(path, name) returns.",
         )
     if not _is_owner(state, owners, one):
         return state
     owned = {key: list(some) for key, some in rule.owned(state.optimizer).items()}
-    like = owned[name][number]
-    made = given.reshape(-1) if name in _kept(state, one) else given
-    owned[name][number] = made.to(like.device, like.dtype if like.numel() else made.dtype).clone()
+    old = owned[name][number]
+    made = given.reshape(old.shape) if old.numel() else given
+    owned[name][number] = made.to(old.device, old.dtype if old.numel() else made.dtype).clone()
     made_of: Any = rule.with_owned(state.optimizer, {k: tuple(x) for k, x in owned.items()})
     return state.replace(optimizer=made_of)
 

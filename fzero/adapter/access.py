@@ -206,7 +206,7 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
     if counts:
         parts.count(driver, path, name, value)
     elif owned:
-        driver.put(with_value(driver.state, owned, name, value))
+        driver.put(with_value(driver.state, owned, name, value, held))
     elif alone:
         parts.write_whole(path, held, value)
     else:
@@ -247,7 +247,8 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
     if counts:
         parts.count(driver, path, name, value)
     elif owned:
-        driver.put(with_value(driver.state, owned, name, value))
+        whole = whole_values(driver.state, owned)[name]
+        driver.put(with_value(driver.state, owned, name, value, whole))
     elif alone:
         parts.write_whole(path, held, value)
     else:

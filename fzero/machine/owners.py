@@ -10,7 +10,7 @@ flats that are cut evenly; the exchange of the next batch runs beside the comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -44,17 +44,29 @@ class Owners:
     lengths: tuple[int, ...]  # elements that a rank has of each flat
     fulls: Sequence[Tensor] = ()
     device: torch.device | None = None  # where owners compute; None: where the shards are
+    only: frozenset[int] | None = None  # the flats of one rule of several; None: all of them
 
     @property
     def positions(self) -> frozenset[int]:
         """The flats whose parameters are updated by owners."""
-        return frozenset(one.position for one in self.leaves)
+        every = frozenset(one.position for one in self.leaves)
+        return every if self.only is None else every & self.only
 
     @property
     def mine(self) -> list[int]:
         """The numbers of the parameters that this rank owns."""
         rank = self.axis.rank
-        return [k for k, one in enumerate(self.leaves) if one.owner == rank]
+        return [k for k, one in enumerate(self.leaves) if one.owner == rank and self.has(one)]
+
+    def has(self, one: OwnedLeaf) -> bool:
+        """Whether a parameter is among those of these flats."""
+        return self.only is None or one.position in self.only
+
+    def of(self, positions: Iterable[int]) -> Owners:
+        """Return the owners of the parameters in some flats; all keep their numbers."""
+        own = frozenset(positions)
+        kept = ([k for k in b if self.leaves[k].position in own] for b in self.batches)
+        return replace(self, only=own, batches=tuple(tuple(batch) for batch in kept if batch))
 
     def at(self, fulls: Sequence[Tensor], device: torch.device) -> Owners:
         """Return the owners for an update on a device, in which this rank has `fulls` whole."""

@@ -22,6 +22,13 @@ class KeepsOwned(Base):
     def _bound(self) -> Bound:
         raise NotImplementedError
 
+    @property
+    def owned_names(self) -> Collection[str]:
+        """The names in `owned`."""
+        bound = self._bound()
+        whole = [kept for (group, *_), kept in bound.kept.items() if not bound.elementwise[group]]
+        return {name for kept in whole for name in (*kept.slots, *kept.odd)}
+
     def owned(self, state: TorchState) -> Owned:
         """Return what is kept of parameters with owners."""
         return state.owned

@@ -22,7 +22,7 @@ Owned = dict[str, tuple[Tensor, ...]]
 
 def owned_slots(bound: Bound, owners: Owners, params: Sequence[Tensor], place: Place) -> Owned:
     """Return the slots before the first step; one of another shape is made by it."""
-    kept = [bound.kept_for(one.leaf) for one in owners.leaves]
+    kept = [bound.kept_for(one.leaf) if owners.has(one) else None for one in owners.leaves]
     names = sorted({name for x in kept if x is not None for name in (*x.slots, *x.odd)})
     mine = set(owners.mine)
 

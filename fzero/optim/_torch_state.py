@@ -100,7 +100,7 @@ def new_state(
     """Return the state for flats [l] before the first step; `place` moves each tensor."""
     precision = bound.precision
     of_flat = {index: bound.kept_for(leaf) for index, leaf, *_ in pieces}  # alike in a flat
-    flats = [(p, of_flat[i]) for i, p in enumerate(params)]
+    flats = [(p, of_flat.get(i)) for i, p in enumerate(params)]
     wanted = [precision.master_weights and kept is not None for _, kept in flats]
     whole = frozenset[int]() if owners is None else owners.positions
     even = [(p, None if i in whole else kept) for i, (p, kept) in enumerate(flats)]

@@ -133,7 +133,7 @@ def test_a_window_is_one_update(stage: int, way: str) -> None:
     """Momentum and iteration once an update, not once a micro-batch; clipped, with a loss scale."""
     batches = integers((STEPS, 3, 2, 4, 3), 5, torch.float32)  # updates, micro-batches, ranks
 
-    def model() -> nn.Module:
+    def model() -> nn.Linear:
         torch.manual_seed(0)
         return nn.Linear(3, 5, bias=False)
 

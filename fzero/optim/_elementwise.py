@@ -110,11 +110,16 @@ def not_streamed(optimizer: object) -> LayoutError:
 def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
     """Return the shape of the leaf on which a rule for leaves of a shape is tried.
 
+    It is square if the leaf is: factors of a matrix [n, m], which are [n, n] and [m, m], have the
+    shape of the leaf itself only if n = m.
+
     Example:
         >>> small_shape([50_000, 768]), small_shape([64, 3, 7, 7]), small_shape([])
-        ((130, 130), (64, 3, 2, 2), (1,))
+        ((131, 130), (64, 3, 2, 2), (1,))
     """
     small = [min(size, most if dim < 2 else 2) for dim, size in enumerate(shape)]
+    if len(small) > 1 and small[0] == small[1] and shape[0] != shape[1]:
+        small[0 if shape[0] > shape[1] else 1] += 1
     return tuple(max(size, 1) for size in small) or (1,)
 
 

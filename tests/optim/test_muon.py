@@ -22,6 +22,7 @@ from tests.descends import descends
 from tests.optim.cases import trained
 from tests.optim.torch_cases import by_torch
 from tests.oracle import linear_loss
+from tests.ranks import run_ranks
 from tests.strategies import everywhere, integers
 
 STEPS = 4
@@ -264,3 +265,20 @@ def test_unused_matrices_stay_as_they_are() -> None:
     got = fzero.simulate(train, world_size=2)(torch.arange(2))
     assert torch.equal(got["b.weight"][0], begin["b.weight"])
     assert not torch.equal(got["a.weight"][0], begin["a.weight"])
+
+
+def on_gloo(rank: int, world_size: int, name: str, stage: int) -> dict[str, Tensor]:
+    ours = {"ours": OURS, "foreign": FOREIGN}[name]
+    xs = integers((STEPS, world_size), 9, torch.float32)[:, rank]
+    got, _ = trained(parameters(MODEL), ours, xs, loss=linear_loss, stage=stage)
+    return {path: p.detach() for path, p in got.items()}
+
+
+@pytest.mark.xdist_group("gloo")
+@covered(name=["ours", "foreign"], place=[(0, 2), (1, 2), (3, 2), (2, 4)])
+def test_processes_have_the_bits_of_one(name: str, place: tuple[int, int]) -> None:
+    stage, ranks = place
+    want = by_torch(parameters(MODEL), integers((STEPS, ranks), 9, torch.float32), Both)
+    for found in run_ranks(on_gloo, ranks, name, stage):
+        for path, p in found.items():
+            assert torch.equal(p, want[path]), path

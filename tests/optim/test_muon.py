@@ -282,3 +282,41 @@ def test_processes_have_the_bits_of_one(name: str, place: tuple[int, int]) -> No
     for found in run_ranks(on_gloo, ranks, name, stage):
         for path, p in found.items():
             assert torch.equal(p, want[path]), path
+
+
+@covered(
+    ours=[OURS, FOREIGN],
+    options=[
+        {"stage": 1, "mesh": (2, 2)},
+        {"stage": 3, "mesh": (2, 2), "optimizer_over": "all"},
+        {"stage": 2, "mesh": (4, 1)},
+        {"stage": 3, "mesh": (1, 4)},
+    ],
+    away=[{}, {"optimizer": "disk"}, {"gradients": "cpu"}],
+)
+def test_replicas_and_offloaded_states(
+    tmp_path: Path, ours: Any, options: dict[str, Any], away: dict[str, Any]
+) -> None:
+    xs = integers((STEPS, 4), 9, torch.float32)
+    step = fzero.offload(descends(linear_loss), folder=str(tmp_path), **away)
+    sharded = fzero.simulate(fzero.shard(step, donate=True, **options), world_size=4)
+    state = sharded.init(parameters(MODEL), ours)
+    for x in xs:
+        state, _ = sharded(state, x)
+    got = fzero.simulate(fzero.full_params, world_size=4)(state)
+    everywhere(got, by_torch(parameters(MODEL), xs, Both), 4)
+
+
+@covered(name=["ours", "foreign"], stage=[0, 2, 3])
+def test_a_plain_step_leaves_the_old_state_as_it_was(name: str, stage: int) -> None:
+    """Without donation both the old and the new state are good."""
+    ours = {"ours": OURS, "foreign": FOREIGN}[name]
+    step = fzero.simulate(fzero.shard(descends(linear_loss), stage=stage), world_size=2)
+    full = fzero.simulate(fzero.full_params, world_size=2)
+    first, _ = step(step.init(parameters(MODEL), ours), torch.ones(2))
+    before = full(first)
+    second, _ = step(first, torch.ones(2))
+    again, _ = step(first, torch.ones(2))
+    for path, p in full(first).items():
+        assert torch.equal(p, before[path])
+        assert torch.equal(full(second)[path], full(again)[path])

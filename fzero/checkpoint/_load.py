@@ -13,7 +13,7 @@ import torch
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._owned import owned_pieces, with_room_owned
+from fzero.checkpoint._owned import owned_pieces, share_with_replicas, with_room_owned
 from fzero.checkpoint._pieces import TensorPiece, cut_shards, shards_of
 from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
@@ -140,6 +140,8 @@ def load_with_extra(
             plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
             storage().read_pieces(plan.pieces, where / saved.data, plan.index, ranks.axis)
             make_whole(held, plan.states)
+            if held.is_stack:
+                share_with_replicas(plan.states)
             for total, part in plan.sums:
                 total += part
     made = held.returned(plan.states, plan.buffers)
@@ -200,7 +202,10 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
         new = with_room_owned(new, number, saved.slots, saved.tensors)
         new, residual, more = with_residual(new, saved, number)
         shards = [*shards_of(new, number, frozen=frozen), *residual]
-        pieces += [*cut_shards(new.setup.layout, shards), *owned_pieces(new, number, saves=False)]
+        pieces += [
+            *cut_shards(new.setup.layout, shards),
+            *owned_pieces(new, number, saves=held.is_stack),
+        ]
         made.append(new)
         sums += more
     return LoadPlan(

@@ -7,7 +7,7 @@ a tensor of its own, [n] of its elements; its shape stands in the manifest besid
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ def free_slots(state: TrainState, rank: int) -> Slots:
 
 
 def owned_pieces(state: TrainState, rank: int, *, saves: bool) -> list[TensorPiece]:
-    """Return what a rank reads of a state; or what it `saves`, each tensor by one rank."""
+    """Return what a rank reads of a state; or what it `saves`, each tensor by one rank alone."""
     owners, found = owners_of(state.setup), list[TensorPiece]()
     if owners is None or (saves and rank >= owners.axis.size):
         return found
@@ -95,6 +95,17 @@ def owned_pieces(state: TrainState, rank: int, *, saves: bool) -> list[TensorPie
             piece = flat[start:stop]
             found.append(TensorPiece(name=name, start=start, numel=flat.numel(), values=piece))
     return found
+
+
+def share_with_replicas(states: Sequence[TrainState]) -> None:
+    """Give the owners of other replicas what those of the first have read; all ranks are here."""
+    for one, state in enumerate(states):
+        owners = owners_of(state.setup)
+        if owners is None or one < owners.axis.size:
+            continue
+        for mine, first in zip(owned_of(state), owned_of(states[owners.rank_of(one)]), strict=True):
+            if owns(state, one, mine.number):
+                mine.values.copy_(first.values)
 
 
 def with_room_owned(
